@@ -1,0 +1,78 @@
+"""What the gateway may ask of a running engine. One class per kind of server; all speak vLLM's dialect upwards."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from typing import Any
+
+from engines.types import PauseMode
+
+Json = dict[str, Any]
+
+
+class Engine(ABC):
+    """A running engine, reached over HTTP.
+
+    Bodies and replies are those of vLLM's HTTP server (facts of the pinned version), whatever the engine speaks itself.
+    Every method is bounded by `timeout_s` and raises `EngineUnreachable` when the connection fails, breaks or stays
+    silent, `EngineRefused` on a 4xx answer and `EngineFailed` on any other answer that is not a success.
+    """
+
+    replica_id: str
+    url: str
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close connections. The engine itself goes on."""
+
+    @abstractmethod
+    async def health(self, timeout_s: float) -> None:
+        """Return when the engine serves; raise when it does not."""
+
+    @abstractmethod
+    async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
+        """Any other route of vLLM's dialect that the gateway passes through, such as /tokenize."""
+
+    @abstractmethod
+    async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
+        """One prompt (n samples) or one conversation; `path` is /v1/completions or /v1/chat/completions."""
+
+    @abstractmethod
+    def stream(self, path: str, body: Json, timeout_s: float) -> AsyncIterator[Json]:
+        """The same, chunk by chunk as the engine sends them."""
+
+    @abstractmethod
+    async def weight_version(self, timeout_s: float) -> int | None:
+        """The version the engine says it holds: 0 for the checkpoint, None where it cannot say."""
+
+    @abstractmethod
+    async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
+        """Join the trainer's transfer group; returns when the rendezvous is complete."""
+
+    @abstractmethod
+    async def close_weight_group(self, timeout_s: float) -> None:
+        """Leave the transfer group, so that a sender blocked on it is let go."""
+
+    @abstractmethod
+    async def start_weight_update(self, timeout_s: float) -> None: ...
+
+    @abstractmethod
+    async def update_weights(self, update_info: Json, timeout_s: float) -> None:
+        """Receive the tensors announced; returns when all are loaded."""
+
+    @abstractmethod
+    async def finish_weight_update(self, version: int, timeout_s: float) -> None:
+        """End the update; from here on the engine says it holds `version`."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None: ...
+
+    @abstractmethod
+    async def resume(self, timeout_s: float) -> None: ...
+
+    @abstractmethod
+    async def reset_prefix_cache(self, timeout_s: float) -> bool:
+        """Forget cached prefixes; False when running requests hold them."""
+
+    @abstractmethod
+    async def metrics(self, timeout_s: float) -> str:
+        """The engine's own Prometheus page."""

@@ -1,0 +1,101 @@
+"""Everything that can go wrong, on one screen. Raise these; catch what you can retry, translate or record.
+
+RolloutGatewayError
+├── ConfigError               the configuration is wrong; names file, line, key and remedy
+├── InvalidRequest            the client's request is wrong; names the field
+│   ├── UnknownModel          no such model here
+│   └── BodyTooLarge          over the limit in bytes
+├── NotAllowed                the key is missing, wrong, or not an admin key
+├── DeadlineExceeded          a bounded wait ran out; says for what
+├── EngineError               one replica's engine misbehaved; names the replica
+│   ├── EngineStartFailed     it never came up; carries its last words
+│   ├── EngineUnreachable     the connection failed or broke: the work may be done elsewhere
+│   ├── EngineRefused         it answered 4xx: the request is at fault, another replica would say the same
+│   └── EngineFailed          it answered 5xx or nonsense
+└── WeightUpdateError         a weight call failed
+    ├── WeightUpdateConflict  out of order, a second trainer, or another model's tensors
+    └── WeightUpdateFailed    a replica did not take the update
+"""
+
+from typing import Any
+
+
+class RolloutGatewayError(Exception):
+    """Base of all errors of this product. `str(error)` is fit for the person on call."""
+
+
+class ConfigError(RolloutGatewayError):
+    """The configuration is wrong."""
+
+
+class InvalidRequest(RolloutGatewayError):
+    """The request is wrong. `param` names the field at fault."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModel(InvalidRequest):
+    """No replica serves the model asked for."""
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body is over `gateway.max_body_bytes`."""
+
+
+class NotAllowed(RolloutGatewayError):
+    """The key is missing or wrong (`known` False), or is no admin key (`known` True)."""
+
+    def __init__(self, message: str, *, known: bool) -> None:
+        super().__init__(message)
+        self.known = known
+
+
+class DeadlineExceeded(RolloutGatewayError):
+    """A bounded wait ran out."""
+
+
+class EngineError(RolloutGatewayError):
+    """One replica's engine misbehaved."""
+
+    def __init__(self, message: str, *, replica_id: str = "") -> None:
+        super().__init__(f"replica {replica_id}: {message}" if replica_id else message)
+        self.replica_id = replica_id
+
+
+class EngineStartFailed(EngineError):
+    """The engine process ended or stayed silent before it was ready."""
+
+
+class EngineUnreachable(EngineError):
+    """The connection to the engine failed, broke or went silent."""
+
+
+class EngineRefused(EngineError):
+    """The engine answered 4xx. `status` and `body` are the engine's own."""
+
+    def __init__(self, message: str, *, status: int, body: dict[str, Any], replica_id: str = "") -> None:
+        super().__init__(message, replica_id=replica_id)
+        self.status = status
+        self.body = body
+
+
+class EngineFailed(EngineError):
+    """The engine answered 5xx, or something that is not its protocol."""
+
+
+class WeightUpdateError(RolloutGatewayError):
+    """A weight call failed."""
+
+
+class WeightUpdateConflict(WeightUpdateError):
+    """The call does not fit the state of the update."""
+
+
+class WeightUpdateFailed(WeightUpdateError):
+    """A replica did not take the update; `replica_id` names it."""
+
+    def __init__(self, message: str, *, replica_id: str = "") -> None:
+        super().__init__(message)
+        self.replica_id = replica_id

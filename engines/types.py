@@ -1,0 +1,74 @@
+"""The vocabulary: plain facts that every package shares. Imports the standard library alone."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class EngineKind(StrEnum):
+    """Which server a replica runs."""
+
+    VLLM = "vllm"
+    SIM = "sim"
+
+
+class ReplicaState(StrEnum):
+    """Where a replica is in its life. Only SERVING takes rollouts."""
+
+    STARTING = "STARTING"
+    SYNCING = "SYNCING"  # up, but its weights are not the fleet's
+    SERVING = "SERVING"
+    UPDATING = "UPDATING"
+    DRAINING = "DRAINING"
+    SUSPECT = "SUSPECT"  # missed a probe; may come back as what it was
+    LOST = "LOST"
+
+
+class PauseMode(StrEnum):
+    """What a pause does to requests in flight (vLLM's words)."""
+
+    ABORT = "abort"  # end them now, with the tokens they have
+    WAIT = "wait"  # let them finish
+    KEEP = "keep"  # freeze them; they go on after resume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Tokens `start` (inclusive) to `end` (exclusive) of a completion were made by weights `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """Name, dtype ("bfloat16") and full shape of one weight tensor, as the checkpoint names it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaInfo:
+    """What a replica says of itself when the gateway asks who is there.
+
+    `incarnation` changes whenever the engine process is a new one, so a restarted engine is never mistaken for the
+    one whose weights were known. `tensors` is None where the checkpoint cannot be read (the update is then unchecked).
+    """
+
+    replica_id: str
+    incarnation: str
+    group: str
+    kind: EngineKind
+    url: str
+    model: str
+    world_size: int
+    max_model_len: int
+    max_num_seqs: int
+    engine_version: str
+    node: str = ""
+    gpu_ids: tuple[int, ...] = ()
+    pid: int = 0
+    log_path: str = ""
+    tensors: tuple[TensorMeta, ...] | None = field(default=None, repr=False)

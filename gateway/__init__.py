@@ -1,0 +1,1 @@
+"""One door in front of many replicas: admits, routes, and keeps weights in step."""

@@ -1,0 +1,112 @@
+"""The configuration: one strict pydantic tree. How files, environment and command line become one is in `load.py`."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, model_validator
+
+from engines.config import EngineConfig
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class GatewayConfig(_Section):
+    """The data-path server."""
+
+    host: str = "127.0.0.1"
+    """Address that the gateway binds. Off loopback it needs keys."""
+    port: int = Field(8100, ge=0, le=65535)
+    """Port of the rollout URL; 0 takes a free one."""
+    inference_keys: list[SecretStr] = Field(default_factory=list)
+    """Bearer keys for generation. Prefer the environment or a file to writing them here."""
+    admin_keys: list[SecretStr] = Field(default_factory=list)
+    """Bearer keys for weights, pause and other control; they may generate too."""
+    trusted_networks: list[IPvAnyNetwork] = Field(
+        default_factory=lambda: [IPvAnyNetwork("127.0.0.0/8"), IPvAnyNetwork("::1/128")]
+    )
+    """Clients from these networks need no key: the way for TRL, which can send none, on another host."""
+    max_body_bytes: int = Field(256 << 20, gt=0)
+    """Largest request body."""
+    max_n: int = Field(1024, gt=0)
+    """Most completions of one prompt."""
+    queue_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait of a rollout for a replica that may take it."""
+    generate_timeout_s: float = Field(1800.0, gt=0)
+    """Longest wait for the completions of one prompt once placed."""
+    max_attempts: int = Field(3, ge=1)
+    """Replicas that a rollout is tried on before it is reported failed."""
+
+
+class FleetConfig(_Section):
+    """How replicas are watched."""
+
+    discover_interval_s: float = Field(1.0, gt=0)
+    """How often Serve is asked which replicas run."""
+    probe_interval_s: float = Field(1.0, gt=0)
+    """How often each engine's health is probed."""
+    probe_timeout_s: float = Field(5.0, gt=0)
+    """Longest wait for one probe."""
+    lost_after_s: float = Field(15.0, gt=0)
+    """Silence after which a SUSPECT replica is LOST."""
+    complete_within_s: float = Field(900.0, gt=0)
+    """How long /health stays 503 while replicas are missing; after that those present are the fleet."""
+
+
+class WeightsConfig(_Section):
+    """Bounds of a weight update."""
+
+    init_timeout_s: float = Field(300.0, gt=0)
+    """Rendezvous of the trainer and all engine workers."""
+    drain_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for rollouts in flight before an update."""
+    transfer_timeout_s: float = Field(600.0, gt=0)
+    """Longest transfer of one /update_weights call."""
+    control_timeout_s: float = Field(60.0, gt=0)
+    """Longest wait for a replica's answer to start, finish, pause, resume or a cache reset."""
+    idle_timeout_s: float = Field(600.0, gt=0)
+    """Silence of a trainer in an open update after which it is aborted."""
+
+
+class Config(_Section):
+    """Everything that `rollout-gateway up` needs."""
+
+    name: str = Field("rollout-gateway", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the Serve application."""
+    gateway: GatewayConfig = GatewayConfig()
+    fleet: FleetConfig = FleetConfig()
+    weights: WeightsConfig = WeightsConfig()
+    engine: EngineConfig = EngineConfig()
+    """Defaults of all engine groups, and the one group where `engines` is empty."""
+    engines: dict[str, EngineConfig] = Field(default_factory=dict)
+    """Engine groups by name; each starts from `engine`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _groups_start_from_the_defaults(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or not isinstance(tree.get("engines"), dict):
+            return tree
+        defaults = tree.get("engine") or {}
+        if isinstance(defaults, EngineConfig):
+            return tree
+        groups = {
+            name: {**defaults, **group} if isinstance(group, dict) else group for name, group in tree["engines"].items()
+        }
+        return {**tree, "engines": groups}
+
+    @model_validator(mode="after")
+    def _open_ports_need_keys(self) -> "Config":
+        gateway = self.gateway
+        if gateway.host not in LOOPBACK_HOSTS and not (gateway.inference_keys and gateway.admin_keys):
+            raise ValueError(
+                f"gateway.host = {gateway.host!r} is reachable from other hosts: set gateway.inference_keys and "
+                "gateway.admin_keys, or bind 127.0.0.1"
+            )
+        return self
+
+    @property
+    def groups(self) -> dict[str, EngineConfig]:
+        """Engine groups by name."""
+        return self.engines or {"engine": self.engine}

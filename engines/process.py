@@ -1,0 +1,73 @@
+"""One engine server as a guarded child process with a log file. Knows commands and files, not protocols."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_LAST_WORDS_BYTES = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run. `env` is laid over the environment of the owner."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class EngineProcess:
+    """Runs one command under `engines.guard`, so that it ends with this process, also when this one is killed."""
+
+    def __init__(self, command: Command, log_path: Path, stop_timeout_s: float) -> None:
+        self.log_path = log_path
+        self._command = command
+        self._stop_timeout_s = stop_timeout_s
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            log.write(f"{time.strftime('%F %T')} {' '.join(self._command.argv)}\n".encode())
+            log.flush()
+            self._guard = subprocess.Popen(
+                [sys.executable, "-m", "engines.guard", str(self._stop_timeout_s), *self._command.argv],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._command.env},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard, 0 before the start."""
+        return self._guard.pid if self._guard else 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._guard.poll() if self._guard else None
+
+    def last_words(self, lines: int = 20) -> str:
+        """The end of the log, where an engine says why it gave up."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - _LAST_WORDS_BYTES))
+            text = log.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    async def stop(self) -> None:
+        """End the whole tree; returns when it is gone."""
+        if self._guard is None or self._guard.stdin is None:
+            return
+        self._guard.stdin.close()
+        # The guard itself needs a moment after the grace it gives to the engine.
+        deadline = time.monotonic() + self._stop_timeout_s + 5
+        while self._guard.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if self._guard.poll() is None:
+            self._guard.kill()

@@ -1,0 +1,133 @@
+"""Starts one engine server on loopback, waits until it truly serves, and says what it is. Knows nothing of Ray."""
+
+import asyncio
+import os
+import socket
+import time
+from pathlib import Path
+
+from engines.checkpoint import read_tensors
+from engines.config import EngineConfig
+from engines.engine import Engine
+from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
+from engines.launch import engine_command
+from engines.process import EngineProcess
+from engines.types import EngineKind, ReplicaInfo, TensorMeta
+from engines.vllm_engine import VllmEngine
+
+_PROBE_TIMEOUT_S = 5.0
+_PROBE_INTERVAL_S = 0.2
+_WARM_UP_TIMEOUT_S = 300.0
+_PORT_TAKEN = "address already in use"
+
+
+class EngineServer:
+    """One engine process and what is known of it. `index` is its place in its group, from 0."""
+
+    def __init__(self, config: EngineConfig, *, replica_id: str, group: str, index: int) -> None:
+        self._config = config
+        self._replica_id = replica_id
+        self._group = group
+        self._index = index
+        self._process: EngineProcess | None = None
+        self._engine: Engine | None = None
+
+    async def start(self) -> ReplicaInfo:
+        """Start, wait for health, warm up. Raises `EngineStartFailed` with the engine's last words."""
+        try:
+            return await self._start_once()
+        except EngineStartFailed as error:
+            if _PORT_TAKEN not in str(error).lower():
+                raise
+            # Somebody took the port between our look and the engine's bind: a second port settles it.
+            return await self._start_once()
+
+    async def check(self) -> None:
+        """Raise when the engine is not serving."""
+        assert self._process is not None
+        assert self._engine is not None
+        if (code := self._process.exit_code) is not None:
+            raise EngineError(f"engine ended with {code}: {self._process.last_words()}", replica_id=self._replica_id)
+        await self._engine.health(_PROBE_TIMEOUT_S)
+
+    async def stop(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+        if self._process is not None:
+            await self._process.stop()
+
+    async def _start_once(self) -> ReplicaInfo:
+        await self.stop()
+        config, port = self._config, free_port()
+        log_path = Path(config.log_dir) / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
+        command = engine_command(config, port=port, index=self._index)
+        self._process = EngineProcess(command, log_path, config.stop_timeout_s)
+        self._engine = engine = VllmEngine(self._replica_id, f"http://127.0.0.1:{port}")
+        self._process.start()
+        try:
+            async with asyncio.timeout(config.start_timeout_s):
+                await self._healthy()
+                # The first request of a fresh engine takes seconds; no rollout shall be the one that pays for them.
+                warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
+                await engine.generate("/v1/completions", warm_up, _WARM_UP_TIMEOUT_S)
+                return await self._describe(engine)
+        except TimeoutError:
+            reason = f"was not ready within {config.start_timeout_s:g} s (engine.start_timeout_s)"
+        except (EngineError, DeadlineExceeded) as error:
+            reason = str(error)
+        words = self._process.last_words()
+        await self.stop()
+        raise EngineStartFailed(f"{reason}\nlog {log_path} ends with:\n{words}", replica_id=self._replica_id)
+
+    async def _healthy(self) -> None:
+        assert self._process is not None
+        assert self._engine is not None
+        while True:
+            if (code := self._process.exit_code) is not None:
+                raise EngineError(f"engine ended with {code} before it was ready")
+            try:
+                return await self._engine.health(_PROBE_TIMEOUT_S)
+            except (EngineError, DeadlineExceeded):
+                await asyncio.sleep(_PROBE_INTERVAL_S)
+
+    async def _describe(self, engine: Engine) -> ReplicaInfo:
+        models, version, world = await asyncio.gather(
+            engine.ask("GET", "/v1/models", None, _PROBE_TIMEOUT_S),
+            engine.ask("GET", "/version", None, _PROBE_TIMEOUT_S),
+            engine.ask("GET", "/get_world_size", None, _PROBE_TIMEOUT_S),
+        )
+        assert self._process is not None
+        return ReplicaInfo(
+            replica_id=self._replica_id,
+            incarnation=f"{self._process.pid}@{time.time_ns()}",
+            group=self._group,
+            kind=self._config.kind,
+            url=engine.url,
+            model=models["data"][0]["id"],
+            world_size=world["world_size"],
+            max_model_len=models["data"][0]["max_model_len"],
+            max_num_seqs=self._config.max_num_seqs,
+            engine_version=version["version"],
+            gpu_ids=tuple(int(gpu) for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.isdigit()),
+            pid=self._process.pid,
+            log_path=str(self._process.log_path),
+            tensors=_expected_tensors(self._config),
+        )
+
+
+def _expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
+    """What a full weight update of this engine consists of, where that can be told."""
+    if config.kind is EngineKind.SIM:
+        return tuple(
+            TensorMeta(name=name, dtype="float32", shape=tuple(shape)) for name, shape in config.sim.tensors.items()
+        )
+    # A quantised checkpoint names other tensors than its trainer does.
+    return None if "quantization" in config.extra else read_tensors(config.model)
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,253 @@
+"""Who is there and who may serve: the replicas, their states, and the watch over them.
+
+States change here alone. What an update means for them is decided in `weights.py`, where they go in `scheduler.py`.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+
+from engines.engine import Engine
+from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable
+from engines.types import ReplicaInfo, ReplicaState
+from gateway.config import FleetConfig
+from gateway.routing import Rollout
+
+log = structlog.get_logger()
+
+# Samples in flight per sequence an engine can run: enough in its own queue that it never waits for us, little enough
+# that the last rollouts of a batch go to whoever is free.
+_OVERCOMMIT = 2
+
+Discover = Callable[[], Awaitable[list[ReplicaInfo]]]
+Connect = Callable[[ReplicaInfo], Engine]
+
+
+class Replica:
+    """One replica as the gateway sees it. `weight_version` is None where its weights are unknown."""
+
+    def __init__(self, info: ReplicaInfo, engine: Engine) -> None:
+        self.info = info
+        self.engine = engine
+        self.state = ReplicaState.STARTING
+        self.weight_version: int | None = None
+        self.load_tokens = 0
+        self.load_samples = 0
+        self.placed = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.listed = True
+        self.suspect_since: float | None = None
+        self.reason = ""
+        self._before_suspect = ReplicaState.STARTING
+        self._calls: set[asyncio.Timeout] = set()
+
+    @property
+    def replica_id(self) -> str:
+        return self.info.replica_id
+
+    @property
+    def max_samples(self) -> int:
+        return _OVERCOMMIT * self.info.max_num_seqs
+
+    @property
+    def can_serve(self) -> bool:
+        return self.state is ReplicaState.SERVING
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state not in (ReplicaState.STARTING, ReplicaState.SUSPECT, ReplicaState.LOST)
+
+    @contextmanager
+    def carrying(self, rollout: Rollout) -> Iterator[None]:
+        """Counts a placed rollout out again at the end."""
+        try:
+            yield
+        finally:
+            self.load_tokens -= rollout.tokens
+            self.load_samples -= rollout.n
+            if self.load_samples == 0:
+                self.idle.set()
+
+    def reserve(self, rollout: Rollout) -> None:
+        self.load_tokens += rollout.tokens
+        self.load_samples += rollout.n
+        self.placed += rollout.n
+        self.idle.clear()
+
+    async def unless_lost[T](self, call: Awaitable[T]) -> T:
+        """The call's result; `EngineUnreachable` as soon as the replica is given up, however long the call hangs."""
+        try:
+            async with asyncio.timeout(None) as bound:
+                self._calls.add(bound)
+                return await call
+        except TimeoutError as error:
+            raise EngineUnreachable(f"given up: {self.reason}", replica_id=self.replica_id) from error
+        finally:
+            self._calls.discard(bound)
+
+    def enter(self, state: ReplicaState, reason: str) -> None:
+        """Change state; `Fleet` calls this."""
+        if state is ReplicaState.SUSPECT:
+            self._before_suspect = self.state
+            self.suspect_since = time.monotonic()
+        elif self.state is ReplicaState.SUSPECT:
+            self.suspect_since = None
+        self.state, self.reason = state, reason
+        if state is ReplicaState.LOST:
+            for call in self._calls:
+                call.reschedule(asyncio.get_running_loop().time())
+
+    @property
+    def state_before_suspect(self) -> ReplicaState:
+        return self._before_suspect
+
+
+class Fleet:
+    """All replicas. `version` is the fleet's weight version: what SERVING replicas hold.
+
+    `discover` lists the replicas that Serve runs, `connect` makes the engine client of one.
+    """
+
+    def __init__(self, config: FleetConfig, *, expected: int, discover: Discover, connect: Connect) -> None:
+        self.version = 0
+        self.expected = expected
+        self._config = config
+        self._discover = discover
+        self._connect = connect
+        self._replicas: dict[str, Replica] = {}
+        self._watchers: dict[Replica, asyncio.Task[None]] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._incomplete_since: float | None = time.monotonic()
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """In a fixed order, which weight groups take their ranks from."""
+        return [self._replicas[key] for key in sorted(self._replicas)]
+
+    @property
+    def alive(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.is_alive]
+
+    @property
+    def serving(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.can_serve]
+
+    @property
+    def is_ready(self) -> bool:
+        """All expected replicas are there, or we have waited for the missing ones long enough."""
+        if not self.alive or self._incomplete_since is None:
+            return bool(self.alive)
+        return time.monotonic() - self._incomplete_since > self._config.complete_within_s
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each change of a state."""
+        self._listeners.append(listener)
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(self._config.discover_interval_s)
+        finally:
+            for watcher in self._watchers.values():
+                watcher.cancel()
+            await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+            await asyncio.gather(*(replica.engine.close() for replica in self.replicas))
+
+    async def look(self) -> None:
+        """One round of discovery."""
+        try:
+            async with asyncio.timeout(self._config.probe_timeout_s):
+                infos = await self._discover()
+        except Exception as error:  # Ray's own errors: the next round asks again, probes go on meanwhile
+            log.warning("discovery failed", error=repr(error))
+            return
+        listed = {info.replica_id: info for info in infos}
+        for replica in self.replicas:
+            replica.listed = replica.replica_id in listed
+        for info in infos:
+            known = self._replicas.get(info.replica_id)
+            if known is None or known.info.incarnation != info.incarnation:
+                await self._welcome(info, known)
+
+    def set_state(self, replica: Replica, state: ReplicaState, reason: str) -> None:
+        if replica.state is state:
+            return
+        log.info(
+            "replica state", replica=replica.replica_id, was=replica.state, now=state, version=replica.weight_version,
+            reason=reason,
+        )  # fmt: skip
+        replica.enter(state, reason)
+        if state is ReplicaState.LOST:
+            self._forget(replica)
+        missing = len(self.alive) < self.expected
+        self._incomplete_since = (self._incomplete_since or time.monotonic()) if missing else None
+        for listener in self._listeners:
+            listener()
+
+    def suspect(self, replica: Replica, reason: str) -> None:
+        """No new rollouts until a probe vouches for it again."""
+        if replica.state not in (ReplicaState.SUSPECT, ReplicaState.LOST):
+            self.set_state(replica, ReplicaState.SUSPECT, reason)
+
+    def settle(self, replica: Replica, reason: str) -> None:
+        """SERVING where it holds the fleet's version, SYNCING where it does not."""
+        current = replica.weight_version == self.version
+        self.set_state(replica, ReplicaState.SERVING if current else ReplicaState.SYNCING, reason)
+
+    async def _welcome(self, info: ReplicaInfo, before: Replica | None) -> None:
+        if before is not None:
+            self.set_state(before, ReplicaState.LOST, "its engine was started anew")
+        replica = Replica(info, self._connect(info))
+        try:
+            version = await replica.engine.weight_version(self._config.probe_timeout_s)
+        except (EngineError, DeadlineExceeded) as error:
+            log.warning("replica does not answer yet", replica=info.replica_id, error=str(error))
+            await replica.engine.close()
+            return
+        self._replicas[info.replica_id] = replica
+        # An engine that cannot name its version was just started as far as we know: it holds the checkpoint.
+        replica.weight_version = version or 0
+        if replica.weight_version > self.version:
+            # Only a gateway that was itself restarted meets weights newer than it knows of.
+            self.version = replica.weight_version
+            for other in self.serving:
+                self.settle(other, "a replica holds newer weights")
+        self.settle(replica, "joined")
+        self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {info.replica_id}")
+
+    async def _watch(self, replica: Replica) -> None:
+        """Probe one replica until it is lost."""
+        while replica.state is not ReplicaState.LOST:
+            await asyncio.sleep(self._config.probe_interval_s)
+            try:
+                await replica.engine.health(self._config.probe_timeout_s)
+            except (EngineError, DeadlineExceeded) as error:
+                self.suspect(replica, str(error))
+            else:
+                self._vouched(replica)
+            silent_s = time.monotonic() - (replica.suspect_since or time.monotonic())
+            if silent_s > self._config.lost_after_s:
+                self.set_state(replica, ReplicaState.LOST, replica.reason)
+
+    def _vouched(self, replica: Replica) -> None:
+        if not replica.listed:
+            self.suspect(replica, "Serve no longer lists it")
+        elif replica.state is ReplicaState.SUSPECT:
+            # What it was before may be over by now: an update it was part of ended without it.
+            if replica.state_before_suspect is ReplicaState.UPDATING:
+                replica.weight_version = None
+            self.settle(replica, "answers again")
+
+    def _forget(self, replica: Replica) -> None:
+        if self._replicas.get(replica.replica_id) is replica:
+            del self._replicas[replica.replica_id]
+        watcher = self._watchers.pop(replica, None)
+        if watcher is not None and watcher is not asyncio.current_task():
+            watcher.cancel()
+        self._closing = asyncio.create_task(replica.engine.close(), name=f"close {replica.replica_id}")

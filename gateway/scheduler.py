@@ -1,0 +1,165 @@
+"""Places rollouts on replicas: a queue, a gate that weight updates close, and a second try when a replica fails."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+import structlog
+
+from engines.engine import Json
+from engines.errors import DeadlineExceeded, EngineError, EngineRefused
+from gateway.config import GatewayConfig
+from gateway.fleet import Fleet, Replica
+from gateway.metrics import Metrics
+from gateway.routing import Rollout, choose
+
+log = structlog.get_logger()
+
+
+@dataclass(eq=False)
+class _Waiter:
+    rollout: Rollout
+    avoid: set[str]
+    placed: "asyncio.Future[Replica]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Scheduler:
+    """First come, first placed. Nothing is placed while the gate is closed; what runs goes on."""
+
+    def __init__(self, config: GatewayConfig, fleet: Fleet, metrics: Metrics) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._metrics = metrics
+        self._queue: deque[_Waiter] = deque()
+        self._closed_for: set[str] = set()
+        fleet.on_change(self._pump)
+
+    @property
+    def queue_length(self) -> int:
+        return sum(not waiter.placed.done() for waiter in self._queue)
+
+    @property
+    def closed_for(self) -> list[str]:
+        """Why nothing is placed now; empty when the gate is open."""
+        return sorted(self._closed_for)
+
+    def close_gate(self, reason: str) -> None:
+        self._closed_for.add(reason)
+
+    def open_gate(self, reason: str) -> None:
+        self._closed_for.discard(reason)
+        self._pump()
+
+    async def drained(self, timeout_s: float) -> None:
+        """Returns when no rollout is in flight anywhere."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                for replica in self._fleet.replicas:
+                    await replica.idle.wait()
+        except TimeoutError as error:
+            busy = [replica.replica_id for replica in self._fleet.replicas if replica.load_samples]
+            raise DeadlineExceeded(
+                f"rollouts still run on {', '.join(busy)} after {timeout_s:g} s: raise weights.drain_timeout_s, or pause "
+                "with mode=keep or mode=abort before the update"
+            ) from error
+
+    async def run[T](self, rollout: Rollout, call: Callable[[Replica], Awaitable[T]]) -> T:
+        """The call's result from the first replica that gives one."""
+        avoid: set[str] = set()
+        while True:
+            async with self._placed(rollout, avoid) as replica:
+                try:
+                    return await replica.unless_lost(call(replica))
+                except EngineRefused:
+                    raise
+                except EngineError as error:
+                    self._failed(rollout, replica, error, avoid)
+
+    async def stream(
+        self, rollout: Rollout, call: Callable[[Replica], AsyncIterator[Json]]
+    ) -> AsyncIterator[tuple[Replica, Json]]:
+        """Chunks of the first replica that gives any. What has begun is not begun again elsewhere."""
+        avoid: set[str] = set()
+        while True:
+            begun = False
+            async with self._placed(rollout, avoid) as replica, aclosing(_generator(call(replica))) as chunks:
+                try:
+                    while True:
+                        chunk = await replica.unless_lost(anext(chunks))
+                        begun = True
+                        yield replica, chunk
+                except StopAsyncIteration:
+                    return
+                except EngineRefused:
+                    raise
+                except EngineError as error:
+                    if begun:
+                        raise
+                    self._failed(rollout, replica, error, avoid)
+
+    def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, avoid: set[str]) -> None:
+        """Note a failure; raise it when there was one too many."""
+        avoid.add(replica.replica_id)
+        self._fleet.suspect(replica, str(error))
+        log.warning("rollout failed", request=rollout.request_id, replica=replica.replica_id, error=str(error))
+        if len(avoid) >= self._config.max_attempts:
+            raise error
+        self._metrics.retries.inc()
+
+    @asynccontextmanager
+    async def _placed(self, rollout: Rollout, avoid: set[str]) -> AsyncIterator[Replica]:
+        replica = await self._place(rollout, avoid)
+        try:
+            with replica.carrying(rollout):
+                yield replica
+        finally:
+            self._pump()
+
+    async def _place(self, rollout: Rollout, avoid: set[str]) -> Replica:
+        waiter, began = _Waiter(rollout, avoid), time.monotonic()
+        self._queue.append(waiter)
+        self._pump()
+        try:
+            async with asyncio.timeout(self._config.queue_timeout_s):
+                return await waiter.placed
+        except BaseException as error:
+            if waiter.placed.done() and not waiter.placed.cancelled():
+                with waiter.placed.result().carrying(rollout):
+                    pass  # placed in the very moment the client left: give the place back
+            waiter.placed.cancel()
+            self._pump()
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(self._why_not_placed()) from error
+            raise
+        finally:
+            self._metrics.queue_seconds.observe(time.monotonic() - began)
+
+    def _pump(self) -> None:
+        """Place from the head of the queue while there is room."""
+        while self._queue and not self._closed_for:
+            waiter = self._queue[0]
+            if not waiter.placed.done():
+                serving = self._fleet.serving
+                fresh = [replica for replica in serving if replica.replica_id not in waiter.avoid]
+                replica = choose(waiter.rollout, fresh or serving)
+                if replica is None:
+                    return
+                replica.reserve(waiter.rollout)
+                waiter.placed.set_result(replica)
+            self._queue.popleft()
+
+    def _why_not_placed(self) -> str:
+        states = ", ".join(f"{replica.replica_id} {replica.state}" for replica in self._fleet.replicas) or "none"
+        closed = f"; the gate is closed for: {', '.join(self.closed_for)}" if self._closed_for else ""
+        return (
+            f"no replica took the rollout within {self._config.queue_timeout_s:g} s (gateway.queue_timeout_s); "
+            f"replicas: {states}{closed}"
+        )
+
+
+async def _generator(chunks: AsyncIterator[Json]) -> AsyncIterator[Json]:
+    async for chunk in chunks:
+        yield chunk

@@ -120,6 +120,7 @@ class Fleet:
         self._connect = connect
         self._replicas: dict[str, Replica] = {}
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
         self._incomplete_since: float | None = time.monotonic()
 
@@ -157,7 +158,7 @@ class Fleet:
             for watcher in self._watchers.values():
                 watcher.cancel()
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
-            await asyncio.gather(*(replica.engine.close() for replica in self.replicas))
+            await asyncio.gather(*self._closing, *(replica.engine.close() for replica in self.replicas))
 
     async def look(self) -> None:
         """One round of discovery."""
@@ -250,4 +251,6 @@ class Fleet:
         watcher = self._watchers.pop(replica, None)
         if watcher is not None and watcher is not asyncio.current_task():
             watcher.cancel()
-        self._closing = asyncio.create_task(replica.engine.close(), name=f"close {replica.replica_id}")
+        closing = asyncio.create_task(replica.engine.close(), name=f"close {replica.replica_id}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)

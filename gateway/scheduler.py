@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -79,19 +79,17 @@ class Scheduler:
                     self._failed(rollout, replica, error, avoid)
 
     async def stream(
-        self, rollout: Rollout, call: Callable[[Replica], AsyncIterator[Json]]
-    ) -> AsyncIterator[tuple[Replica, Json]]:
+        self, rollout: Rollout, call: Callable[[Replica], AsyncGenerator[Json]]
+    ) -> AsyncGenerator[tuple[Replica, Json]]:
         """Chunks of the first replica that gives any. What has begun is not begun again elsewhere."""
         avoid: set[str] = set()
         while True:
             begun = False
-            async with self._placed(rollout, avoid) as replica, aclosing(_generator(call(replica))) as chunks:
+            async with self._placed(rollout, avoid) as replica, aclosing(call(replica)) as chunks:
                 try:
-                    while True:
-                        chunk = await replica.unless_lost(anext(chunks))
+                    while (chunk := await replica.unless_lost(anext(chunks, None))) is not None:
                         begun = True
                         yield replica, chunk
-                except StopAsyncIteration:
                     return
                 except EngineRefused:
                     raise
@@ -159,7 +157,3 @@ class Scheduler:
             f"replicas: {states}{closed}"
         )
 
-
-async def _generator(chunks: AsyncIterator[Json]) -> AsyncIterator[Json]:
-    async for chunk in chunks:
-        yield chunk

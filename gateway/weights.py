@@ -1,0 +1,390 @@
+"""Weight updates as one event for the whole fleet: one coordinator, one update at a time, every step bounded.
+
+    OPEN -> RECEIVING -> VERIFYING -> COMMITTED | ABORTED
+
+Tensors never pass through this process: the trainer's transfer group joins the engines' workers to the trainer.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import structlog
+
+from engines.engine import Json
+from engines.errors import (
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    WeightUpdateConflict,
+    WeightUpdateFailed,
+)
+from engines.types import PauseMode, ReplicaState
+from gateway.config import WeightsConfig
+from gateway.fleet import Fleet, Replica
+from gateway.metrics import Metrics
+from gateway.scheduler import Scheduler
+
+log = structlog.get_logger()
+
+_UPDATE = "weight update"
+_PAUSE = "pause"
+
+
+class Phase(StrEnum):
+    """Where an update is."""
+
+    OPEN = "OPEN"  # the gate is closed, no engine touched yet
+    RECEIVING = "RECEIVING"  # tensors move; engines hold a mixture
+    VERIFYING = "VERIFYING"
+    COMMITTED = "COMMITTED"
+    ABORTED = "ABORTED"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferGroup:
+    """The trainer (rank 0) and the workers of these replicas. Frozen: a member that dies breaks it."""
+
+    members: tuple[Replica, ...]
+    opened_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def broken_by(self) -> Replica | None:
+        return next((replica for replica in self.members if not replica.is_alive), None)
+
+
+@dataclass(slots=True)
+class WeightUpdate:
+    """The update in progress."""
+
+    version: int
+    phase: Phase = Phase.OPEN
+    opened_at: float = field(default_factory=time.monotonic)
+    touched_at: float = field(default_factory=time.monotonic)
+    tensors: int = 0
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.opened_at
+
+
+class WeightCoordinator:
+    """Opens, fills and commits updates on behalf of one trainer at a time."""
+
+    def __init__(self, config: WeightsConfig, fleet: Fleet, scheduler: Scheduler, metrics: Metrics) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._group: TransferGroup | None = None
+        self._update: WeightUpdate | None = None
+        self._paused: PauseMode | None = None
+        self._busy_with = ""
+        fleet.on_change(lambda: metrics.weight_version.set(fleet.version))
+
+    @property
+    def update(self) -> WeightUpdate | None:
+        """The update in progress, if any."""
+        return self._update
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused is not None
+
+    def world_size(self) -> int:
+        """Workers that a trainer's transfer group must make room for."""
+        return sum(replica.info.world_size for replica in self._fleet.alive)
+
+    async def init(self, init_info: Json) -> None:
+        """Join all replicas to the trainer's group. A trainer that starts anew thereby ends what the last one left."""
+        async with self._exclusively("init_weight_transfer_engine"):
+            await self._abort("a trainer opened a new transfer group")
+            await self._close_group()
+            members = tuple(self._fleet.alive)
+            ranks = _rank_offsets(members, init_info)
+            with self._timed("init"):
+                group = TransferGroup(members)
+                try:
+                    await self._on_all(
+                        members,
+                        lambda replica: replica.engine.open_weight_group(
+                            {**init_info, "rank_offset": ranks[replica]}, self._config.init_timeout_s
+                        ),
+                        self._config.init_timeout_s,
+                    )
+                except BaseException:
+                    await self._leave(members)
+                    raise
+            self._group = group
+            log.info("transfer group open", replicas=[member.replica_id for member in members])
+
+    async def start(self) -> None:
+        """Open the next version: hold new rollouts back and let those in flight finish."""
+        async with self._exclusively("start_weight_update"):
+            self._whole_group()
+            if self._update is not None:
+                raise WeightUpdateConflict(
+                    f"update to version {self._update.version} is open since {self._update.age_s:.1f} s: finish it, or "
+                    "call /init_weight_transfer_engine to abort it"
+                )
+            self._scheduler.close_gate(_UPDATE)
+            with self._timed("drain"):
+                try:
+                    # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what
+                    # becomes of rollouts in flight when it chose the mode of the pause.
+                    if not self.is_paused:
+                        await self._scheduler.drained(self._config.drain_timeout_s)
+                except BaseException:
+                    self._scheduler.open_gate(_UPDATE)
+                    raise
+            self._update = WeightUpdate(self._fleet.version + 1)
+
+    async def receive(self, update_info: Json) -> None:
+        """Have every replica of the group receive the tensors that the trainer is about to send."""
+        async with self._exclusively("update_weights"):
+            update, group = self._open_update("update_weights"), self._whole_group()
+            try:
+                self._check_tensors(update_info, group)
+            except InvalidRequest as error:
+                # The trainer may already sit in its broadcast: leaving the group is what lets it go.
+                await self._abort(str(error))
+                await self._close_group()
+                raise
+            with self._timed("transfer"):
+                try:
+                    if update.phase is Phase.OPEN:
+                        await self._begin(update, group)
+                    await self._on_all(
+                        group.members,
+                        lambda replica: replica.engine.update_weights(
+                            _engine_update_info(update_info), self._config.transfer_timeout_s
+                        ),
+                        self._config.transfer_timeout_s,
+                    )
+                except BaseException as error:
+                    await self._abort(str(error) or type(error).__name__)
+                    await self._close_group()
+                    raise
+            update.tensors += len(update_info["names"])
+            update.touched_at = time.monotonic()
+
+    async def finish(self) -> int:
+        """Commit on every replica and serve again. Returns the version now served."""
+        async with self._exclusively("finish_weight_update"):
+            update, group = self._open_update("finish_weight_update"), self._whole_group()
+            if update.phase is Phase.OPEN:
+                await self._abort("no tensors were sent")
+                return self._fleet.version
+            update.phase = Phase.VERIFYING
+            with self._timed("commit"):
+                try:
+                    await self._on_all(
+                        group.members,
+                        lambda replica: replica.engine.finish_weight_update(
+                            update.version, self._config.control_timeout_s
+                        ),
+                        self._config.control_timeout_s,
+                    )
+                except BaseException as error:
+                    await self._abort(str(error) or type(error).__name__)
+                    raise
+            self._commit(update, group)
+            return update.version
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop generation everywhere; new rollouts wait in the queue."""
+        self._scheduler.close_gate(_PAUSE)
+        self._paused = mode
+        timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
+        await self._on_all(
+            self._fleet.alive,
+            lambda replica: replica.engine.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s),
+            timeout_s,
+        )
+
+    async def resume(self) -> None:
+        timeout_s = self._config.control_timeout_s
+        await self._on_all(self._fleet.alive, lambda replica: replica.engine.resume(timeout_s), timeout_s)
+        self._paused = None
+        self._scheduler.open_gate(_PAUSE)
+
+    async def reset_prefix_cache(self) -> bool:
+        """True when every replica forgot its prefixes. Versions never share prefixes, so this only frees memory."""
+        timeout_s = self._config.control_timeout_s
+        return all(
+            await self._on_all(self._fleet.alive, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s)
+        )
+
+    async def run(self) -> None:
+        """Abort an update whose trainer has gone silent, until cancelled."""
+        while True:
+            await asyncio.sleep(min(1.0, self._config.idle_timeout_s / 4))
+            update = self._update
+            if update is None or self._busy_with:
+                continue
+            if time.monotonic() - update.touched_at > self._config.idle_timeout_s:
+                async with self._exclusively("idle watch"):
+                    await self._abort(f"no word from the trainer for {self._config.idle_timeout_s:g} s")
+
+    async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
+        """From here on engines are overwritten: none of them counts as holding any version until the commit."""
+        update.phase = Phase.RECEIVING
+        for replica in group.members:
+            replica.weight_version = None
+            self._fleet.set_state(replica, ReplicaState.UPDATING, f"update to version {update.version}")
+        await self._on_all(
+            group.members,
+            lambda replica: replica.engine.start_weight_update(self._config.control_timeout_s),
+            self._config.control_timeout_s,
+        )
+
+    def _commit(self, update: WeightUpdate, group: TransferGroup) -> None:
+        self._fleet.version = update.version
+        for replica in group.members:
+            replica.weight_version = update.version
+        for replica in self._fleet.alive:
+            self._fleet.settle(replica, f"version {update.version} committed")
+        self._end(update, Phase.COMMITTED)
+
+    async def _abort(self, reason: str) -> None:
+        """End the open update, if any. Replicas that were being overwritten hold no known version and must not serve."""
+        update = self._update
+        if update is None:
+            return
+        log.error("weight update aborted", version=update.version, phase=update.phase, reason=reason)
+        for replica in self._fleet.alive:
+            if replica.state is ReplicaState.UPDATING:
+                self._fleet.settle(replica, f"update to version {update.version} aborted: {reason}")
+        self._end(update, Phase.ABORTED)
+
+    def _end(self, update: WeightUpdate, phase: Phase) -> None:
+        update.phase = phase
+        self._update = None
+        self._metrics.weight_updates.labels(phase.lower()).inc()
+        self._metrics.weight_version.set(self._fleet.version)
+        log.info("weight update", version=update.version, end=phase, tensors=update.tensors, seconds=round(update.age_s, 3))
+        self._scheduler.open_gate(_UPDATE)
+
+    def _open_update(self, call: str) -> WeightUpdate:
+        if self._update is None:
+            raise WeightUpdateConflict(f"/{call} without an open update: call /start_weight_update first")
+        return self._update
+
+    def _whole_group(self) -> TransferGroup:
+        group = self._group
+        if group is None:
+            raise WeightUpdateConflict("there is no transfer group: call /init_weight_transfer_engine first")
+        if (gone := group.broken_by) is not None:
+            raise WeightUpdateFailed(
+                f"the transfer group is broken: replica {gone.replica_id} left it ({gone.state}: {gone.reason}); call "
+                "/init_weight_transfer_engine to form a new group",
+                replica_id=gone.replica_id,
+            )
+        return group
+
+    def _check_tensors(self, update_info: Json, group: TransferGroup) -> None:
+        """Refuse tensors that the served model does not have, before anything is overwritten."""
+        names, shapes = update_info.get("names"), update_info.get("shapes")
+        if not (isinstance(names, list) and isinstance(shapes, list) and len(names) == len(shapes)):
+            raise InvalidRequest("update_info needs names and shapes, lists of equal length", param="update_info")
+        for replica in group.members:
+            if replica.info.tensors is not None:
+                expected = {tensor.name: list(tensor.shape) for tensor in replica.info.tensors}
+                _match_tensors(names, shapes, expected, replica.info.model)
+
+    async def _close_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await self._leave(group.members)
+
+    async def _leave(self, members: Sequence[Replica]) -> None:
+        """Best effort: an engine that cannot leave is found out by its probes."""
+        results = await asyncio.gather(
+            *(replica.engine.close_weight_group(self._config.control_timeout_s) for replica in members),
+            return_exceptions=True,
+        )
+        for replica, result in zip(members, results, strict=True):
+            if isinstance(result, Exception):
+                log.warning("could not leave the transfer group", replica=replica.replica_id, error=str(result))
+
+    async def _on_all[T](
+        self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]], timeout_s: float
+    ) -> list[T]:
+        """The call on all replicas at once. The first failure ends the wait for the others and names its replica."""
+        if not replicas:
+            raise WeightUpdateFailed("no replica is there to take the call: see /health")
+        results: dict[Replica, T] = {}
+
+        async def one(replica: Replica) -> None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    results[replica] = await replica.unless_lost(call(replica))
+            except EngineError as error:
+                raise WeightUpdateFailed(str(error), replica_id=replica.replica_id) from error
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"replica {replica.replica_id} did not answer within {timeout_s:g} s") from error
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for replica in replicas:
+                    tasks.create_task(one(replica))
+        except* (WeightUpdateFailed, DeadlineExceeded) as group:
+            raise group.exceptions[0] from None
+        return [results[replica] for replica in replicas]
+
+    @asynccontextmanager
+    async def _exclusively(self, call: str) -> AsyncIterator[None]:
+        """Weight calls never overlap: a second trainer, or a replayed call, learns who is first instead of waiting."""
+        if self._busy_with:
+            raise WeightUpdateConflict(f"/{call} while /{self._busy_with} is still running: wait for its answer")
+        self._busy_with = call
+        try:
+            yield
+        finally:
+            self._busy_with = ""
+            if self._update is not None:
+                self._update.touched_at = time.monotonic()
+
+    def _timed(self, phase: str) -> Any:
+        return self._metrics.weight_update_seconds.labels(phase).time()
+
+
+def _rank_offsets(members: Sequence[Replica], init_info: Json) -> dict[Replica, int]:
+    """First rank of each replica's workers: the trainer's own offset, then one replica after the other."""
+    workers = sum(replica.info.world_size for replica in members)
+    if not members:
+        raise WeightUpdateConflict("no replica is there to join a transfer group: see /health")
+    if init_info.get("world_size") != workers + 1:
+        raise WeightUpdateConflict(
+            f"init_info.world_size is {init_info.get('world_size')!r}, but the fleet has {workers} workers now, so the "
+            f"group needs {workers + 1}: ask /get_world_size again"
+        )
+    offsets, rank = {}, init_info.get("rank_offset", 1)
+    for replica in members:
+        offsets[replica] = rank
+        rank += replica.info.world_size
+    return offsets
+
+
+def _match_tensors(names: list[str], shapes: list[list[int]], expected: dict[str, list[int]], model: str) -> None:
+    for name, shape in zip(names, shapes, strict=True):
+        if name not in expected:
+            raise InvalidRequest(
+                f"update_info.names has {name!r}, which model {model!r} does not have: send the tensors of the served "
+                "model under their checkpoint names",
+                param="update_info.names",
+            )
+        if list(shape) != expected[name]:
+            raise InvalidRequest(
+                f"update_info.shapes gives {list(shape)} for {name!r}, model {model!r} has {expected[name]}",
+                param="update_info.shapes",
+            )
+
+
+def _engine_update_info(update_info: Json) -> Json:
+    """vLLM >= 0.28 takes `packed` at init and refuses it here; trainers with an older vLLM still send it here."""
+    return {key: value for key, value in update_info.items() if key != "packed"}

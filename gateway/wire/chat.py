@@ -1,0 +1,57 @@
+"""/v1/chat/completions of vLLM's dialect: one conversation is one rollout."""
+
+from collections.abc import AsyncGenerator
+
+from engines.engine import Json
+from engines.errors import InvalidRequest
+from gateway.fleet import Fleet, Replica
+from gateway.routing import Rollout
+from gateway.scheduler import Scheduler
+from gateway.wire.completions import check_model, check_sampling, stamp_versions, versioned_salt
+
+PATH = "/v1/chat/completions"
+
+# Load of a conversation that names no limit; an engine would let it fill the context.
+_DEFAULT_MAX_TOKENS = 1024
+_CHARACTERS_PER_TOKEN = 4
+
+
+class Chat:
+    """Decodes a conversation and has one replica continue it."""
+
+    def __init__(self, fleet: Fleet, scheduler: Scheduler, *, max_n: int, generate_timeout_s: float) -> None:
+        self._fleet = fleet
+        self._scheduler = scheduler
+        self._max_n = max_n
+        self._generate_timeout_s = generate_timeout_s
+
+    def decode(self, body: Json, request_id: str) -> Rollout:
+        check_model(body, self._fleet)
+        n = check_sampling(body, self._max_n)
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise InvalidRequest("messages must be a list of at least one message", param="messages")
+        limit = body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_MAX_TOKENS
+        characters = sum(len(str(message)) for message in messages)
+        return Rollout(request_id=request_id, n=n, tokens=characters // _CHARACTERS_PER_TOKEN + n * limit)
+
+    async def generate(self, rollout: Rollout, body: Json) -> Json:
+        async def call(replica: Replica) -> Json:
+            began = replica.weight_version
+            salted = {**body, "cache_salt": versioned_salt(body, began)}
+            answer = await replica.engine.generate(PATH, salted, self._generate_timeout_s)
+            for choice in answer["choices"]:
+                stamp_versions(choice, began, replica.weight_version)
+            return answer
+
+        return await self._scheduler.run(rollout, call)
+
+    async def stream(self, rollout: Rollout, body: Json) -> AsyncGenerator[Json]:
+        def call(replica: Replica) -> AsyncGenerator[Json]:
+            salted = {**body, "cache_salt": versioned_salt(body, replica.weight_version)}
+            return replica.engine.stream(PATH, salted, self._generate_timeout_s)
+
+        async for replica, chunk in self._scheduler.stream(rollout, call):
+            for choice in chunk["choices"]:
+                choice["weight_version"] = replica.weight_version
+            yield chunk

@@ -1,0 +1,241 @@
+"""/v1/completions of vLLM's dialect: one request becomes one rollout per prompt, and their replies one reply again."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.engine import Json
+from engines.errors import EngineRefused, InvalidRequest, UnknownModel
+from gateway.fleet import Fleet, Replica
+from gateway.routing import Rollout
+from gateway.scheduler import Scheduler
+
+PATH = "/v1/completions"
+
+# vLLM's own default of max_tokens in this dialect.
+_DEFAULT_MAX_TOKENS = 16
+_CHARACTERS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a request: its place there, and the body that asks one replica for its completions."""
+
+    index: int
+    rollout: Rollout
+    body: Json
+
+
+class Completions:
+    """Decodes requests, has their prompts generated, assembles replies prompt-major."""
+
+    def __init__(self, fleet: Fleet, scheduler: Scheduler, *, max_n: int, generate_timeout_s: float) -> None:
+        self._fleet = fleet
+        self._scheduler = scheduler
+        self._max_n = max_n
+        self._generate_timeout_s = generate_timeout_s
+
+    def decode(self, body: Json, request_id: str) -> list[Prompt]:
+        """The prompts of a request. Raises `InvalidRequest` before any replica has work, naming field and prompt."""
+        check_model(body, self._fleet)
+        n = check_sampling(body, self._max_n)
+        max_len = min((replica.info.max_model_len for replica in self._fleet.alive), default=None)
+        rest = {key: value for key, value in body.items() if key not in ("prompt", "stream")}
+        prompts = []
+        for index, value in enumerate(_prompt_list(body)):
+            length = _checked_length(index, value, max_len)
+            limit = body.get("max_tokens") or body.get("max_completion_tokens") or _DEFAULT_MAX_TOKENS
+            rollout = Rollout(request_id=f"{request_id}-{index}", n=n, tokens=length + n * min(limit, max_len or limit))
+            prompts.append(Prompt(index, rollout, {**rest, "prompt": value}))
+        return prompts
+
+    async def generate(self, prompts: Sequence[Prompt]) -> Json:
+        """One reply for all prompts. The first prompt that an engine refuses ends the others."""
+        tasks = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._generate_one(prompt)) for prompt in prompts]
+        except* Exception as errors:
+            raise errors.exceptions[0] from None
+        return _assemble([task.result() for task in tasks], [prompt.rollout.n for prompt in prompts])
+
+    async def stream(self, prompts: Sequence[Prompt], *, include_usage: bool) -> AsyncGenerator[Json]:
+        """Chunks of all prompts as they come, numbered as if one engine had made them."""
+        chunks: asyncio.Queue[Json | None] = asyncio.Queue(maxsize=256)
+        usage = Usage()
+
+        async def one(prompt: Prompt) -> None:
+            async for chunk in self._stream_one(prompt):
+                usage.add_chunk(prompt.index, chunk.pop("usage", None))
+                if chunk["choices"]:
+                    await chunks.put(chunk)
+
+        async def all_prompts() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for prompt in prompts:
+                        group.create_task(one(prompt))
+            finally:
+                await chunks.put(None)
+
+        producer = asyncio.create_task(all_prompts(), name="stream completions")
+        last: Json = {}
+        try:
+            while (chunk := await chunks.get()) is not None:
+                last = chunk
+                yield chunk
+            await producer
+        except* Exception as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            producer.cancel()
+        if include_usage:
+            yield {**last, "choices": [], "usage": usage.total()}
+
+    async def _generate_one(self, prompt: Prompt) -> Json:
+        async def call(replica: Replica) -> Json:
+            began = replica.weight_version
+            body = {**prompt.body, "cache_salt": versioned_salt(prompt.body, began)}
+            try:
+                answer = await replica.engine.generate(PATH, body, self._generate_timeout_s)
+            except EngineRefused as error:
+                raise _naming_prompt(error, prompt.index) from error
+            for choice in answer["choices"]:
+                stamp_versions(choice, began, replica.weight_version)
+            return answer
+
+        return await self._scheduler.run(prompt.rollout, call)
+
+    async def _stream_one(self, prompt: Prompt) -> AsyncGenerator[Json]:
+        def call(replica: Replica) -> AsyncGenerator[Json]:
+            body = {
+                **prompt.body,
+                "cache_salt": versioned_salt(prompt.body, replica.weight_version),
+                "stream_options": {"include_usage": True},
+            }
+            return replica.engine.stream(PATH, body, self._generate_timeout_s)
+
+        async for replica, chunk in self._scheduler.stream(prompt.rollout, call):
+            for choice in chunk["choices"]:
+                choice["index"] += prompt.index * prompt.rollout.n
+                choice["weight_version"] = replica.weight_version
+            yield chunk
+
+
+class Usage:
+    """Token counts over the prompts of one request."""
+
+    def __init__(self) -> None:
+        self._by_prompt: dict[int, Json] = {}
+
+    def add_chunk(self, index: int, usage: Json | None) -> None:
+        """A later count of the same prompt replaces an earlier one."""
+        if usage:
+            self._by_prompt[index] = usage
+
+    def total(self) -> Json:
+        usages = list(self._by_prompt.values())
+        counted = {key: sum(usage.get(key) or 0 for usage in usages) for key in ("prompt_tokens", "completion_tokens")}
+        return {**counted, "total_tokens": sum(counted.values())}
+
+
+def check_model(body: Json, fleet: Fleet) -> None:
+    """Refuse a model that no replica serves. A request without one takes the model there is."""
+    models = sorted({replica.info.model for replica in fleet.replicas})
+    model = body.get("model")
+    if model is not None and models and model not in models:
+        raise UnknownModel(f"model {model!r} is not served here; there is {', '.join(models)}", param="model")
+
+
+def check_sampling(body: Json, max_n: int) -> int:
+    """The number of samples asked for. Refuses what every engine would refuse, before the work is spread."""
+    n, temperature = body.get("n", 1), body.get("temperature", 1.0)
+    if "prompt_embeds" in body:
+        raise InvalidRequest("prompt_embeds is refused: tensors are not read from requests", param="prompt_embeds")
+    if type(n) is not int or not 1 <= n <= max_n:
+        raise InvalidRequest(f"n = {n!r} is not between 1 and gateway.max_n = {max_n}", param="n")
+    if n > 1 and temperature == 0:
+        raise InvalidRequest(f"n = {n} with temperature = 0 would repeat one completion: use n = 1", param="n")
+    max_tokens = body.get("max_tokens")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise InvalidRequest(f"max_tokens = {max_tokens!r} must be a whole number of at least 1", param="max_tokens")
+    return n
+
+
+def versioned_salt(body: Json, version: int | None) -> str:
+    """Prefix KV is shared among prompts of one weight version only: KV of other weights would be a silent mixture."""
+    return f"{body.get('cache_salt') or ''}v{version}"
+
+
+def stamp_versions(choice: Json, began: int | None, ended: int | None) -> None:
+    """Say which weights made the tokens, where the engine has not said so itself.
+
+    One span where the version was the same at both ends. Otherwise the update fell inside, and where exactly is known
+    to the engine alone: both versions are named, without limits.
+    """
+    if choice.get("weight_versions"):
+        return
+    if began == ended:
+        choice["weight_versions"] = [{"version": began, "start": 0, "end": _num_tokens(choice)}]
+    else:
+        choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in (began, ended)]
+
+
+def _num_tokens(choice: Json) -> int | None:
+    if (ids := choice.get("token_ids")) is not None:
+        return len(ids)
+    logprobs = choice.get("logprobs")
+    return len(logprobs["tokens"]) if isinstance(logprobs, dict) and "tokens" in logprobs else None
+
+
+def _prompt_list(body: Json) -> list[Any]:
+    """Every accepted form of `prompt` as a list of prompts, each a string or a list of token ids."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidRequest(
+            f"prompt is {'an empty list' if prompt == [] else type(prompt).__name__}: send text, token ids, or a list of "
+            "either",
+            param="prompt",
+        )
+    return [prompt] if isinstance(prompt[0], int) else prompt
+
+
+def _checked_length(index: int, value: Any, max_len: int | None) -> int:
+    """Length in tokens; an estimate for text, which only an engine can tokenise."""
+    if not isinstance(value, str | list):
+        raise InvalidRequest(f"prompt[{index}] is a {type(value).__name__}, not text or token ids", param="prompt")
+    if not value:
+        raise InvalidRequest(f"prompt[{index}] is empty: an engine needs at least one token", param="prompt")
+    if isinstance(value, str):
+        return math.ceil(len(value) / _CHARACTERS_PER_TOKEN)
+    if max_len is not None and len(value) >= max_len:
+        raise InvalidRequest(
+            f"prompt[{index}] has {len(value)} tokens, which leaves none of max_model_len = {max_len} for a completion: "
+            "shorten it, or serve with a larger engine.max_model_len",
+            param="prompt",
+        )
+    return len(value)
+
+
+def _naming_prompt(error: EngineRefused, index: int) -> EngineRefused:
+    """The engine's own error with the prompt it is about."""
+    body = error.body
+    if isinstance(inner := body.get("error"), dict):
+        body = {**body, "error": {**inner, "message": f"prompt[{index}]: {inner.get('message', '')}"}}
+    return EngineRefused(str(error), status=error.status, body=body, replica_id=error.replica_id)
+
+
+def _assemble(replies: Sequence[Json], samples: Sequence[int]) -> Json:
+    """One reply, prompt-major: prompt i's samples stand at i*n and after."""
+    choices, usage = [], Usage()
+    for index, (answer, n) in enumerate(zip(replies, samples, strict=True)):
+        usage.add_chunk(index, answer.get("usage"))
+        for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"])):
+            choice["index"] += index * n
+            choices.append(choice)
+    return {**replies[0], "created": int(time.time()), "choices": choices, "usage": usage.total()}

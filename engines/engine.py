@@ -1,7 +1,7 @@
 """What the gateway may ask of a running engine. One class per kind of server; all speak vLLM's dialect upwards."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from engines.types import PauseMode
@@ -37,7 +37,7 @@ class Engine(ABC):
         """One prompt (n samples) or one conversation; `path` is /v1/completions or /v1/chat/completions."""
 
     @abstractmethod
-    def stream(self, path: str, body: Json, timeout_s: float) -> AsyncIterator[Json]:
+    def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
         """The same, chunk by chunk as the engine sends them."""
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -40,7 +40,7 @@ class VllmEngine(Engine):
     async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
         return await self.ask("POST", path, {**body, "stream": False}, timeout_s)
 
-    async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncIterator[Json]:
+    async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
         async with self._request("POST", path, {**body, "stream": True}, timeout_s) as response:
             async for event in _server_sent_events(response.content):
                 if event == b"[DONE]":

@@ -1,0 +1,56 @@
+# Everyday commands. Each sets up .venv first, which costs nothing when it is up to date.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+EXTRAS := --extra serve --extra cpu --extra trl --extra load --extra demo --extra dev
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check format test test-unit test-vllm test-ray test-all test-slow demo lock clean
+
+help: ## Say what there is
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: ## Make .venv what requirements/ says
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "setup: no $(PYTHON) here; on Debian 12 or newer: apt-get install python3 python3-venv git make" >&2; exit 1; }
+	@$(PYTHON) scripts/setup.py
+
+demo: setup ## Train a tiny model with TRL against two vLLM replicas, on CPU
+	@$(BIN)/python -m examples.demo
+
+check: setup ## Format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## Mend what format and lint can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# One process a suite: Ray and vLLM leave state in a process that the next suite must not meet.
+test: setup ## Unit tests, then those with real engines and a real Ray cluster
+	@scripts/suites unit vllm ray
+
+test-unit: setup ## Unit tests alone
+	@scripts/suites unit
+
+test-vllm: setup ## Tests with real vLLM engines
+	@scripts/suites vllm
+
+test-ray: setup ## Tests with a real Ray cluster
+	@scripts/suites ray
+
+test-slow: setup ## Tests that take minutes
+	@scripts/suites slow
+
+test-all: setup ## Everything
+	@scripts/suites unit vllm ray slow
+
+lock: setup ## Resolve what pyproject.toml asks for, keeping pins that fit (UPGRADE=--upgrade renews all)
+	@$(BIN)/python scripts/lock.py $(EXTRAS) $(UPGRADE)
+
+clean: ## Remove what tools left, .venv included
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,36 @@
+"""Writes requirements/cpu.txt and requirements/uv.txt: every pin with the hashes of all its files, and no paths or hosts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import setup
+
+UV = "uv==0.13.9"
+
+
+def main() -> None:
+    environment = {**os.environ, **setup.index_for_uv()}
+    _compile(environment, "pyproject.toml", *sys.argv[1:], output="cpu.txt")
+    _compile(environment, "-", output="uv.txt", stdin=UV)
+
+
+def _compile(environment: dict[str, str], *arguments: str, output: str, stdin: str | None = None) -> None:
+    # torch has a file of its own; what requirements/excludes.txt names is absent because its CUDA builds break vLLM's.
+    options = ["--generate-hashes", "--no-emit-package", "torch", "--excludes", "requirements/excludes.txt"]
+    output_path = Path("requirements") / output
+    subprocess.run(
+        [".venv/bin/uv", "pip", "compile", "-q", "--custom-compile-command", "make lock"]
+        + [*options, "--output-file", str(output_path), *arguments],
+        cwd=setup.ROOT,
+        env=environment,
+        input=stdin,
+        text=True,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+if __name__ == "__main__":
+    main()

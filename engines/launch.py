@@ -38,6 +38,14 @@ def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
     return build(config, port, config.seed + index)
 
 
+def gpus_per_replica(config: EngineConfig) -> int:
+    """GPUs to reserve for one replica: none for a simulated engine or one on CPU."""
+    if config.kind is EngineKind.SIM or config.device == "cpu":
+        return 0
+    on_cpu = config.device == "auto" and _installed_vllm()[1]
+    return 0 if on_cpu else config.world_size
+
+
 def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     version, on_cpu = _installed_vllm()
     if config.device == "cuda" and on_cpu:

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import structlog
 
@@ -17,6 +18,8 @@ from gateway.config import FleetConfig
 from gateway.routing import Rollout
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 # Samples in flight per sequence an engine can run: enough in its own queue that it never waits for us, little enough
 # that the last rollouts of a batch go to whoever is free.
@@ -78,7 +81,7 @@ class Replica:
         self.placed += rollout.n
         self.idle.clear()
 
-    async def unless_lost[T](self, call: Awaitable[T]) -> T:
+    async def unless_lost(self, call: Awaitable[T]) -> T:
         """The call's result; `EngineUnreachable` as soon as the replica is given up, however long the call hangs."""
         try:
             async with asyncio.timeout(None) as bound:

@@ -6,6 +6,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from engines.types import ReplicaState
+from gateway.fleet import Replica
+
 _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
@@ -31,6 +34,16 @@ class Metrics:
         self.replicas = Gauge("replicas", "Replicas by state.", ["state"], **own)
         self.samples_in_flight = Gauge("samples_in_flight", "Samples placed on a replica.", ["replica"], **own)
         self.queue_length = Gauge("queue_length", "Rollouts that wait for a replica.", **own)
+
+    def observe(self, replicas: Iterable[Replica], *, queue_length: int) -> None:
+        """Take the gauges' values, just before they are read."""
+        replicas = list(replicas)
+        for state in ReplicaState:
+            self.replicas.labels(state).set(sum(replica.state is state for replica in replicas))
+        self.samples_in_flight.clear()
+        for replica in replicas:
+            self.samples_in_flight.labels(replica.replica_id).set(replica.load_samples)
+        self.queue_length.set(queue_length)
 
     def page(self, engine_pages: dict[str, str]) -> bytes:
         """Ours, then the engines'. `engine_pages` is Prometheus text by replica id."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import structlog
 
@@ -17,6 +18,8 @@ from gateway.metrics import Metrics
 from gateway.routing import Rollout, choose
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -66,7 +69,7 @@ class Scheduler:
                 "with mode=keep or mode=abort before the update"
             ) from error
 
-    async def run[T](self, rollout: Rollout, call: Callable[[Replica], Awaitable[T]]) -> T:
+    async def run(self, rollout: Rollout, call: Callable[[Replica], Awaitable[T]]) -> T:
         """The call's result from the first replica that gives one."""
         avoid: set[str] = set()
         while True:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -30,6 +30,8 @@ from gateway.metrics import Metrics
 from gateway.scheduler import Scheduler
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 _UPDATE = "weight update"
 _PAUSE = "pause"
@@ -311,7 +313,7 @@ class WeightCoordinator:
             if isinstance(result, Exception):
                 log.warning("could not leave the transfer group", replica=replica.replica_id, error=str(result))
 
-    async def _on_all[T](
+    async def _on_all(
         self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]], timeout_s: float
     ) -> list[T]:
         """The call on all replicas at once. The first failure ends the wait for the others and names its replica."""

@@ -64,14 +64,14 @@ class Completions:
 
     async def stream(self, prompts: Sequence[Prompt], *, include_usage: bool) -> AsyncGenerator[Json]:
         """Chunks of all prompts as they come, numbered as if one engine had made them."""
-        chunks: asyncio.Queue[Json | None] = asyncio.Queue(maxsize=256)
-        usage = Usage()
+        chunks: asyncio.Queue[Json | None] = asyncio.Queue()
+        usage, last = Usage(), Json()
 
         async def one(prompt: Prompt) -> None:
             async for chunk in self._stream_one(prompt):
                 usage.add_chunk(prompt.index, chunk.pop("usage", None))
                 if chunk["choices"]:
-                    await chunks.put(chunk)
+                    chunks.put_nowait(chunk)
 
         async def all_prompts() -> None:
             try:
@@ -79,10 +79,9 @@ class Completions:
                     for prompt in prompts:
                         group.create_task(one(prompt))
             finally:
-                await chunks.put(None)
+                chunks.put_nowait(None)
 
         producer = asyncio.create_task(all_prompts(), name="stream completions")
-        last: Json = {}
         try:
             while (chunk := await chunks.get()) is not None:
                 last = chunk
@@ -92,6 +91,7 @@ class Completions:
             raise errors.exceptions[0] from None
         finally:
             producer.cancel()
+            await asyncio.gather(producer, return_exceptions=True)
         if include_usage:
             yield {**last, "choices": [], "usage": usage.total()}
 

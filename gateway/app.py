@@ -1,0 +1,85 @@
+"""The Serve application: engine groups, the gateway in front of them, and the control plane. `serve deploy` calls
+`build` with the configuration as its arguments."""
+
+import asyncio
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from engines.config import EngineConfig
+from engines.engine import Json
+from engines.launch import gpus_per_replica
+from engines.replica import EngineReplica
+from engines.types import ReplicaInfo
+from gateway.config import Config
+from gateway.control import Control
+from gateway.listener import Listener
+
+# Time over the engine's own grace until Serve kills a replica that does not end.
+_SHUTDOWN_SLACK_S = 10.0
+_ASK_TIMEOUT_S = 5.0
+
+
+def build(config: Config) -> serve.Application:
+    """The application as Serve's typed builder: `import_path: gateway.app:build`, `args:` the configuration."""
+    engines = {name: _engine_group(name, group) for name, group in config.groups.items()}
+    return Control.bind(Gateway.bind(config, engines))
+
+
+def _engine_group(name: str, config: EngineConfig) -> serve.Application:
+    return serve.deployment(
+        name=name,
+        num_replicas=config.num_replicas,
+        ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": gpus_per_replica(config)},
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=config.stop_timeout_s + _SHUTDOWN_SLACK_S,
+        max_ongoing_requests=100,
+    )(EngineReplica).bind(config, name)
+
+
+@serve.deployment(name="gateway", num_replicas=1, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})
+class Gateway:
+    """Hosts the listener. Serve restarts it here; requests never pass through Serve."""
+
+    async def __init__(self, config: Config, engines: dict[str, DeploymentHandle]) -> None:
+        self._engines = engines
+        self._known: list[ReplicaInfo] = []
+        self._serve_loop = asyncio.get_running_loop()
+        self._listener = Listener(config, self._discover)
+        await asyncio.to_thread(self._listener.start)
+
+    def url(self) -> str:
+        return self._listener.url
+
+    async def status(self) -> Json:
+        return await self._listener.status()
+
+    def check_health(self) -> None:
+        if not self._listener.is_alive:
+            raise RuntimeError("the gateway's thread has ended")
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_listener"):
+            await asyncio.to_thread(self._listener.stop)
+
+    async def _discover(self) -> list[ReplicaInfo]:
+        """Called on the listener's loop; Serve's handles are asked on theirs."""
+        asked = asyncio.run_coroutine_threadsafe(self._list_replicas(), self._serve_loop)
+        return await asyncio.wrap_future(asked)
+
+    async def _list_replicas(self) -> list[ReplicaInfo]:
+        """Every replica that runs now. A broadcast passes over dead ones in silence, so absence means absence."""
+        incarnations = set(await self._ask_all("incarnation"))
+        if incarnations != {info.incarnation for info in self._known}:
+            self._known = await self._ask_all("describe")
+        return self._known
+
+    async def _ask_all(self, method: str) -> list[ReplicaInfo]:
+        answers = await asyncio.gather(
+            *(
+                handle.broadcast(method).results_async(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
+                for handle in self._engines.values()
+            )
+        )
+        return [answer for group in answers for answer in group if not isinstance(answer, BaseException)]

@@ -1,0 +1,36 @@
+"""The control plane on Serve's own HTTP port: what the fleet is doing, with OpenAPI pages. It changes nothing."""
+
+from typing import Any
+
+from fastapi import FastAPI, Response
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+api = FastAPI(title="rollout-gateway", description="Status of the fleet. Rollouts and weights go to the rollout URL.")
+
+
+@serve.deployment(name="control", num_replicas=1, max_ongoing_requests=100, ray_actor_options={"num_cpus": 0})
+@serve.ingress(api)
+class Control:
+    """Asks the gateway; holds no state."""
+
+    def __init__(self, gateway: DeploymentHandle) -> None:
+        self._gateway = gateway
+
+    @api.get("/status")
+    async def status(self) -> dict[str, Any]:
+        """Replicas and their states, weight version, queue."""
+        report: dict[str, Any] = await self._gateway.status.remote()
+        return report
+
+    @api.get("/health")
+    async def health(self, response: Response) -> dict[str, bool]:
+        """200 when the fleet is complete, else 503."""
+        ready = (await self.status())["ready"]
+        response.status_code = 200 if ready else 503
+        return {"ready": ready}
+
+    @api.get("/url")
+    async def url(self) -> dict[str, str]:
+        """The rollout URL that trainers are pointed at."""
+        return {"url": await self._gateway.url.remote()}

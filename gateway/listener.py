@@ -1,0 +1,96 @@
+"""Runs the gateway server on a port and an event loop of its own, beside whatever hosts it."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+
+import uvloop
+from aiohttp import web
+
+from engines.engine import Json
+from engines.types import ReplicaInfo
+from engines.vllm_engine import VllmEngine
+from gateway.config import Config
+from gateway.fleet import Fleet
+from gateway.metrics import Metrics
+from gateway.server import GatewayServer
+
+_START_TIMEOUT_S = 60.0
+_SHUTDOWN_TIMEOUT_S = 5.0
+
+
+class Listener:
+    """One gateway server on its own thread, so that no host's work stands between two tokens.
+
+    `discover` is called on that thread's loop.
+    """
+
+    def __init__(self, config: Config, discover: Callable[[], Awaitable[list[ReplicaInfo]]]) -> None:
+        self._config = config
+        self._discover = discover
+        self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, str]] = Future()
+        self._server: GatewayServer | None = None
+        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
+
+    def start(self) -> str:
+        """Listen; returns the URL. Raises what kept it from listening, such as a port that is taken."""
+        self._thread.start()
+        return self.url
+
+    @property
+    def url(self) -> str:
+        return self._started.result(_START_TIMEOUT_S)[2]
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    async def status(self) -> Json:
+        """The status report, from any loop."""
+        loop = self._started.result(_START_TIMEOUT_S)[0]
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._status(), loop))
+
+    def stop(self) -> None:
+        loop, stopping, _ = self._started.result(_START_TIMEOUT_S)
+        if self._thread.is_alive():
+            loop.call_soon_threadsafe(stopping.set)
+            self._thread.join(2 * _SHUTDOWN_TIMEOUT_S)
+
+    async def _status(self) -> Json:
+        assert self._server is not None
+        return self._server.status()
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+
+    async def _serve(self) -> None:
+        config, stopping = self._config, asyncio.Event()
+        fleet = Fleet(
+            config.fleet,
+            expected=sum(group.num_replicas for group in config.groups.values()),
+            discover=self._discover,
+            connect=lambda info: VllmEngine(info.replica_id, info.url),
+        )
+        self._server = GatewayServer(config, fleet, Metrics())
+        # A client that leaves cancels its handler, which ends its work on the engines.
+        runner = web.AppRunner(
+            self._server.application(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, config.gateway.host, config.gateway.port, backlog=2048).start()
+            host, port = runner.addresses[0][:2]
+            self._started.set_result((asyncio.get_running_loop(), stopping, f"http://{host}:{port}"))
+            await stopping.wait()
+        finally:
+            await runner.cleanup()

@@ -1,0 +1,294 @@
+"""The rollout URL: routes of vLLM's dialect, each decoded here, answered by one object, encoded here."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import orjson
+import structlog
+from aiohttp import web
+
+from engines.engine import Json
+from engines.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineRefused,
+    InvalidRequest,
+    RolloutGatewayError,
+    WeightUpdateFailed,
+)
+from engines.types import PauseMode
+from gateway.access import Access
+from gateway.api import error_body, status_of
+from gateway.config import Config
+from gateway.fleet import Fleet, Replica
+from gateway.metrics import Metrics
+from gateway.scheduler import Scheduler
+from gateway.status import status_report
+from gateway.weights import WeightCoordinator
+from gateway.wire.chat import Chat
+from gateway.wire.completions import Completions
+from gateway.wire.json_body import read_object, reply
+
+log = structlog.get_logger()
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_REQUEST_ID = "X-Request-Id"
+_ASK_TIMEOUT_S = 60.0
+
+
+class GatewayServer:
+    """The aiohttp application in front of one fleet. Owns the fleet's watch and the coordinator's."""
+
+    def __init__(self, config: Config, fleet: Fleet, metrics: Metrics) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._metrics = metrics
+        self._access = Access(config.gateway)
+        self._scheduler = Scheduler(config.gateway, fleet, metrics)
+        self._weights = WeightCoordinator(config.weights, fleet, self._scheduler, metrics)
+        limits = {"max_n": config.gateway.max_n, "generate_timeout_s": config.gateway.generate_timeout_s}
+        self._completions = Completions(fleet, self._scheduler, **limits)
+        self._chat = Chat(fleet, self._scheduler, **limits)
+
+    def application(self) -> web.Application:
+        app = web.Application(
+            client_max_size=self._config.gateway.max_body_bytes, middlewares=[self._measure, self._answer_errors]
+        )
+        get, post = app.router.add_get, app.router.add_post
+        get("/health", self._health)
+        get("/ping", self._health)
+        get("/status", self._for_inference(self._status))
+        get("/metrics", self._for_inference(self._metrics_page))
+        get("/v1/models", self._for_inference(self._pass_through))
+        get("/version", self._for_inference(self._pass_through))
+        get("/server_info", self._for_inference(self._pass_through))
+        post("/tokenize", self._for_inference(self._pass_through))
+        post("/detokenize", self._for_inference(self._pass_through))
+        post("/v1/completions", self._for_inference(self._create_completions))
+        post("/v1/chat/completions", self._for_inference(self._create_chat_completion))
+        get("/get_world_size", self._for_admin(self._world_size))
+        post("/init_weight_transfer_engine", self._for_admin(self._init_weights))
+        post("/start_weight_update", self._for_admin(self._start_weights))
+        post("/update_weights", self._for_admin(self._update_weights))
+        post("/finish_weight_update", self._for_admin(self._finish_weights))
+        get("/weight_info", self._for_inference(self._weight_info))
+        post("/reset_prefix_cache", self._for_admin(self._reset_prefix_cache))
+        post("/pause", self._for_admin(self._pause))
+        post("/resume", self._for_admin(self._resume))
+        get("/is_paused", self._for_admin(self._is_paused))
+        app.cleanup_ctx.append(self._watching)
+        return app
+
+    async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
+        await self._fleet.look()
+        tasks = [asyncio.create_task(work, name=name) for name, work in self._background()]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _background(self) -> list[tuple[str, Any]]:
+        return [("watch fleet", self._fleet.run()), ("watch update", self._weights.run())]
+
+    # Open routes
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """200 once the fleet is complete. Until then 503, which TRL waits on without end, as it should."""
+        ready = self._fleet.is_ready
+        return reply(self.status(), 200 if ready else 503)
+
+    # Routes for inference keys
+
+    def status(self) -> Json:
+        return status_report(self._fleet, self._scheduler, self._weights)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return reply(self.status())
+
+    async def _metrics_page(self, request: web.Request) -> web.Response:
+        replicas = self._fleet.alive
+        pages = await asyncio.gather(
+            *(replica.engine.metrics(self._config.fleet.probe_timeout_s) for replica in replicas), return_exceptions=True
+        )
+        found = {r.replica_id: page for r, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
+        self._metrics.observe(self._fleet.replicas, queue_length=self._scheduler.queue_length)
+        return web.Response(body=self._metrics.page(found), content_type="text/plain", charset="utf-8")
+
+    async def _pass_through(self, request: web.Request) -> web.Response:
+        """What one engine says, all engines of the fleet would say."""
+        body = await read_object(request) if request.method == "POST" else None
+        return reply(await self._any_replica().engine.ask(request.method, request.path_qs, body, _ASK_TIMEOUT_S))
+
+    async def _create_completions(self, request: web.Request) -> web.StreamResponse:
+        body = await read_object(request)
+        prompts = self._completions.decode(body, _request_id(request))
+        if body.get("stream"):
+            chunks = self._completions.stream(prompts, include_usage=_wants_usage(body))
+            return await _send_events(request, chunks)
+        answer = await self._completions.generate(prompts)
+        self._count_tokens(answer)
+        return reply(answer)
+
+    async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
+        body = await read_object(request)
+        rollout = self._chat.decode(body, _request_id(request))
+        if body.get("stream"):
+            return await _send_events(request, self._chat.stream(rollout, body))
+        answer = await self._chat.generate(rollout, body)
+        self._count_tokens(answer)
+        return reply(answer)
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        return reply({"weight_version": str(self._fleet.version)})
+
+    # Routes for admin keys
+
+    async def _world_size(self, request: web.Request) -> web.Response:
+        return reply({"world_size": self._weights.world_size()})
+
+    async def _init_weights(self, request: web.Request) -> web.Response:
+        await self._weights.init(_section(await read_object(request), "init_info"))
+        return reply({"message": "Weight transfer initialized"})
+
+    async def _start_weights(self, request: web.Request) -> web.Response:
+        await read_object(request, required=False)
+        await self._weights.start()
+        return reply({"message": "Weight update started"})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        await self._weights.receive(_section(await read_object(request), "update_info"))
+        return reply({"message": "Weights updated"})
+
+    async def _finish_weights(self, request: web.Request) -> web.Response:
+        await read_object(request, required=False)
+        version = await self._weights.finish()
+        return reply({"message": "Weight update finished", "weight_version": str(version)})
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        return reply({"success": await self._weights.reset_prefix_cache()})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", PauseMode.ABORT)
+        if mode not in list(PauseMode):
+            raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(PauseMode)}", param="mode")
+        # vLLM clears the KV cache of paused requests unless told not to, which costs their prefill again. Nothing
+        # here depends on it: prefixes are salted by weight version.
+        clear_cache = request.query.get("clear_cache", "false").lower() == "true"
+        await self._weights.pause(PauseMode(mode), clear_cache=clear_cache)
+        return reply({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        await self._weights.resume()
+        return reply({"status": "resumed"})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return reply({"is_paused": self._weights.is_paused})
+
+    # What every route passes
+
+    def _for_inference(self, handler: Handler) -> Handler:
+        return self._guarded(handler, admin=False)
+
+    def _for_admin(self, handler: Handler) -> Handler:
+        return self._guarded(handler, admin=True)
+
+    def _guarded(self, handler: Handler, *, admin: bool) -> Handler:
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            self._access.check(request.remote, request.headers.get("Authorization"), admin=admin)
+            return await handler(request)
+
+        return guarded
+
+    @web.middleware
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The one door where our errors become replies in the client's dialect."""
+        try:
+            return await handler(request)
+        except RolloutGatewayError as error:
+            return _error_reply(error)
+        except web.HTTPException as error:
+            return reply(error_body(f"{request.method} {request.path}: {error.reason}", error.status), error.status)
+
+    @web.middleware
+    async def _measure(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        route, began = resource.canonical if resource else "unknown", time.monotonic()
+        status = 499  # the client left before there was an answer
+        try:
+            response = await handler(request)
+            status = response.status
+            if _REQUEST_ID in request.headers and not response.prepared:
+                response.headers[_REQUEST_ID] = request.headers[_REQUEST_ID]
+            return response
+        finally:
+            self._metrics.requests.labels(route, status).inc()
+            self._metrics.request_seconds.labels(route).observe(time.monotonic() - began)
+
+    def _count_tokens(self, answer: Json) -> None:
+        usage = answer.get("usage") or {}
+        self._metrics.prompt_tokens.inc(usage.get("prompt_tokens") or 0)
+        self._metrics.completion_tokens.inc(usage.get("completion_tokens") or 0)
+
+    def _any_replica(self) -> Replica:
+        replicas = self._fleet.serving or self._fleet.alive
+        if not replicas:
+            raise DeadlineExceeded("no replica is up yet: see /health")
+        return replicas[0]
+
+
+async def _send_events(request: web.Request, chunks: AsyncGenerator[Json]) -> web.StreamResponse:
+    """Server-sent events. The head is sent with the first chunk, so that an error before it keeps its status."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    if _REQUEST_ID in request.headers:
+        response.headers[_REQUEST_ID] = request.headers[_REQUEST_ID]
+    try:
+        async for chunk in chunks:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
+    except RolloutGatewayError as error:
+        if not response.prepared:
+            raise
+        body = error_body(str(error), status_of(error))
+        await response.write(b"data: " + orjson.dumps(body) + b"\n\n")
+    finally:
+        await chunks.aclose()
+    if not response.prepared:
+        await response.prepare(request)
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _error_reply(error: RolloutGatewayError) -> web.Response:
+    if isinstance(error, EngineRefused) and error.body:
+        return reply(error.body, error.status)
+    status = status_of(error)
+    if isinstance(error, EngineError | WeightUpdateFailed | DeadlineExceeded):
+        log.warning("request failed", status=status, error=str(error))
+    body = error_body(str(error), status, param=getattr(error, "param", None), kind=_error_kind(error))
+    return reply(body, status)
+
+
+def _error_kind(error: RolloutGatewayError) -> str | None:
+    """vLLM's name of the error where it has one, ours elsewhere."""
+    return None if isinstance(error, InvalidRequest) else type(error).__name__
+
+
+def _section(body: Json, key: str) -> Json:
+    section = body.get(key)
+    if not isinstance(section, dict):
+        raise InvalidRequest(f"the body needs {key!r}, a JSON object", param=key)
+    return section
+
+
+def _request_id(request: web.Request) -> str:
+    return request.headers.get(_REQUEST_ID) or uuid.uuid4().hex
+
+
+def _wants_usage(body: Json) -> bool:
+    return bool((body.get("stream_options") or {}).get("include_usage"))

@@ -1,0 +1,43 @@
+"""What is going on, as one JSON document: read by people, by `rollout-gateway status`, and by the control plane."""
+
+from engines.engine import Json
+from gateway.fleet import Fleet, Replica
+from gateway.scheduler import Scheduler
+from gateway.weights import WeightCoordinator
+
+
+def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator) -> Json:
+    """Seconds and counts; `weight_version` of a replica is null where its weights are unknown."""
+    update = weights.update
+    return {
+        "ready": fleet.is_ready,
+        "weight_version": fleet.version,
+        "weight_update": update
+        and {"version": update.version, "phase": update.phase, "age_s": round(update.age_s, 3), "tensors": update.tensors},
+        "paused": weights.is_paused,
+        "gate_closed_for": scheduler.closed_for,
+        "queue_length": scheduler.queue_length,
+        "replicas_expected": fleet.expected,
+        "replicas": [_replica_report(replica) for replica in fleet.replicas],
+    }
+
+
+def _replica_report(replica: Replica) -> Json:
+    info = replica.info
+    return {
+        "replica_id": info.replica_id,
+        "state": replica.state,
+        "reason": replica.reason,
+        "weight_version": replica.weight_version,
+        "samples_in_flight": replica.load_samples,
+        "samples_placed": replica.placed,
+        "kind": info.kind,
+        "engine_version": info.engine_version,
+        "model": info.model,
+        "world_size": info.world_size,
+        "gpu_ids": info.gpu_ids,
+        "node": info.node,
+        "url": info.url,
+        "pid": info.pid,
+        "log_path": info.log_path,
+    }

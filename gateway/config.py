@@ -1,6 +1,6 @@
 """The configuration: one strict pydantic tree. How files, environment and command line become one is in `load.py`."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, model_validator
 
@@ -24,9 +24,7 @@ class GatewayConfig(_Section):
     """Bearer keys for generation. Prefer the environment or a file to writing them here."""
     admin_keys: list[SecretStr] = Field(default_factory=list)
     """Bearer keys for weights, pause and other control; they may generate too."""
-    trusted_networks: list[IPvAnyNetwork] = Field(
-        default_factory=lambda: [IPvAnyNetwork("127.0.0.0/8"), IPvAnyNetwork("::1/128")]
-    )
+    trusted_networks: list[IPvAnyNetwork] = Field(default=["127.0.0.0/8", "::1/128"], validate_default=True)
     """Clients from these networks need no key: the way for TRL, which can send none, on another host."""
     max_body_bytes: int = Field(256 << 20, gt=0)
     """Largest request body."""
@@ -70,6 +68,17 @@ class WeightsConfig(_Section):
     """Silence of a trainer in an open update after which it is aborted."""
 
 
+class ServeConfig(_Section):
+    """Ray Serve's own HTTP port, which carries the control plane and no tokens. Fixed once Serve runs."""
+
+    http_host: str = "127.0.0.1"
+    """Address that Serve's proxy binds."""
+    http_port: int = Field(8000, ge=0, le=65535)
+    """Port of the control plane."""
+    proxy_location: Literal["HeadOnly", "EveryNode", "Disabled"] = "HeadOnly"
+    """Nodes that answer for the control plane; Disabled leaves it without a port."""
+
+
 class Config(_Section):
     """Everything that `rollout-gateway up` needs."""
 
@@ -78,6 +87,7 @@ class Config(_Section):
     gateway: GatewayConfig = GatewayConfig()
     fleet: FleetConfig = FleetConfig()
     weights: WeightsConfig = WeightsConfig()
+    serve: ServeConfig = ServeConfig()
     engine: EngineConfig = EngineConfig()
     """Defaults of all engine groups, and the one group where `engines` is empty."""
     engines: dict[str, EngineConfig] = Field(default_factory=dict)

@@ -1,0 +1,186 @@
+"""How a file, the environment and the command line become one `Config`: default < file < environment < command line.
+
+A wrong key or value is reported with its place (file and line, variable or argument), its value and the nearest key.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr, ValidationError
+
+from engines.config import EngineConfig
+from engines.errors import ConfigError
+from engines.types import EngineKind
+from gateway.config import Config
+from gateway.sources import Key, Origin, Source, field_at, from_environment, from_file, from_overrides, merge, nearest
+
+HIDDEN = "**********"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One value of the configuration, and who said so."""
+
+    key: str
+    value: Any
+    origin: Origin
+    place: str
+
+
+def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
+    """The configuration that file, environment and command line give together."""
+    return _validate(_sources(path, overrides, environ), _bases(path))
+
+
+def explain(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> list[Setting]:
+    """Every value of the same configuration with where it came from. Keys are hidden."""
+    sources = _sources(path, overrides, environ)
+    config = _validate(sources, _bases(path))
+    return [_setting(sources, key, value) for key, value in _leaves(config.model_dump(mode="json"))]
+
+
+def from_args(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Config:
+    """The configuration from a Serve application's `args`, as its builder sees them, with the keys they refer to."""
+    source = Source(origin="file", tree=dict(args), places={(): "Serve application args"})
+    return with_secrets(_validate([source], [Path.cwd()]), environ)
+
+
+def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
+    """The same configuration with `env:NAME` and `file:PATH` in lists of keys replaced by the keys found there."""
+    lists = {
+        name: [SecretStr(key) for item in getattr(config.gateway, name) for key in _reveal(name, item, environ)]
+        for name in ("inference_keys", "admin_keys")
+    }
+    return config.model_copy(update={"gateway": config.gateway.model_copy(update=lists)})
+
+
+def _reveal(name: str, item: SecretStr, environ: Mapping[str, str]) -> list[str]:
+    kind, _, reference = item.get_secret_value().partition(":")
+    if kind not in ("env", "file") or not reference:
+        return [item.get_secret_value()]
+    if kind == "env":
+        found = environ.get(reference, "").replace(",", " ")
+    else:
+        try:
+            found = Path(reference).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"gateway.{name}: {reference} cannot be read: {error.strerror}") from error
+    if not found.split():
+        raise ConfigError(f"gateway.{name}: no key in {kind}:{reference}, as seen by the process that reads it")
+    return found.split()
+
+
+def _sources(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> list[Source]:
+    files = [from_file(path)] if path else []
+    return [*files, from_environment(environ), from_overrides(overrides)]
+
+
+def _bases(path: Path | None) -> list[Path]:
+    """Folders that a relative model path may start from. The current one comes first: Serve's workers have no other."""
+    return [Path.cwd(), path.resolve().parent] if path else [Path.cwd()]
+
+
+def _validate(sources: Sequence[Source], bases: Sequence[Path]) -> Config:
+    tree: dict[str, Any] = {}
+    for source in sources:
+        tree = merge(tree, source.tree)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        lines = dict.fromkeys(_report(sources, dict(problem)) for problem in error.errors(include_url=False))
+        raise ConfigError("\n".join(lines)) from None
+    return _with_models_found(config, sources, bases)
+
+
+def _report(sources: Sequence[Source], problem: dict[str, Any]) -> str:
+    key, source = _blame(sources, tuple(problem["loc"]))
+    place = source.place(key) + ": " if source and source.place(key) else ""
+    dotted = ".".join(map(str, key))
+    if problem["type"] == "extra_forbidden":
+        return f"{place}{dotted}: unknown key; {nearest(key)}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if not key:
+        return place + message if source else message
+    return f"{place}{dotted}{_shown(key, problem['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def _shown(key: Key, value: Any) -> str:
+    """The value at fault, unless it is a key or a whole section."""
+    if _is_secret(key):
+        return f" = {HIDDEN}"
+    return "" if isinstance(value, dict) or value is None else f" = {value!r}"
+
+
+def _is_secret(key: Key) -> bool:
+    found = field_at(key) or field_at(key[:-1])
+    return found is not None and "SecretStr" in repr(found.annotation)
+
+
+def _blame(sources: Sequence[Source], key: Key) -> tuple[Key, Source | None]:
+    """The key to mend, and who gave its value; where nobody did, who gave the section it belongs to."""
+    if given := _given(sources, key):
+        return given
+    return key, _blame(sources, key[:-1])[1] if key else None
+
+
+def _given(sources: Sequence[Source], key: Key) -> tuple[Key, Source] | None:
+    """Who gave the value at `key`. What a group takes over from `engine` was given there."""
+    inherited = [("engine", *key[2:])] if key[:1] == ("engines",) and len(key) > 2 else []
+    for candidate in (key, *inherited):
+        for source in reversed(sources):
+            if source.holds(candidate):
+                return candidate, source
+    return None
+
+
+def _with_models_found(config: Config, sources: Sequence[Source], bases: Sequence[Path]) -> Config:
+    """Model folders as absolute paths: engines start in another folder, perhaps in another shell."""
+
+    def found(engine: EngineConfig, key: Key) -> EngineConfig:
+        model = engine.model
+        if not model or engine.kind is EngineKind.SIM:
+            return engine
+        for base in bases:
+            folder = base / Path(model).expanduser()
+            if folder.is_dir():
+                return engine.model_copy(update={"model": str(folder.resolve())})
+        if _is_relative_path(model):
+            blamed, source = _blame(sources, key)
+            place = source.place(blamed) + ": " if source else ""
+            looked = " nor ".join(dict.fromkeys(str(base) for base in bases))
+            raise ConfigError(
+                f"{place}{'.'.join(map(str, blamed))} = {model!r}: no such folder under {looked}; "
+                "start from the folder it is relative to (with `serve deploy`: run `ray start` there), "
+                "or write an absolute path"
+            )
+        return engine
+
+    engines = {name: found(engine, ("engines", name, "model")) for name, engine in config.engines.items()}
+    # With groups, `engine` is nothing but their defaults and starts no server of its own.
+    engine = config.engine if engines else found(config.engine, ("engine", "model"))
+    return config.model_copy(update={"engine": engine, "engines": engines})
+
+
+def _is_relative_path(model: str) -> bool:
+    """Whether this can only be a path: a model id has at most one slash and no leading dot."""
+    return not Path(model).is_absolute() and (model.startswith((".", "~")) or model.count("/") > 1)
+
+
+def _setting(sources: Sequence[Source], key: Key, value: Any) -> Setting:
+    dotted = ".".join(map(str, key))
+    shown = [HIDDEN for _ in value] if _is_secret(key) and isinstance(value, list) else value
+    given = _given(sources, key)
+    if given is None:
+        return Setting(key=dotted, value=shown, origin="default", place="")
+    return Setting(key=dotted, value=shown, origin=given[1].origin, place=given[1].place(given[0]))
+
+
+def _leaves(tree: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*key, name))
+        else:
+            yield (*key, name), value

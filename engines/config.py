@@ -74,7 +74,7 @@ class EngineConfig(BaseModel):
     load_format: str | None = None
     """auto, safetensors, dummy, ...; the engine's default unless given."""
     seed: int = Field(0, ge=0)
-    """Replica i runs with seed + i, so that equal prompts do not give equal samples on two replicas."""
+    """Each replica adds a number of its own, so that equal prompts do not give equal samples on two replicas."""
     logprobs_mode: str = "processed_logprobs"
     """processed_logprobs is what was sampled from, which trainers need."""
     max_logprobs: int = -1

@@ -33,7 +33,7 @@ _VLLM_LEVERS = (
 
 
 def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
-    """The command of replica `index` (from 0) of this group, serving on loopback `port`."""
+    """The command of one replica on loopback `port`. Its seed is `engine.seed` + `index`."""
     build = {EngineKind.VLLM: _vllm_command, EngineKind.SIM: _sim_command}[config.kind]
     return build(config, port, config.seed + index)
 

@@ -65,9 +65,8 @@ class EngineProcess:
         if self._guard is None or self._guard.stdin is None:
             return
         self._guard.stdin.close()
-        # The guard itself needs a moment after the grace it gives to the engine.
-        deadline = time.monotonic() + self._stop_timeout_s + 5
-        while self._guard.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        if self._guard.poll() is None:
+        try:
+            # The guard itself needs a moment after the grace that it gives to the engine.
+            await asyncio.to_thread(self._guard.wait, self._stop_timeout_s + 5)
+        except subprocess.TimeoutExpired:
             self._guard.kill()

@@ -1,5 +1,6 @@
 """The Serve replica: owns one engine server and its GPUs, and says who it is. It carries no tokens."""
 
+import zlib
 from dataclasses import replace
 
 import ray
@@ -9,14 +10,19 @@ from engines.config import EngineConfig
 from engines.server import EngineServer
 from engines.types import ReplicaInfo
 
+# Engines take 32 bit seeds; half of them leaves room for engine.seed on top.
+_SEEDS = 2**31
+
 
 class EngineReplica:
     """Deployed by `gateway.app`. Ready when its engine is; the engine ends with it, also on SIGKILL."""
 
-    async def __init__(self, config: EngineConfig, group: str) -> None:
-        context = serve.get_replica_context()
-        rank = context.rank.rank
-        self._server = EngineServer(config, replica_id=f"{group}-{rank}", group=group, index=rank)
+    async def __init__(self, config: EngineConfig, group: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        # Serve's tag of this replica, not its rank: Serve deals ranks out again, and two replicas with one name or
+        # one seed would be taken for the same and would draw the same samples.
+        tag = serve.get_replica_context().replica_tag
+        index = zlib.crc32(tag.encode()) % _SEEDS
+        self._server = EngineServer(config, replica_id=f"{group}-{tag}", group=group, index=index)
         node = ray.get_runtime_context().get_node_id()
         self._info = replace(await self._server.start(), node=node)
 

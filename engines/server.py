@@ -22,7 +22,7 @@ _PORT_TAKEN = "address already in use"
 
 
 class EngineServer:
-    """One engine process and what is known of it. `index` is its place in its group, from 0."""
+    """One engine process and what is known of it. `index` sets its seed apart from its peers'."""
 
     def __init__(self, config: EngineConfig, *, replica_id: str, group: str, index: int) -> None:
         self._config = config

@@ -53,11 +53,10 @@ class VllmEngine(Engine):
 
     async def weight_version(self, timeout_s: float) -> int | None:
         try:
-            version = (await self.ask("GET", "/weight_info", None, timeout_s)).get("weight_version")
+            version = str((await self.ask("GET", "/weight_info", None, timeout_s)).get("weight_version"))
         except EngineRefused:
             return None  # vLLM before weight versions
-        # vLLM calls the weights it started with "default".
-        return int(version) if str(version).isdigit() else 0
+        return version_number(version)
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
         await self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s)
@@ -126,6 +125,11 @@ class VllmEngine(Engine):
         except orjson.JSONDecodeError as error:
             raise EngineFailed(f"{path} answered no JSON: {content[:200]!r}", replica_id=self.replica_id) from error
         return reply if isinstance(reply, dict) else {"value": reply}
+
+
+def version_number(label: str) -> int:
+    """vLLM's versions are labels; ours are numbers. It calls the weights it started with "default"."""
+    return int(label) if label.isdigit() else 0
 
 
 def _message(body: Any) -> str:

@@ -54,4 +54,5 @@ def _digest(key: str) -> bytes:
 
 def _is_among(digest: bytes, digests: tuple[bytes, ...]) -> bool:
     """All are compared, each in constant time, so that the time taken tells nothing of the keys."""
-    return any([secrets.compare_digest(digest, known) for known in digests])
+    matches = [secrets.compare_digest(digest, known) for known in digests]
+    return any(matches)

@@ -2,6 +2,7 @@
 `build` with the configuration as its arguments."""
 
 import asyncio
+from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -23,7 +24,9 @@ _ASK_TIMEOUT_S = 5.0
 def build(config: Config) -> serve.Application:
     """The application as Serve's typed builder: `import_path: gateway.app:build`, `args:` the configuration."""
     engines = {name: _engine_group(name, group) for name, group in config.groups.items()}
-    return Control.bind(Gateway.bind(config, engines))
+    gateway = serve.deployment(name="gateway", max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})(Gateway)
+    control = serve.deployment(name="control", max_ongoing_requests=100, ray_actor_options={"num_cpus": 0})(Control)
+    return control.bind(gateway.bind(config, engines))
 
 
 def _engine_group(name: str, config: EngineConfig) -> serve.Application:
@@ -38,11 +41,12 @@ def _engine_group(name: str, config: EngineConfig) -> serve.Application:
     )(EngineReplica).bind(config, name)
 
 
-@serve.deployment(name="gateway", num_replicas=1, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})
 class Gateway:
     """Hosts the listener. Serve restarts it here; requests never pass through Serve."""
 
-    async def __init__(self, config: Config, engines: dict[str, DeploymentHandle]) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: Config, engines: dict[str, DeploymentHandle]
+    ) -> None:
         self._engines = engines
         self._known: list[ReplicaInfo] = []
         self._serve_loop = asyncio.get_running_loop()
@@ -75,7 +79,7 @@ class Gateway:
             self._known = await self._ask_all("describe")
         return self._known
 
-    async def _ask_all(self, method: str) -> list[ReplicaInfo]:
+    async def _ask_all(self, method: str) -> list[Any]:
         answers = await asyncio.gather(
             *(
                 handle.broadcast(method).results_async(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)

@@ -9,7 +9,6 @@ from ray.serve.handle import DeploymentHandle
 api = FastAPI(title="rollout-gateway", description="Status of the fleet. Rollouts and weights go to the rollout URL.")
 
 
-@serve.deployment(name="control", num_replicas=1, max_ongoing_requests=100, ray_actor_options={"num_cpus": 0})
 @serve.ingress(api)
 class Control:
     """Asks the gateway; holds no state."""

@@ -233,20 +233,27 @@ class Fleet:
                 await replica.engine.health(self._config.probe_timeout_s)
             except (EngineError, DeadlineExceeded) as error:
                 self.suspect(replica, str(error))
+                answers = False
             else:
+                answers = True
+            if answers and replica.listed:
                 self._vouched(replica)
-            silent_s = time.monotonic() - (replica.suspect_since or time.monotonic())
-            if silent_s > self._config.lost_after_s:
+            elif answers:
+                self.suspect(replica, "Serve no longer lists it")
+            # Two witnesses are enough: Serve lists it no more, and it does not answer.
+            if self._is_overdue(replica) or not (answers or replica.listed):
                 self.set_state(replica, ReplicaState.LOST, replica.reason)
 
     def _vouched(self, replica: Replica) -> None:
-        if not replica.listed:
-            self.suspect(replica, "Serve no longer lists it")
-        elif replica.state is ReplicaState.SUSPECT:
+        if replica.state is ReplicaState.SUSPECT:
             # What it was before may be over by now: an update it was part of ended without it.
             if replica.state_before_suspect is ReplicaState.UPDATING:
                 replica.weight_version = None
             self.settle(replica, "answers again")
+
+    def _is_overdue(self, replica: Replica) -> bool:
+        since = replica.suspect_since
+        return since is not None and time.monotonic() - since > self._config.lost_after_s
 
     def _forget(self, replica: Replica) -> None:
         if self._replicas.get(replica.replica_id) is replica:

@@ -1,6 +1,7 @@
 """The few numbers that matter, named once, and the engines' own pages with a `replica` label."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -9,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engines.types import ReplicaState
 from gateway.fleet import Replica
 
+_NAMESPACE = "rollout_gateway"
 _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
@@ -17,23 +19,21 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        own = {"namespace": "rollout_gateway", "registry": self.registry}
-        self.requests = Counter("requests", "Requests by route and status.", ["route", "status"], **own)
-        self.request_seconds = Histogram(
-            "request_seconds", "From the request's head to the reply's end.", ["route"], buckets=_SECONDS, **own
-        )
-        self.queue_seconds = Histogram("queue_seconds", "A rollout's wait for a replica.", buckets=_SECONDS, **own)
-        self.retries = Counter("retries", "Rollouts begun again on another replica.", **own)
-        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of delivered completions.", **own)
-        self.completion_tokens = Counter("completion_tokens", "Tokens of delivered completions.", **own)
-        self.weight_version = Gauge("weight_version", "The fleet's weight version.", **own)
-        self.weight_updates = Counter("weight_updates", "Weight updates by end.", ["end"], **own)
-        self.weight_update_seconds = Histogram(
-            "weight_update_seconds", "Phases of an update.", ["phase"], buckets=_SECONDS, **own
-        )
-        self.replicas = Gauge("replicas", "Replicas by state.", ["state"], **own)
-        self.samples_in_flight = Gauge("samples_in_flight", "Samples placed on a replica.", ["replica"], **own)
-        self.queue_length = Gauge("queue_length", "Rollouts that wait for a replica.", **own)
+        counter = partial(Counter, namespace=_NAMESPACE, registry=self.registry)
+        gauge = partial(Gauge, namespace=_NAMESPACE, registry=self.registry)
+        histogram = partial(Histogram, namespace=_NAMESPACE, registry=self.registry, buckets=_SECONDS)
+        self.requests = counter("requests", "Requests by route and status.", ["route", "status"])
+        self.request_seconds = histogram("request_seconds", "From the request's head to the reply's end.", ["route"])
+        self.queue_seconds = histogram("queue_seconds", "A rollout's wait for a replica.")
+        self.retries = counter("retries", "Rollouts begun again on another replica.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of delivered completions.")
+        self.completion_tokens = counter("completion_tokens", "Tokens of delivered completions.")
+        self.weight_version = gauge("weight_version", "The fleet's weight version.")
+        self.weight_updates = counter("weight_updates", "Weight updates by end.", ["end"])
+        self.weight_update_seconds = histogram("weight_update_seconds", "Phases of an update.", ["phase"])
+        self.replicas = gauge("replicas", "Replicas by state.", ["state"])
+        self.samples_in_flight = gauge("samples_in_flight", "Samples placed on a replica.", ["replica"])
+        self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.")
 
     def observe(self, replicas: Iterable[Replica], *, queue_length: int) -> None:
         """Take the gauges' values, just before they are read."""

@@ -65,8 +65,8 @@ class Scheduler:
         except TimeoutError as error:
             busy = [replica.replica_id for replica in self._fleet.replicas if replica.load_samples]
             raise DeadlineExceeded(
-                f"rollouts still run on {', '.join(busy)} after {timeout_s:g} s: raise weights.drain_timeout_s, or pause "
-                "with mode=keep or mode=abort before the update"
+                f"rollouts still run on {', '.join(busy)} after {timeout_s:g} s: raise weights.drain_timeout_s, or "
+                "pause with mode=keep or mode=abort before the update"
             ) from error
 
     async def run(self, rollout: Rollout, call: Callable[[Replica], Awaitable[T]]) -> T:
@@ -159,4 +159,3 @@ class Scheduler:
             f"no replica took the rollout within {self._config.queue_timeout_s:g} s (gateway.queue_timeout_s); "
             f"replicas: {states}{closed}"
         )
-

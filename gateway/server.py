@@ -50,9 +50,8 @@ class GatewayServer:
         self._access = Access(config.gateway)
         self._scheduler = Scheduler(config.gateway, fleet, metrics)
         self._weights = WeightCoordinator(config.weights, fleet, self._scheduler, metrics)
-        limits = {"max_n": config.gateway.max_n, "generate_timeout_s": config.gateway.generate_timeout_s}
-        self._completions = Completions(fleet, self._scheduler, **limits)
-        self._chat = Chat(fleet, self._scheduler, **limits)
+        self._completions = Completions(config.gateway, fleet, self._scheduler)
+        self._chat = Chat(config.gateway, fleet, self._scheduler)
 
     def application(self) -> web.Application:
         app = web.Application(
@@ -112,7 +111,8 @@ class GatewayServer:
     async def _metrics_page(self, request: web.Request) -> web.Response:
         replicas = self._fleet.alive
         pages = await asyncio.gather(
-            *(replica.engine.metrics(self._config.fleet.probe_timeout_s) for replica in replicas), return_exceptions=True
+            *(replica.engine.metrics(self._config.fleet.probe_timeout_s) for replica in replicas),
+            return_exceptions=True,
         )
         found = {r.replica_id: page for r, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
         self._metrics.observe(self._fleet.replicas, queue_length=self._scheduler.queue_length)

@@ -13,7 +13,12 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
         "ready": fleet.is_ready,
         "weight_version": fleet.version,
         "weight_update": update
-        and {"version": update.version, "phase": update.phase, "age_s": round(update.age_s, 3), "tensors": update.tensors},
+        and {
+            "version": update.version,
+            "phase": update.phase,
+            "age_s": round(update.age_s, 3),
+            "tensors": update.tensors,
+        },
         "paused": weights.is_paused,
         "gate_closed_for": scheduler.closed_for,
         "queue_length": scheduler.queue_length,

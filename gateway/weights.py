@@ -218,7 +218,9 @@ class WeightCoordinator:
         """True when every replica forgot its prefixes. Versions never share prefixes, so this only frees memory."""
         timeout_s = self._config.control_timeout_s
         return all(
-            await self._on_all(self._fleet.alive, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s)
+            await self._on_all(
+                self._fleet.alive, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s
+            )
         )
 
     async def run(self) -> None:
@@ -253,7 +255,7 @@ class WeightCoordinator:
         self._end(update, Phase.COMMITTED)
 
     async def _abort(self, reason: str) -> None:
-        """End the open update, if any. Replicas that were being overwritten hold no known version and must not serve."""
+        """End the open update, if any. Replicas that were being overwritten hold no known version and do not serve."""
         update = self._update
         if update is None:
             return
@@ -268,7 +270,8 @@ class WeightCoordinator:
         self._update = None
         self._metrics.weight_updates.labels(phase.lower()).inc()
         self._metrics.weight_version.set(self._fleet.version)
-        log.info("weight update", version=update.version, end=phase, tensors=update.tensors, seconds=round(update.age_s, 3))
+        seconds = round(update.age_s, 3)
+        log.info("weight update", version=update.version, end=phase, tensors=update.tensors, seconds=seconds)
         self._scheduler.open_gate(_UPDATE)
 
     def _open_update(self, call: str) -> WeightUpdate:

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
+from gateway.config import GatewayConfig
 from gateway.fleet import Fleet, Replica
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
@@ -19,15 +20,14 @@ _CHARACTERS_PER_TOKEN = 4
 class Chat:
     """Decodes a conversation and has one replica continue it."""
 
-    def __init__(self, fleet: Fleet, scheduler: Scheduler, *, max_n: int, generate_timeout_s: float) -> None:
+    def __init__(self, config: GatewayConfig, fleet: Fleet, scheduler: Scheduler) -> None:
+        self._config = config
         self._fleet = fleet
         self._scheduler = scheduler
-        self._max_n = max_n
-        self._generate_timeout_s = generate_timeout_s
 
     def decode(self, body: Json, request_id: str) -> Rollout:
         check_model(body, self._fleet)
-        n = check_sampling(body, self._max_n)
+        n = check_sampling(body, self._config.max_n)
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise InvalidRequest("messages must be a list of at least one message", param="messages")
@@ -39,7 +39,7 @@ class Chat:
         async def call(replica: Replica) -> Json:
             began = replica.weight_version
             salted = {**body, "cache_salt": versioned_salt(body, began)}
-            answer = await replica.engine.generate(PATH, salted, self._generate_timeout_s)
+            answer = await replica.engine.generate(PATH, salted, self._config.generate_timeout_s)
             for choice in answer["choices"]:
                 stamp_versions(choice, began, replica.weight_version)
             return answer
@@ -49,7 +49,7 @@ class Chat:
     async def stream(self, rollout: Rollout, body: Json) -> AsyncGenerator[Json]:
         def call(replica: Replica) -> AsyncGenerator[Json]:
             salted = {**body, "cache_salt": versioned_salt(body, replica.weight_version)}
-            return replica.engine.stream(PATH, salted, self._generate_timeout_s)
+            return replica.engine.stream(PATH, salted, self._config.generate_timeout_s)
 
         async for replica, chunk in self._scheduler.stream(rollout, call):
             for choice in chunk["choices"]:

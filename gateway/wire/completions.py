@@ -9,6 +9,8 @@ from typing import Any
 
 from engines.engine import Json
 from engines.errors import EngineRefused, InvalidRequest, UnknownModel
+from engines.vllm_engine import version_number
+from gateway.config import GatewayConfig
 from gateway.fleet import Fleet, Replica
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
@@ -24,6 +26,7 @@ _CHARACTERS_PER_TOKEN = 4
 class Prompt:
     """One prompt of a request: its place there, and the body that asks one replica for its completions."""
 
+    request_id: str
     index: int
     rollout: Rollout
     body: Json
@@ -32,16 +35,15 @@ class Prompt:
 class Completions:
     """Decodes requests, has their prompts generated, assembles replies prompt-major."""
 
-    def __init__(self, fleet: Fleet, scheduler: Scheduler, *, max_n: int, generate_timeout_s: float) -> None:
+    def __init__(self, config: GatewayConfig, fleet: Fleet, scheduler: Scheduler) -> None:
+        self._config = config
         self._fleet = fleet
         self._scheduler = scheduler
-        self._max_n = max_n
-        self._generate_timeout_s = generate_timeout_s
 
     def decode(self, body: Json, request_id: str) -> list[Prompt]:
         """The prompts of a request. Raises `InvalidRequest` before any replica has work, naming field and prompt."""
         check_model(body, self._fleet)
-        n = check_sampling(body, self._max_n)
+        n = check_sampling(body, self._config.max_n)
         max_len = min((replica.info.max_model_len for replica in self._fleet.alive), default=None)
         rest = {key: value for key, value in body.items() if key not in ("prompt", "stream")}
         prompts = []
@@ -49,7 +51,7 @@ class Completions:
             length = _checked_length(index, value, max_len)
             limit = body.get("max_tokens") or body.get("max_completion_tokens") or _DEFAULT_MAX_TOKENS
             rollout = Rollout(request_id=f"{request_id}-{index}", n=n, tokens=length + n * min(limit, max_len or limit))
-            prompts.append(Prompt(index, rollout, {**rest, "prompt": value}))
+            prompts.append(Prompt(request_id, index, rollout, {**rest, "prompt": value}))
         return prompts
 
     async def generate(self, prompts: Sequence[Prompt]) -> Json:
@@ -60,7 +62,7 @@ class Completions:
                 tasks = [group.create_task(self._generate_one(prompt)) for prompt in prompts]
         except* Exception as errors:
             raise errors.exceptions[0] from None
-        return _assemble([task.result() for task in tasks], [prompt.rollout.n for prompt in prompts])
+        return _assemble([task.result() for task in tasks], prompts)
 
     async def stream(self, prompts: Sequence[Prompt], *, include_usage: bool) -> AsyncGenerator[Json]:
         """Chunks of all prompts as they come, numbered as if one engine had made them."""
@@ -100,7 +102,7 @@ class Completions:
             began = replica.weight_version
             body = {**prompt.body, "cache_salt": versioned_salt(prompt.body, began)}
             try:
-                answer = await replica.engine.generate(PATH, body, self._generate_timeout_s)
+                answer = await replica.engine.generate(PATH, body, self._config.generate_timeout_s)
             except EngineRefused as error:
                 raise _naming_prompt(error, prompt.index) from error
             for choice in answer["choices"]:
@@ -116,9 +118,10 @@ class Completions:
                 "cache_salt": versioned_salt(prompt.body, replica.weight_version),
                 "stream_options": {"include_usage": True},
             }
-            return replica.engine.stream(PATH, body, self._generate_timeout_s)
+            return replica.engine.stream(PATH, body, self._config.generate_timeout_s)
 
         async for replica, chunk in self._scheduler.stream(prompt.rollout, call):
+            chunk["id"] = f"cmpl-{prompt.request_id}"
             for choice in chunk["choices"]:
                 choice["index"] += prompt.index * prompt.rollout.n
                 choice["weight_version"] = replica.weight_version
@@ -171,14 +174,15 @@ def versioned_salt(body: Json, version: int | None) -> str:
 
 
 def stamp_versions(choice: Json, began: int | None, ended: int | None) -> None:
-    """Say which weights made the tokens, where the engine has not said so itself.
+    """Say which weights made the tokens: in the engine's words where it says so itself.
 
-    One span where the version was the same at both ends. Otherwise the update fell inside, and where exactly is known
-    to the engine alone: both versions are named, without limits.
+    Otherwise one span where the version was the same at both ends. Where it was not, the update fell inside, at a token
+    that the engine alone knows: both versions are named, without limits.
     """
-    if choice.get("weight_versions"):
-        return
-    if began == ended:
+    if spans := choice.get("weight_versions"):
+        for span in spans:
+            span["version"] = version_number(span["version"])
+    elif began == ended:
         choice["weight_versions"] = [{"version": began, "start": 0, "end": _num_tokens(choice)}]
     else:
         choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in (began, ended)]
@@ -198,8 +202,8 @@ def _prompt_list(body: Json) -> list[Any]:
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise InvalidRequest(
-            f"prompt is {'an empty list' if prompt == [] else type(prompt).__name__}: send text, token ids, or a list of "
-            "either",
+            f"prompt is {'an empty list' if prompt == [] else type(prompt).__name__}: send text, token ids, or a list "
+            "of either",
             param="prompt",
         )
     return [prompt] if isinstance(prompt[0], int) else prompt
@@ -215,8 +219,8 @@ def _checked_length(index: int, value: Any, max_len: int | None) -> int:
         return math.ceil(len(value) / _CHARACTERS_PER_TOKEN)
     if max_len is not None and len(value) >= max_len:
         raise InvalidRequest(
-            f"prompt[{index}] has {len(value)} tokens, which leaves none of max_model_len = {max_len} for a completion: "
-            "shorten it, or serve with a larger engine.max_model_len",
+            f"prompt[{index}] has {len(value)} tokens, which leaves none of max_model_len = {max_len} for a "
+            "completion: shorten it, or serve with a larger engine.max_model_len",
             param="prompt",
         )
     return len(value)
@@ -230,12 +234,13 @@ def _naming_prompt(error: EngineRefused, index: int) -> EngineRefused:
     return EngineRefused(str(error), status=error.status, body=body, replica_id=error.replica_id)
 
 
-def _assemble(replies: Sequence[Json], samples: Sequence[int]) -> Json:
+def _assemble(replies: Sequence[Json], prompts: Sequence[Prompt]) -> Json:
     """One reply, prompt-major: prompt i's samples stand at i*n and after."""
     choices, usage = [], Usage()
-    for index, (answer, n) in enumerate(zip(replies, samples, strict=True)):
-        usage.add_chunk(index, answer.get("usage"))
+    for answer, prompt in zip(replies, prompts, strict=True):
+        usage.add_chunk(prompt.index, answer.get("usage"))
         for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"])):
-            choice["index"] += index * n
+            choice["index"] += prompt.index * prompt.rollout.n
             choices.append(choice)
-    return {**replies[0], "created": int(time.time()), "choices": choices, "usage": usage.total()}
+    whole = {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "choices": choices}
+    return {**replies[0], **whole, "usage": usage.total()}

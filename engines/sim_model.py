@@ -1,0 +1,135 @@
+"""The language model of the simulated engine: tokens and log-probs as pure functions of context, draw and weights.
+
+Nothing here has a state or a clock, so a test can recompute what any weight version would have answered.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from struct import Struct
+
+from engines.config import SimConfig
+
+EOS_TOKEN = 2
+FIRST_TOKEN = 3  # ids below are special: padding, begin, end
+CHECKPOINT_VERSION = "default"  # vLLM's name for the weights it started with
+GREEDY = 0  # the draw of temperature 0
+
+_MASK = (1 << 64) - 1
+_HALF = 1 << 32
+_MAX_CODE_POINT = 0x10FFFF
+_pack = Struct("<QQQ").pack
+
+
+@dataclass(frozen=True, slots=True)
+class SimModel:
+    """Autoregressive: the next token depends on every id before it, on the weights, and on the draw."""
+
+    vocab_size: int
+    mean_tokens: int
+
+    @classmethod
+    def of(cls, config: SimConfig) -> "SimModel":
+        return cls(config.vocab_size, config.mean_tokens)
+
+    def complete(
+        self,
+        prompt: Sequence[int],
+        *,
+        versions: str | Sequence[str] = CHECKPOINT_VERSION,
+        max_tokens: int = 16,
+        draw: int = GREEDY,
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+    ) -> list[int]:
+        """The completion of `prompt`; `versions` names the weights of all tokens, or one of each token."""
+        tokens: list[int] = []
+        context = read(prompt)
+        while len(tokens) < max_tokens and EOS_TOKEN not in tokens[-1:]:
+            version = versions if isinstance(versions, str) else versions[len(tokens)]
+            may_end = not ignore_eos and len(tokens) >= min_tokens
+            tokens.append(self.next_token(context, draw, weights_key(version), may_end))
+            context = read(tokens[-1:], context)
+        return tokens
+
+    def next_token(self, context: int, draw: int, weights: int, may_end: bool = True) -> int:
+        """One token. Ends are as likely at every position, which makes lengths geometric."""
+        noise = _hash(context, draw, weights)
+        if may_end and (noise >> 32) * self.mean_tokens < _HALF:
+            return EOS_TOKEN
+        return FIRST_TOKEN + (noise & (_HALF - 1)) % (self.vocab_size - FIRST_TOKEN)
+
+    def logprob(self, context: int, token_id: int, weights: int) -> float:
+        """Teacher-forced log-prob of one token; that of the greedy token is above all others."""
+        share = _hash(context, ~token_id & _MASK, weights) / (_MASK + 1)
+        if token_id == self.next_token(context, GREEDY, weights):
+            return -0.01 - 0.68 * share
+        return -0.70 - 11.0 * share
+
+    def rank(self, logprob: float) -> int:
+        """Rank in the vocabulary of a token with this log-prob."""
+        return 1 if logprob > -0.70 else 2 + int((-0.70 - logprob) / 11.0 * (self.vocab_size - 2))
+
+    def likely(self, context: int, count: int, weights: int) -> dict[int, float]:
+        """Log-probs of `count` tokens, best first: the greedy one, and a sample of the rest of the vocabulary."""
+        best = self.next_token(context, GREEDY, weights)
+        others = (FIRST_TOKEN + (best + i) % (self.vocab_size - FIRST_TOKEN) for i in range(self.vocab_size))
+        chosen = list(dict.fromkeys([best, *_first(count, others)]))[:count]
+        scored = {token_id: self.logprob(context, token_id, weights) for token_id in chosen}
+        return dict(sorted(scored.items(), key=lambda item: -item[1]))
+
+
+def read(token_ids: Iterable[int], context: int = 0) -> int:
+    """The context after these ids: a rolling hash, so that a wrong id anywhere changes all that follows."""
+    for token_id in token_ids:
+        context = (context * 0x5851F42D4C957F2D + token_id + 1) & _MASK
+    return context
+
+
+@lru_cache(maxsize=1024)
+def weights_key(version: str) -> int:
+    """What a weight version adds to every hash."""
+    return _digest(f"weights {version}")
+
+
+def seeded_draw(seed: int, sample: int = 0) -> int:
+    """The draw of one sample of a request with this seed: as in vLLM, that of sample 0 of `seed + sample`."""
+    return _digest(f"seed {seed + sample}") or 1
+
+
+def unseeded_draw(engine_seed: int, prompt_number: int, sample: int) -> int:
+    """The draw of a request that names no seed. As in vLLM, engines started with one seed repeat each other."""
+    return _digest(f"engine {engine_seed} prompt {prompt_number} sample {sample}") or 1
+
+
+def tokenize(text: str) -> list[int]:
+    """One token a character."""
+    return [FIRST_TOKEN + ord(character) for character in text]
+
+
+def detokenize(token_ids: Iterable[int]) -> str:
+    """The characters of these ids; special ids have none."""
+    return "".join(_character(token_id - FIRST_TOKEN) for token_id in token_ids if token_id >= FIRST_TOKEN)
+
+
+def is_token(token_id: int) -> bool:
+    """Prompts may hold any character, also one that the model never writes."""
+    return 0 <= token_id <= FIRST_TOKEN + _MAX_CODE_POINT
+
+
+def _character(code_point: int) -> str:
+    # Surrogates have no UTF-8 form, so JSON could not carry them.
+    return "\N{REPLACEMENT CHARACTER}" if 0xD800 <= code_point < 0xE000 else chr(code_point)
+
+
+def _first(count: int, ids: Iterable[int]) -> list[int]:
+    return [token_id for _, token_id in zip(range(count), ids, strict=False)]
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _hash(context: int, draw: int, weights: int) -> int:
+    return int.from_bytes(blake2b(_pack(context, draw, weights), digest_size=8).digest(), "little")

@@ -1,0 +1,507 @@
+"""The simulated engine: a server process with vLLM's HTTP routes, and made-up tokens at settable speed.
+
+`python -m engines.sim_server --port 8000 --model sim` takes the place of `vllm serve` in tests of scale and failure.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+import orjson
+import uvloop
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from engines.config import SimConfig
+from engines.errors import InvalidRequest, UnknownModel, WeightUpdateConflict
+from engines.sim_dialect import (
+    Answer,
+    ChatAnswer,
+    ChatBody,
+    CompletionAnswer,
+    CompletionBody,
+    Cursor,
+    Json,
+    Limits,
+    TokenId,
+    chat_text,
+)
+from engines.sim_model import SimModel, detokenize, tokenize
+from engines.sim_scheduler import SimScheduler
+from engines.types import PauseMode
+
+VERSION = "0.32.0+sim"
+
+_DTYPES = {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32", "int64"}
+_MAX_BODY_BYTES = 1 << 30
+_MAX_MODEL_LEN = 32768
+_SHUTDOWN_S = 0.1
+
+Body = TypeVar("Body", bound=BaseModel)
+ModelBody = TypeVar("ModelBody", "TokenizeBody", "DetokenizeBody", CompletionBody, ChatBody)
+
+
+class InitInfo(BaseModel):
+    """How the transfer group is opened: the keys of vLLM's own backend."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rank_offset: int
+    world_size: int
+    master_address: str | None = None
+    master_port: int | None = None
+    nccl_unique_id_b64: str | None = None
+    packed: bool = False
+    packed_buffer_size_bytes: int | None = None
+    packed_num_buffers: int | None = None
+
+
+class UpdateInfo(BaseModel):
+    """The tensors of one chunk of an update."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class InitBody(BaseModel):
+    init_info: Json
+
+
+class UpdateBody(BaseModel):
+    update_info: Json | list[Json]
+
+
+class FinishBody(BaseModel):
+    weight_version: str | None = None
+
+
+class VersionBody(BaseModel):
+    new_version: str
+
+
+class AbortBody(BaseModel):
+    request_ids: list[str] | None = None
+
+
+class TokenizeBody(BaseModel):
+    model: str | None = None
+    prompt: str = ""
+    messages: list[Json] | None = None
+
+
+class DetokenizeBody(BaseModel):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class WeightSession:
+    """The order of weight calls, as vLLM's workers keep it. Tensors are announced and checked; no data moves."""
+
+    def __init__(self, tensors: dict[str, list[int]], world_size: int) -> None:
+        self._tensors = tensors
+        self._world_size = world_size
+        self._group_open = False
+        self._active = False
+
+    def open_group(self, init_info: Json) -> None:
+        info = _info(InitInfo, init_info)
+        if not 1 <= info.rank_offset <= info.world_size - self._world_size:
+            raise WeightUpdateConflict(
+                f"ranks {info.rank_offset} to {info.rank_offset + self._world_size - 1} of this engine do not fit "
+                f"in a group of {info.world_size} beside the trainer"
+            )
+        self._group_open = True
+
+    def close_group(self) -> None:
+        if self._active:
+            raise WeightUpdateConflict("Cannot release a trainer connection during a weight update")
+        self._group_open = False
+
+    def start(self) -> None:
+        if self._active:
+            raise WeightUpdateConflict(
+                "start_weight_update called while a weight update is already active. Call finish_weight_update first."
+            )
+        self._active = True
+
+    def update(self, update_info: Json | list[Json]) -> None:
+        if not self._active:
+            raise WeightUpdateConflict("start_weight_update must be called before update_weights.")
+        try:
+            for info in update_info if isinstance(update_info, list) else [update_info]:
+                self._receive(_info(UpdateInfo, info))
+        except WeightUpdateConflict:
+            self._active = False  # vLLM gives the update up on any error
+            raise
+
+    def finish(self) -> None:
+        if not self._active:
+            raise WeightUpdateConflict("finish_weight_update called without a matching start_weight_update.")
+        self._active = False
+
+    def _receive(self, info: UpdateInfo) -> None:
+        if not self._group_open:
+            raise WeightUpdateConflict("Weight transfer not initialized. Call init_transfer_engine() first.")
+        if not len(info.names) == len(info.dtype_names) == len(info.shapes):
+            raise WeightUpdateConflict("`names`, `dtype_names` and `shapes` should be of the same size")
+        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+            if name not in self._tensors:
+                raise WeightUpdateConflict(f"There is no module or parameter named {name!r}")
+            if dtype not in _DTYPES:
+                raise WeightUpdateConflict(f"tensor {name!r} has unknown dtype {dtype!r}")
+            if shape != self._tensors[name]:
+                raise WeightUpdateConflict(
+                    f"tensor {name!r} has shape {shape}, but the model's is {self._tensors[name]}"
+                )
+
+
+class SchedulerMetrics(Collector):
+    """vLLM's metrics, read off the scheduler when they are asked for."""
+
+    def __init__(self, scheduler: SimScheduler, model_name: str, kv_tokens: int) -> None:
+        self._scheduler = scheduler
+        self._labels = {"engine": "0", "model_name": model_name}
+        self._kv_tokens = kv_tokens
+
+    def collect(self) -> Iterator[Metric]:
+        scheduler = self._scheduler
+        yield self._gauge("num_requests_running", "Requests in execution batches.", len(scheduler.running))
+        yield self._gauge("num_requests_waiting", "Requests waiting to be run.", len(scheduler.waiting))
+        yield self._gauge("kv_cache_usage_perc", "KV cache in use; 1 is all.", scheduler.kv_used / self._kv_tokens)
+        yield self._counter("prompt_tokens", "Prompt tokens read.", scheduler.prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", scheduler.generated_tokens)
+        yield self._counter("prefix_cache_queries", "Tokens looked up.", scheduler.cache.queried_tokens)
+        yield self._counter("prefix_cache_hits", "Tokens found.", scheduler.cache.hit_tokens)
+        yield self._counter("num_preemptions", "Requests sent back to wait.", scheduler.preemptions)
+        finished = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended.", labels=[*self._labels, "finished_reason"]
+        )
+        for reason, count in scheduler.finished.items():
+            finished.add_metric([*self._labels.values(), reason], count)
+        yield finished
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+
+class SimServer:
+    """The routes of one simulated replica."""
+
+    def __init__(self, model_name: str, sim: SimConfig, limits: Limits, *, max_num_seqs: int, world_size: int) -> None:
+        self._name = model_name
+        self._limits = limits
+        self._world_size = world_size
+        self._model = SimModel.of(sim)
+        self._scheduler = SimScheduler(sim, max_num_seqs)
+        self._weights = WeightSession(sim.tensors, world_size)
+        self._registry = CollectorRegistry()
+        self._registry.register(SchedulerMetrics(self._scheduler, model_name, sim.kv_tokens))
+        self._started = int(time.time())
+        self._next_prompt_number = 0
+        self._num_answers = 0
+        self._generation: asyncio.Task[None] | None = None
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[_vllm_errors], client_max_size=_MAX_BODY_BYTES)
+        app.cleanup_ctx.append(self._generate)
+        app.add_routes(
+            [
+                web.post("/v1/completions", self.completions),
+                web.post("/v1/chat/completions", self.chat),
+                web.post("/tokenize", self.tokenize),
+                web.post("/detokenize", self.detokenize),
+                web.get("/v1/models", self.models),
+                web.get("/health", self.health),
+                web.get("/version", self.version),
+                web.get("/load", self.load),
+                web.get("/metrics", self.metrics),
+                web.get("/server_info", self.server_info),
+                web.get("/get_world_size", self.world_size),
+                web.post("/pause", self.pause),
+                web.post("/resume", self.resume),
+                web.get("/is_paused", self.is_paused),
+                web.post("/abort_requests", self.abort_requests),
+                web.post("/reset_prefix_cache", self.reset_prefix_cache),
+                web.post("/init_weight_transfer_engine", self.init_weight_transfer_engine),
+                web.post("/shutdown_weight_transfer_engine", self.shutdown_weight_transfer_engine),
+                web.post("/start_weight_update", self.start_weight_update),
+                web.post("/update_weights", self.update_weights),
+                web.post("/finish_weight_update", self.finish_weight_update),
+                web.post("/update_weight_version", self.update_weight_version),
+                web.get("/weight_info", self.weight_info),
+            ]
+        )
+        return app
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, CompletionBody)
+        return await self._reply(request, CompletionAnswer(body, self._model, self._name, self._limits))
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, ChatBody)
+        return await self._reply(request, ChatAnswer(body, self._model, self._name, self._limits))
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = await self._read(request, TokenizeBody)
+        tokens = tokenize(body.prompt if body.messages is None else chat_text(body.messages))
+        longest = self._limits.max_model_len
+        return _json({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        return _json({"prompt": detokenize((await self._read(request, DetokenizeBody)).tokens)})
+
+    async def models(self, _: web.Request) -> web.Response:
+        card = {"id": self._name, "object": "model", "created": self._started, "owned_by": "vllm"}
+        card |= {"root": self._name, "parent": None, "max_model_len": self._limits.max_model_len}
+        return _json({"object": "list", "data": [card]})
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self._generation and not self._generation.done() else 503)
+
+    async def version(self, _: web.Request) -> web.Response:
+        return _json({"version": VERSION})
+
+    async def load(self, _: web.Request) -> web.Response:
+        return _json({"server_load": self._num_answers})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        model_config = {"model": self._name, "dtype": "torch.bfloat16", "logprobs_mode": "processed_logprobs"}
+        config = {
+            "model_config": model_config | {"max_model_len": self._limits.max_model_len, "max_logprobs": -1},
+            "parallel_config": {"data_parallel_size": 1, "world_size": self._world_size},
+            "weight_transfer_config": {"backend": "sim"},
+            "lora_config": None,
+        }
+        as_json = request.query.get("config_format") == "json"
+        return _json({"vllm_config": config if as_json else str(config), "vllm_env": {}, "system_env": {}})
+
+    async def world_size(self, _: web.Request) -> web.Response:
+        return _json({"world_size": self._world_size})
+
+    async def pause(self, request: web.Request) -> web.Response:
+        try:
+            mode = PauseMode(request.query.get("mode", PauseMode.ABORT))
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="query.mode") from error
+        await self._scheduler.pause(mode, _flag(request, "clear_cache", default=True))
+        return _json({"status": "paused"})
+
+    async def resume(self, _: web.Request) -> web.Response:
+        self._scheduler.resume()
+        return _json({"status": "resumed"})
+
+    async def is_paused(self, _: web.Request) -> web.Response:
+        return _json({"is_paused": self._scheduler.paused is not None})
+
+    async def abort_requests(self, request: web.Request) -> web.Response:
+        request_ids = (await _body(request, AbortBody)).request_ids
+        in_flight = [*self._scheduler.running, *self._scheduler.waiting]
+        aborted = [sample for sample in in_flight if not request_ids or sample.request_id in request_ids]
+        self._scheduler.abort(aborted)
+        return _json({"status": "aborted", "aborted": len(request_ids or aborted)})
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        preempt = _flag(request, "reset_running_requests", default=False)
+        return _json({"success": self._scheduler.reset_prefix_cache(preempt=preempt)})
+
+    async def init_weight_transfer_engine(self, request: web.Request) -> web.Response:
+        self._weights.open_group((await _body(request, InitBody)).init_info)
+        return _json({"message": "Weight transfer initialized"})
+
+    async def shutdown_weight_transfer_engine(self, _: web.Request) -> web.Response:
+        self._weights.close_group()
+        return _json({"message": "Weight transfer shut down"})
+
+    async def start_weight_update(self, _: web.Request) -> web.Response:
+        self._weights.start()
+        return _json({"message": "Weight update started"})
+
+    async def update_weights(self, request: web.Request) -> web.Response:
+        self._weights.update((await _body(request, UpdateBody)).update_info)
+        return _json({"message": "Weights updated"})
+
+    async def finish_weight_update(self, request: web.Request) -> web.Response:
+        asked = await _body(request, FinishBody)
+        self._weights.finish()
+        self._scheduler.hold_version(asked.weight_version or _next_version(self._scheduler.version))
+        return _json({"message": "Weight update finished"})
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        version = (await _body(request, VersionBody)).new_version
+        self._scheduler.hold_version(version)
+        return _json({"success": True, "new_version": version})
+
+    async def weight_info(self, _: web.Request) -> web.Response:
+        return _json({"weight_version": self._scheduler.version})
+
+    async def _generate(self, _: web.Application) -> AsyncIterator[None]:
+        self._generation = asyncio.create_task(self._scheduler.run())
+        yield
+        self._generation.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._generation
+
+    async def _read(self, request: web.Request, kind: type[ModelBody]) -> ModelBody:
+        """The body, when it names a model that is served here."""
+        body = await _body(request, kind)
+        if body.model and body.model != self._name:
+            raise UnknownModel(f"The model `{body.model}` does not exist. Valid aliases: {self._name}.", param="model")
+        return body
+
+    async def _reply(self, request: web.Request, answer: Answer) -> web.StreamResponse:
+        answer.fill(self._next_prompt_number)
+        self._next_prompt_number += len(answer.prompts)
+        self._num_answers += 1
+        self._scheduler.add(answer.samples)
+        try:
+            return await (_stream(request, answer) if answer.body.stream else _whole(answer))
+        finally:
+            self._num_answers -= 1
+            self._scheduler.abort(answer.samples)  # a client that went away leaves some unfinished
+
+
+async def _whole(answer: Answer) -> web.Response:
+    for _ in answer.samples:
+        await answer.reports.get()
+    return _json(answer.whole())
+
+
+async def _stream(request: web.Request, answer: Answer) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    cursors = [Cursor(sample) for sample in answer.samples]
+    for opening in answer.opening():
+        await response.write(_event(opening))
+    unfinished = len(cursors)
+    while unfinished:
+        cursor = cursors[(await answer.reports.get()).index]
+        if (chunk := cursor.next_chunk(answer)) is not None:
+            await response.write(_event(chunk))
+            unfinished -= cursor.ended
+    if answer.body.stream_options and answer.body.stream_options.include_usage:
+        await response.write(_event(answer.usage_chunk()))
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def _event(chunk: Json) -> bytes:
+    return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+
+def _json(content: Json, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
+
+
+def _flag(request: web.Request, name: str, *, default: bool) -> bool:
+    return request.query.get(name, str(default)).lower() in {"true", "1"}
+
+
+def _next_version(version: str) -> str:
+    return str(int(version) + 1) if version.isdecimal() else "1"
+
+
+async def _body(request: web.Request, kind: type[Body]) -> Body:
+    """The JSON body; none at all is an empty one."""
+    return kind.model_validate(orjson.loads(await request.read() or b"{}"))
+
+
+def _info(kind: type[Body], info: Json) -> Body:
+    try:
+        return kind.model_validate(info)
+    except ValidationError as error:
+        # vLLM finds this in its workers, too late for a 400.
+        raise WeightUpdateConflict(f"Invalid {kind.__name__}: {error}") from error
+
+
+@web.middleware
+async def _vllm_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except UnknownModel as error:
+        return _error(404, "NotFoundError", str(error), error.param)
+    except InvalidRequest as error:
+        return _error(400, "BadRequestError", str(error), error.param)
+    except (ValidationError, orjson.JSONDecodeError) as error:
+        return _error(400, "Bad Request", str(error))
+    except WeightUpdateConflict as error:
+        return _error(500, "InternalServerError", f"Call to collective_rpc method failed: {error}")
+    except web.HTTPException as error:
+        return _json({"detail": error.reason}, error.status)
+
+
+def _error(status: int, kind: str, message: str, param: str | None = None) -> web.Response:
+    return _json({"error": {"message": message, "type": kind, "param": param, "code": status}}, status)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m engines.sim_server", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--model", default="sim", help="the name it is served by")
+    parser.add_argument("--max-model-len", type=int, help="prompt plus completion; 32768 unless given")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0, help="of requests that name none")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks it takes in a weight transfer group")
+    parser.add_argument("--stream-interval", type=int, default=1, help="least tokens of a streamed chunk")
+    parser.add_argument("--enable-prompt-tokens-details", action="store_true", help="tell of cached prompt tokens")
+    parser.add_argument("--sim", type=SimConfig.model_validate_json, default=SimConfig(), help="SimConfig as JSON")
+    arguments = parser.parse_args()
+    if arguments.max_model_len is None:
+        arguments.max_model_len = min(_MAX_MODEL_LEN, arguments.sim.kv_tokens)
+    if arguments.max_model_len > arguments.sim.kv_tokens:
+        parser.error(f"--max-model-len {arguments.max_model_len} does not fit in {arguments.sim.kv_tokens} KV tokens")
+    return arguments
+
+
+def main() -> None:
+    arguments = _arguments()
+    limits = Limits(
+        max_model_len=arguments.max_model_len,
+        seed=arguments.seed,
+        stream_interval=arguments.stream_interval,
+        shows_cached_tokens=arguments.enable_prompt_tokens_details,
+    )
+    server = SimServer(
+        arguments.model,
+        arguments.sim,
+        limits,
+        max_num_seqs=arguments.max_num_seqs,
+        world_size=arguments.world_size,
+    )
+    time.sleep(arguments.sim.start_s)  # like vLLM, refuses connections while it loads
+    web.run_app(
+        server.app(),
+        host=arguments.host,
+        port=arguments.port,
+        loop=uvloop.new_event_loop(),
+        print=None,
+        access_log=None,
+        shutdown_timeout=_SHUTDOWN_S,
+        handler_cancellation=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The console script `rollout-gateway`: up, down, status, config, build. None of it imports ray."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from engines.errors import ConfigError, RolloutGatewayError
+from gateway.config import Config
+from gateway.load import Setting, explain, load
+from gateway.serve_api import ask_control_plane
+from gateway.serve_config import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
+from gateway.up import Running, down, running, up
+
+DEFAULT_NAME = str(Config.model_fields["name"].default)
+
+app = typer.Typer(
+    help="One URL for RL rollouts: engine replicas on Ray Serve behind a gateway that keeps weights in step.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(no_args_is_help=True, help="The configuration that file, environment and arguments make.")
+app.add_typer(config_app, name="config")
+
+# What follows the known options is `--engine.dtype float32`, `--engine.dtype=float32` or `engine.dtype=float32`.
+WITH_OVERRIDES = {"ignore_unknown_options": True, "allow_extra_args": True}
+_OVERRIDES = (
+    "Any key can be given after the options: --engine.dtype float32, --engine.dtype=float32, engine.dtype=float32."
+)
+
+File = Annotated[
+    Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML or TOML file, or a Serve deploy document.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Name = Annotated[str, typer.Option("--name", help="Name of the Serve application.")]
+
+
+def main() -> None:
+    """Errors of this product are told on stderr without a traceback, with exit code 1; wrong usage exits with 2."""
+    try:
+        app()
+    except RolloutGatewayError as error:
+        print(f"rollout-gateway: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+@app.command("up", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
+def up_command(
+    context: typer.Context,
+    config: File = None,
+    timeout_s: Annotated[float | None, typer.Option("--timeout-s", help="Longest wait for all replicas.")] = None,
+) -> None:
+    """Start Ray if none runs, deploy, and return when every replica is ready."""
+    with _progress() as report:
+        found = up(load(config, context.args), report, timeout_s)
+    _print_running(found)
+
+
+@app.command("down")
+def down_command(name: Name = DEFAULT_NAME, config: File = None) -> None:
+    """Remove the application, and stop Ray where `up` started it."""
+    name = load(config).name if config else name
+    with _progress() as report:
+        removed = down(name, report)
+    print(f"{name} is down" if removed else f"nothing to do: {name} does not run")
+
+
+@app.command("status")
+def status_command(name: Name = DEFAULT_NAME, config: File = None, as_json: AsJson = False) -> None:
+    """What Serve and the gateway say of every replica."""
+    name = load(config).name if config else name
+    found = running(name)
+    if found is None:
+        raise RolloutGatewayError(f"Serve knows no application {name}; start it with: rollout-gateway up -c FILE")
+    fleet = ask_control_plane(found.control_url, "/status") if found.control_url else None
+    if as_json:
+        _print_json({"name": name, **asdict(found), "fleet": fleet})
+        return
+    _print_running(found)
+    if fleet:
+        _print_fleet(fleet)
+
+
+@app.command("build", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
+def build_command(context: typer.Context, config: File = None) -> None:
+    """Print the document that `serve deploy` takes."""
+    built = load(config, context.args)
+    for name, keys in written_out_keys(built).items():
+        if keys:
+            variable = ENVIRONMENT_REFERENCES[name].removeprefix("env:")
+            print(f"gateway.{name} is left out; set {variable} where Ray is started", file=sys.stderr)
+    print(yaml.safe_dump(serve_config(built), sort_keys=False, allow_unicode=True), end="")
+
+
+@config_app.command("show", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
+def show_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
+    """Every value, and where it came from. Keys are hidden."""
+    settings = explain(config, context.args)
+    if as_json:
+        _print_json([asdict(setting) for setting in settings])
+    elif sys.stdout.isatty():
+        _print_table(["key", "value", "from"], [[s.key, _value(s), s.place or s.origin] for s in settings])
+    else:
+        for setting in settings:
+            print(f"{setting.key}: {_value(setting)}  # {setting.place or setting.origin}")
+
+
+@config_app.command("validate", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
+def validate_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
+    """Say whether the configuration is right, and where it is not."""
+    try:
+        found = load(config, context.args)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        _print_json({"valid": False, "errors": str(error).splitlines()})
+        raise typer.Exit(1) from error
+    groups = {name: group.num_replicas for name, group in found.groups.items()}
+    if as_json:
+        _print_json({"valid": True, "errors": [], "replicas": groups})
+    else:
+        print("valid: " + ", ".join(f"{name} x {count}" for name, count in groups.items()))
+
+
+@config_app.command("schema")
+def schema_command() -> None:
+    """Print the JSON schema of the configuration, for editors."""
+    _print_json(Config.model_json_schema())
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """One line that changes on a terminal; one line per change elsewhere."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("") as line:
+            yield lambda text: line.update(text)
+        return
+    began = time.monotonic()
+    last: list[str] = []
+
+    def report(text: str) -> None:
+        if last != [text]:
+            last[:] = [text]
+            print(f"[{time.monotonic() - began:5.1f} s] {text}", file=sys.stderr, flush=True)
+
+    yield report
+
+
+def _print_running(found: Running) -> None:
+    rows = {
+        "application": found.status,
+        "rollout URL": found.rollout_url or "unknown: the control plane does not answer",
+        "control URL": found.control_url or "off (serve.proxy_location is Disabled)",
+        "Ray dashboard": found.dashboard,
+        **{f"replicas of {name}": text for name, text in found.replicas.items()},
+    }
+    if found.message:
+        rows["message"] = found.message
+    for name, value in rows.items():
+        print(f"{name + ':':<24}{value}")
+
+
+def _print_fleet(fleet: dict[str, Any]) -> None:
+    print(f"{'weight version:':<24}{fleet['weight_version']}")
+    columns = ["replica_id", "state", "weight_version", "samples_in_flight", "node", "gpu_ids", "log_path"]
+    rows = [[str(replica[column]) for column in columns] for replica in fleet["replicas"]]
+    _print_table([column.replace("_", " ") for column in columns], rows)
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, markup=False)
+
+
+def _value(setting: Setting) -> str:
+    return setting.value if isinstance(setting.value, str) else json.dumps(setting.value)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))

@@ -1,0 +1,142 @@
+"""Serve's documented REST API, which the stock `serve` command uses too, and our control plane.
+
+Standard library alone, so that asking costs no import of ray.
+"""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.errors import RolloutGatewayError
+
+_APPLICATIONS = "/api/serve/applications/"
+# Serve starts its controller within the first deploy.
+_DEPLOY_TIMEOUT_S = 120.0
+_ASK_TIMEOUT_S = 10.0
+
+
+class ClusterUnreachable(RolloutGatewayError):
+    """No Ray dashboard answers at the address."""
+
+
+class ClusterRefused(RolloutGatewayError):
+    """The dashboard answered, and said no."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeApi:
+    """Serve on the cluster whose dashboard is at `address`."""
+
+    address: str
+    token: str | None = None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "ServeApi":
+        """The cluster and token that Ray's own commands would take."""
+        address = environ.get("RAY_DASHBOARD_ADDRESS") or "http://127.0.0.1:8265"
+        return cls(address.rstrip("/"), ray_token(environ))
+
+    def is_up(self) -> bool:
+        """Whether a Ray dashboard answers, be it with a demand for a token."""
+        try:
+            self._call("GET", "/api/version")
+        except ClusterRefused:
+            return True
+        except ClusterUnreachable:
+            return False
+        return True
+
+    def details(self) -> dict[str, Any]:
+        """Everything Serve knows; no application where Serve does not run."""
+        found: dict[str, Any] = json.loads(self._call("GET", _APPLICATIONS))
+        return found
+
+    def application(self, name: str) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self.details()["applications"].get(name)
+        return found
+
+    def deploy(self, document: Mapping[str, Any]) -> None:
+        """Deploy the document's application and leave the cluster's other ones as they are; starts Serve if needed."""
+        names = {application["name"] for application in document["applications"]}
+        others = _deployed(self.details(), without=names)
+        self._put({**document, "applications": [*document["applications"], *others]})
+
+    def delete(self, name: str) -> None:
+        """Remove one application; the last one takes Serve with it."""
+        details = self.details()
+        others = _deployed(details, without={name})
+        if any(other != name for other in details["applications"]):
+            self._put({key: details[key] for key in ("proxy_location", "http_options")} | {"applications": others})
+        else:
+            self._call("DELETE", _APPLICATIONS, timeout_s=_DEPLOY_TIMEOUT_S)
+
+    def _put(self, document: Mapping[str, Any]) -> None:
+        self._call("PUT", _APPLICATIONS, json.dumps(document).encode(), timeout_s=_DEPLOY_TIMEOUT_S)
+
+    def _call(self, method: str, path: str, body: bytes | None = None, timeout_s: float = _ASK_TIMEOUT_S) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self.token:
+            headers["Authorization"] = f"Bearer {self.token}"
+        request = urllib.request.Request(self.address + path, method=method, data=body, headers=headers)
+        try:
+            return _send(request, timeout_s)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise ClusterRefused(
+                    self._refusal(method, error.code, error.read().decode(errors="replace"))
+                ) from error
+        except (urllib.error.URLError, OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise ClusterUnreachable(
+                f"no Ray dashboard answers at {self.address} ({reason}); RAY_DASHBOARD_ADDRESS names another"
+            ) from error
+
+    def _refusal(self, method: str, status: int, text: str) -> str:
+        if status in (401, 403):
+            remedy = (
+                "this cluster wants a token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, or copy the head node's "
+                "~/.ray/auth_token here"
+            )
+            return f"{self.address} answered {status}: {remedy}"
+        return f"{self.address} answered {status} to {method} {_APPLICATIONS}: {text.strip()[-2000:]}"
+
+
+def ask_control_plane(control_url: str, path: str) -> dict[str, Any] | None:
+    """What the control plane of a running application says; None when it does not answer."""
+    try:
+        found: dict[str, Any] = json.loads(_send(urllib.request.Request(control_url + path), _ASK_TIMEOUT_S))
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _send(request: urllib.request.Request, timeout_s: float) -> bytes:
+    # No proxy of the environment: both ends are inside the cluster's network.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=timeout_s) as response:
+        answer: bytes = response.read()
+        return answer
+
+
+def ray_token(environ: Mapping[str, str]) -> str | None:
+    """The token of Ray's own order of places, if there is one and tokens are not turned off."""
+    if environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
+        return None
+    if token := environ.get("RAY_AUTH_TOKEN"):
+        return token
+    path = environ.get("RAY_AUTH_TOKEN_PATH") or str(Path(environ.get("HOME", "~")).expanduser() / ".ray/auth_token")
+    try:
+        return Path(path).read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
+
+
+def _deployed(details: Mapping[str, Any], without: set[str]) -> list[dict[str, Any]]:
+    """What the other applications were deployed with. Serve removes each that a deploy leaves out."""
+    found = {name: app.get("deployed_app_config") for name, app in details["applications"].items()}
+    return [config for name, config in found.items() if config and name not in without]

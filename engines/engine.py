@@ -64,6 +64,10 @@ class Engine(ABC):
         """End the update; from here on the engine says it holds `version`."""
 
     @abstractmethod
+    async def abandon_weight_update(self, timeout_s: float) -> None:
+        """End an update without a commit, so that the next one can start. The weights are a mixture then."""
+
+    @abstractmethod
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None: ...
 
     @abstractmethod

@@ -73,6 +73,12 @@ class VllmEngine(Engine):
     async def finish_weight_update(self, version: int, timeout_s: float) -> None:
         await self.ask("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s)
 
+    async def abandon_weight_update(self, timeout_s: float) -> None:
+        # vLLM has no word for it. A finish without a version closes the session; where a failed transfer has closed it
+        # already, vLLM answers 500 and nothing is left to do.
+        with contextlib.suppress(EngineFailed):
+            await self.ask("POST", "/finish_weight_update", {}, timeout_s)
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         await self.ask("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", None, timeout_s)
 

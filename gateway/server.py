@@ -16,6 +16,7 @@ from engines.errors import (
     EngineError,
     EngineRefused,
     InvalidRequest,
+    NotAllowed,
     RolloutGatewayError,
     WeightUpdateFailed,
 )
@@ -276,7 +277,7 @@ def _error_reply(error: RolloutGatewayError) -> web.Response:
 
 def _error_kind(error: RolloutGatewayError) -> str | None:
     """vLLM's name of the error where it has one, ours elsewhere."""
-    return None if isinstance(error, InvalidRequest) else type(error).__name__
+    return None if isinstance(error, InvalidRequest | NotAllowed) else type(error).__name__
 
 
 def _section(body: Json, key: str) -> Json:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from engines.engine import Json
+from engines.engine import Engine, Json
 from engines.errors import (
     DeadlineExceeded,
     EngineError,
@@ -260,10 +260,11 @@ class WeightCoordinator:
         if update is None:
             return
         log.error("weight update aborted", version=update.version, phase=update.phase, reason=reason)
-        for replica in self._fleet.alive:
-            if replica.state is ReplicaState.UPDATING:
-                self._fleet.settle(replica, f"update to version {update.version} aborted: {reason}")
+        overwritten = [replica for replica in self._fleet.alive if replica.state is ReplicaState.UPDATING]
+        for replica in overwritten:
+            self._fleet.settle(replica, f"update to version {update.version} aborted: {reason}")
         self._end(update, Phase.ABORTED)
+        await self._try_on_all(overwritten, lambda engine: engine.abandon_weight_update(self._config.control_timeout_s))
 
     def _end(self, update: WeightUpdate, phase: Phase) -> None:
         update.phase = phase
@@ -307,14 +308,14 @@ class WeightCoordinator:
             await self._leave(group.members)
 
     async def _leave(self, members: Sequence[Replica]) -> None:
-        """Best effort: an engine that cannot leave is found out by its probes."""
-        results = await asyncio.gather(
-            *(replica.engine.close_weight_group(self._config.control_timeout_s) for replica in members),
-            return_exceptions=True,
-        )
-        for replica, result in zip(members, results, strict=True):
+        await self._try_on_all(members, lambda engine: engine.close_weight_group(self._config.control_timeout_s))
+
+    async def _try_on_all(self, replicas: Sequence[Replica], call: Callable[[Engine], Awaitable[None]]) -> None:
+        """Clearing up after a failure: an engine that cannot take part in it is found out by its probes."""
+        results = await asyncio.gather(*(call(replica.engine) for replica in replicas), return_exceptions=True)
+        for replica, result in zip(replicas, results, strict=True):
             if isinstance(result, Exception):
-                log.warning("could not leave the transfer group", replica=replica.replica_id, error=str(result))
+                log.warning("could not clear up", replica=replica.replica_id, error=str(result))
 
     async def _on_all(
         self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]], timeout_s: float

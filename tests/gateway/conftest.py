@@ -1,0 +1,32 @@
+"""Fixtures that start gateways over simulated engines; see `rig.py`."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from engines.config import SimConfig
+from gateway.config import Config
+from tests.gateway.rig import FAST_WATCH, Json, Rig, StartRig
+
+
+@pytest.fixture
+async def start_rig() -> AsyncIterator[StartRig]:
+    """Starts rigs: `await start_rig(num_replicas=2, sim={...}, gateway={...}, weights={...})`."""
+    rigs: list[Rig] = []
+
+    async def start(num_replicas: int = 2, sim: Json | None = None, **sections: Json) -> Rig:
+        tree = {"engine": {"kind": "sim", "model": "sim", "num_replicas": num_replicas}, "fleet": FAST_WATCH, **sections}
+        fast = {"decode_step_s": 0.0, "decode_step_per_seq_s": 0.0}
+        rig = Rig(Config.model_validate(tree), SimConfig.model_validate(fast | (sim or {})))
+        rigs.append(rig)
+        return await rig.start()
+
+    yield start
+    for rig in rigs:
+        await rig.stop()
+
+
+@pytest.fixture
+async def rig(start_rig: StartRig) -> Rig:
+    """Two fast replicas."""
+    return await start_rig()

@@ -1,0 +1,149 @@
+"""A gateway over simulated engines, all in this process: real HTTP between every part, no Ray, no model."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from engines.config import SimConfig
+from engines.sim_dialect import Limits
+from engines.sim_server import SimServer
+from engines.types import EngineKind, ReplicaInfo, TensorMeta
+from engines.vllm_engine import VllmEngine
+from gateway.config import Config
+from gateway.fleet import Fleet
+from gateway.metrics import Metrics
+from gateway.server import GatewayServer
+
+MAX_MODEL_LEN = 128
+FAST_WATCH = {"discover_interval_s": 0.05, "probe_interval_s": 0.05, "probe_timeout_s": 0.5, "lost_after_s": 0.5}
+
+Json = dict[str, Any]
+
+
+class SimReplica:
+    """One simulated engine with a listening port."""
+
+    def __init__(self, replica_id: str, seed: int, sim: SimConfig) -> None:
+        limits = Limits(max_model_len=MAX_MODEL_LEN, seed=seed, stream_interval=4, shows_cached_tokens=False)
+        app = SimServer("sim", sim, limits, max_num_seqs=8, world_size=1).app()
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+        self.info = ReplicaInfo(
+            replica_id=replica_id,
+            incarnation=f"{replica_id}@{id(self)}",
+            group="engine",
+            kind=EngineKind.SIM,
+            url="",
+            model="sim",
+            world_size=1,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=8,
+            engine_version="sim",
+            tensors=tuple(TensorMeta(name=n, dtype="float32", shape=tuple(s)) for n, s in sim.tensors.items()),
+        )
+
+    async def start(self) -> "SimReplica":
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.info = replace(self.info, url=f"http://127.0.0.1:{self._runner.addresses[0][1]}")
+        return self
+
+    async def kill(self) -> None:
+        """Cut every connection and stop listening, as a process that dies does."""
+        if self._runner.server is None:
+            return  # killed before
+        for connection in self._runner.server.connections:
+            connection.force_close()
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self._runner.cleanup()
+
+
+class Rig:
+    """A running gateway, its simulated replicas and a client. Tests add and kill replicas through it."""
+
+    def __init__(self, config: Config, sim: SimConfig) -> None:
+        self.config = config
+        self.sim = sim
+        self.replicas: list[SimReplica] = []
+        self.fleet = Fleet(
+            config.fleet,
+            expected=config.engine.num_replicas,
+            discover=self._discover,
+            connect=lambda info: VllmEngine(info.replica_id, info.url),
+        )
+        app = GatewayServer(config, self.fleet, Metrics()).application()
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        self.client = aiohttp.ClientSession()
+        self.url = ""
+
+    async def start(self) -> "Rig":
+        for index in range(self.config.engine.num_replicas):
+            await self.add_replica(f"engine-{index}", seed=index)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def add_replica(self, replica_id: str, seed: int = 0) -> SimReplica:
+        """Start one; in place of the one of the same id, if there is any."""
+        replica = await SimReplica(replica_id, seed, self.sim).start()
+        self.replicas = [other for other in self.replicas if other.info.replica_id != replica_id] + [replica]
+        return replica
+
+    async def stop(self) -> None:
+        await self.client.close()
+        await self._runner.cleanup()
+        for replica in self.replicas:
+            await replica.kill()
+
+    async def get(self, path: str, **kwargs: Any) -> tuple[int, Json]:
+        async with self.client.get(self.url + path, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def post(self, path: str, body: Any = None, **kwargs: Any) -> tuple[int, Json]:
+        async with self.client.post(self.url + path, json=body, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def complete(self, prompt: Any, **sampling: Any) -> Json:
+        """A completion that must succeed, with token ids."""
+        body = {"model": "sim", "prompt": prompt, "return_token_ids": True, "max_tokens": 8, **sampling}
+        status, reply = await self.post("/v1/completions", body)
+        assert status == 200, reply
+        return reply
+
+    async def open_group(self) -> None:
+        _, size = await self.get("/get_world_size")
+        info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1}
+        status, reply = await self.post(
+            "/init_weight_transfer_engine", {"init_info": {**info, "world_size": size["world_size"] + 1, "packed": True}}
+        )
+        assert status == 200, reply
+
+    async def update(self) -> None:
+        """One whole weight update, as TRL calls it."""
+        for path, body in (
+            ("/start_weight_update", {}),
+            ("/update_weights", {"update_info": self.tensors}),
+            ("/finish_weight_update", {}),
+            ("/reset_prefix_cache", None),
+        ):
+            status, reply = await self.post(path, body)
+            assert status == 200, (path, reply)
+
+    @property
+    def tensors(self) -> Json:
+        names = list(self.sim.tensors)
+        return {"names": names, "dtype_names": ["float32"] * len(names), "shapes": list(self.sim.tensors.values())}
+
+    async def states(self) -> dict[str, str]:
+        _, status = await self.get("/status")
+        return {replica["replica_id"]: replica["state"] for replica in status["replicas"]}
+
+    async def _discover(self) -> list[ReplicaInfo]:
+        return [replica.info for replica in self.replicas]
+
+
+StartRig = Callable[..., Awaitable[Rig]]

@@ -1,0 +1,105 @@
+"""Who may serve: replicas that join, fall silent, die and come back."""
+
+import asyncio
+
+from tests.gateway.rig import Rig, StartRig
+
+
+async def until(rig: Rig, states: dict[str, str], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while await rig.states() != states:
+            await asyncio.sleep(0.02)
+
+
+async def test_health_is_503_until_the_fleet_is_complete(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=2)
+    gone = rig.replicas.pop()
+    await gone.kill()
+    await until(rig, {"engine-0": "SERVING"})
+    assert (await rig.get("/health"))[0] == 503
+    await rig.add_replica("engine-1")
+    await until(rig, {"engine-0": "SERVING", "engine-1": "SERVING"})
+    assert (await rig.get("/health"))[0] == 200
+
+
+async def test_after_the_configured_wait_those_present_are_the_fleet(start_rig: StartRig) -> None:
+    fleet = {"discover_interval_s": 0.05, "probe_interval_s": 0.05, "lost_after_s": 0.2, "complete_within_s": 0.3}
+    rig = await start_rig(fleet=fleet)
+    await rig.replicas.pop().kill()
+    async with asyncio.timeout(5):
+        while (await rig.get("/health"))[0] != 503:
+            await asyncio.sleep(0.02)
+        while (await rig.get("/health"))[0] != 200:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_dead_replica_is_lost_and_the_other_takes_its_rollouts(rig: Rig) -> None:
+    await rig.replicas.pop(0).kill()
+    reply = await rig.complete([[i + 3] for i in range(8)])
+    assert len(reply["choices"]) == 8
+    await until(rig, {"engine-1": "SERVING"})
+
+
+async def test_rollouts_in_flight_on_a_dying_replica_are_generated_on_another(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01})
+    prompts = [[i + 3] for i in range(6)]
+    running = asyncio.create_task(rig.complete(prompts, max_tokens=40, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    assert all(replica.load_samples for replica in rig.fleet.replicas)
+    await rig.replicas.pop(0).kill()
+    reply = await running
+    assert [len(choice["token_ids"]) for choice in reply["choices"]] == [40] * 6
+    assert [choice["prompt_token_ids"] for choice in reply["choices"]] == prompts
+
+
+async def test_a_replica_that_returns_with_the_checkpoint_waits_for_the_next_update(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    await rig.replicas[0].kill()
+    await rig.add_replica("engine-0")
+    await until(rig, {"engine-0": "SYNCING", "engine-1": "SERVING"})
+    before = rig.fleet.replicas[0].placed
+    await rig.complete([[i + 3] for i in range(8)])
+    assert rig.fleet.replicas[0].placed == before
+    await rig.open_group()
+    await rig.update()
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+
+
+async def test_before_the_first_update_a_returning_replica_serves_at_once(rig: Rig) -> None:
+    await rig.replicas[0].kill()
+    await rig.add_replica("engine-0")
+    await until(rig, {"engine-0": "SERVING", "engine-1": "SERVING"})
+
+
+async def test_a_restarted_gateway_learns_the_version_from_the_engines(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    await rig.open_group()
+    await rig.update()
+    await rig.replicas[1].kill()
+    await rig.add_replica("engine-1")
+    successor = await start_rig(num_replicas=2)
+    successor.replicas[:] = rig.replicas
+    async with asyncio.timeout(5):
+        while await successor.states() != {"engine-0": "SERVING", "engine-1": "SYNCING"}:
+            await asyncio.sleep(0.02)
+    assert successor.fleet.version == 1
+
+
+async def test_a_rollout_without_any_replica_waits_for_one(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=1)
+    await rig.replicas.pop().kill()
+    await until(rig, {})
+    waiting = asyncio.create_task(rig.complete([[5]]))
+    await asyncio.sleep(0.1)
+    await rig.add_replica("engine-0")
+    assert len((await asyncio.wait_for(waiting, 5))["choices"]) == 1
+
+
+async def test_a_rollout_that_no_replica_takes_in_time_is_told_why(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=1, gateway={"queue_timeout_s": 0.3})
+    await rig.replicas.pop().kill()
+    await until(rig, {})
+    status, reply = await rig.post("/v1/completions", {"model": "sim", "prompt": [5]})
+    assert status == 504
+    assert "gateway.queue_timeout_s" in reply["error"]["message"]

@@ -1,0 +1,240 @@
+"""Weight updates over a fleet: the order of calls, what each wrong call answers, and what is served after a failure."""
+
+import asyncio
+
+import pytest
+
+from tests.gateway.rig import Json, Rig, StartRig
+
+# TRL replays these without looking, so no weight call may answer with one of them.
+REPLAYED = {500, 502, 503}
+
+
+async def test_after_an_update_every_replica_serves_the_next_version(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    await rig.update()
+    _, status = await rig.get("/status")
+    assert status["weight_version"] == 2
+    assert [(r["state"], r["weight_version"]) for r in status["replicas"]] == [("SERVING", 2)] * 2
+
+
+async def test_an_update_changes_the_tokens_of_every_replica_alike(rig: Rig) -> None:
+    prompts = [[4, 5, 6]] * 2
+    before = await rig.complete(prompts, temperature=0)
+    await rig.open_group()
+    await rig.update()
+    after = await rig.complete(prompts, temperature=0)
+    old, new = ({tuple(choice["token_ids"]) for choice in reply["choices"]} for reply in (before, after))
+    assert len(old) == len(new) == 1
+    assert old != new
+
+
+async def test_the_world_size_is_the_sum_over_replicas(rig: Rig) -> None:
+    assert await rig.get("/get_world_size") == (200, {"world_size": 2})
+
+
+async def test_a_group_of_another_size_than_the_fleet_is_refused(rig: Rig) -> None:
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
+    assert status == 409
+    assert "needs 3" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize("call", ["start_weight_update", "update_weights", "finish_weight_update"])
+async def test_a_weight_call_before_init_or_start_is_a_conflict(rig: Rig, call: str) -> None:
+    status, reply = await rig.post(f"/{call}", {"update_info": rig.tensors})
+    assert status == 409
+    assert "first" in reply["error"]["message"]
+    await rig.complete([[5]])
+
+
+async def test_a_second_start_names_the_first_ones_age(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    status, reply = await rig.post("/start_weight_update", {})
+    assert status == 409
+    assert "open since" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"names": ["nonsense"]}, "update_info.names"),
+        ({"shapes": [[9, 9]]}, "update_info.shapes"),
+        ({"names": ["weight", "more"]}, "update_info"),
+    ],
+)
+async def test_tensors_of_another_model_are_refused_before_anything_is_overwritten(
+    rig: Rig, change: Json, param: str
+) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    status, reply = await rig.post("/update_weights", {"update_info": rig.tensors | change})
+    assert (status, reply["error"]["param"]) == (400, param)
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 0
+    await rig.open_group()
+    await rig.update()
+
+
+async def test_a_finish_without_tensors_leaves_the_version(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    status, reply = await rig.post("/finish_weight_update", {})
+    assert (status, reply["weight_version"]) == (200, "0")
+    await rig.complete([[5]])
+
+
+async def test_every_reply_to_a_weight_call_is_a_non_empty_json_object(rig: Rig) -> None:
+    await rig.open_group()
+    for path, body in (
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": rig.tensors}),
+        ("/finish_weight_update", None),
+        ("/reset_prefix_cache", None),
+    ):
+        status, reply = await rig.post(path, body)
+        assert status == 200
+        assert reply
+
+
+async def test_packed_may_stand_in_either_place(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    status, reply = await rig.post("/update_weights", {"update_info": rig.tensors | {"packed": True}})
+    assert status == 200, reply
+
+
+async def test_rollouts_wait_while_an_update_is_open_and_then_have_the_new_version(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    waiting = asyncio.create_task(rig.complete([[5]]))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    await rig.post("/finish_weight_update", {})
+    assert (await waiting)["choices"][0]["weight_versions"][0]["version"] == 1
+
+
+async def test_an_update_waits_for_rollouts_in_flight(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=40, ignore_eos=True))
+    await asyncio.sleep(0.1)
+    await rig.post("/start_weight_update", {})
+    choice = (await asyncio.wait_for(running, 0.1))["choices"][0]
+    assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 40}]
+
+
+async def test_a_drain_that_takes_too_long_answers_504_and_serving_goes_on(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.05}, weights={"drain_timeout_s": 0.2})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
+    await asyncio.sleep(0.1)
+    status, reply = await rig.post("/start_weight_update", {})
+    assert status == 504
+    assert "weights.drain_timeout_s" in reply["error"]["message"]
+    await rig.complete([[6]], max_tokens=1)
+    await running
+
+
+async def test_a_replica_lost_in_the_transfer_is_named_and_not_with_a_replayed_status(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    await rig.replicas[0].kill()
+    status, reply = await rig.post("/update_weights", {"update_info": rig.tensors})
+    assert status == 424
+    assert "engine-0" in reply["error"]["message"]
+    assert status not in REPLAYED
+
+
+async def test_half_updated_replicas_do_not_serve_until_the_next_update(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    await rig.replicas[0].kill()
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    assert (await rig.states())["engine-1"] == "SYNCING"
+    await rig.add_replica("engine-0")
+    await _until(rig, {"engine-0": "SERVING", "engine-1": "SYNCING"})
+    await rig.open_group()
+    await rig.update()
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+
+
+async def test_a_broken_group_is_refused_with_the_remedy(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    await rig.replicas[0].kill()
+    await asyncio.sleep(0.3)
+    status, reply = await rig.post("/start_weight_update", {})
+    assert status == 424
+    assert "/init_weight_transfer_engine" in reply["error"]["message"]
+    assert "engine-0" in reply["error"]["message"]
+
+
+async def test_a_new_trainer_ends_what_the_last_one_left_open(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    await rig.open_group()
+    await rig.update()
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
+
+
+async def test_a_silent_trainer_does_not_hold_the_fleet_for_ever(start_rig: StartRig) -> None:
+    rig = await start_rig(weights={"idle_timeout_s": 0.4})
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    reply = await asyncio.wait_for(rig.complete([[5]]), 5)
+    assert reply["choices"][0]["weight_versions"][0]["version"] == 0
+
+
+async def test_a_weight_call_during_another_is_a_conflict(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.02})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
+    await asyncio.sleep(0.1)
+    first = asyncio.create_task(rig.post("/start_weight_update", {}))
+    await asyncio.sleep(0.05)
+    status, reply = await rig.post("/start_weight_update", {})
+    assert status == 409
+    assert "still running" in reply["error"]["message"]
+    assert (await first)[0] == 200
+    await running
+
+
+async def test_pause_holds_rollouts_until_resume(rig: Rig) -> None:
+    assert (await rig.post("/pause?mode=keep"))[0] == 200
+    assert await rig.get("/is_paused") == (200, {"is_paused": True})
+    waiting = asyncio.create_task(rig.complete([[5]]))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await rig.post("/resume")
+    await waiting
+    assert await rig.get("/is_paused") == (200, {"is_paused": False})
+
+
+async def test_paused_rollouts_live_through_an_update_and_say_both_versions(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    await rig.post("/pause?mode=keep")
+    await rig.update()
+    await rig.post("/resume")
+    spans = (await running)["choices"][0]["weight_versions"]
+    assert [span["version"] for span in spans] == [0, 1]
+    assert spans[0]["end"] == spans[1]["start"]
+    assert spans[1]["end"] == 60
+
+
+async def test_an_unknown_pause_mode_is_refused(rig: Rig) -> None:
+    status, reply = await rig.post("/pause?mode=sideways")
+    assert (status, reply["error"]["param"]) == (400, "mode")
+
+
+async def _until(rig: Rig, states: dict[str, str], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while await rig.states() != states:
+            await asyncio.sleep(0.02)

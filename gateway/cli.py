@@ -173,13 +173,13 @@ def _print_running(found: Running) -> None:
 
 def _print_fleet(fleet: dict[str, Any]) -> None:
     print(f"{'weight version:':<24}{fleet['weight_version']}")
-    columns = ["replica_id", "state", "weight_version", "samples_in_flight", "node", "gpu_ids", "log_path"]
+    columns = ["replica_id", "state", "weight_version", "samples_in_flight", "gpu_ids", "reason", "url"]
     rows = [[str(replica[column]) for column in columns] for replica in fleet["replicas"]]
     _print_table([column.replace("_", " ") for column in columns], rows)
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    console = Console(soft_wrap=not sys.stdout.isatty())
+    console = Console() if sys.stdout.isatty() else Console(width=250)  # a pipe has no width to fold at
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")

@@ -192,7 +192,8 @@ def _script(name: str) -> str:
 
 
 def _run(command: list[str], environ: Mapping[str, str]) -> None:
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    # The umask is for the token, which Ray would write for everyone to read.
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60, umask=0o077)
     if done.returncode:
         raise RolloutGatewayError(f"{' '.join(command)} failed: {done.stderr.strip()[-1000:]}")
 

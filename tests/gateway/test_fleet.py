@@ -79,6 +79,8 @@ async def test_a_restarted_gateway_learns_the_version_from_the_engines(start_rig
     await rig.replicas[1].kill()
     await rig.add_replica("engine-1")
     successor = await start_rig(num_replicas=2)
+    for own in successor.replicas:
+        await own.kill()
     successor.replicas[:] = rig.replicas
     async with asyncio.timeout(5):
         while await successor.states() != {"engine-0": "SERVING", "engine-1": "SYNCING"}:

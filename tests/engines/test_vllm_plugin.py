@@ -1,0 +1,172 @@
+"""Our vLLM plugin and the backend it registers: with a played worker, and in a real vLLM server on CPU."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from engines.errors import WeightUpdateFailed  # noqa: E402
+from engines.gloo_transfer import WeightGroup, send  # noqa: E402
+from engines.vllm_gloo import GlooWeightTransferEngine  # noqa: E402
+from engines.vllm_plugin import register  # noqa: E402
+
+TIMEOUT_S = 20.0
+SOON_S = 5.0
+
+
+class PlayedModel(torch.nn.Module):
+    """Takes weights as vLLM's models do: any tensor it knows by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "unknown":
+                raise KeyError(name)
+            self.loaded[name] = tensor
+
+
+def played_engine(rank: int = 0, data_parallel_index: int = 0, world_size: int = 1) -> GlooWeightTransferEngine:
+    parallel = SimpleNamespace(rank=rank, data_parallel_index=data_parallel_index, world_size=world_size)
+    vllm_config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace())
+    return GlooWeightTransferEngine(SimpleNamespace(), vllm_config, torch.device("cpu"), PlayedModel())
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(max_workers=4) as executor:
+        yield executor
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def init_info(port: int, **changes: Any) -> dict[str, Any]:
+    sent_by_trl = {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "packed": True,
+    }
+    return {**sent_by_trl, **changes}
+
+
+def update(engine: GlooWeightTransferEngine, tensors: dict[str, torch.Tensor]) -> None:
+    """As the worker's `update_weights` does, less the wait for an accelerator."""
+    update_info = {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+    }
+    engine.receive_weights(engine.parse_update_info(update_info))
+
+
+def trainer_and_engine(pool: ThreadPoolExecutor) -> tuple[WeightGroup, GlooWeightTransferEngine]:
+    port = free_port()
+    trainer, engine = WeightGroup("127.0.0.1", port, 0, 2, TIMEOUT_S), played_engine()
+    joining = pool.submit(trainer.join)
+    engine.init_transfer_engine(engine.parse_init_info(init_info(port)))
+    joining.result(timeout=SOON_S)
+    return trainer, engine
+
+
+def test_the_engine_loads_what_the_trainer_sends(pool: ThreadPoolExecutor) -> None:
+    trainer, engine = trainer_and_engine(pool)
+    tensors = {"embed": torch.randn(4, 3), "norm": torch.ones(3, dtype=torch.bfloat16)}
+    sending = pool.submit(send, iter(tensors.items()), trainer)
+    update(engine, tensors)
+    sending.result(timeout=SOON_S)
+    assert engine.model.loaded.keys() == tensors.keys()
+    assert all(torch.equal(engine.model.loaded[name], tensor) for name, tensor in tensors.items())
+    engine.shutdown()
+    trainer.close()
+
+
+def test_a_tensor_that_the_model_does_not_know_fails_both_ends(pool: ThreadPoolExecutor) -> None:
+    trainer, engine = trainer_and_engine(pool)
+    tensors = {"unknown": torch.ones(2)}
+    pool.submit(send, iter(tensors.items()), trainer)
+    with pytest.raises(KeyError):
+        update(engine, tensors)
+    with pytest.raises(WeightUpdateFailed, match="rank 1: KeyError: 'unknown'"):
+        trainer.broadcast(torch.ones(1))
+
+
+def test_an_unknown_dtype_fails_both_ends(pool: ThreadPoolExecutor) -> None:
+    trainer, engine = trainer_and_engine(pool)
+    update_info = engine.parse_update_info({"names": ["a"], "dtype_names": ["float13"], "shapes": [[1]]})
+    with pytest.raises(AttributeError):
+        engine.receive_weights(update_info)
+    with pytest.raises(WeightUpdateFailed, match="float13"):
+        trainer.broadcast(torch.ones(1))
+
+
+def test_shutdown_lets_a_waiting_trainer_go(pool: ThreadPoolExecutor) -> None:
+    trainer, engine = trainer_and_engine(pool)
+    sending = pool.submit(trainer.broadcast, torch.ones(1))
+    engine.shutdown()
+    assert isinstance(sending.exception(timeout=SOON_S), WeightUpdateFailed)
+    with pytest.raises(RuntimeError, match="call init_weight_transfer_engine first"):
+        update(engine, {})
+
+
+def test_a_new_trainer_may_come_at_any_time(pool: ThreadPoolExecutor) -> None:
+    _, engine = trainer_and_engine(pool)
+    port = free_port()
+    other = WeightGroup("127.0.0.1", port, 0, 2, TIMEOUT_S)
+    joining = pool.submit(other.join)
+    engine.init_transfer_engine(engine.parse_init_info(init_info(port)))
+    joining.result(timeout=SOON_S)
+    sending = pool.submit(send, iter([("embed", torch.ones(2))]), other)
+    update(engine, {"embed": torch.ones(2)})
+    sending.result(timeout=SOON_S)
+    engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"packed": False}, "packed"),
+        ({"master_address": None, "master_port": None, "nccl_unique_id_b64": "QUFB" * 42 + "QUE="}, "master_address"),
+    ],
+)
+def test_an_init_that_gloo_cannot_serve_is_refused(changes: dict[str, Any], message: str) -> None:
+    engine = played_engine()
+    with pytest.raises(ValueError, match=message):
+        engine.init_transfer_engine(engine.parse_init_info(init_info(1, **changes)))
+
+
+def test_ranks_are_unique_over_data_parallel_groups() -> None:
+    ranks = [played_engine(rank, dp, world_size=2)._rank(1) for dp in range(2) for rank in range(2)]
+    assert ranks == [1, 2, 3, 4]
+
+
+def test_registering_twice_is_safe_and_imports_no_backend() -> None:
+    program = (
+        "import sys; from engines.vllm_plugin import register; register(); register();"
+        "from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory;"
+        "assert 'engines.vllm_gloo' not in sys.modules and 'engines.gloo_transfer' not in sys.modules;"
+        "assert Factory._registry['gloo']().__name__ == 'GlooWeightTransferEngine'"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_vllm_finds_the_plugin() -> None:
+    from importlib.metadata import entry_points
+
+    found = {entry.name: entry.load() for entry in entry_points(group="vllm.general_plugins")}
+    assert found["rollout_gateway"] is register

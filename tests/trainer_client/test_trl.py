@@ -1,0 +1,277 @@
+"""TRL's client over gloo against an HTTP server that plays a gateway, with receivers as threads of this process."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("trl")
+pytest.importorskip("vllm")
+
+from trl.generation import vllm_client, vllm_generation  # noqa: E402
+
+from engines.errors import WeightUpdateFailed  # noqa: E402
+from engines.gloo_transfer import WeightGroup, receive  # noqa: E402
+from trainer_client import trl as gloo_trl  # noqa: E402
+
+NUM_ENGINES = 2
+TIMEOUT_S = 20.0
+SOON_S = 5.0
+Answer = tuple[int, dict[str, Any]]
+
+
+class PlayedGateway:
+    """Answers the routes that TRL's client calls; its engines are `WeightGroup`s that receive when told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.received: list[dict[str, torch.Tensor]] = [{} for _ in range(NUM_ENGINES)]
+        self.groups: list[WeightGroup] = []
+        self.answers: dict[str, Callable[[dict[str, Any]], Answer | None]] = {
+            "/health": lambda _: (200, {}),
+            "/v1/models": lambda _: (200, {"data": [{"id": "tiny"}]}),
+            "/server_info": lambda _: (200, {"vllm_config": {"weight_transfer_config": {"backend": "gloo"}}}),
+            "/get_world_size": lambda _: (200, {"world_size": NUM_ENGINES}),
+            "/init_weight_transfer_engine": lambda body: self.join(**body["init_info"]),
+            "/start_weight_update": lambda _: (200, {"message": "started"}),
+            "/update_weights": lambda body: self.receive(**body["update_info"]),
+            "/finish_weight_update": lambda _: (200, {"weight_version": 7}),
+            "/reset_prefix_cache": lambda _: (200, {"success": True}),
+        }
+        self._pool = ThreadPoolExecutor(max_workers=NUM_ENGINES)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def join(self, master_address: str, master_port: int, rank_offset: int, world_size: int, packed: bool) -> Answer:
+        assert packed
+        self.groups = [
+            WeightGroup(master_address, master_port, rank_offset + engine, world_size, TIMEOUT_S)
+            for engine in range(NUM_ENGINES)
+        ]
+        list(self._pool.map(WeightGroup.join, self.groups))
+        return 200, {"message": "joined"}
+
+    def receive(self, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> Answer:
+        announced = list(zip(names, [getattr(torch, name) for name in dtype_names], shapes, strict=True))
+        running: list[Future[None]] = [
+            self._pool.submit(receive, announced, group, got.update)
+            for group, got in zip(self.groups, self.received, strict=True)
+        ]
+        for future in running:
+            future.result()
+        return 200, {"message": "received"}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        for group in self.groups:
+            group.close()
+        self._pool.shutdown()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        gateway = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self._answer()
+
+            def do_POST(self) -> None:
+                self._answer()
+
+            def _answer(self) -> None:
+                path = self.path.partition("?")[0]
+                gateway.calls.append(path)
+                raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                answer = gateway.answers[path](json.loads(raw) if raw else {})
+                if answer is None:
+                    self.close_connection = True
+                    return
+                status, body = answer
+                reply = json.dumps(body).encode()
+                with contextlib.suppress(BrokenPipeError):  # The client may have lost patience.
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(reply)))
+                    self.end_headers()
+                    self.wfile.write(reply)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Quiet."""
+
+        return Handler
+
+
+@pytest.fixture
+def gateway() -> Iterator[PlayedGateway]:
+    played = PlayedGateway()
+    yield played
+    played.close()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_generation, "VLLMClient", vllm_generation.VLLMClient)
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", vllm_client.packed_nccl_broadcast_producer)
+    gloo_trl.install()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def client_of(gateway: PlayedGateway, timeout_s: float = TIMEOUT_S) -> Any:
+    return gloo_trl.GlooVLLMClient(gateway.url, group_port=free_port(), timeout_s=timeout_s)
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2).to(torch.bfloat16))
+
+
+@pytest.mark.usefixtures("installed")
+def test_every_engine_holds_the_trainers_weights_after_an_update(gateway: PlayedGateway) -> None:
+    client, trained = client_of(gateway), model()
+    client.init_communicator("cpu")
+    client.update_model_params(trained)
+    for received in gateway.received:
+        assert received.keys() == dict(trained.named_parameters()).keys()
+        assert all(torch.equal(received[name], weight) for name, weight in trained.named_parameters())
+    client.close_communicator()
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_calls_are_those_that_trl_makes_over_nccl(gateway: PlayedGateway) -> None:
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+    client.update_model_params(model())
+    client.reset_prefix_cache()
+    assert gateway.calls == [
+        "/health",
+        "/v1/models",
+        "/server_info",
+        "/get_world_size",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache",
+    ]
+    client.close_communicator()
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_client_knows_the_version_that_the_gateway_tells(gateway: PlayedGateway) -> None:
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+    assert client.weight_version is None
+    client.update_model_params(model())
+    assert client.weight_version == 7
+    client.close_communicator()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_trainer_can_join_again_after_another_left(gateway: PlayedGateway) -> None:
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+    client.init_communicator("cpu")
+    client.update_model_params(model())
+    assert gateway.received[0]
+    client.close_communicator()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_refused_update_ends_the_broadcast_at_once_with_the_reason(gateway: PlayedGateway) -> None:
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+    gateway.answers["/update_weights"] = lambda _: (409, {"error": "replica r1 is not there"})
+    began = time.monotonic()
+    with pytest.raises(WeightUpdateFailed, match=r"409.*replica r1 is not there"):
+        client.update_model_params(model())
+    assert time.monotonic() - began < SOON_S
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_refused_init_ends_the_rendezvous_at_once_with_the_reason(gateway: PlayedGateway) -> None:
+    gateway.answers["/init_weight_transfer_engine"] = lambda _: (409, {"error": "another trainer is here"})
+    began = time.monotonic()
+    with pytest.raises(WeightUpdateFailed, match=r"409.*another trainer is here"):
+        client_of(gateway).init_communicator("cpu")
+    assert time.monotonic() - began < SOON_S
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_engine_that_cannot_load_fails_the_update_with_its_reason(gateway: PlayedGateway) -> None:
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+
+    def leave_instead(_: dict[str, Any]) -> Answer:
+        gateway.groups[1].close("KeyError: 'lm_head'")
+        gateway.groups[0].close()
+        time.sleep(1.0)  # The sender must hear it from the engine, before this answer.
+        return 424, {"error": "a replica failed"}
+
+    gateway.answers["/update_weights"] = leave_instead
+    with pytest.raises(WeightUpdateFailed, match="rank 2: KeyError: 'lm_head'"):
+        client.update_model_params(model())
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("route", gloo_trl.WEIGHT_ROUTES)
+def test_a_weight_call_without_an_answer_ends_in_time_and_is_not_replayed(gateway: PlayedGateway, route: str) -> None:
+    client = client_of(gateway, timeout_s=0.5)
+
+    def silence(_: dict[str, Any]) -> Answer:
+        time.sleep(3.0)
+        return 200, {"message": "late"}
+
+    gateway.answers[route] = silence
+    began = time.monotonic()
+    with pytest.raises(Exception, match=r"timed out|waited"):
+        client._post(f"{gateway.url}{route}", json={})
+    assert time.monotonic() - began < 2.0
+    assert gateway.calls.count(route) == 1
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_update_whose_connection_drops_is_not_replayed(gateway: PlayedGateway) -> None:
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+    gateway.answers["/update_weights"] = lambda _: None
+    with pytest.raises(WeightUpdateFailed, match="/update_weights failed"):
+        client.update_model_params(model())
+    assert gateway.calls.count("/update_weights") == 1
+
+
+def test_a_server_without_weight_transfer_is_named(gateway: PlayedGateway) -> None:
+    gateway.answers["/server_info"] = lambda _: (200, {"vllm_config": {"weight_transfer_config": None}})
+    with pytest.raises(RuntimeError, match="has no weight transfer engine"):
+        client_of(gateway).init_communicator("cpu")
+
+
+def test_install_does_nothing_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = vllm_generation.VLLMClient, vllm_client.packed_nccl_broadcast_producer
+    gloo_trl.install()
+    assert (vllm_generation.VLLMClient, vllm_client.packed_nccl_broadcast_producer) == before
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    heavy = "{'torch', 'vllm', 'ray', 'trl', 'transformers'}"
+    program = f"import sys, trainer_client; sys.exit(bool({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

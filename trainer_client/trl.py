@@ -1,0 +1,111 @@
+"""Lets TRL's own trainers sync weights where there is no CUDA: TRL's client with gloo in the place of NCCL.
+
+Call `install()` before the trainer is made. The wire is left to engines/gloo_transfer.py; where CUDA is available
+nothing is touched.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from requests.adapters import HTTPAdapter
+from trl.generation import vllm_client, vllm_generation
+from trl.generation.vllm_client import VLLMClient
+from urllib3.util.retry import Retry
+
+from engines.gloo_transfer import TIMEOUT_S, NamedTensor, WeightGroup, address_towards, send
+
+WEIGHT_ROUTES = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+)
+COLLECTIVE_ROUTES = ("/init_weight_transfer_engine", "/update_weights")
+"""Calls during which the trainer waits in the group for the engines that the call is for."""
+CONNECT_TIMEOUT_S = 10.0
+
+
+def install(timeout_s: float = TIMEOUT_S) -> None:
+    """Make TRL's trainers use `GlooVLLMClient`, unless CUDA is available. `timeout_s` bounds each wait of a sync."""
+    if torch.cuda.is_available():
+        return
+    vllm_generation.VLLMClient = functools.partial(GlooVLLMClient, timeout_s=timeout_s)
+    vllm_client.packed_nccl_broadcast_producer = send_packed
+
+
+def send_packed(
+    iterator: Iterator[NamedTensor],
+    group: WeightGroup,
+    src: int,
+    post_iter_func: Callable[[NamedTensor], torch.Tensor],
+) -> None:
+    """Stands in for vLLM's `packed_nccl_broadcast_producer` where TRL calls it; the trainer is `src`, which is 0."""
+    send(((named[0], post_iter_func(named)) for named in iterator), group)
+
+
+class GlooVLLMClient(VLLMClient):
+    """TRL's client over gloo, with every wait of a weight sync bounded.
+
+    A weight call that fails makes the broadcast beside it fail too, with the server's reason, instead of waiting for
+    engines that will not come.
+    """
+
+    communicator: WeightGroup | None
+    weight_version: int | None = None
+    """The version that the last update made, where the server says it (the gateway does, vLLM alone does not)."""
+
+    def __init__(self, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timeout_s = timeout_s
+        # A weight call is replayed only where it never arrived: its second run would meet a broadcast that is over.
+        never_arrived = HTTPAdapter(max_retries=Retry(total=5, connect=5, read=0, status=0, other=0, backoff_factor=2))
+        for route in WEIGHT_ROUTES:
+            self.session.mount(f"{self.base_url}{route}", never_arrived)
+
+    def init_communicator(self, device: torch.device | str | int = 0) -> None:
+        """Join the engines in a gloo group. `device` is where the trainer's weights are; they are copied from there."""
+        if self.get_server_info()["weight_transfer_config"] is None:
+            raise RuntimeError(f"{self.base_url} has no weight transfer engine: start it with a gloo backend")
+        server = urlsplit(self.base_url)
+        address = address_towards(server.hostname or "", server.port or 80)
+        world_size = self.get_world_size() + 1
+        init_info = {
+            "master_address": address,
+            "master_port": self.group_port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "packed": True,
+        }
+        self.close_communicator()
+        self.communicator = group = WeightGroup(address, self.group_port, 0, world_size, self._timeout_s)
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            answer = beside.submit(
+                self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": init_info}
+            )
+            group.join()
+            answer.result()
+
+    def close_communicator(self) -> None:
+        """Leave the group; engines that wait in it are let go."""
+        if self.communicator is not None:
+            self.communicator.close()
+            self.communicator = None
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        route = url.removeprefix(self.base_url)
+        if route not in WEIGHT_ROUTES:
+            return dict(super()._post(url, **kwargs))
+        try:
+            reply: dict[str, Any] = super()._post(url, timeout=(CONNECT_TIMEOUT_S, self._timeout_s), **kwargs)
+        except Exception as error:
+            if route in COLLECTIVE_ROUTES and self.communicator is not None:
+                self.communicator.give_up(f"{route} failed: {error}")
+            raise
+        if route == "/finish_weight_update":
+            self.weight_version = reply.get("weight_version")
+        return reply

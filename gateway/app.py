@@ -15,14 +15,16 @@ from engines.types import ReplicaInfo
 from gateway.config import Config
 from gateway.control import Control
 from gateway.listener import Listener
+from gateway.load import with_secrets
 
 # Time over the engine's own grace until Serve kills a replica that does not end.
 _SHUTDOWN_SLACK_S = 10.0
 _ASK_TIMEOUT_S = 5.0
 
 
-def build(config: Config) -> serve.Application:
+def build(args: Config) -> serve.Application:
     """The application as Serve's typed builder: `import_path: gateway.app:build`, `args:` the configuration."""
+    config = with_secrets(args)
     engines = {name: _engine_group(name, group) for name, group in config.groups.items()}
     gateway = serve.deployment(name="gateway", max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})(Gateway)
     control = serve.deployment(name="control", max_ongoing_requests=100, ray_actor_options={"num_cpus": 0})(Control)

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from engines.errors import NotAllowed
 from gateway.access import Access
 from gateway.config import Config, GatewayConfig
-from tests.gateway.rig import StartRig
+from tests.rig import StartRig
 
 KEYS = {"inference_keys": ["infer"], "admin_keys": ["admin"]}
 

@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from tests.gateway.rig import Json, Rig
+from tests.rig import Json, Rig
 
 HELLO = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 

@@ -5,7 +5,7 @@ import asyncio
 import orjson
 import pytest
 
-from tests.gateway.rig import MAX_MODEL_LEN, Json, Rig, StartRig
+from tests.rig import MAX_MODEL_LEN, Json, Rig, StartRig
 
 PROMPTS = [[10 + i, 20 + i, 30 + i] for i in range(6)]
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.gateway.rig import Rig, StartRig
+from tests.rig import Rig, StartRig
 
 
 async def until(rig: Rig, states: dict[str, str], timeout_s: float = 5.0) -> None:

@@ -1,6 +1,6 @@
 """The remaining routes of the dialect, and what every route shares."""
 
-from tests.gateway.rig import MAX_MODEL_LEN, Rig
+from tests.rig import MAX_MODEL_LEN, Rig
 
 
 async def test_what_trl_reads_at_the_start_is_there(rig: Rig) -> None:

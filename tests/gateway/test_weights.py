@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.gateway.rig import Json, Rig, StartRig
+from tests.rig import Json, Rig, StartRig
 
 # TRL replays these without looking, so no weight call may answer with one of them.
 REPLAYED = {500, 502, 503}

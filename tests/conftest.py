@@ -6,7 +6,7 @@ import pytest
 
 from engines.config import SimConfig
 from gateway.config import Config
-from tests.gateway.rig import FAST_WATCH, Json, Rig, StartRig
+from tests.rig import FAST_WATCH, Json, Rig, StartRig
 
 
 @pytest.fixture

@@ -75,13 +75,13 @@ class CompletionBody(SamplingBody):
             raise InvalidRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
         if isinstance(self.prompt, str):
             return [tokenize(self.prompt)]
-        if not self.prompt or isinstance(self.prompt[0], int):
+        if not self.prompt or isinstance(self.prompt[0], int):  # none at all is one empty prompt
             return [cast(list[int], self.prompt)]
         return [tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in cast(list[Any], self.prompt)]
 
 
 class ChatBody(SamplingBody):
-    messages: list[Json]
+    messages: list[Json] = Field(min_length=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(0, ge=_EVERY_TOKEN)
     max_completion_tokens: int | None = None
@@ -335,6 +335,8 @@ class ChatAnswer(Answer):
         return f"chatcmpl-{self.body.request_id}"
 
     def fill(self, first_prompt_number: int) -> None:
+        if self.body.top_logprobs and not self.body.logprobs:
+            raise InvalidRequest("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
         asked = self.body.max_completion_tokens
         max_tokens = self.body.max_tokens if asked is None else asked
         self.add_prompt(self.id, self.body.prompt, max_tokens, first_prompt_number)

@@ -95,7 +95,7 @@ class AbortBody(BaseModel):
 
 class TokenizeBody(BaseModel):
     model: str | None = None
-    prompt: str = ""
+    prompt: str | None = None
     messages: list[Json] | None = None
 
 
@@ -260,7 +260,10 @@ class SimServer:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._read(request, TokenizeBody)
-        tokens = tokenize(body.prompt if body.messages is None else chat_text(body.messages))
+        text = body.prompt if body.messages is None else chat_text(body.messages)
+        if text is None:
+            raise InvalidRequest("Either prompt or messages must be provided.", param="prompt")
+        tokens = tokenize(text)
         longest = self._limits.max_model_len
         return _json({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
 
@@ -341,7 +344,7 @@ class SimServer:
         return _json({"message": "Weights updated"})
 
     async def finish_weight_update(self, request: web.Request) -> web.Response:
-        asked = await _body(request, FinishBody)
+        asked = await _body(request, FinishBody) if request.can_read_body else FinishBody()
         self._weights.finish()
         self._scheduler.hold_version(asked.weight_version or _next_version(self._scheduler.version))
         return _json({"message": "Weight update finished"})
@@ -421,8 +424,7 @@ def _next_version(version: str) -> str:
 
 
 async def _body(request: web.Request, kind: type[Body]) -> Body:
-    """The JSON body; none at all is an empty one."""
-    return kind.model_validate(orjson.loads(await request.read() or b"{}"))
+    return kind.model_validate(orjson.loads(await request.read()))
 
 
 def _info(kind: type[Body], info: Json) -> Body:

@@ -205,6 +205,21 @@ async def test_a_body_that_is_no_json_is_refused() -> None:
         assert (await reply.json())["error"]["type"] == "Bad Request"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}),
+        ("/tokenize", {}),
+        ("/abort_requests", None),
+        ("/pause?mode=never", None),
+    ],
+)
+async def test_other_routes_refuse_what_vllm_refuses(path: str, body: Json | None) -> None:
+    async with engine() as replica:
+        assert (await replica.ask(path, body, status=400))["error"]["code"] == 400
+
+
 async def test_a_prompt_near_the_limit_gets_the_tokens_that_are_left() -> None:
     async with engine(max_model_len=64) as replica:
         (choice,) = await replica.complete(prompt=[5] * 60, max_tokens=20, ignore_eos=True)

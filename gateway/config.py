@@ -1,5 +1,6 @@
 """The configuration: one strict pydantic tree. How files, environment and command line become one is in `load.py`."""
 
+from ipaddress import ip_network
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, model_validator
@@ -24,7 +25,7 @@ class GatewayConfig(_Section):
     """Bearer keys for generation. Prefer the environment or a file to writing them here."""
     admin_keys: list[SecretStr] = Field(default_factory=list)
     """Bearer keys for weights, pause and other control; they may generate too."""
-    trusted_networks: list[IPvAnyNetwork] = Field(default=["127.0.0.0/8", "::1/128"], validate_default=True)
+    trusted_networks: list[IPvAnyNetwork] = [ip_network("127.0.0.0/8"), ip_network("::1/128")]
     """Clients from these networks need no key: the way for TRL, which can send none, on another host."""
     max_body_bytes: int = Field(256 << 20, gt=0)
     """Largest request body."""

@@ -23,6 +23,8 @@ from gateway.config import Config
 PREFIX = "ROLLOUT_GATEWAY_"
 SERVE_IMPORT_PATH = "gateway.app:build"
 
+_TOML_PART = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
+
 Key = tuple[str | int, ...]
 Origin = Literal["default", "file", "env", "cli"]
 Tree = dict[str, Any]
@@ -102,7 +104,10 @@ def _yaml_lines(path: Path, node: yaml.Node, key: Key = ()) -> Iterator[tuple[Ke
 
 def _read_toml(path: Path, text: str) -> tuple[Tree, dict[Key, int]]:
     try:
-        return tomllib.loads(text), dict(_toml_lines(text))
+        lines: dict[Key, int] = {}
+        for key, number in _toml_lines(text):
+            lines.setdefault(key, number)
+        return tomllib.loads(text), lines
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))
         line = int(found[1]) if found else text.count("\n") + 1
@@ -115,13 +120,14 @@ def _toml_lines(text: str) -> Iterator[tuple[Key, int]]:
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[+([^\[\]]+)\]+", line):
             table = _toml_key(header[1])
-            yield table, number
-        elif pair := re.match(r"""\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""", line):
-            yield (*table, *_toml_key(pair[1])), number
+            yield from ((table[:n], number) for n in range(1, len(table) + 1))
+        elif pair := re.match(rf"\s*({_TOML_PART}(?:\s*\.\s*{_TOML_PART})*)\s*=", line):
+            key = (*table, *_toml_key(pair[1]))
+            yield from ((key[:n], number) for n in range(len(table) + 1, len(key) + 1))
 
 
 def _toml_key(text: str) -> Key:
-    return tuple(part.strip().strip("\"'") for part in re.findall(r"""[\w-]+|"[^"]*"|'[^']*'""", text))
+    return tuple(part.strip().strip("\"'") for part in re.findall(_TOML_PART, text))
 
 
 def _read_serve_document(path: Path, document: Tree, lines: dict[Key, int]) -> tuple[Tree, dict[Key, int]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -260,8 +261,14 @@ def replica_states(application: Mapping[str, Any]) -> dict[str, str]:
 
 def _last_words(application: Mapping[str, Any]) -> str:
     deployments = application.get("deployments", {}).items()
-    messages = [f"{name}: {found['message']}" for name, found in deployments if found["message"]]
-    return "\n".join([application.get("message", ""), *messages]).strip()
+    messages = [f"{name}: {_gist(found['message'])}" for name, found in deployments if found["message"]]
+    return "\n".join([_gist(application.get("message", "")), *messages]).strip()
+
+
+def _gist(message: str) -> str:
+    """Our own error out of the traceback that Serve wraps around it; the whole message where there is none."""
+    found = list(re.finditer(r"^engines\.errors\.\w+: ", message, re.MULTILINE))
+    return (message[found[-1].end() :] if found else message).strip()
 
 
 def running(name: str) -> Running | None:

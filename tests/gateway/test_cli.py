@@ -1,0 +1,159 @@
+"""The verbs, as a shell sees them: what is printed where, and the exit code."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+SIM = "engine: {kind: sim, num_replicas: 2, num_cpus: 0.1}\n"
+SCRIPT = Path(sys.executable).with_name("rollout-gateway")
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> "Shell":
+    return Shell(tmp_path)
+
+
+class Shell:
+    """Runs the console script in a folder of its own, with a home of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environ = {**os.environ, "HOME": str(folder), "RAY_DASHBOARD_ADDRESS": "http://127.0.0.1:1"}
+        self.environ.pop("XDG_STATE_HOME", None)
+        (folder / "sim.yaml").write_text(SIM)
+
+    def run(self, *arguments: str, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [SCRIPT, *arguments],
+            cwd=self.folder,
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+
+def test_validate_says_what_would_run(shell: Shell) -> None:
+    done = shell.run("config", "validate", "-c", "sim.yaml", "--engine.num_replicas", "3")
+    assert (done.returncode, done.stdout) == (0, "valid: engine x 3\n")
+
+
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_1(shell: Shell) -> None:
+    done = shell.run("up", "-c", "sim.yaml", "gateway.prot=1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        done.stderr == "rollout-gateway: argument gateway.prot: gateway.prot: unknown key; did you mean gateway.port?\n"
+    )
+
+
+def test_validate_as_json_lists_the_mistakes(shell: Shell) -> None:
+    done = shell.run("config", "validate", "--json", "gateway.prot=1", "nmae=x")
+    assert done.returncode == 1
+    assert len(json.loads(done.stdout)["errors"]) == 2
+
+
+def test_wrong_usage_is_exit_code_2(shell: Shell) -> None:
+    assert shell.run("sideways").returncode == 2
+
+
+def test_show_tells_origins_and_hides_keys(shell: Shell) -> None:
+    shell.environ["ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS"] = "hunter2"
+    done = shell.run("config", "show", "-c", "sim.yaml")
+    assert "engine.num_replicas: 2  # sim.yaml:1" in done.stdout
+    assert "ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS" in done.stdout
+    assert "hunter2" not in done.stdout
+    settings = json.loads(shell.run("config", "show", "--json", "-c", "sim.yaml").stdout)
+    assert {"key": "engine.num_replicas", "value": 2, "origin": "file", "place": "sim.yaml:1"} in settings
+
+
+def test_schema_is_json_schema(shell: Shell) -> None:
+    assert "engine" in json.loads(shell.run("config", "schema").stdout)["properties"]
+
+
+def test_build_prints_a_document_without_keys(shell: Shell) -> None:
+    done = shell.run("build", "-c", "sim.yaml", "gateway.admin_keys=hunter2")
+    assert yaml.safe_load(done.stdout)["applications"][0]["import_path"] == "gateway.app:build"
+    assert "hunter2" not in done.stdout
+    assert "set ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS where Ray is started" in done.stderr
+
+
+def test_status_without_a_cluster_names_the_address(shell: Shell) -> None:
+    done = shell.run("status")
+    assert done.returncode == 1
+    assert "no Ray dashboard answers at http://127.0.0.1:1" in done.stderr
+
+
+def test_down_without_a_cluster_has_nothing_to_do(shell: Shell) -> None:
+    done = shell.run("down")
+    assert (done.returncode, done.stdout) == (0, "nothing to do: rollout-gateway does not run\n")
+
+
+def test_up_does_not_start_a_ray_of_its_own_beside_a_named_cluster(shell: Shell) -> None:
+    shell.environ["RAY_ADDRESS"] = "10.0.0.1:6379"
+    done = shell.run("up", "-c", "sim.yaml")
+    assert done.returncode == 1
+    assert "set RAY_DASHBOARD_ADDRESS" in done.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def cluster_shell(shell: Shell) -> Iterator[Shell]:
+    """A shell for whom no Ray runs yet; whatever `up` started is gone afterwards."""
+    shell.environ["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{free_port()}"
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        shell.environ.pop(name, None)
+    yield shell
+    shell.run("down")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("auth_mode", ["token", "disabled"])
+def test_up_status_down(cluster_shell: Shell, auth_mode: str) -> None:
+    shell = cluster_shell
+    if auth_mode == "disabled":  # tokens are what up chooses by itself
+        shell.environ["RAY_AUTH_MODE"] = "disabled"
+    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
+
+    done = shell.run("up", "-c", "sim.yaml", *ports, "gateway.admin_keys=hunter2", timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    assert "replicas of engine:     2 RUNNING" in done.stdout
+
+    status = json.loads(shell.run("status", "--json").stdout)
+    assert status["status"] == "RUNNING"
+    assert status["rollout_url"] == f"http://127.0.0.1:{ports[1].partition('=')[2]}"
+    assert [replica["state"] for replica in status["fleet"]["replicas"]] == ["SERVING", "SERVING"]
+    assert (shell.folder / ".ray" / "auth_token").exists() == (auth_mode == "token")
+
+    shell.environ["RAY_AUTH_MODE"] = auth_mode
+    stock = subprocess.run(
+        [SCRIPT.with_name("serve"), "config"], env=shell.environ, capture_output=True, text=True, check=True
+    )
+    assert "hunter2" not in stock.stdout
+
+    assert shell.run("down", timeout_s=180).stdout == "rollout-gateway is down\n"
+    assert shell.run("status").returncode == 1
+    assert not (shell.folder / ".local/state/rollout-gateway/rollout-gateway.json").exists()
+
+
+@pytest.mark.ray
+def test_up_tells_the_engines_last_words_and_undoes_itself(cluster_shell: Shell) -> None:
+    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
+    wrong = ["engine.num_replicas=1", "engine.sim.start_s=60", "engine.start_timeout_s=1"]
+    done = cluster_shell.run("up", "-c", "sim.yaml", *ports, *wrong, timeout_s=300)
+    assert done.returncode == 1
+    assert "was not ready within 1 s (engine.start_timeout_s)" in done.stderr
+    assert "Traceback" not in done.stderr.partition("rollout-gateway: ")[2]
+    assert cluster_shell.run("status").returncode == 1

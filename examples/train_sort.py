@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import socket
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -173,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

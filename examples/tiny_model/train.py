@@ -145,7 +145,7 @@ def largest_difference(one: Path, other: Path) -> float:
     a, b = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
     if {name: t.shape for name, t in a.items()} != {name: t.shape for name, t in b.items()}:
         raise ValueError(f"{one} and {other} hold different tensors")
-    return max((a[name] - b[name]).abs().max().item() for name in a)
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 def main() -> None:

@@ -10,11 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from engines.errors import WeightUpdateFailed  # noqa: E402
-from engines.gloo_transfer import WeightGroup, address_towards, chunks, num_bytes, receive, send  # noqa: E402
+import torch
+
+from engines.errors import WeightUpdateFailed
+from engines.gloo_transfer import WeightGroup, address_towards, chunks, num_bytes, receive, send
 
 TIMEOUT_S = 20.0
 SOON_S = 5.0

@@ -1,22 +1,29 @@
 """Our vLLM plugin and the backend it registers: with a played worker, and in a real vLLM server on CPU."""
 
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("vllm")
+pytest.importorskip("trl")
 
-from engines.errors import WeightUpdateFailed  # noqa: E402
-from engines.gloo_transfer import WeightGroup, send  # noqa: E402
-from engines.vllm_gloo import GlooWeightTransferEngine  # noqa: E402
-from engines.vllm_plugin import register  # noqa: E402
+import torch
+from trl.generation import vllm_client
+
+from engines.errors import WeightUpdateFailed
+from engines.gloo_transfer import WeightGroup, send
+from engines.vllm_gloo import GlooWeightTransferEngine
+from engines.vllm_plugin import register
+from tests.real_vllm import free_port, greedy_token_ids, served
 
 TIMEOUT_S = 20.0
 SOON_S = 5.0
@@ -46,12 +53,6 @@ def played_engine(rank: int = 0, data_parallel_index: int = 0, world_size: int =
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(max_workers=4) as executor:
         yield executor
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def init_info(port: int, **changes: Any) -> dict[str, Any]:
@@ -170,3 +171,42 @@ def test_vllm_finds_the_plugin() -> None:
 
     found = {entry.name: entry.load() for entry in entry_points(group="vllm.general_plugins")}
     assert found["rollout_gateway"] is register
+
+
+@pytest.mark.vllm
+def test_a_real_engine_with_a_tied_head_answers_as_the_weights_sent_and_survives_a_bad_update(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from examples.tiny_model import task, train
+    from trainer_client import trl as gloo_trl
+
+    def save(seed: int, name: str) -> Any:
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(train.COMMITTED, tie_word_embeddings=True)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(tmp_path / name)
+        AutoTokenizer.from_pretrained(train.COMMITTED).save_pretrained(tmp_path / name)
+        return model
+
+    save(1, "first")
+    second = save(2, "second")
+    asked = list(islice(task.problems(seed=9), 8))
+    tokenizer = AutoTokenizer.from_pretrained(train.COMMITTED)
+    prompts = [task.prompt_token_ids(tokenizer, problem) for problem in asked]
+    expected = task.greedy_token_ids(str(tmp_path / "second"), asked)
+    assert expected != task.greedy_token_ids(str(tmp_path / "first"), asked)
+
+    with served(tmp_path / "first", tmp_path) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
+        client = gloo_trl.GlooVLLMClient(url, group_port=free_port(), timeout_s=60.0)
+        client.init_communicator("cpu")
+        began = time.monotonic()
+        with pytest.raises(Exception, match="no_such_tensor"):
+            client.update_named_param("no_such_tensor", torch.ones(2))
+        assert time.monotonic() - began < SOON_S
+
+        client.init_communicator("cpu")
+        client.update_model_params(second)
+        client.reset_prefix_cache()
+        assert greedy_token_ids(url, prompts, task.MAX_ANSWER_TOKENS) == expected
+        client.close_communicator()

@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
 
-from trl.generation import vllm_client, vllm_generation  # noqa: E402
+import torch
+from trl.generation import vllm_client, vllm_generation
 
-from engines.errors import WeightUpdateFailed  # noqa: E402
-from engines.gloo_transfer import WeightGroup, receive  # noqa: E402
-from trainer_client import trl as gloo_trl  # noqa: E402
+from engines.errors import WeightUpdateFailed
+from engines.gloo_transfer import WeightGroup, receive
+from trainer_client import trl as gloo_trl
 
 NUM_ENGINES = 2
 TIMEOUT_S = 20.0

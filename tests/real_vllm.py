@@ -1,0 +1,75 @@
+"""Real vLLM servers on CPU for tests marked `vllm`, started by the product's own command."""
+
+import asyncio
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engines.config import EngineConfig
+from engines.launch import engine_command
+from engines.process import EngineProcess
+
+START_TIMEOUT_S = 240.0
+REQUEST_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def served(model: Path, log_dir: Path) -> Iterator[str]:
+    """Serve `model` in float32 on one replica; gives its URL."""
+    config = EngineConfig(
+        model=str(model),
+        device="cpu",
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 << 20,
+        max_model_len=512,
+        max_num_seqs=64,
+    )
+    port = free_port()
+    process = EngineProcess(
+        engine_command(config, port=port, index=0), log_dir / f"vllm-{port}.log", stop_timeout_s=5.0
+    )
+    process.start()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_for_health(url, process)
+        yield url
+    finally:
+        asyncio.run(process.stop())
+
+
+def greedy_token_ids(url: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    model = _ask(f"{url}/v1/models")["data"][0]["id"]
+    body = {"model": model, "prompt": prompts, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
+    return [choice["token_ids"] for choice in _ask(f"{url}/v1/completions", body)["choices"]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for_health(url: str, process: EngineProcess) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2.0):
+                return
+        except OSError as error:
+            if process.exit_code is not None or time.monotonic() > deadline:
+                raise AssertionError(f"vLLM did not start:\n{process.last_words()}") from error
+        time.sleep(0.2)
+
+
+def _ask(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+        reply: dict[str, Any] = json.load(response)
+        return reply

@@ -1,9 +1,8 @@
-"""Writes requirements/cpu.txt and requirements/uv.txt: every pin with the hashes of all its files, and no paths or hosts."""
+"""Writes requirements/cpu.txt and uv.txt: every pin with the hashes of all its files, and no paths or hosts."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import setup
 
@@ -19,10 +18,9 @@ def main() -> None:
 def _compile(environment: dict[str, str], *arguments: str, output: str, stdin: str | None = None) -> None:
     # torch has a file of its own; what requirements/excludes.txt names is absent because its CUDA builds break vLLM's.
     options = ["--generate-hashes", "--no-emit-package", "torch", "--excludes", "requirements/excludes.txt"]
-    output_path = Path("requirements") / output
+    options += ["--custom-compile-command", "make lock"]
     subprocess.run(
-        [".venv/bin/uv", "pip", "compile", "-q", "--custom-compile-command", "make lock"]
-        + [*options, "--output-file", str(output_path), *arguments],
+        [".venv/bin/uv", "pip", "compile", "-q", *options, "--output-file", f"requirements/{output}", *arguments],
         cwd=setup.ROOT,
         env=environment,
         input=stdin,

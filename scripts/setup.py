@@ -51,8 +51,8 @@ def _digest() -> str:
 
 def _check_machine() -> None:
     remedy = "on Debian 12 or newer: apt-get install python3 python3-venv git make"
-    if sys.version_info < (3, 11):
-        _fail("needs Python 3.11 or newer, this is %d.%d; %s" % (*sys.version_info[:2], remedy))
+    if sys.version_info < (3, 11):  # noqa: UP036  # run by whatever python3 the machine has
+        _fail("needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; " + remedy)
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401

@@ -3,6 +3,8 @@
 Standard library alone, and plain enough for an old Python to reach the message that says which one is needed.
 """
 
+from __future__ import annotations
+
 import ast
 import hashlib
 import os
@@ -105,7 +107,7 @@ def index_for_uv() -> dict[str, str]:
     return {name: value for name, value in found.items() if value and name not in os.environ}
 
 
-def _try(command: list[str], environment: "dict[str, str] | None" = None) -> bool:
+def _try(command: list[str], environment: dict[str, str] | None = None) -> bool:
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
 
 

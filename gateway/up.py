@@ -266,7 +266,7 @@ def _last_words(application: Mapping[str, Any]) -> str:
 
 
 def _gist(message: str) -> str:
-    """Our own error out of the traceback that Serve wraps around it; what Ray left of the message where there is none."""
+    """Our own error out of the traceback that Serve wraps around it; the whole message where there is none."""
     found = list(re.finditer(r"^engines\.errors\.\w+: ", message, re.MULTILINE))
     rest = message[found[-1].end() :] if found else re.sub(r"\x1b\[\d*m", "", message)
     return rest.strip()

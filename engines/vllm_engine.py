@@ -108,7 +108,10 @@ class VllmEngine(Engine):
                 self._session.request(method, path, data=data, headers=headers) as response,
             ):
                 if response.status >= 400:
-                    raise self._error(path, response.status, await response.read())
+                    content = await response.read()
+                    # vLLM drops the connection after a 5xx without saying so: it must not go back to the pool.
+                    response.close()
+                    raise self._error(path, response.status, content)
                 yield response
         except TimeoutError as error:
             raise DeadlineExceeded(f"replica {self.replica_id}: no answer to {path} within {timeout_s:g} s") from error

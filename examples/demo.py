@@ -37,7 +37,7 @@ CONFIG = ROOT / "examples" / "tiny-cpu.yaml"
 MODEL = ROOT / "examples" / "tiny_model" / "digit-sort"
 NAME = "rollout-gateway-demo"
 
-_POLL_S = 0.2
+_POLL_S = 0.05
 _STATUS_TIMEOUT_S = 5.0
 _TRAINER_STOP_S = 10.0
 
@@ -151,7 +151,7 @@ def _train(url: str, args: argparse.Namespace, story: Story, console: Console) -
                 log.write(line)
                 if line.startswith('{"step"'):
                     story.steps.append({**json.loads(line), "at_s": time.monotonic() - began})
-                    progress.console.print(_line(story.steps[-1]), highlight=False)
+                    progress.console.print(_line(story.steps[-1]), highlight=False, soft_wrap=True)
                     progress.update(task, completed=len(story.steps))
             return trainer.wait()
         finally:
@@ -189,9 +189,13 @@ def _summarise(story: Story, status: dict[str, Any], console: Console) -> None:
     table = Table(title="rollout-gateway demo", show_header=False)
     table.add_row("mean reward, first 4 steps", f"{first:.3f}")
     table.add_row("mean reward, last 8 steps", f"{last:.3f}  ({last - first:+.3f})")
-    table.add_row("importance ratio, furthest from 1", f"{max(abs(s['importance_ratio'] - 1) for s in story.steps):.1e}")
+    table.add_row(
+        "importance ratio, furthest from 1", f"{max(abs(s['importance_ratio'] - 1) for s in story.steps):.1e}"
+    )
     table.add_row("weight sync, median", f"{statistics.median(s['sync_s'] for s in story.steps):.3f} s")
-    table.add_row("tokens/s while generating, median", f"{statistics.median(s['tokens_per_s'] for s in story.steps):.0f}")
+    table.add_row(
+        "tokens/s while generating, median", f"{statistics.median(s['tokens_per_s'] for s in story.steps):.0f}"
+    )
     for replica_id, version in versions.items():
         table.add_row(f"replica {replica_id}", f"weight version {version}")
     console.print(table)

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from examples.demo import Sight
 
-_COLORS = {"generating": "#2a9d8f", "idle": "#e9ecef", "UPDATING": "#e76f51", "SYNCING": "#f4a261", "SUSPECT": "#6c757d"}
+_COLORS = {
+    "generating": "#2a9d8f",
+    "idle": "#e9ecef",
+    "UPDATING": "#e76f51",
+    "SYNCING": "#f4a261",
+    "SUSPECT": "#6c757d",
+}
 
 
 def draw(steps: Sequence[dict[str, Any]], sights: "Sequence[Sight]", path: Path) -> None:
@@ -40,7 +46,9 @@ def _draw_reward(axes: Any, steps: Sequence[dict[str, Any]]) -> None:
     axes.plot(times, rewards, "o", color="#adb5bd", markersize=4, label="step")
     axes.plot(times, smooth, color="#264653", linewidth=2, label="mean of 4 steps")
     axes.set_ylabel("reward")
-    axes.set_title(f"GRPO on digit sorting: {len(steps)} steps, weight version {steps[-1]['weight_version']} at the end")
+    axes.set_title(
+        f"GRPO on digit sorting: {len(steps)} steps, weight version {steps[-1]['weight_version']} at the end"
+    )
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
 

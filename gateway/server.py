@@ -167,7 +167,7 @@ class GatewayServer:
     async def _finish_weights(self, request: web.Request) -> web.Response:
         await read_object(request, required=False)
         version = await self._weights.finish()
-        return reply({"message": "Weight update finished", "weight_version": str(version)})
+        return reply({"message": "Weight update finished", "weight_version": version})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         return reply({"success": await self._weights.reset_prefix_cache()})

@@ -1,27 +1,84 @@
-"""Real vLLM servers on CPU for tests marked `vllm`, started by the product's own command."""
+"""Real vLLM servers on CPU for tests marked `vllm`, alone or as a fleet behind a gateway, started by the product."""
 
 import asyncio
 import json
 import socket
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engines.config import EngineConfig
 from engines.launch import engine_command
 from engines.process import EngineProcess
+from engines.server import EngineServer
+from engines.types import ReplicaInfo
+from gateway.config import Config
+from gateway.listener import Listener
 
 START_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 60.0
+FAST = {"gateway": {"port": 0}, "fleet": {"probe_interval_s": 0.2, "lost_after_s": 2.0}}
+
+
+@dataclass(frozen=True)
+class RealFleet:
+    """A gateway's URL and the replicas behind it."""
+
+    url: str
+    replicas: list[ReplicaInfo]
+
+    def call(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
+        """Status and decoded reply, whatever the status. A `bytes` body is sent as it is."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
 
 
 @contextmanager
-def served(model: Path, log_dir: Path) -> Iterator[str]:
-    """Serve `model` in float32 on one replica; gives its URL."""
-    config = EngineConfig(
+def fleet(model: Path, log_dir: Path, num_replicas: int = 2) -> Iterator[RealFleet]:
+    """Replicas behind a gateway, without Ray: nobody starts one anew."""
+    engine = engine_config(model, log_dir)
+    config = Config.model_validate({"engine": engine.model_dump() | {"num_replicas": num_replicas}, **FAST})
+    servers = [
+        EngineServer(engine, replica_id=f"engine-{index}", group="engine", index=index) for index in range(num_replicas)
+    ]
+    with asyncio.Runner() as runner:
+        try:
+            replicas = runner.run(_start_all(servers))
+
+            async def discover() -> list[ReplicaInfo]:
+                return replicas
+
+            listener = Listener(config, discover)
+            url = listener.start()
+            try:
+                yield RealFleet(url, replicas)
+            finally:
+                listener.stop()
+        finally:
+            runner.run(_stop_all(servers))
+
+
+async def _start_all(servers: Sequence[EngineServer]) -> list[ReplicaInfo]:
+    return list(await asyncio.gather(*(server.start() for server in servers)))
+
+
+async def _stop_all(servers: Sequence[EngineServer]) -> None:
+    await asyncio.gather(*(server.stop() for server in servers))
+
+
+def engine_config(model: Path, log_dir: Path) -> EngineConfig:
+    """As examples/tiny-cpu.yaml has it."""
+    return EngineConfig(
         model=str(model),
         device="cpu",
         dtype="float32",
@@ -29,7 +86,15 @@ def served(model: Path, log_dir: Path) -> Iterator[str]:
         kv_cache_memory_bytes=64 << 20,
         max_model_len=512,
         max_num_seqs=64,
+        log_dir=str(log_dir),
+        stop_timeout_s=5.0,
     )
+
+
+@contextmanager
+def served(model: Path, log_dir: Path) -> Iterator[str]:
+    """Serve `model` in float32 on one replica; gives its URL."""
+    config = engine_config(model, log_dir)
     port = free_port()
     process = EngineProcess(
         engine_command(config, port=port, index=0), log_dir / f"vllm-{port}.log", stop_timeout_s=5.0

@@ -1,4 +1,4 @@
-"""The whole loop on one machine: a Ray Serve fleet of real vLLM replicas, TRL's own GRPOTrainer, weights synced each step.
+"""The whole loop on one machine: real vLLM replicas on Ray Serve, TRL's own GRPOTrainer, weights synced each step.
 
     python -m examples.demo            # or: make demo
 

@@ -1,5 +1,6 @@
 """Draws a training run: the reward curve above, what each replica did when below."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ def _draw_replicas(axes: Any, sights: "Sequence[Sight]") -> None:
     replicas = sorted({sight.replica_id for sight in sights})
     for row, replica in enumerate(replicas):
         own = [sight for sight in sights if sight.replica_id == replica]
-        for sight, after in zip(own, own[1:], strict=False):
+        for sight, after in itertools.pairwise(own):
             axes.barh(row, after.at_s - sight.at_s, left=sight.at_s, height=0.7, color=_COLORS.get(_activity(sight)))
     axes.set_yticks(range(len(replicas)), replicas)
     axes.set_xlabel("seconds")

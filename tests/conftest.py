@@ -15,7 +15,8 @@ async def start_rig() -> AsyncIterator[StartRig]:
     rigs: list[Rig] = []
 
     async def start(num_replicas: int = 2, sim: Json | None = None, **sections: Json) -> Rig:
-        tree = {"engine": {"kind": "sim", "model": "sim", "num_replicas": num_replicas}, "fleet": FAST_WATCH, **sections}
+        engine = {"kind": "sim", "model": "sim", "num_replicas": num_replicas}
+        tree = {"engine": engine, "fleet": FAST_WATCH, **sections}
         fast = {"decode_step_s": 0.0, "decode_step_per_seq_s": 0.0}
         rig = Rig(Config.model_validate(tree), SimConfig.model_validate(fast | (sim or {})))
         rigs.append(rig)

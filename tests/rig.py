@@ -116,10 +116,9 @@ class Rig:
 
     async def open_group(self) -> None:
         _, size = await self.get("/get_world_size")
-        info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1}
-        status, reply = await self.post(
-            "/init_weight_transfer_engine", {"init_info": {**info, "world_size": size["world_size"] + 1, "packed": True}}
-        )
+        info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "packed": True}
+        info["world_size"] = size["world_size"] + 1
+        status, reply = await self.post("/init_weight_transfer_engine", {"init_info": info})
         assert status == 200, reply
 
     async def update(self) -> None:

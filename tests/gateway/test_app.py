@@ -1,0 +1,146 @@
+"""The Serve application on a real Ray cluster, with simulated engines."""
+
+import json
+import os
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+pytestmark = pytest.mark.ray
+
+START_S = 60.0
+RESTART_S = 60.0
+
+
+class App:
+    """The deployed application: its control plane and its rollout URL."""
+
+    def __init__(self, control_url: str) -> None:
+        self.control_url = control_url
+        self.url = self.ask(control_url + "/url")["url"]
+
+    def ask(self, url: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return json.load(response)
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        return {replica["replica_id"]: replica for replica in self.ask(self.url + "/status")["replicas"]}
+
+    def states(self) -> list[str]:
+        return sorted(replica["state"] for replica in self.replicas().values())
+
+    def update(self) -> None:
+        """A new trainer session and one weight update."""
+        size = self.ask(self.url + "/get_world_size")["world_size"]
+        info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": size + 1}
+        tensors = {"names": ["weight"], "dtype_names": ["float32"], "shapes": [[4, 4]]}
+        self.ask(self.url + "/init_weight_transfer_engine", {"init_info": info})
+        self.ask(self.url + "/start_weight_update", {})
+        self.ask(self.url + "/update_weights", {"update_info": tensors})
+        self.ask(self.url + "/finish_weight_update", {})
+
+    def complete(self) -> list[Any]:
+        body = {"model": "sim", "prompt": [[digit] for digit in range(3, 11)], "max_tokens": 4}
+        choices: list[Any] = self.ask(self.url + "/v1/completions", body)["choices"]
+        return choices
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[App]:
+    import ray
+    from ray import serve
+
+    from gateway.app import build
+    from gateway.config import Config
+
+    engine = {"kind": "sim", "model": "sim", "num_replicas": 2, "num_cpus": 0.1, "stop_timeout_s": 1}
+    port = free_port()
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        config = Config.model_validate({"engine": engine, "gateway": {"port": 0}})
+        serve.run(build(config), name="test")
+        running = App(f"http://127.0.0.1:{port}")
+        wait_until(lambda: running.states() == ["SERVING", "SERVING"], START_S)
+        yield running
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def test_the_control_plane_tells_the_status_and_documents_itself(app: App) -> None:
+    report = app.ask(app.control_url + "/status")
+    assert (report["ready"], report["replicas_expected"], len(report["replicas"])) == (True, 2, 2)
+    assert app.ask(app.control_url + "/health") == {"ready": True}
+    assert "/status" in app.ask(app.control_url + "/openapi.json")["paths"]
+
+
+def test_rollouts_go_to_every_replica_on_the_gateways_own_port(app: App) -> None:
+    assert len(app.complete()) == 8
+    assert all(replica["samples_placed"] for replica in app.replicas().values())
+    assert app.url.rpartition(":")[2] != app.control_url.rpartition(":")[2]
+
+
+def test_a_killed_engine_is_started_anew_and_waits_for_the_next_update(app: App) -> None:
+    app.update()
+    victim, survivor = app.replicas().values()
+    os.kill(victim["pid"], signal.SIGKILL)
+    wait_until(lambda: app.states() == ["SERVING", "SYNCING"], RESTART_S)
+    assert app.replicas()[survivor["replica_id"]]["state"] == "SERVING"
+    assert {choice["weight_versions"][0]["version"] for choice in app.complete()} == {1}
+    app.update()
+    assert app.states() == ["SERVING", "SERVING"]
+    assert {choice["weight_versions"][0]["version"] for choice in app.complete()} == {2}
+
+
+def test_an_engine_dies_with_its_serve_replica_on_sigkill(app: App) -> None:
+    victim = next(iter(app.replicas().values()))
+    tree = [victim["pid"], *children(victim["pid"])]
+    assert len(tree) > 1
+    os.kill(parent(victim["pid"]), signal.SIGKILL)
+    wait_until(lambda: not any(is_running(pid) for pid in tree), RESTART_S)
+    wait_until(lambda: len(app.replicas()) == 2 and victim["replica_id"] not in app.replicas(), RESTART_S)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if condition():
+                return
+        except (urllib.error.URLError, ConnectionError):
+            pass
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+        time.sleep(0.2)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

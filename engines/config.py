@@ -10,7 +10,7 @@ from engines.types import EngineKind
 class SimConfig(BaseModel):
     """How the simulated engine behaves. Its speeds are those of one replica."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     prefill_tokens_per_s: float = Field(50_000.0, gt=0)
     """Prompt tokens read per second."""
@@ -33,7 +33,7 @@ class SimConfig(BaseModel):
 class EngineConfig(BaseModel):
     """One group of identical engine replicas."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: EngineKind = EngineKind.VLLM
     """Which server to run: vllm, or sim (no model, deterministic tokens, settable speed)."""

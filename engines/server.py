@@ -91,10 +91,11 @@ class EngineServer:
                 await asyncio.sleep(_PROBE_INTERVAL_S)
 
     async def _describe(self, engine: Engine) -> ReplicaInfo:
-        models, version, world = await asyncio.gather(
-            engine.ask("GET", "/v1/models", None, _PROBE_TIMEOUT_S),
-            engine.ask("GET", "/version", None, _PROBE_TIMEOUT_S),
-            engine.ask("GET", "/get_world_size", None, _PROBE_TIMEOUT_S),
+        models, version, world, routes = await asyncio.gather(
+            *(
+                engine.ask("GET", path, None, _PROBE_TIMEOUT_S)
+                for path in ("/v1/models", "/version", "/get_world_size", "/openapi.json")
+            )
         )
         assert self._process is not None
         return ReplicaInfo(
@@ -108,6 +109,7 @@ class EngineServer:
             max_model_len=models["data"][0]["max_model_len"],
             max_num_seqs=self._config.max_num_seqs,
             engine_version=version["version"],
+            capabilities=frozenset(routes["paths"]),
             gpu_ids=tuple(int(gpu) for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.isdigit()),
             pid=self._process.pid,
             log_path=str(self._process.log_path),

@@ -230,6 +230,7 @@ class SimServer:
                 web.get("/v1/models", self.models),
                 web.get("/health", self.health),
                 web.get("/version", self.version),
+                web.get("/openapi.json", self.openapi),
                 web.get("/load", self.load),
                 web.get("/metrics", self.metrics),
                 web.get("/server_info", self.server_info),
@@ -280,6 +281,10 @@ class SimServer:
 
     async def version(self, _: web.Request) -> web.Response:
         return _json({"version": VERSION})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        paths: Json = {resource.canonical: {} for resource in request.app.router.resources()}
+        return _json({"openapi": "3.1.0", "paths": paths})
 
     async def load(self, _: web.Request) -> web.Response:
         return _json({"server_load": self._num_answers})

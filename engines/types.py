@@ -54,7 +54,8 @@ class ReplicaInfo:
     """What a replica says of itself when the gateway asks who is there.
 
     `incarnation` changes whenever the engine process is a new one, so a restarted engine is never mistaken for the
-    one whose weights were known. `tensors` is None where the checkpoint cannot be read (the update is then unchecked).
+    one whose weights were known. `capabilities` are the routes that the engine serves. `tensors` is None where the
+    checkpoint cannot be read (an update is then unchecked).
     """
 
     replica_id: str
@@ -67,6 +68,7 @@ class ReplicaInfo:
     max_model_len: int
     max_num_seqs: int
     engine_version: str
+    capabilities: frozenset[str] = frozenset()
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
     pid: int = 0

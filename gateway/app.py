@@ -4,6 +4,8 @@
 import asyncio
 from typing import Any
 
+import ray
+import structlog
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -16,6 +18,8 @@ from gateway.config import Config
 from gateway.control import Control
 from gateway.listener import Listener
 from gateway.load import with_secrets
+
+log = structlog.get_logger()
 
 # Time over the engine's own grace until Serve kills a replica that does not end.
 _SHUTDOWN_SLACK_S = 10.0
@@ -50,7 +54,9 @@ class Gateway:
         self, config: Config, engines: dict[str, DeploymentHandle]
     ) -> None:
         self._engines = engines
+        self._incarnations: set[str] = set()
         self._known: list[ReplicaInfo] = []
+        self._node = ray.get_runtime_context().get_node_id()
         self._serve_loop = asyncio.get_running_loop()
         self._listener = Listener(config, self._discover)
         await asyncio.to_thread(self._listener.start)
@@ -77,9 +83,17 @@ class Gateway:
     async def _list_replicas(self) -> list[ReplicaInfo]:
         """Every replica that runs now. A broadcast passes over dead ones in silence, so absence means absence."""
         incarnations = set(await self._ask_all("incarnation"))
-        if incarnations != {info.incarnation for info in self._known}:
-            self._known = await self._ask_all("describe")
+        if incarnations != self._incarnations:
+            self._incarnations = incarnations
+            self._known = [info for info in await self._ask_all("describe") if self._is_near(info)]
         return self._known
+
+    def _is_near(self, info: ReplicaInfo) -> bool:
+        """Engines listen on loopback, so only those of this node can be reached."""
+        near: bool = info.node == self._node
+        if not near:
+            log.error("replica is on another node and cannot be reached", replica=info.replica_id, node=info.node)
+        return near
 
     async def _ask_all(self, method: str) -> list[Any]:
         answers = await asyncio.gather(

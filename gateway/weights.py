@@ -33,6 +33,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+_INIT_ROUTE = "/init_weight_transfer_engine"
 _UPDATE = "weight update"
 _PAUSE = "pause"
 
@@ -107,6 +108,7 @@ class WeightCoordinator:
             await self._abort("a trainer opened a new transfer group")
             await self._close_group()
             members = tuple(self._fleet.alive)
+            _check_capable(members)
             ranks = _rank_offsets(members, init_info)
             with self._timed("init"):
                 group = TransferGroup(members)
@@ -357,6 +359,16 @@ class WeightCoordinator:
 
     def _timed(self, phase: str) -> Any:
         return self._metrics.weight_update_seconds.labels(phase).time()
+
+
+def _check_capable(members: Sequence[Replica]) -> None:
+    for replica in members:
+        if _INIT_ROUTE not in replica.info.capabilities:
+            engine = f"{replica.info.kind} {replica.info.engine_version}"
+            raise WeightUpdateConflict(
+                f"replica {replica.replica_id} ({engine}) has no {_INIT_ROUTE}: its engine must be started with "
+                "a weight transfer backend and VLLM_SERVER_DEV_MODE=1"
+            )
 
 
 def _rank_offsets(members: Sequence[Replica], init_info: Json) -> dict[Replica, int]:

@@ -1,6 +1,7 @@
 """Weight updates over a fleet: the order of calls, what each wrong call answers, and what is served after a failure."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -238,3 +239,13 @@ async def _until(rig: Rig, states: dict[str, str], timeout_s: float = 5.0) -> No
     async with asyncio.timeout(timeout_s):
         while await rig.states() != states:
             await asyncio.sleep(0.02)
+
+
+async def test_an_engine_without_weight_routes_is_named_at_init(rig: Rig) -> None:
+    replica = rig.fleet.replicas[1]
+    replica.info = dataclasses.replace(replica.info, capabilities=frozenset())
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3}
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
+    assert status == 409
+    assert "engine-1" in reply["error"]["message"]
+    assert "VLLM_SERVER_DEV_MODE=1" in reply["error"]["message"]

@@ -1,7 +1,8 @@
 """Keeps an engine from outliving its owner: `python -m engines.guard GRACE_S COMMAND...`, standard library alone.
 
 The guard runs the command in a session of its own and ends the whole tree of processes when the owner's end of the
-pipe on standard input closes, which the kernel does for an owner that died of SIGKILL too. It exits as the command did.
+pipe on standard input closes, which the kernel does for an owner that died of SIGKILL too. It exits as the command did,
+with 128 and the signal's number where a signal ended that.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ def main() -> int:
     )
     code = _wait_for_end(child, wakeup)
     _end_tree(child, grace_s)
-    return child.returncode if code is None else code
+    code = child.returncode if code is None else code
+    return code if code >= 0 else 128 - code
 
 
 def _wait_for_end(child: "subprocess.Popen[bytes]", wakeup: int) -> int | None:
@@ -59,12 +61,8 @@ def _end_tree(child: "subprocess.Popen[bytes]", grace_s: float) -> None:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        _reap(child)
         time.sleep(0.02)
-
-
-def _reap(child: "subprocess.Popen[bytes]") -> None:
-    child.poll()
+    child.wait()  # before the others, or its exit code would be lost among theirs
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

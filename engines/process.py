@@ -70,3 +70,4 @@ class EngineProcess:
             await asyncio.to_thread(self._guard.wait, self._stop_timeout_s + 5)
         except subprocess.TimeoutExpired:
             self._guard.kill()
+            self._guard.wait()

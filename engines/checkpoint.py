@@ -24,9 +24,16 @@ _DTYPES = {
 
 def read_tensors(model: str) -> tuple[TensorMeta, ...] | None:
     """All tensors of the checkpoint in folder `model`; None where it holds no safetensors or is no folder."""
-    files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
-    tensors = tuple(tensor for file in files for tensor in _read_header(file))
+    tensors = tuple(tensor for file in _files(Path(model)) for tensor in _read_header(file))
     return tensors or None
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those of the index where there is one, as engines load them: some repositories hold a second copy beside it."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _read_header(file: Path) -> list[TensorMeta]:

@@ -1,0 +1,212 @@
+"""Engines and gateways over them on this host, without Ray: for measuring the data path alone.
+
+    python -m loadtests.fleet -c examples/sim.yaml [--sizes 1,2,4] [KEY=VALUE ...] [-- COMMAND ...]
+
+Prints one line of JSON with URLs and process ids and runs until standard input closes; or runs COMMAND, with {url} in
+it replaced by the gateway's, and ends with it. `--sizes 1,2,4` starts a gateway over the first one, two and four of
+the engines, each in a process of its own, so that scaling is measured with engines that are started once.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import structlog
+
+from engines.config import EngineConfig
+from engines.errors import ConfigError, EngineStartFailed
+from engines.launch import gpus_per_replica
+from engines.server import EngineServer
+from engines.types import ReplicaInfo
+from gateway.config import Config
+from gateway.listener import Listener
+from gateway.load import load
+
+_GATEWAY_START_TIMEOUT_S = 60.0
+_COMMAND_STOP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayProcess:
+    """A gateway over `replicas` engines."""
+
+    url: str
+    pid: int
+    replicas: int
+
+
+class LocalFleet:
+    """Starts the engines of a configuration and the gateways; ends them all with `stop`."""
+
+    def __init__(self, config: Config, sizes: Sequence[int]) -> None:
+        self._config = config
+        self._servers = engine_servers(config, _visible_gpus())
+        self._sizes = list(sizes) or [len(self._servers)]
+        self._pipes: list[Connection] = []
+        if max(self._sizes) > len(self._servers):
+            raise ConfigError(f"--sizes {max(self._sizes)}, but the configuration has {len(self._servers)} engines")
+
+    async def start(self) -> tuple[list[ReplicaInfo], list[GatewayProcess]]:
+        """Raises `EngineStartFailed` for the first engine that does not start, and stops the others."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(server.start()) for server in self._servers]
+        except* EngineStartFailed as errors:
+            raise errors.exceptions[0] from None
+        infos = [task.result() for task in tasks]
+        return infos, [await asyncio.to_thread(self._start_gateway, infos[:size]) for size in self._sizes]
+
+    async def stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        await asyncio.gather(*(server.stop() for server in self._servers))
+
+    def _start_gateway(self, infos: list[ReplicaInfo]) -> GatewayProcess:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._pipes.append(ours)
+        config = gateway_config(self._config, len(infos), own_port=len(self._sizes) == 1)
+        process = context.Process(target=_serve_gateway, args=(config, infos, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        if not ours.poll(_GATEWAY_START_TIMEOUT_S):
+            raise TimeoutError(f"the gateway did not start within {_GATEWAY_START_TIMEOUT_S:g} s")
+        return GatewayProcess(url=ours.recv(), pid=process.pid or 0, replicas=len(infos))
+
+
+def engine_servers(config: Config, gpus: Sequence[str]) -> list[EngineServer]:
+    """A server for each replica of each group; those that need GPUs take the next ones of `gpus`."""
+    free, servers = list(gpus), []
+    for name, group in config.groups.items():
+        for index in range(group.num_replicas):
+            own = [free.pop(0) if free else "" for _ in range(gpus_per_replica(group))]
+            if "" in own:
+                raise ConfigError(f"engine group {name!r}: {len(gpus)} GPUs are too few for its replica {index}")
+            engine = _on_gpus(group, own)
+            servers.append(EngineServer(engine, replica_id=f"{name}-{index}", group=name, index=index))
+    return servers
+
+
+def gateway_config(config: Config, num_replicas: int, *, own_port: bool) -> Config:
+    """The configuration of a gateway that waits for this many replicas. Of several, none gets the configured port."""
+    engine = config.engine.model_copy(update={"num_replicas": num_replicas})
+    gateway = config.gateway if own_port else config.gateway.model_copy(update={"port": 0})
+    return config.model_copy(update={"engine": engine, "engines": {}, "gateway": gateway})
+
+
+def _on_gpus(engine: EngineConfig, gpus: Sequence[str]) -> EngineConfig:
+    if not gpus:
+        return engine
+    return engine.model_copy(update={"env": {**engine.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}})
+
+
+def _visible_gpus() -> list[str]:
+    """What this process may use, told without CUDA: the variable, else the device files."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu for gpu in visible.split(",") if gpu]
+    return [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -> None:
+    """The life of a gateway's process: until the other end of the pipe closes, which a death closes too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Standard output is for the one line that says where everything is.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+
+    async def discover() -> list[ReplicaInfo]:
+        return infos
+
+    listener = Listener(config, discover)
+    pipe.send(listener.start())
+    try:
+        pipe.recv()
+    except EOFError:
+        listener.stop()
+
+
+async def _run(config: Config, sizes: Sequence[int], command: Sequence[str]) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    fleet = LocalFleet(config, sizes)
+    starting = asyncio.create_task(fleet.start())
+    try:
+        await _first(starting, stopping)
+        if not starting.done():
+            return 130
+        infos, gateways = starting.result()
+        if command:
+            return await _run_command([part.replace("{url}", gateways[-1].url) for part in command], stopping)
+        engines = [{"url": info.url, "pid": info.pid, "log": info.log_path} for info in infos]
+        print(json.dumps({"engines": engines, "gateways": [asdict(g) for g in gateways]}), flush=True)
+        threading.Thread(target=_wait_for_end_of_input, args=(loop, stopping), daemon=True).start()
+        await stopping.wait()
+        return 0
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await fleet.stop()
+
+
+async def _run_command(command: Sequence[str], stopping: asyncio.Event) -> int:
+    process = await asyncio.create_subprocess_exec(*command)
+    ended = asyncio.create_task(process.wait())
+    await _first(ended, stopping)
+    if not ended.done():
+        process.terminate()
+        try:
+            async with asyncio.timeout(_COMMAND_STOP_S):
+                await ended
+        except TimeoutError:
+            process.kill()
+    return await process.wait()
+
+
+async def _first(task: "asyncio.Task[object]", stopping: asyncio.Event) -> None:
+    """Returns when the task has ended or a stop was asked for."""
+    asked = asyncio.create_task(stopping.wait())
+    await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+
+
+def _wait_for_end_of_input(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    loop.call_soon_threadsafe(stopping.set)
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
+
+
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m loadtests.fleet", description=__doc__.splitlines()[0])
+    parser.add_argument("-c", "--config", type=Path, metavar="FILE")
+    parser.add_argument("--sizes", type=_sizes, default=[], metavar="N,...", help="a gateway over the first N each")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings over the file's")
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    argv = sys.argv[1:]
+    cut = argv.index("--") if "--" in argv else len(argv)
+    args = _parse_arguments(argv[:cut])
+    try:
+        return asyncio.run(_run(load(args.config, args.overrides), args.sizes, argv[cut + 1 :]))
+    except (ConfigError, EngineStartFailed) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What a reply of /v1/completions delivered: completions and tokens, counted after the clock has stopped."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from loadtests.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Completions that ended, and their tokens by the server's own count."""
+
+    completions: int
+    tokens: int
+
+
+def read_reply(content: bytes, *, stream: bool) -> Delivered:
+    """Raises `ValueError` on anything that is not a whole reply."""
+    delivered = _read_events(content) if stream else _read_whole(content)
+    if delivered is None:
+        raise ValueError(f"no whole reply: ...{content[-200:]!r}")
+    return delivered
+
+
+def check_reply(delivered: Delivered, workload: Workload) -> None:
+    """Raises `ValueError` when completions or tokens are missing: a run that lost some has no speed to compare."""
+    if delivered.completions != workload.completions:
+        raise ValueError(f"{delivered.completions} completions came, {workload.completions} were asked for")
+    if workload.tokens is not None and delivered.tokens != workload.tokens:
+        raise ValueError(f"{delivered.tokens} tokens came, {workload.tokens} were asked for")
+
+
+def _read_whole(content: bytes) -> Delivered | None:
+    reply = orjson.loads(content)
+    if not isinstance(reply, dict) or "choices" not in reply:
+        return None
+    return Delivered(_ended(reply["choices"]), reply["usage"]["completion_tokens"])
+
+
+def _read_events(content: bytes) -> Delivered | None:
+    completions, tokens = 0, None
+    events = [event[5:].strip() for event in content.split(b"\n\n") if event.startswith(b"data:")]
+    if not events or events[-1] != b"[DONE]":
+        return None
+    for event in events[:-1]:
+        chunk = orjson.loads(event)
+        completions += _ended(chunk.get("choices", []))
+        if usage := chunk.get("usage"):
+            tokens = usage["completion_tokens"]
+    return None if tokens is None else Delivered(completions, tokens)
+
+
+def _ended(choices: list[dict[str, Any]]) -> int:
+    return sum(choice.get("finish_reason") is not None for choice in choices)

@@ -1,0 +1,75 @@
+"""Batches as a trainer sends them: prompts of token ids, n samples each, completions of known length."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+# In the vocabulary of every model met so far, the demo's tiny one included, and past the usual special tokens.
+_TOKEN_IDS = range(3, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthMix:
+    """Prompt lengths, each with its weight: `256` alone, or `128*3,1024*1` for three short ones to a long one."""
+
+    lengths: tuple[int, ...]
+    weights: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "LengthMix":
+        parts = [part.partition("*") for part in text.split(",")]
+        lengths = tuple(int(length) for length, _, _ in parts)
+        weights = tuple(int(weight or 1) for _, _, weight in parts)
+        if min(lengths) < 1 or min(weights) < 1:
+            raise ValueError(f"prompt lengths and weights are at least 1: {text!r}")
+        return cls(lengths, weights)
+
+    def __str__(self) -> str:
+        if len(self.lengths) == 1:
+            return str(self.lengths[0])
+        return ",".join(f"{length}*{weight}" for length, weight in zip(self.lengths, self.weights, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One kind of request to /v1/completions. Without `model` the server takes the one it has."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: LengthMix
+    max_tokens: int
+    ignore_eos: bool = True
+    model: str = ""
+
+    @property
+    def completions(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens that a reply must bring; None where completions may end by themselves."""
+        return self.completions * self.max_tokens if self.ignore_eos else None
+
+    def prompts_of(self, seed: str) -> list[list[int]]:
+        """The same seed gives the same prompts, on every machine."""
+        draw = random.Random(seed)
+        lengths = draw.choices(self.prompt_tokens.lengths, self.prompt_tokens.weights, k=self.prompts)
+        return [draw.choices(_TOKEN_IDS, k=length) for length in lengths]
+
+    def request(self, seed: str, *, stream: bool = False) -> Json:
+        """The body, with the log-probabilities and token ids that a trainer asks for (TRL's fields)."""
+        body: Json = {
+            "prompt": self.prompts_of(seed),
+            "n": self.samples,
+            "max_tokens": self.max_tokens,
+            "ignore_eos": self.ignore_eos,
+            "temperature": 1.0,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        if self.model:
+            body["model"] = self.model
+        return {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body

@@ -1,6 +1,5 @@
 """A vLLM server over HTTP. The simulated engine speaks the same surface and is reached through this class too."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -24,7 +23,7 @@ class VllmEngine(Engine):
         self._session = aiohttp.ClientSession(
             url,
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_TIMEOUT_S),
+            response_class=_Response,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
@@ -102,21 +101,19 @@ class VllmEngine(Engine):
         """The one door where connection errors and engine statuses become ours."""
         data = None if body is None else orjson.dumps(body)
         headers = {"Content-Type": "application/json"} if data else None
+        # aiohttp's own time limit and not asyncio.timeout, which, while a stream's reader is busy with a chunk, would
+        # cancel the reader.
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.request(method, path, data=data, headers=headers) as response,
-            ):
+            async with self._session.request(method, path, data=data, headers=headers, timeout=timeout) as response:
                 if response.status >= 400:
-                    content = await response.read()
-                    # vLLM drops the connection after a 5xx without saying so: it must not go back to the pool.
-                    response.close()
-                    raise self._error(path, response.status, content)
+                    raise self._error(path, response.status, await response.read())
                 yield response
+        except (aiohttp.ClientError, ConnectionError) as error:
+            # First, since a connection that does not come about is a TimeoutError too.
+            raise EngineUnreachable(f"{path}: {error or type(error).__name__}", replica_id=self.replica_id) from error
         except TimeoutError as error:
             raise DeadlineExceeded(f"replica {self.replica_id}: no answer to {path} within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise EngineUnreachable(f"{path}: {error or type(error).__name__}", replica_id=self.replica_id) from error
 
     def _error(self, path: str, status: int, content: bytes) -> EngineRefused | EngineFailed:
         try:
@@ -134,6 +131,19 @@ class VllmEngine(Engine):
         except orjson.JSONDecodeError as error:
             raise EngineFailed(f"{path} answered no JSON: {content[:200]!r}", replica_id=self.replica_id) from error
         return reply if isinstance(reply, dict) else {"value": reply}
+
+
+class _Response(aiohttp.ClientResponse):
+    """Closes its connection after a 5xx, as vLLM does without saying so: the next request must not meet it."""
+
+    async def start(self, connection: aiohttp.connector.Connection) -> aiohttp.ClientResponse:
+        protocol = connection.protocol
+        await super().start(connection)
+        if self.status >= 500 and protocol is not None:
+            protocol.force_close()
+            if self.connection is None:  # the whole body is here, and the connection back in the pool
+                protocol.close()
+        return self
 
 
 def version_number(label: str) -> int:

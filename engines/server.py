@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import textwrap
 import time
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class EngineServer:
         assert self._process is not None
         assert self._engine is not None
         if (code := self._process.exit_code) is not None:
-            raise EngineError(f"engine ended with {code}: {self._process.last_words()}", replica_id=self._replica_id)
+            raise EngineError(f"engine ended with {code}; {_last_words(self._process)}", replica_id=self._replica_id)
         await self._engine.health(_PROBE_TIMEOUT_S)
 
     async def stop(self) -> None:
@@ -75,9 +76,9 @@ class EngineServer:
             reason = f"was not ready within {config.start_timeout_s:g} s (engine.start_timeout_s)"
         except (EngineError, DeadlineExceeded) as error:
             reason = str(error)
-        words = self._process.last_words()
+        words = _last_words(self._process)
         await self.stop()
-        raise EngineStartFailed(f"{reason}\nlog {log_path} ends with:\n{words}", replica_id=self._replica_id)
+        raise EngineStartFailed(f"{reason}; {words}", replica_id=self._replica_id)
 
     async def _healthy(self) -> None:
         assert self._process is not None
@@ -115,6 +116,11 @@ class EngineServer:
             log_path=str(self._process.log_path),
             tensors=_expected_tensors(self._config),
         )
+
+
+def _last_words(process: EngineProcess) -> str:
+    # Indented: of a message with a traceback at the left edge Ray shows only what follows that.
+    return f"log {process.log_path} ends with:\n{textwrap.indent(process.last_words(), '    | ')}"
 
 
 def _expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:

@@ -1,0 +1,169 @@
+"""The life of one engine server: start, check, stop, with real processes of the simulated engine."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import server
+from engines.config import EngineConfig
+from engines.errors import EngineError, EngineStartFailed
+from engines.server import EngineServer, free_port
+from engines.types import EngineKind, ReplicaInfo, TensorMeta
+from engines.vllm_engine import VllmEngine
+
+SOON_S = 5.0
+NewServer = Callable[..., EngineServer]
+
+
+@pytest.fixture
+async def new_server(tmp_path: Path) -> AsyncIterator[NewServer]:
+    """Makes servers of a simulated engine: `new_server(max_num_seqs=7)`."""
+    servers: list[EngineServer] = []
+
+    def new(**levers: Any) -> EngineServer:
+        config = EngineConfig.model_validate(
+            {"kind": "sim", "model": "tiny", "log_dir": str(tmp_path), "stop_timeout_s": 5, **levers}
+        )
+        servers.append(EngineServer(config, replica_id="engine-0", group="engine", index=3))
+        return servers[-1]
+
+    yield new
+    for one in servers:
+        await one.stop()
+
+
+async def metric(info: ReplicaInfo, name: str) -> float:
+    engine = VllmEngine(info.replica_id, info.url)
+    page = await engine.metrics(SOON_S)
+    await engine.close()
+    return sum(map(float, re.findall(rf"^vllm:{name}\{{.*\}} (\S+)$", page, re.MULTILINE)))
+
+
+def engine_pid(info: ReplicaInfo) -> int:
+    """The engine itself; `info.pid` is its guard."""
+    (pid,) = Path(f"/proc/{info.pid}/task/{info.pid}/children").read_text().split()
+    return int(pid)
+
+
+def has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def logs(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def listens(url: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0
+
+
+async def test_a_started_engine_says_what_it_is(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    info = await new_server(
+        max_model_len=64, max_num_seqs=7, tensor_parallel_size=2, sim={"tensors": {"head": [3, 5]}}
+    ).start()
+    (log,) = logs(tmp_path)
+    assert engine_pid(info)
+    assert info == ReplicaInfo(
+        replica_id="engine-0",
+        incarnation=info.incarnation,
+        group="engine",
+        kind=EngineKind.SIM,
+        url=info.url,
+        model="tiny",
+        world_size=2,
+        max_model_len=64,
+        max_num_seqs=7,
+        engine_version="0.32.0+sim",
+        gpu_ids=(2, 3),
+        pid=info.pid,
+        log_path=str(log),
+        tensors=(TensorMeta(name="head", dtype="float32", shape=(3, 5)),),
+        capabilities=info.capabilities,
+    )
+    assert "/v1/completions" in info.capabilities
+
+
+async def test_an_engine_is_warm_when_it_is_started_and_gone_when_it_is_stopped(new_server: NewServer) -> None:
+    one = new_server()
+    info = await one.start()
+    assert await metric(info, "generation_tokens_total") == 2, "no request warmed it up"
+    await one.check()
+    await one.stop()
+    assert not listens(info.url)
+    await one.stop()
+
+
+async def test_a_start_ends_the_engine_before_and_is_another_incarnation(new_server: NewServer) -> None:
+    one = new_server()
+    first, second = await one.start(), await one.start()
+    assert first.incarnation != second.incarnation
+    assert not listens(first.url)
+    assert listens(second.url)
+
+
+async def test_the_check_tells_how_an_engine_ended(new_server: NewServer) -> None:
+    one = new_server()
+    info = await one.start()
+    os.kill(engine_pid(info), signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):
+        while not has_ended(info.pid):
+            await asyncio.sleep(0.01)
+    with pytest.raises(EngineError, match=r"replica engine-0: engine ended with 137; log .* ends with:"):
+        await one.check()
+
+
+async def test_an_engine_that_dies_at_its_start_is_told_with_its_last_words(
+    new_server: NewServer, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineStartFailed) as failed:
+        await new_server(extra={"nonsense": 1}).start()
+    (log,) = logs(tmp_path)
+    first, *words = str(failed.value).splitlines()
+    assert first == f"replica engine-0: engine ended with 2 before it was ready; log {log} ends with:"
+    assert "unrecognized arguments: --nonsense 1" in words[-1]
+    assert all(line.startswith("    | ") for line in words), "Ray cuts off what stands before a traceback"
+
+
+async def test_an_engine_that_does_not_come_up_in_time_is_ended(new_server: NewServer) -> None:
+    began = time.monotonic()
+    with pytest.raises(EngineStartFailed, match=r"was not ready within 0\.5 s \(engine\.start_timeout_s\)"):
+        await new_server(sim={"start_s": 300}, start_timeout_s=0.5).start()
+    assert time.monotonic() - began < SOON_S
+
+
+async def test_a_port_that_somebody_took_meanwhile_is_left_for_another(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as somebody:
+        somebody.bind(("127.0.0.1", 0))
+        taken, free = somebody.getsockname()[1], free_port()
+        ports = iter([taken, free])
+        monkeypatch.setattr(server, "free_port", lambda: next(ports))
+        info = await new_server().start()
+    assert info.url == f"http://127.0.0.1:{free}"
+    assert len(logs(tmp_path)) == 2, "each start has a log of its own"
+
+
+async def test_a_second_taken_port_is_an_error(new_server: NewServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as somebody:
+        somebody.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(server, "free_port", lambda: somebody.getsockname()[1])
+        with pytest.raises(EngineStartFailed, match="address already in use"):
+            await new_server().start()
+
+
+def test_a_free_port_can_be_bound() -> None:
+    with socket.socket() as mine:
+        mine.bind(("127.0.0.1", free_port()))

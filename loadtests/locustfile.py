@@ -1,20 +1,23 @@
 """Locust users that behave as trainers: one batch of prompts x samples, wait for all of it, then the next.
 
-    locust -f loadtests/locustfile.py --headless -u 1 -t 60s --host URL --prompts 64 --samples 8 \
-        --csv out/load --html out/load.html
+    locust -f loadtests/locustfile.py --headless -u 1 -t 60s --stop-timeout 600 --host URL \
+        --prompts 64 --samples 8 --csv out/load --html out/load.html
 
-Two rows of their own tell what a trainer cares for: `makespan` in milliseconds, and `tokens per second`, whose
-"response time" is that number. They count into Locust's "Aggregated" row, which therefore means nothing here.
+The stop timeout lets the batch in flight come to its end, which would be lost otherwise. Two rows of their own tell
+what a trainer cares for: `makespan` in milliseconds, and `tokens per second`, whose "response time" is that number.
+They count into Locust's "Aggregated" row, which therefore means nothing here.
 """
 
 import itertools
 import time
 from typing import Any
 
+import gevent
 import orjson
 from locust import FastHttpUser, constant, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
+from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from loadtests.replies import check_reply, read_reply
 from loadtests.workloads import LengthMix, Workload
@@ -109,3 +112,6 @@ def conclude(environment: Environment, **_: Any) -> None:
     )
     if stats.num_failures or not batches:
         environment.process_exit_code = 1
+    if environment.parsed_options and environment.parsed_options.csv_prefix:
+        # The writer of the CSV files looks at the numbers once in a while and not at the end: let it see the last ones.
+        gevent.sleep(1.1 * CSV_STATS_INTERVAL_SEC)

@@ -1,0 +1,52 @@
+"""Workloads are the same on every machine and ask for what a trainer asks for."""
+
+import pytest
+
+from loadtests.workloads import LengthMix, Workload
+
+
+def workload(**changes: object) -> Workload:
+    values = {"prompts": 4, "samples": 2, "prompt_tokens": LengthMix.parse("16"), "max_tokens": 8}
+    return Workload(**{**values, **changes})
+
+
+def test_the_same_seed_gives_the_same_prompts() -> None:
+    assert workload().prompts_of("a") == workload().prompts_of("a")
+    assert workload().prompts_of("a") != workload().prompts_of("b")
+    # Pinned: every machine and Python must draw the same.
+    assert workload(prompts=1, prompt_tokens=LengthMix.parse("3")).prompts_of("pinned") == [[115, 77, 90]]
+
+
+def test_prompts_of_a_request_differ() -> None:
+    prompts = workload(prompts=64).prompts_of("a")
+    assert len({tuple(prompt) for prompt in prompts}) == 64
+
+
+def test_a_length_mix_keeps_to_its_weights() -> None:
+    mix = LengthMix.parse("8*3,32*1")
+    lengths = [len(prompt) for prompt in workload(prompts=400, prompt_tokens=mix).prompts_of("a")]
+    assert set(lengths) == {8, 32}
+    assert 250 < lengths.count(8) < 350
+    assert str(mix) == "8*3,32*1"
+    assert str(LengthMix.parse("256")) == "256"
+
+
+@pytest.mark.parametrize("text", ["0", "8*0", "", "8,x"])
+def test_a_length_mix_without_sense_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        LengthMix.parse(text)
+
+
+def test_a_request_asks_for_what_a_trainer_needs() -> None:
+    body = workload(model="m").request("a")
+    assert (body["n"], body["max_tokens"], body["ignore_eos"], body["model"]) == (2, 8, True, "m")
+    assert body["return_token_ids"]
+    assert body["logprobs"] == 0
+    assert "stream" not in body
+    assert "model" not in workload().request("a")
+    assert workload().request("a", stream=True)["stream_options"] == {"include_usage": True}
+
+
+def test_it_knows_the_tokens_that_must_come() -> None:
+    assert workload().tokens == 4 * 2 * 8
+    assert workload(ignore_eos=False).tokens is None

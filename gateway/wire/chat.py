@@ -8,7 +8,13 @@ from gateway.config import GatewayConfig
 from gateway.fleet import Fleet, Replica
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
-from gateway.wire.completions import check_model, check_sampling, stamp_versions, versioned_salt
+from gateway.wire.completions import (
+    asked_of_engine,
+    check_model,
+    check_sampling,
+    stamp_versions,
+    versioned_salt,
+)
 
 PATH = "/v1/chat/completions"
 
@@ -38,10 +44,13 @@ class Chat:
     async def generate(self, rollout: Rollout, body: Json) -> Json:
         async def call(replica: Replica) -> Json:
             began = replica.weight_version
-            salted = {**body, "cache_salt": versioned_salt(body, began)}
-            answer = await replica.engine.generate(PATH, salted, self._config.generate_timeout_s)
+            answer = await replica.engine.generate(PATH, asked_of_engine(body, began), self._config.generate_timeout_s)
             for choice in answer["choices"]:
                 stamp_versions(choice, began, replica.weight_version)
+                if not body.get("return_token_ids"):
+                    choice["token_ids"] = None
+            if not body.get("return_token_ids"):
+                answer["prompt_token_ids"] = None
             return answer
 
         return await self._scheduler.run(rollout, call)

@@ -100,13 +100,15 @@ class Completions:
     async def _generate_one(self, prompt: Prompt) -> Json:
         async def call(replica: Replica) -> Json:
             began = replica.weight_version
-            body = {**prompt.body, "cache_salt": versioned_salt(prompt.body, began)}
+            body = asked_of_engine(prompt.body, began)
             try:
                 answer = await replica.engine.generate(PATH, body, self._config.generate_timeout_s)
             except EngineRefused as error:
                 raise _naming_prompt(error, prompt.index) from error
             for choice in answer["choices"]:
                 stamp_versions(choice, began, replica.weight_version)
+                if not prompt.body.get("return_token_ids"):
+                    choice |= {"token_ids": None, "prompt_token_ids": None}
             return answer
 
         return await self._scheduler.run(prompt.rollout, call)
@@ -168,6 +170,11 @@ def check_sampling(body: Json, max_n: int) -> int:
     return n
 
 
+def asked_of_engine(body: Json, version: int | None) -> Json:
+    """The body for the engine: with token ids always, since a span has to know how many tokens there are."""
+    return {**body, "cache_salt": versioned_salt(body, version), "return_token_ids": True}
+
+
 def versioned_salt(body: Json, version: int | None) -> str:
     """Prefix KV is shared among prompts of one weight version only: KV of other weights would be a silent mixture."""
     return f"{body.get('cache_salt') or ''}v{version}"
@@ -183,16 +190,9 @@ def stamp_versions(choice: Json, began: int | None, ended: int | None) -> None:
         for span in spans:
             span["version"] = version_number(span["version"])
     elif began == ended:
-        choice["weight_versions"] = [{"version": began, "start": 0, "end": _num_tokens(choice)}]
+        choice["weight_versions"] = [{"version": began, "start": 0, "end": len(choice["token_ids"])}]
     else:
         choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in (began, ended)]
-
-
-def _num_tokens(choice: Json) -> int | None:
-    if (ids := choice.get("token_ids")) is not None:
-        return len(ids)
-    logprobs = choice.get("logprobs")
-    return len(logprobs["tokens"]) if isinstance(logprobs, dict) and "tokens" in logprobs else None
 
 
 def _prompt_list(body: Json) -> list[Any]:

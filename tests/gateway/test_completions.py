@@ -65,6 +65,14 @@ async def test_each_completion_says_which_weights_made_it(rig: Rig) -> None:
     assert after["weight_versions"] == [{"version": 1, "start": 0, "end": len(after["token_ids"])}]
 
 
+async def test_spans_are_whole_where_no_token_ids_were_asked_for(rig: Rig) -> None:
+    reply = await rig.complete(PROMPTS[:1], n=2, return_token_ids=False, ignore_eos=True)
+    for choice in reply["choices"]:
+        assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 8}]
+        assert choice["token_ids"] is None
+        assert choice["prompt_token_ids"] is None
+
+
 @pytest.mark.parametrize(
     ("change", "status", "param", "said"),
     [

@@ -15,6 +15,7 @@ import pytest
 from engines import server
 from engines.config import EngineConfig
 from engines.errors import EngineError, EngineStartFailed
+from engines.process import Command
 from engines.server import EngineServer, free_port
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 from engines.vllm_engine import VllmEngine
@@ -156,12 +157,14 @@ async def test_a_port_that_somebody_took_meanwhile_is_left_for_another(
     assert len(logs(tmp_path)) == 2, "each start has a log of its own"
 
 
-async def test_a_second_taken_port_is_an_error(new_server: NewServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as somebody:
-        somebody.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(server, "free_port", lambda: somebody.getsockname()[1])
-        with pytest.raises(EngineStartFailed, match="address already in use"):
-            await new_server().start()
+async def test_a_second_taken_port_is_an_error(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = Command(["sh", "-c", "echo 'OSError: [Errno 98] Address already in use'; exit 1"])
+    monkeypatch.setattr(server, "engine_command", lambda *_, **__: refused)
+    with pytest.raises(EngineStartFailed, match="Address already in use"):
+        await new_server().start()
+    assert len(logs(tmp_path)) == 2
 
 
 def test_a_free_port_can_be_bound() -> None:

@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 EXTRAS := --extra serve --extra cpu --extra trl --extra load --extra demo --extra dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-unit test-vllm test-ray test-all test-slow demo lock clean
+.PHONY: help setup check format test test-unit test-vllm test-ray test-all test-slow demo loadtest lock clean
 
 help: ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -47,6 +47,14 @@ test-slow: setup ## Tests that take minutes
 
 test-all: setup ## Everything
 	@scripts/suites unit vllm ray slow
+
+LOCUST := $(BIN)/locust -f loadtests/locustfile.py --headless -u 1 -t 30s --stop-timeout 600 --only-summary \
+  --prompts 16 --samples 4 --prompt-tokens 64 --max-tokens 64 --csv out/loadtest/load --html out/loadtest/load.html
+
+loadtest: setup ## Trainer-shaped batches with Locust against the demo's engines, or against URL=...
+	@mkdir -p out/loadtest
+	@$(if $(URL),$(LOCUST) --host $(URL),$(BIN)/python -m loadtests.fleet -c examples/tiny-cpu.yaml gateway.port=0 \
+	  engine.log_dir=out/loadtest/engines -- $(LOCUST) --host {url})
 
 lock: setup ## Resolve what pyproject.toml asks for, keeping pins that fit (UPGRADE=--upgrade renews all)
 	@$(BIN)/python scripts/lock.py $(EXTRAS) $(UPGRADE)

@@ -11,6 +11,8 @@ from engines.engine import Engine, Json
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 from engines.types import PauseMode
 
+# vLLM closes an idle connection after 5 s: one that is used again in that moment would look like a dead engine.
+_KEEPALIVE_S = 4.0
 _CONNECT_TIMEOUT_S = 5.0
 
 
@@ -22,7 +24,7 @@ class VllmEngine(Engine):
         self.url = url
         self._session = aiohttp.ClientSession(
             url,
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             response_class=_Response,
             cookie_jar=aiohttp.DummyCookieJar(),
         )

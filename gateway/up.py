@@ -101,7 +101,10 @@ def up(config: Config, report: Report, timeout_s: float | None = None) -> Runnin
         _wait_until_running(api, config, before, report, timeout_s or _deploy_timeout_s(config))
         found = running(config.name)
         assert found is not None
-        return found if found.rollout_url else replace(found, rollout_url=_configured_url(config))
+        if not found.rollout_url:
+            found = replace(found, rollout_url=_configured_url(config))
+        _wait_until_ready(found, config.fleet.complete_within_s)
+        return found
     except BaseException:  # Ctrl-C too: what never ran must not go on trying behind the user's back
         if is_new:
             _undo(config.name, report)
@@ -241,6 +244,12 @@ def _wait_until_running(
         _wait_until(settled, timeout_s, "the application to run")
     except DeadlineExceeded as error:
         raise DeployFailed(f"{error}; Serve says: {describe(seen)} {_last_words(seen)}") from error
+
+
+def _wait_until_ready(found: Running, timeout_s: float) -> None:
+    """Serve knows that the replicas run a moment before the gateway has met them."""
+    url = found.control_url or found.rollout_url
+    _wait_until(lambda: ask_control_plane(url, "/health") is not None, timeout_s, "the gateway to meet all replicas")
 
 
 def describe(application: Mapping[str, Any]) -> str:

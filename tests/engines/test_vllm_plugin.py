@@ -1,6 +1,5 @@
 """Our vLLM plugin and the backend it registers: with a played worker, and in a real vLLM server on CPU."""
 
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ pytest.importorskip("trl")
 
 import torch
 from trl.generation import vllm_client
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from engines.errors import WeightUpdateFailed
 from engines.gloo_transfer import WeightGroup, send
@@ -156,14 +156,14 @@ def test_ranks_are_unique_over_data_parallel_groups() -> None:
     assert ranks == [1, 2, 3, 4]
 
 
-def test_registering_twice_is_safe_and_imports_no_backend() -> None:
-    program = (
-        "import sys; from engines.vllm_plugin import register; register(); register();"
-        "from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory;"
-        "assert 'engines.vllm_gloo' not in sys.modules and 'engines.gloo_transfer' not in sys.modules;"
-        "assert Factory._registry['gloo']().__name__ == 'GlooWeightTransferEngine'"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+def test_registering_twice_is_safe_and_imports_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightTransferEngineFactory, "_registry", {})
+    with monkeypatch.context() as unloaded:
+        unloaded.delitem(sys.modules, "engines.vllm_gloo")
+        register()
+        register()
+        assert "engines.vllm_gloo" not in sys.modules
+    assert WeightTransferEngineFactory._registry["gloo"]() is GlooWeightTransferEngine
 
 
 def test_vllm_finds_the_plugin() -> None:

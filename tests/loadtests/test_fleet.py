@@ -42,6 +42,7 @@ def test_a_gateway_waits_for_the_replicas_it_is_over() -> None:
     assert gateway_config(config(), 1, own_port=False).gateway.port == 0
 
 
+@pytest.mark.slow
 def test_locust_against_a_fleet(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "loadtests.fleet", "engine.kind=sim", "engine.num_replicas=2", "gateway.port=0"]
     command += [f"engine.log_dir={tmp_path}", "--", sys.executable, "-m", "locust"]

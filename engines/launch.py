@@ -9,6 +9,7 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.process import Command
 from engines.types import EngineKind
+from engines.vllm_engine import release
 
 # Levers whose name and meaning are vLLM's own: passed on as they are where they are set.
 _VLLM_LEVERS = (
@@ -59,7 +60,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         "seed": seed,
         "weight_transfer_config": {"backend": backend},
         "distributed_executor_backend": "mp" if config.world_size > 1 else None,
-        "enable_scale_out": True if _release(version) >= (0, 30) else None,  # /render and /inference/v1/generate
+        "enable_scale_out": True if release(version) >= (0, 30) else None,  # /render and /inference/v1/generate
     }
     levers |= config.extra
     argv = [sys.executable, "-m", *_vllm_entry(), config.model, *_flags(levers)]
@@ -124,8 +125,3 @@ def _vllm_entry() -> tuple[str, ...]:
     except importlib.metadata.PackageNotFoundError:
         return "vllm.entrypoints.launchers.api_server.entry", "--model"
     return "vllm.entrypoints.cli.main", "serve"
-
-
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)

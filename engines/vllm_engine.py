@@ -14,14 +14,21 @@ from engines.types import PauseMode
 # vLLM closes an idle connection after 5 s: one that is used again in that moment would look like a dead engine.
 _KEEPALIVE_S = 4.0
 _CONNECT_TIMEOUT_S = 5.0
+_PACKED_AT_INIT = (0, 28)
 
 
 class VllmEngine(Engine):
-    """One vLLM server (seen with 0.26 and 0.32). Connections are pooled without limit: admission bounds them."""
+    """One vLLM server (seen with 0.26 and 0.32). Connections are pooled without limit: admission bounds them.
 
-    def __init__(self, replica_id: str, url: str) -> None:
+    `engine_version` is the server's own; the latest dialect is spoken where it is not given.
+    """
+
+    def __init__(self, replica_id: str, url: str, engine_version: str = "") -> None:
         self.replica_id = replica_id
         self.url = url
+        # Trainers say `packed` in the place that the vLLM installed beside them has it, engines want it in their own.
+        self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
+        self._packed = True
         self._session = aiohttp.ClientSession(
             url,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
@@ -60,7 +67,10 @@ class VllmEngine(Engine):
         return version_number(version)
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
-        await self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s)
+        rest = {key: value for key, value in init_info.items() if key != "packed"}
+        self._packed = init_info.get("packed", True)  # a trainer that says it later always packs
+        info = rest | {"packed": self._packed} if self._wants_packed_at_init else rest
+        await self.ask("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s)
 
     async def close_weight_group(self, timeout_s: float) -> None:
         await self.ask("POST", "/shutdown_weight_transfer_engine", None, timeout_s)
@@ -69,7 +79,9 @@ class VllmEngine(Engine):
         await self.ask("POST", "/start_weight_update", {}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
-        await self.ask("POST", "/update_weights", {"update_info": update_info}, timeout_s)
+        rest = {key: value for key, value in update_info.items() if key != "packed"}
+        info = rest if self._wants_packed_at_init else {"packed": self._packed} | update_info
+        await self.ask("POST", "/update_weights", {"update_info": info}, timeout_s)
 
     async def finish_weight_update(self, version: int, timeout_s: float) -> None:
         await self.ask("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s)
@@ -146,6 +158,12 @@ class _Response(aiohttp.ClientResponse):
             if self.connection is None:  # the whole body is here, and the connection back in the pool
                 protocol.close()
         return self
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor of a vLLM version such as "0.32.0+cpu"."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def version_number(label: str) -> int:

@@ -76,7 +76,7 @@ class Listener:
             config.fleet,
             expected=sum(group.num_replicas for group in config.groups.values()),
             discover=self._discover,
-            connect=lambda info: VllmEngine(info.replica_id, info.url),
+            connect=lambda info: VllmEngine(info.replica_id, info.url, info.engine_version),
         )
         self._server = GatewayServer(config, fleet, Metrics())
         # A client that leaves cancels its handler, which ends its work on the engines.

@@ -164,9 +164,7 @@ class WeightCoordinator:
                         await self._begin(update, group)
                     await self._on_all(
                         group.members,
-                        lambda replica: replica.engine.update_weights(
-                            _engine_update_info(update_info), self._config.transfer_timeout_s
-                        ),
+                        lambda replica: replica.engine.update_weights(update_info, self._config.transfer_timeout_s),
                         self._config.transfer_timeout_s,
                     )
                 except BaseException as error:
@@ -401,8 +399,3 @@ def _match_tensors(names: list[str], shapes: list[list[int]], expected: dict[str
                 f"update_info.shapes gives {list(shape)} for {name!r}, model {model!r} has {expected[name]}",
                 param="update_info.shapes",
             )
-
-
-def _engine_update_info(update_info: Json) -> Json:
-    """vLLM >= 0.28 takes `packed` at init and refuses it here; trainers with an older vLLM still send it here."""
-    return {key: value for key, value in update_info.items() if key != "packed"}

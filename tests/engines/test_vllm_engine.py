@@ -268,3 +268,26 @@ async def test_abandoning_an_update_that_is_over_is_no_error(serve: Serve) -> No
 
 async def test_metrics_are_text(serve: Serve) -> None:
     assert await (await serve(answering("# HELP\n"))).metrics(TIMEOUT_S) == "# HELP\n"
+
+
+@pytest.mark.parametrize(
+    ("engine_version", "at_init", "at_update"), [("0.26.0", None, True), ("0.28.0", True, None), ("", True, None)]
+)
+@pytest.mark.parametrize("said_at", ["init", "update"])
+async def test_packed_is_said_where_the_engines_version_wants_it(
+    serve: Serve, engine_version: str, at_init: bool | None, at_update: bool | None, said_at: str
+) -> None:
+    heard: dict[str, Any] = {}
+
+    async def listen(request: web.Request) -> web.Response:
+        heard.update(await request.json())
+        return web.json_response({})
+
+    url = (await serve(listen)).url
+    engine = VllmEngine("r1", url, engine_version)
+    await engine.open_weight_group({"world_size": 2, **({"packed": True} if said_at == "init" else {})}, TIMEOUT_S)
+    await engine.update_weights({"names": ["w"], **({"packed": True} if said_at == "update" else {})}, TIMEOUT_S)
+    await engine.close()
+    assert heard["init_info"].get("packed") is at_init
+    assert heard["update_info"].get("packed") is at_update
+    assert heard["update_info"]["names"] == ["w"]

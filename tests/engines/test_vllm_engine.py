@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from engines import vllm_engine
+from engines import http
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 from engines.vllm_engine import VllmEngine, version_number
 
@@ -169,7 +169,7 @@ async def test_a_refused_connection_is_unreachable(connect: Connect) -> None:
 async def test_a_connection_that_does_not_come_about_is_unreachable(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_engine, "_CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http, "_CONNECT_TIMEOUT_S", 0.2)
     with socket.socket() as full, socket.socket() as waiting:
         full.bind(("127.0.0.1", 0))
         full.listen(0)

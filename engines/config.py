@@ -1,8 +1,9 @@
 """What one group of identical engines is: one pydantic class, whose levers carry vLLM's names."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from engines.types import EngineKind
 
@@ -36,7 +37,11 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: EngineKind = EngineKind.VLLM
-    """Which server to run: vllm, or sim (no model, deterministic tokens, settable speed)."""
+    """Which server to run: vllm, sim (no model, deterministic tokens, settable speed), or external (at `url`)."""
+    url: str = ""
+    """kind: external: where the server listens, http://host:port. Nothing is started, and `model` picks one of its."""
+    api_key: SecretStr | None = None
+    """kind: external: the server's bearer key, as env:NAME or file:PATH."""
     model: str = Field("", description="Path of a checkpoint folder, or a Hugging Face model id.")
     served_model_name: str | None = None
     """The name clients use; the value of `model` unless given."""
@@ -95,6 +100,23 @@ class EngineConfig(BaseModel):
     """Grace between asking an engine to end and killing its process group."""
     sim: SimConfig = SimConfig()
     """How kind: sim behaves."""
+
+    @model_validator(mode="after")
+    def _external_has_a_url(self) -> Self:
+        if self.kind is not EngineKind.EXTERNAL:
+            if self.url or self.api_key:
+                raise ValueError(f"url and api_key are for kind: external; kind: {self.kind} starts its own server")
+            return self
+        where = urlsplit(self.url)
+        if where.scheme not in ("http", "https") or not where.hostname or where.path not in ("", "/"):
+            raise ValueError(f"url = {self.url!r}: kind: external needs http://host:port, without /v1 or another path")
+        if self.num_replicas != 1:
+            raise ValueError(
+                f"num_replicas = {self.num_replicas}: one URL is one replica; give each external server a group"
+            )
+        if self.api_key and not self.api_key.get_secret_value().startswith(("env:", "file:")):
+            raise ValueError("api_key must be env:NAME or file:PATH: a key written out here would be seen by many")
+        return self
 
     @property
     def world_size(self) -> int:

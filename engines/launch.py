@@ -35,13 +35,15 @@ _VLLM_LEVERS = (
 
 def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
     """The command of one replica on loopback `port`. Its seed is `engine.seed` + `index`."""
+    if config.kind is EngineKind.EXTERNAL:
+        raise ConfigError(f"engine.kind = 'external' starts nothing: {config.url} is somebody else's server")
     build = {EngineKind.VLLM: _vllm_command, EngineKind.SIM: _sim_command}[config.kind]
     return build(config, port, config.seed + index)
 
 
 def gpus_per_replica(config: EngineConfig) -> int:
-    """GPUs to reserve for one replica: none for a simulated engine or one on CPU."""
-    if config.kind is EngineKind.SIM or config.device == "cpu":
+    """GPUs to reserve for one replica: none for a simulated engine, an external one or one on CPU."""
+    if config.kind in (EngineKind.SIM, EngineKind.EXTERNAL) or config.device == "cpu":
         return 0
     on_cpu = config.device == "auto" and _installed_vllm()[1]
     return 0 if on_cpu else config.world_size

@@ -7,8 +7,9 @@ import ray
 from ray import serve
 
 from engines.config import EngineConfig
+from engines.external import ExternalServer
 from engines.server import EngineServer
-from engines.types import ReplicaInfo
+from engines.types import EngineKind, ReplicaInfo
 
 # Engines take 32 bit seeds; half of them leaves room for engine.seed on top.
 _SEEDS = 2**31
@@ -22,7 +23,7 @@ class EngineReplica:
         # one seed would be taken for the same and would draw the same samples.
         tag = serve.get_replica_context().replica_tag
         index = zlib.crc32(tag.encode()) % _SEEDS
-        self._server = EngineServer(config, replica_id=f"{group}-{tag}", group=group, index=index)
+        self._server = _server(config, f"{group}-{tag}", group, index)
         node = ray.get_runtime_context().get_node_id()
         self._info = replace(await self._server.start(), node=node)
 
@@ -40,3 +41,9 @@ class EngineReplica:
     async def __del__(self) -> None:
         if hasattr(self, "_server"):
             await self._server.stop()
+
+
+def _server(config: EngineConfig, replica_id: str, group: str, index: int) -> EngineServer | ExternalServer:
+    if config.kind is EngineKind.EXTERNAL:
+        return ExternalServer(config, replica_id=replica_id, group=group)
+    return EngineServer(config, replica_id=replica_id, group=group, index=index)

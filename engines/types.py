@@ -9,6 +9,7 @@ class EngineKind(StrEnum):
 
     VLLM = "vllm"
     SIM = "sim"
+    EXTERNAL = "external"  # somebody else runs it
 
 
 class ReplicaState(StrEnum):
@@ -55,7 +56,8 @@ class ReplicaInfo:
 
     `incarnation` changes whenever the engine process is a new one, so a restarted engine is never mistaken for the
     one whose weights were known. `capabilities` are the routes that the engine serves. `tensors` is None where the
-    checkpoint cannot be read (an update is then unchecked).
+    checkpoint cannot be read (an update is then unchecked). `world_size` is 0 where the engine cannot take weights.
+    `is_vllm` is False for a server that knows OpenAI's fields alone, `max_model_len` None where it does not say.
     """
 
     replica_id: str
@@ -65,12 +67,22 @@ class ReplicaInfo:
     url: str
     model: str
     world_size: int
-    max_model_len: int
+    max_model_len: int | None
     max_num_seqs: int
     engine_version: str
     capabilities: frozenset[str] = frozenset()
+    is_vllm: bool = True
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
     pid: int = 0
     log_path: str = ""
     tensors: tuple[TensorMeta, ...] | None = field(default=None, repr=False)
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether it joins weight groups; one that does not holds the weights it came with."""
+        return self.world_size > 0
+
+    def has(self, route: str) -> bool:
+        """Whether the engine serves `route`. Engines that we start serve every route of their kind."""
+        return self.kind is not EngineKind.EXTERNAL or route in self.capabilities

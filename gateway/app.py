@@ -13,7 +13,7 @@ from engines.config import EngineConfig
 from engines.engine import Json
 from engines.launch import gpus_per_replica
 from engines.replica import EngineReplica
-from engines.types import ReplicaInfo
+from engines.types import EngineKind, ReplicaInfo
 from gateway.config import Config
 from gateway.control import Control
 from gateway.listener import Listener
@@ -39,12 +39,17 @@ def _engine_group(name: str, config: EngineConfig) -> serve.Application:
     return serve.deployment(
         name=name,
         num_replicas=config.num_replicas,
-        ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": gpus_per_replica(config)},
+        ray_actor_options={"num_cpus": _cpus_per_replica(config), "num_gpus": gpus_per_replica(config)},
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=config.stop_timeout_s + _SHUTDOWN_SLACK_S,
         max_ongoing_requests=100,
     )(EngineReplica).bind(config, name)
+
+
+def _cpus_per_replica(config: EngineConfig) -> float:
+    """An external server computes elsewhere."""
+    return 0.0 if config.kind is EngineKind.EXTERNAL else config.num_cpus
 
 
 class Gateway:
@@ -89,8 +94,8 @@ class Gateway:
         return self._known
 
     def _is_near(self, info: ReplicaInfo) -> bool:
-        """Engines listen on loopback, so only those of this node can be reached."""
-        near: bool = info.node == self._node
+        """Engines listen on loopback, so only those of this node can be reached; an external URL is from everywhere."""
+        near: bool = info.node == self._node or info.kind is EngineKind.EXTERNAL
         if not near:
             log.error("replica is on another node and cannot be reached", replica=info.replica_id, node=info.node)
         return near

@@ -202,6 +202,11 @@ class Fleet:
     def settle(self, replica: Replica, reason: str) -> None:
         """SERVING where it holds the fleet's version, SYNCING where it does not."""
         current = replica.weight_version == self.version
+        if not current and not replica.info.takes_weights:
+            reason = (
+                f"{replica.info.url} cannot take weights: it holds those it came with, and the fleet is at version "
+                f"{self.version}"
+            )
         self.set_state(replica, ReplicaState.SERVING if current else ReplicaState.SYNCING, reason)
 
     async def _welcome(self, info: ReplicaInfo, before: Replica | None) -> None:

@@ -8,8 +8,9 @@ from concurrent.futures import Future
 import uvloop
 from aiohttp import web
 
-from engines.engine import Json
-from engines.types import ReplicaInfo
+from engines.engine import Engine, Json
+from engines.external import ExternalEngine
+from engines.types import EngineKind, ReplicaInfo
 from engines.vllm_engine import VllmEngine
 from gateway.config import Config
 from gateway.fleet import Fleet
@@ -76,7 +77,7 @@ class Listener:
             config.fleet,
             expected=sum(group.num_replicas for group in config.groups.values()),
             discover=self._discover,
-            connect=lambda info: VllmEngine(info.replica_id, info.url, info.engine_version),
+            connect=lambda info: engine_client(config, info),
         )
         self._server = GatewayServer(config, fleet, Metrics())
         # A client that leaves cancels its handler, which ends its work on the engines.
@@ -94,3 +95,12 @@ class Listener:
             await stopping.wait()
         finally:
             await runner.cleanup()
+
+
+def engine_client(config: Config, info: ReplicaInfo) -> Engine:
+    """The client of one replica's engine. Keys are the configuration's: no replica tells them."""
+    if info.kind is EngineKind.EXTERNAL:
+        group = config.groups.get(info.group)
+        key = group.api_key if group else None
+        return ExternalEngine(info, key.get_secret_value() if key else "")
+    return VllmEngine(info.replica_id, info.url, info.engine_version)

@@ -49,15 +49,32 @@ def from_args(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) 
 
 
 def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
-    """The same configuration with `env:NAME` and `file:PATH` in lists of keys replaced by the keys found there."""
+    """The same configuration with `env:NAME` and `file:PATH` for keys replaced by the keys found there."""
     lists = {
-        name: [SecretStr(key) for item in getattr(config.gateway, name) for key in _reveal(name, item, environ)]
+        name: [
+            SecretStr(key)
+            for item in getattr(config.gateway, name)
+            for key in _reveal(f"gateway.{name}", item, environ)
+        ]
         for name in ("inference_keys", "admin_keys")
     }
-    return config.model_copy(update={"gateway": config.gateway.model_copy(update=lists)})
+    gateway = config.gateway.model_copy(update=lists)
+    engines = {name: _with_key(f"engines.{name}", group, environ) for name, group in config.engines.items()}
+    # With groups, `engine` is nothing but their defaults, whose key may be nowhere to be found.
+    engine = config.engine if engines else _with_key("engine", config.engine, environ)
+    return config.model_copy(update={"gateway": gateway, "engine": engine, "engines": engines})
 
 
-def _reveal(name: str, item: SecretStr, environ: Mapping[str, str]) -> list[str]:
+def _with_key(section: str, engine: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
+    if engine.api_key is None:
+        return engine
+    found = _reveal(f"{section}.api_key", engine.api_key, environ)
+    if len(found) > 1:
+        raise ConfigError(f"{section}.api_key: {len(found)} keys where one is expected")
+    return engine.model_copy(update={"api_key": SecretStr(found[0])})
+
+
+def _reveal(key: str, item: SecretStr, environ: Mapping[str, str]) -> list[str]:
     kind, _, reference = item.get_secret_value().partition(":")
     if kind not in ("env", "file") or not reference:
         return [item.get_secret_value()]
@@ -67,9 +84,9 @@ def _reveal(name: str, item: SecretStr, environ: Mapping[str, str]) -> list[str]
         try:
             found = Path(reference).expanduser().read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"gateway.{name}: {reference} cannot be read: {error.strerror}") from error
+            raise ConfigError(f"{key}: {reference} cannot be read: {error.strerror}") from error
     if not found.split():
-        raise ConfigError(f"gateway.{name}: no key in {kind}:{reference}, as seen by the process that reads it")
+        raise ConfigError(f"{key}: no key in {kind}:{reference}, as seen by the process that reads it")
     return found.split()
 
 
@@ -141,7 +158,7 @@ def _with_models_found(config: Config, sources: Sequence[Source], bases: Sequenc
 
     def found(engine: EngineConfig, key: Key) -> EngineConfig:
         model = engine.model
-        if not model or engine.kind is EngineKind.SIM:
+        if not model or engine.kind in (EngineKind.SIM, EngineKind.EXTERNAL):
             return engine
         for base in bases:
             folder = base / Path(model).expanduser()

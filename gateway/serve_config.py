@@ -48,12 +48,21 @@ def _args(config: Config, references: Mapping[str, str]) -> dict[str, Any]:
         args.pop("engine", None)
         # A group may be nothing but defaults.
         args["engines"] = {name: args["engines"].get(name, {}) for name in config.engines}
+    _refer_to_api_keys(config, args)
     for name, keys in written_out_keys(config).items():
         items = getattr(config.gateway, name)
         if items:
             kept = [item.get_secret_value() for item in items if _is_reference(item)]
             args["gateway"][name] = [*kept, references[name]] if keys else kept
     return args
+
+
+def _refer_to_api_keys(config: Config, args: dict[str, Any]) -> None:
+    """Keys of external engines are references by the schema's own rule; a dump hides them all the same."""
+    sections = {name: args["engines"][name] for name in config.engines} or {"engine": args.get("engine", {})}
+    for name, section in sections.items():
+        if key := config.groups[name].api_key:
+            section["api_key"] = key.get_secret_value()
 
 
 def _is_reference(item: SecretStr) -> bool:

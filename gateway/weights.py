@@ -107,7 +107,8 @@ class WeightCoordinator:
         async with self._exclusively("init_weight_transfer_engine"):
             await self._abort("a trainer opened a new transfer group")
             await self._close_group()
-            members = tuple(self._fleet.alive)
+            members = tuple(replica for replica in self._fleet.alive if replica.info.takes_weights)
+            self._check_some_take_weights(members)
             _check_capable(members)
             ranks = _rank_offsets(members, init_info)
             with self._timed("init"):
@@ -198,30 +199,37 @@ class WeightCoordinator:
             return update.version
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stop generation everywhere; new rollouts wait in the queue."""
+        """Stop generation everywhere; new rollouts wait in the queue.
+
+        Refused as a whole where a replica that may have rollouts cannot be paused. One that is left behind by the
+        fleet's weights has none, and is not asked.
+        """
+        members = [replica for replica in self._fleet.alive if replica.can_serve or replica.info.has("/pause")]
+        for replica in members:
+            if not replica.info.has("/pause"):
+                raise WeightUpdateConflict(f"replica {replica.replica_id} ({replica.info.url}) has no /pause")
         self._scheduler.close_gate(_PAUSE)
         self._paused = mode
         timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
         await self._on_all(
-            self._fleet.alive,
+            members,
             lambda replica: replica.engine.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s),
             timeout_s,
         )
 
     async def resume(self) -> None:
         timeout_s = self._config.control_timeout_s
-        await self._on_all(self._fleet.alive, lambda replica: replica.engine.resume(timeout_s), timeout_s)
+        await self._on_all(self._able("/resume"), lambda replica: replica.engine.resume(timeout_s), timeout_s)
         self._paused = None
         self._scheduler.open_gate(_PAUSE)
 
     async def reset_prefix_cache(self) -> bool:
-        """True when every replica forgot its prefixes. Versions never share prefixes, so this only frees memory."""
-        timeout_s = self._config.control_timeout_s
-        return all(
-            await self._on_all(
-                self._fleet.alive, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s
-            )
-        )
+        """True when every replica that can forgot its prefixes.
+
+        Versions never share prefixes, so this only frees memory.
+        """
+        timeout_s, able = self._config.control_timeout_s, self._able("/reset_prefix_cache")
+        return all(await self._on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s))
 
     async def run(self) -> None:
         """Abort an update whose trainer has gone silent, until cancelled."""
@@ -302,6 +310,21 @@ class WeightCoordinator:
                 expected = {tensor.name: list(tensor.shape) for tensor in replica.info.tensors}
                 _match_tensors(names, shapes, expected, replica.info.model)
 
+    def _able(self, route: str) -> list[Replica]:
+        """The replicas that serve `route`. Raises `WeightUpdateConflict` where replicas are there, but none does."""
+        alive = self._fleet.alive
+        able = [replica for replica in alive if replica.info.has(route)]
+        if alive and not able:
+            raise WeightUpdateConflict(f"no replica has {route}: {_names(alive)}")
+        return able
+
+    def _check_some_take_weights(self, members: Sequence[Replica]) -> None:
+        if not members and (alive := self._fleet.alive):
+            raise WeightUpdateConflict(
+                f"no replica of this fleet takes weights: {_names(alive)}; a vLLM server takes them when it is started "
+                "with --weight-transfer-config and VLLM_SERVER_DEV_MODE=1"
+            )
+
     async def _close_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
@@ -357,6 +380,10 @@ class WeightCoordinator:
 
     def _timed(self, phase: str) -> Any:
         return self._metrics.weight_update_seconds.labels(phase).time()
+
+
+def _names(replicas: Sequence[Replica]) -> str:
+    return ", ".join(f"{replica.replica_id} ({replica.info.kind} at {replica.info.url})" for replica in replicas)
 
 
 def _check_capable(members: Sequence[Replica]) -> None:

@@ -11,9 +11,9 @@ from engines.config import SimConfig
 from engines.sim_dialect import Limits
 from engines.sim_server import SimServer
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
-from engines.vllm_engine import VllmEngine
 from gateway.config import Config
 from gateway.fleet import Fleet
+from gateway.listener import engine_client
 from gateway.metrics import Metrics
 from gateway.server import GatewayServer
 
@@ -40,7 +40,7 @@ class SimReplica:
             world_size=1,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=8,
-            engine_version="sim",
+            engine_version="0.32.0+sim",
             capabilities=frozenset({"/init_weight_transfer_engine"}),
             tensors=tuple(TensorMeta(name=n, dtype="float32", shape=tuple(s)) for n, s in sim.tensors.items()),
         )
@@ -69,11 +69,12 @@ class Rig:
         self.config = config
         self.sim = sim
         self.replicas: list[SimReplica] = []
+        self.external: list[ReplicaInfo] = []
         self.fleet = Fleet(
             config.fleet,
             expected=config.engine.num_replicas,
             discover=self._discover,
-            connect=lambda info: VllmEngine(info.replica_id, info.url),
+            connect=lambda info: engine_client(config, info),
         )
         app = GatewayServer(config, self.fleet, Metrics()).application()
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -143,7 +144,7 @@ class Rig:
         return {replica["replica_id"]: replica["state"] for replica in status["replicas"]}
 
     async def _discover(self) -> list[ReplicaInfo]:
-        return [replica.info for replica in self.replicas]
+        return [replica.info for replica in self.replicas] + self.external
 
 
 StartRig = Callable[..., Awaitable[Rig]]

@@ -11,6 +11,7 @@ from gateway.scheduler import Scheduler
 from gateway.wire.completions import (
     asked_of_engine,
     check_model,
+    check_replica,
     check_sampling,
     stamp_versions,
     versioned_salt,
@@ -44,12 +45,12 @@ class Chat:
     async def generate(self, rollout: Rollout, body: Json) -> Json:
         async def call(replica: Replica) -> Json:
             began = replica.weight_version
+            check_replica(body, replica)
             answer = await replica.engine.generate(PATH, asked_of_engine(body, began), self._config.generate_timeout_s)
-            for choice in answer["choices"]:
-                stamp_versions(choice, began, replica.weight_version)
-                if not body.get("return_token_ids"):
-                    choice["token_ids"] = None
+            stamp_versions(answer, began, replica.weight_version)
             if not body.get("return_token_ids"):
+                for choice in answer["choices"]:
+                    choice["token_ids"] = None
                 answer["prompt_token_ids"] = None
             return answer
 
@@ -57,6 +58,7 @@ class Chat:
 
     async def stream(self, rollout: Rollout, body: Json) -> AsyncGenerator[Json]:
         def call(replica: Replica) -> AsyncGenerator[Json]:
+            check_replica(body, replica)
             salted = {**body, "cache_salt": versioned_salt(body, replica.weight_version)}
             return replica.engine.stream(PATH, salted, self._config.generate_timeout_s)
 

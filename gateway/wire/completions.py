@@ -44,7 +44,8 @@ class Completions:
         """The prompts of a request. Raises `InvalidRequest` before any replica has work, naming field and prompt."""
         check_model(body, self._fleet)
         n = check_sampling(body, self._config.max_n)
-        max_len = min((replica.info.max_model_len for replica in self._fleet.alive), default=None)
+        lengths = [replica.info.max_model_len for replica in self._fleet.alive]
+        max_len = min((length for length in lengths if length is not None), default=None)
         rest = {key: value for key, value in body.items() if key not in ("prompt", "stream")}
         prompts = []
         for index, value in enumerate(_prompt_list(body)):
@@ -100,13 +101,14 @@ class Completions:
     async def _generate_one(self, prompt: Prompt) -> Json:
         async def call(replica: Replica) -> Json:
             began = replica.weight_version
+            check_replica(prompt.body, replica)
             body = asked_of_engine(prompt.body, began)
             try:
                 answer = await replica.engine.generate(PATH, body, self._config.generate_timeout_s)
             except EngineRefused as error:
                 raise _naming_prompt(error, prompt.index) from error
+            stamp_versions(answer, began, replica.weight_version)
             for choice in answer["choices"]:
-                stamp_versions(choice, began, replica.weight_version)
                 if not prompt.body.get("return_token_ids"):
                     choice |= {"token_ids": None, "prompt_token_ids": None}
             return answer
@@ -115,6 +117,7 @@ class Completions:
 
     async def _stream_one(self, prompt: Prompt) -> AsyncGenerator[Json]:
         def call(replica: Replica) -> AsyncGenerator[Json]:
+            check_replica(prompt.body, replica)
             body = {
                 **prompt.body,
                 "cache_salt": versioned_salt(prompt.body, replica.weight_version),
@@ -180,19 +183,37 @@ def versioned_salt(body: Json, version: int | None) -> str:
     return f"{body.get('cache_salt') or ''}v{version}"
 
 
-def stamp_versions(choice: Json, began: int | None, ended: int | None) -> None:
-    """Say which weights made the tokens: in the engine's words where it says so itself.
+def check_replica(body: Json, replica: Replica) -> None:
+    """Refuse what this replica's server cannot give."""
+    if body.get("return_token_ids") and not replica.info.is_vllm:
+        raise InvalidRequest(
+            f"return_token_ids is set, but replica {replica.replica_id} is the server at {replica.info.url}, which is "
+            "no vLLM and gives none",
+            param="return_token_ids",
+        )
+
+
+def stamp_versions(answer: Json, began: int | None, ended: int | None) -> None:
+    """Say which weights made the tokens of each choice: in the engine's words where it says so itself.
 
     Otherwise one span where the version was the same at both ends. Where it was not, the update fell inside, at a token
     that the engine alone knows: both versions are named, without limits.
     """
-    if spans := choice.get("weight_versions"):
-        for span in spans:
-            span["version"] = version_number(span["version"])
-    elif began == ended:
-        choice["weight_versions"] = [{"version": began, "start": 0, "end": len(choice["token_ids"])}]
-    else:
-        choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in (began, ended)]
+    for choice in answer["choices"]:
+        if spans := choice.get("weight_versions"):
+            for span in spans:
+                span["version"] = version_number(span["version"])
+        elif began == ended:
+            choice["weight_versions"] = [{"version": began, "start": 0, "end": _token_count(answer, choice)}]
+        else:
+            choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in (began, ended)]
+
+
+def _token_count(answer: Json, choice: Json) -> int | None:
+    """Tokens of one choice. Without token ids the usage tells them, which counts all choices together."""
+    if choice.get("token_ids") is not None:
+        return len(choice["token_ids"])
+    return (answer.get("usage") or {}).get("completion_tokens") if len(answer["choices"]) == 1 else None
 
 
 def _prompt_list(body: Json) -> list[Any]:

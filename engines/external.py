@@ -1,0 +1,199 @@
+"""A server that somebody else runs, vLLM or OpenAI-compatible: found out what it can do, then asked for that alone."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator
+
+from engines.config import EngineConfig
+from engines.engine import Json
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
+from engines.types import ReplicaInfo
+from engines.vllm_engine import VllmEngine
+
+_PROBE_TIMEOUT_S = 5.0
+_PROBE_INTERVAL_S = 1.0
+_RELEASE = re.compile(r"\d+\.\d+")
+
+# What every OpenAI-compatible server has, whether or not it says so.
+_COMMON_ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
+_WEIGHT_ROUTES = frozenset(
+    {
+        "/get_world_size",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/weight_info",
+    }
+)
+# Fields that the gateway adds for vLLM, and that other servers refuse or ignore.
+_VLLM_FIELDS = ("cache_salt", "return_token_ids")
+
+
+class ExternalEngine(VllmEngine):
+    """Client of a server that was not started by us. A route that it lacks is refused here, naming replica and route.
+
+    `api_key` is the bearer key of the server, if it wants one.
+    """
+
+    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
+        known = info.is_vllm and _RELEASE.match(info.engine_version)
+        super().__init__(info.replica_id, info.url, info.engine_version if known else "", api_key)
+        self._info = info
+        self._last_version = 0
+
+    async def health(self, timeout_s: float) -> None:
+        """Also raises when its weights went back: it was started anew, and what it was given is gone."""
+        await self.ask("GET", "/health" if self._info.has("/health") else "/v1/models", None, timeout_s)
+        if not self._info.takes_weights:
+            return
+        version = await self.weight_version(timeout_s) or 0
+        if version < self._last_version:
+            raise EngineFailed(
+                f"its weights went from version {self._last_version} back to {version}: was it started anew?",
+                replica_id=self.replica_id,
+            )
+        self._last_version = version
+
+    async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
+        route = path.partition("?")[0]
+        if not self._info.has(route):
+            raise EngineRefused(
+                f"the server at {self.url}, which is not ours, has no {route}",
+                status=404,
+                body={},
+                replica_id=self.replica_id,
+            )
+        return await super().ask(method, path, self._understood(body), timeout_s)
+
+    def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+        return super().stream(path, self._understood(body) or {}, timeout_s)
+
+    async def metrics(self, timeout_s: float) -> str:
+        return await super().metrics(timeout_s) if self._info.is_vllm else ""
+
+    def _understood(self, body: Json | None) -> Json | None:
+        if body is None or self._info.is_vllm:
+            return body
+        return {name: value for name, value in body.items() if name not in _VLLM_FIELDS}
+
+
+class ExternalServer:
+    """Stands where an `EngineServer` stands, with the same start, check and stop, and owns no process."""
+
+    def __init__(self, config: EngineConfig, *, replica_id: str, group: str) -> None:
+        self._config = config
+        self._replica_id = replica_id
+        self._group = group
+        self._url = config.url.rstrip("/")
+        self._key = config.api_key.get_secret_value() if config.api_key else ""
+        self._engine: ExternalEngine | None = None
+
+    async def start(self) -> ReplicaInfo:
+        """Wait for the server and find out what it can do. Raises `EngineStartFailed`, which says what is in the way.
+
+        The wait is bounded by `engine.start_timeout_s`; a server that refuses to list its models ends it at once.
+        """
+        await self.stop()
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                info = await self._describe(await self._list_models())
+        except TimeoutError as error:
+            raise EngineStartFailed(
+                f"the server at {self._url} did not answer /v1/models within {self._config.start_timeout_s:g} s "
+                "(engine.start_timeout_s)",
+                replica_id=self._replica_id,
+            ) from error
+        self._engine = ExternalEngine(info, self._key)
+        return info
+
+    async def check(self) -> None:
+        """Raise when the server does not answer."""
+        assert self._engine is not None
+        await self._engine.health(_PROBE_TIMEOUT_S)
+
+    async def stop(self) -> None:
+        """Close connections. The server goes on: it is not ours."""
+        if self._engine is not None:
+            await self._engine.close()
+
+    async def _list_models(self) -> list[Json]:
+        probe = VllmEngine(self._replica_id, self._url, api_key=self._key)
+        try:
+            while True:
+                try:
+                    return list((await probe.ask("GET", "/v1/models", None, _PROBE_TIMEOUT_S))["data"])
+                except EngineRefused as error:
+                    key = "; is engine.api_key right?" if error.status in (401, 403) else ""
+                    raise EngineStartFailed(f"{self._url}: {error}{key}") from error
+                except (KeyError, TypeError) as error:
+                    raise EngineStartFailed(
+                        f"/v1/models at {self._url} is no list of models: is this an OpenAI-compatible server?",
+                        replica_id=self._replica_id,
+                    ) from error
+                except (EngineError, DeadlineExceeded):
+                    await asyncio.sleep(_PROBE_INTERVAL_S)
+        finally:
+            await probe.close()
+
+    async def _describe(self, models: list[Json]) -> ReplicaInfo:
+        card = self._chosen(models)
+        probe = VllmEngine(self._replica_id, self._url, api_key=self._key)
+        try:
+            routes, version, world_size = await _capabilities(probe, str(card["id"]))
+        finally:
+            await probe.close()
+        is_vllm = card.get("owned_by") == "vllm" and bool(version)
+        takes_weights = is_vllm and routes >= _WEIGHT_ROUTES
+        return ReplicaInfo(
+            replica_id=self._replica_id,
+            incarnation=f"{self._url}@{time.time_ns()}",
+            group=self._group,
+            kind=self._config.kind,
+            url=self._url,
+            model=str(card["id"]),
+            world_size=world_size if takes_weights else 0,
+            max_model_len=card.get("max_model_len") or self._config.max_model_len,
+            max_num_seqs=self._config.max_num_seqs,
+            engine_version=version or "unknown",
+            capabilities=routes,
+            is_vllm=is_vllm,
+        )
+
+    def _chosen(self, models: list[Json]) -> Json:
+        """The model that `engine.served_model_name` or `engine.model` names, else the first."""
+        wanted = self._config.served_model_name or self._config.model
+        for card in models:
+            if wanted in ("", card.get("id")):
+                return card
+        there = ", ".join(str(card.get("id")) for card in models) or "none"
+        raise EngineStartFailed(
+            f"the server at {self._url} has no model {wanted!r} (engine.model); it has {there}",
+            replica_id=self._replica_id,
+        )
+
+
+async def _capabilities(probe: VllmEngine, model: str) -> tuple[frozenset[str], str, int]:
+    """Routes, version ("" where it does not say) and workers (0 where it does not say) of the server."""
+    openapi, health, version, world, tokenize = await asyncio.gather(
+        _answer(probe, "GET", "/openapi.json"),
+        _answer(probe, "GET", "/health"),
+        _answer(probe, "GET", "/version"),
+        _answer(probe, "GET", "/get_world_size"),
+        _answer(probe, "POST", "/tokenize", {"model": model, "prompt": "a"}),
+    )
+    tried = {"/health": health, "/version": version, "/get_world_size": world, "/tokenize": tokenize}
+    listed = openapi.get("paths") if openapi else None
+    found = {route for route, answer in tried.items() if answer is not None}
+    routes = _COMMON_ROUTES | found | set(listed if isinstance(listed, dict) else ())
+    size = (world or {}).get("world_size")
+    return routes, str((version or {}).get("version") or ""), size if isinstance(size, int) else 0
+
+
+async def _answer(probe: VllmEngine, method: str, path: str, body: Json | None = None) -> Json | None:
+    """What the route says; None where there is none, or it does not answer in time."""
+    try:
+        return await probe.ask(method, path, body, _PROBE_TIMEOUT_S)
+    except (EngineError, DeadlineExceeded):
+        return None

@@ -123,6 +123,7 @@ class Fleet:
         self._connect = connect
         self._replicas: dict[str, Replica] = {}
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
         self._incomplete_since: float | None = time.monotonic()
@@ -179,6 +180,11 @@ class Fleet:
             if known is None or known.info.incarnation != info.incarnation:
                 await self._welcome(info, known)
 
+    async def settled(self) -> None:
+        """Returns when no replica is SUSPECT: before long each is vouched for again, or LOST."""
+        while any(replica.state is ReplicaState.SUSPECT for replica in self.replicas):
+            await self._changed.wait()
+
     def set_state(self, replica: Replica, state: ReplicaState, reason: str) -> None:
         if replica.state is state:
             return
@@ -191,6 +197,8 @@ class Fleet:
             self._forget(replica)
         missing = len(self.alive) < self.expected
         self._incomplete_since = (self._incomplete_since or time.monotonic()) if missing else None
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
         for listener in self._listeners:
             listener()
 

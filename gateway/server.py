@@ -149,7 +149,7 @@ class GatewayServer:
     # Routes for admin keys
 
     async def _world_size(self, request: web.Request) -> web.Response:
-        return reply({"world_size": self._weights.world_size()})
+        return reply({"world_size": await self._weights.world_size()})
 
     async def _init_weights(self, request: web.Request) -> web.Response:
         await self._weights.init(_section(await read_object(request), "init_info"))

@@ -57,7 +57,7 @@ class TransferGroup:
 
     @property
     def broken_by(self) -> Replica | None:
-        return next((replica for replica in self.members if not replica.is_alive), None)
+        return next((replica for replica in self.members if replica.state is ReplicaState.LOST), None)
 
 
 @dataclass(slots=True)
@@ -98,8 +98,9 @@ class WeightCoordinator:
     def is_paused(self) -> bool:
         return self._paused is not None
 
-    def world_size(self) -> int:
+    async def world_size(self) -> int:
         """Workers that a trainer's transfer group must make room for."""
+        await self._settled()
         return sum(replica.info.world_size for replica in self._fleet.alive)
 
     async def init(self, init_info: Json) -> None:
@@ -107,6 +108,7 @@ class WeightCoordinator:
         async with self._exclusively("init_weight_transfer_engine"):
             await self._abort("a trainer opened a new transfer group")
             await self._close_group()
+            await self._settled()
             members = tuple(replica for replica in self._fleet.alive if replica.info.takes_weights)
             self._check_some_take_weights(members)
             _check_capable(members)
@@ -130,7 +132,7 @@ class WeightCoordinator:
     async def start(self) -> None:
         """Open the next version: hold new rollouts back and let those in flight finish."""
         async with self._exclusively("start_weight_update"):
-            self._whole_group()
+            await self._whole_group()
             if self._update is not None:
                 raise WeightUpdateConflict(
                     f"update to version {self._update.version} is open since {self._update.age_s:.1f} s: finish it, or "
@@ -151,7 +153,7 @@ class WeightCoordinator:
     async def receive(self, update_info: Json) -> None:
         """Have every replica of the group receive the tensors that the trainer is about to send."""
         async with self._exclusively("update_weights"):
-            update, group = self._open_update("update_weights"), self._whole_group()
+            update, group = self._open_update("update_weights"), await self._whole_group()
             try:
                 self._check_tensors(update_info, group)
             except InvalidRequest as error:
@@ -178,7 +180,7 @@ class WeightCoordinator:
     async def finish(self) -> int:
         """Commit on every replica and serve again. Returns the version now served."""
         async with self._exclusively("finish_weight_update"):
-            update, group = self._open_update("finish_weight_update"), self._whole_group()
+            update, group = self._open_update("finish_weight_update"), await self._whole_group()
             if update.phase is Phase.OPEN:
                 await self._abort("no tensors were sent")
                 return self._fleet.version
@@ -288,10 +290,19 @@ class WeightCoordinator:
             raise WeightUpdateConflict(f"/{call} without an open update: call /start_weight_update first")
         return self._update
 
-    def _whole_group(self) -> TransferGroup:
+    async def _settled(self) -> None:
+        """A probe that came late on a busy machine must neither break a group nor leave a replica out of one."""
+        try:
+            async with asyncio.timeout(self._config.control_timeout_s):
+                await self._fleet.settled()
+        except TimeoutError:
+            log.warning("a replica stays SUSPECT", seconds=self._config.control_timeout_s)
+
+    async def _whole_group(self) -> TransferGroup:
         group = self._group
         if group is None:
             raise WeightUpdateConflict("there is no transfer group: call /init_weight_transfer_engine first")
+        await self._settled()
         if (gone := group.broken_by) is not None:
             raise WeightUpdateFailed(
                 f"the transfer group is broken: replica {gone.replica_id} left it ({gone.state}: {gone.reason}); call "

@@ -174,6 +174,18 @@ async def test_a_broken_group_is_refused_with_the_remedy(rig: Rig) -> None:
     assert "engine-0" in reply["error"]["message"]
 
 
+async def test_a_probe_that_comes_late_does_not_break_the_group(rig: Rig) -> None:
+    await rig.open_group()
+    rig.fleet.suspect(rig.fleet.replicas[0], "a probe came late")
+    await rig.update()
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+
+
+async def test_a_replica_whose_probe_came_late_is_not_left_out_of_the_group(rig: Rig) -> None:
+    rig.fleet.suspect(rig.fleet.replicas[0], "a probe came late")
+    assert await rig.get("/get_world_size") == (200, {"world_size": 2})
+
+
 async def test_a_new_trainer_ends_what_the_last_one_left_open(rig: Rig) -> None:
     await rig.open_group()
     await rig.post("/start_weight_update", {})

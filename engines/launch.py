@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+from engines.arguments import check_extra, installed_arguments
 from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.process import Command
@@ -34,7 +35,11 @@ _VLLM_LEVERS = (
 
 
 def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
-    """The command of one replica on loopback `port`. Its seed is `engine.seed` + `index`."""
+    """The command of one replica on loopback `port`. Its seed is `engine.seed` + `index`.
+
+    Blocks for seconds where `engine.extra` is given and the engine of this version was never asked what it takes.
+    Raises `ConfigError` where the engine does not take it, or is not installed.
+    """
     if config.kind is EngineKind.EXTERNAL:
         raise ConfigError(f"engine.kind = 'external' starts nothing: {config.url} is somebody else's server")
     build = {EngineKind.VLLM: _vllm_command, EngineKind.SIM: _sim_command}[config.kind]
@@ -53,6 +58,9 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     version, on_cpu = _installed_vllm()
     if config.device == "cuda" and on_cpu:
         raise ConfigError(f"engine.device = 'cuda', but the installed vLLM {version} is the CPU build")
+    if config.extra:
+        build = "cpu" if on_cpu else "cuda"
+        check_extra(config.extra, f"vLLM {version}", installed_arguments(f"vllm-{version}-{build}"))
     on_cpu = on_cpu or config.device == "cpu"
     backend = config.weight_transfer if config.weight_transfer != "auto" else ("gloo" if on_cpu else "nccl")
     levers: dict[str, Any] = {name: getattr(config, name) for name in _VLLM_LEVERS}

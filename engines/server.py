@@ -61,7 +61,7 @@ class EngineServer:
         await self.stop()
         config, port = self._config, free_port()
         log_path = Path(config.log_dir) / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
-        command = engine_command(config, port=port, index=self._index)
+        command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
         self._process = EngineProcess(command, log_path, config.stop_timeout_s)
         self._engine = engine = VllmEngine(self._replica_id, f"http://127.0.0.1:{port}")
         self._process.start()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines import sim_server
+from engines import launch, sim_server
 from engines.config import EngineConfig, SimConfig
 from engines.errors import ConfigError
 from engines.launch import engine_command, gpus_per_replica
@@ -42,6 +42,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return found[distribution]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(launch, "installed_arguments", lambda name: None)
     return found
 
 
@@ -180,6 +181,22 @@ def test_extra_passes_through_and_wins() -> None:
     assert given["enable-lora"] == ""
     assert json.loads(given["compilation-config"]) == {"level": 3}
     assert "seed" not in given
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_extra_that_the_engine_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def arguments(name: str) -> frozenset[str]:
+        asked.append(name)
+        return frozenset({"max-loras"})
+
+    monkeypatch.setattr(launch, "installed_arguments", arguments)
+    assert flags(command(extra={"max_loras": 2}))["max-loras"] == "2"
+    with pytest.raises(ConfigError, match=r"engine\.extra\.max_lora: vLLM 0\.32\.0 has no such argument; did you mean"):
+        command(extra={"max_lora": 2})
+    command()
+    assert asked == ["vllm-0.32.0-cuda"] * 2, "the engine is asked where there is something to check"
 
 
 @pytest.mark.usefixtures("cuda_build")

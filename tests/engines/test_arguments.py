@@ -1,0 +1,61 @@
+"""What an installed engine takes is asked of itself, and a wrong name is told with its neighbour."""
+
+from pathlib import Path
+
+import pytest
+
+from engines.arguments import check_extra, installed_arguments
+from engines.errors import ConfigError
+
+KNOWN = frozenset({"max-loras", "no-enable-lora", "compilation-config"})
+SCRIPT = 'print("loading"); print(\'["-h", "--help", "--max-loras"]\')'
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": str(tmp_path)}
+
+
+@pytest.mark.parametrize("name", ["max_loras", "max-loras", "no_enable_lora", "compilation_config.mode"])
+def test_an_argument_of_the_engine_passes(name: str) -> None:
+    check_extra([name], "vLLM 1.2", KNOWN)
+
+
+def test_a_wrong_name_is_told_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.extra\.max_lora: vLLM 1\.2 .* did you mean max_loras\?"):
+        check_extra(["max_lora"], "vLLM 1.2", KNOWN)
+
+
+def test_a_name_without_a_neighbour_is_told_alone() -> None:
+    with pytest.raises(ConfigError, match=r"no such argument$"):
+        check_extra(["zzz"], "vLLM 1.2", KNOWN)
+
+
+def test_without_the_engines_word_nothing_is_refused() -> None:
+    check_extra(["zzz"], "vLLM 1.2", None)
+
+
+def test_the_answer_is_kept_per_version(environ: dict[str, str]) -> None:
+    assert installed_arguments("vllm-1.2", SCRIPT, environ) == {"help", "max-loras"}
+    assert installed_arguments("vllm-1.2", "raise SystemExit(1)", environ) == {"help", "max-loras"}
+    assert installed_arguments("vllm-1.3", "raise SystemExit(1)", environ) is None
+
+
+@pytest.mark.parametrize("script", ["", "print('not JSON')", "print(1)", "import no_such_engine"])
+def test_an_engine_that_does_not_tell_is_unknown(environ: dict[str, str], script: str) -> None:
+    assert installed_arguments("vllm-1.2", script, environ) is None
+
+
+def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "file")}
+    assert installed_arguments("vllm-1.2", SCRIPT, environ) == {"help", "max-loras"}
+
+
+@pytest.mark.vllm
+def test_the_installed_vllm_tells_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    known = installed_arguments("vllm")
+    assert known is not None
+    assert {"max-num-seqs", "no-enable-lora", "compilation-config"} <= known

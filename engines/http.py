@@ -54,9 +54,16 @@ class HttpEngine(Engine, ABC):
                     return
                 chunk = self._decoded(path, event)
                 if "error" in chunk:
-                    raise EngineFailed(f"{path} broke off: {chunk['error']}", replica_id=self.replica_id)
+                    raise self._broken_off(path, chunk)
                 yield chunk
         raise EngineUnreachable(f"{path} ended without [DONE]", replica_id=self.replica_id)
+
+    def _broken_off(self, path: str, chunk: Json) -> EngineRefused | EngineFailed:
+        message, error = f"{path} broke off: {chunk['error']}", chunk["error"]
+        code = error.get("code") if isinstance(error, dict) else None
+        if isinstance(code, int) and 400 <= code < 500:
+            return EngineRefused(message, status=code, body=chunk, replica_id=self.replica_id)
+        return EngineFailed(message, replica_id=self.replica_id)
 
     async def _read(self, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
         async with self._request(method, path, body, timeout_s) as response:
@@ -88,7 +95,7 @@ class HttpEngine(Engine, ABC):
             body = orjson.loads(content)
         except orjson.JSONDecodeError:
             body = {}
-        message = f"{path} answered {status}: {_message(body) or content[:500].decode(errors='replace')}"
+        message = f"{path} answered {status}: {message_of(body) or content[:500].decode(errors='replace')}"
         if status < 500 and isinstance(body, dict):
             return EngineRefused(message, status=status, body=body, replica_id=self.replica_id)
         return EngineFailed(message, replica_id=self.replica_id)
@@ -114,7 +121,7 @@ class _Response(aiohttp.ClientResponse):
         return self
 
 
-def _message(body: Any) -> str:
+def message_of(body: Any) -> str:
     """The text of an error body, which vLLM nests in one of two ways."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error.get("detail", "")) if isinstance(error, dict) else error)

@@ -1,0 +1,292 @@
+"""vLLM's completions, said in SGLang's words: a body of one prompt to /generate's, and its answers back. Pure.
+
+    vLLM                                       SGLang
+    prompt (text, token ids)                   text, input_ids
+    max_tokens (16 unless given), min_tokens   max_new_tokens, min_new_tokens
+    seed                                       sampling_seed: obeyed with enable_deterministic_inference alone
+    top_k 0 or -1                              left out
+    structured_outputs regex, json, grammar    regex, json_schema, ebnf
+    include_stop_str_in_output                 no_stop_trim
+    cache_salt                                 extra_key
+    logprobs k                                 return_logprob, top_logprobs_num k
+    prompt_logprobs k                          the same, logprob_start_len 0
+    return_token_ids                           output_ids, and return_prompt_token_ids
+
+An unknown field is refused: SGLang would read some of them as nothing.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines.engine import Json
+from engines.errors import InvalidRequest
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+_SAME_NAME = frozenset(
+    {
+        "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+        "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
+    }
+)  # fmt: skip
+_RENAMED = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
+}
+_GRAMMARS = {"regex": "regex", "json": "json_schema", "grammar": "ebnf"}
+_TOLD_ELSEWHERE = frozenset(
+    {
+        "prompt", "model", "stream", "stream_options", "logprobs", "prompt_logprobs", "return_token_ids",
+        "return_tokens_as_token_ids", "cache_salt", "structured_outputs", "request_id", "user", "priority",
+    }
+)  # fmt: skip
+# Fields that change nothing when they have this value; with any other SGLang has no word for them.
+_NEUTRAL: dict[str, Any] = {
+    "echo": False, "best_of": 1, "use_beam_search": False, "suffix": "", "add_special_tokens": True,
+    "detokenize": True, "truncate_prompt_tokens": -1, "bad_words": [], "allowed_token_ids": [],
+}  # fmt: skip
+_DEFAULT_MAX_TOKENS = 16
+
+
+def generate_body(body: Json) -> Json:
+    """The body of /generate. Raises `InvalidRequest` for what SGLang has no word for."""
+    asked: Json = {"sampling_params": _sampling(body), "return_prompt_token_ids": bool(body.get("return_token_ids"))}
+    prompt = body.get("prompt")
+    asked["text" if isinstance(prompt, str) else "input_ids"] = prompt
+    if (salt := body.get("cache_salt")) is not None:
+        asked["extra_key"] = salt
+    counts = [count for key in ("logprobs", "prompt_logprobs") if (count := body.get(key)) is not None]
+    if counts:
+        asked |= {"return_logprob": True, "top_logprobs_num": _top_count(counts)}
+    if body.get("prompt_logprobs") is not None:
+        asked["logprob_start_len"] = 0
+    return asked
+
+
+@dataclass(slots=True)
+class Told:
+    """How much of each sample the chunks of a stream have told so far."""
+
+    characters: dict[int, int] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+    completion_tokens: dict[int, int] = field(default_factory=dict)
+
+
+class CompletionReply:
+    """Puts SGLang's answers to one body into vLLM's form."""
+
+    def __init__(self, body: Json) -> None:
+        self._body = body
+        self._envelope: Json = {"id": "", "object": "text_completion", "created": int(time.time())}
+        self._envelope["model"] = body.get("model")
+        self._told = Told()
+        self._prompt_tokens = 0
+
+    def whole(self, answers: list[Json]) -> Json:
+        choices = [self._choice(index, answer, 0, 0) for index, answer in enumerate(answers)]
+        for choice, answer in zip(choices, answers, strict=True):
+            choice["prompt_logprobs"] = self._prompt_logprobs(answer["meta_info"])
+        for index, answer in enumerate(answers):
+            self._count(index, answer["meta_info"])
+        return {**self._identified(answers[0]), "choices": choices, "usage": self.usage()}
+
+    def chunk(self, answer: Json) -> Json | None:
+        """What a streamed answer adds to those before it: its text and ids are those from the start of its sample."""
+        index, told = answer.get("index", 0), self._told
+        choice = self._choice(index, answer, told.characters.get(index, 0), told.tokens.get(index, 0))
+        if index in told.tokens:
+            choice["prompt_token_ids"] = None
+        told.characters[index], told.tokens[index] = len(answer["text"]), len(answer["output_ids"])
+        self._count(index, answer["meta_info"])
+        is_empty = not choice["text"] and choice["finish_reason"] is None and not choice["token_ids"]
+        return None if is_empty else {**self._identified(answer), "choices": [choice]}
+
+    def last(self) -> Json:
+        """The chunk with the usage alone."""
+        return {**self._envelope, "choices": [], "usage": self.usage()}
+
+    def usage(self) -> Json:
+        completion_tokens = sum(self._told.completion_tokens.values())
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self._prompt_tokens + completion_tokens,
+        }
+
+    def _identified(self, answer: Json) -> Json:
+        self._envelope["id"] = f"cmpl-{answer['meta_info']['id']}"
+        return self._envelope
+
+    def _count(self, index: int, meta: Json) -> None:
+        self._prompt_tokens = meta["prompt_tokens"]
+        self._told.completion_tokens[index] = meta["completion_tokens"]
+
+    def _choice(self, index: int, answer: Json, character: int, token: int) -> Json:
+        meta, wants_ids = answer["meta_info"], self._body.get("return_token_ids")
+        reason, stop = _finish(meta.get("finish_reason"), self._body.get("stop_token_ids") or [])
+        choice: Json = {
+            "index": index,
+            "text": answer["text"][character:],
+            "token_ids": answer["output_ids"][token:] if wants_ids else None,
+            "prompt_token_ids": (answer.get("prompt_token_ids") or self._prompt_ids()) if wants_ids else None,
+            "logprobs": self._logprobs(meta, token) if self._body.get("logprobs") is not None else None,
+            "finish_reason": reason,
+            "stop_reason": stop,
+        }
+        if reason and (spans := meta.get("weight_versions")):
+            choice["weight_versions"] = [_span(span) for span in spans]
+        return choice
+
+    def _prompt_ids(self) -> list[int] | None:
+        prompt = self._body["prompt"]
+        return prompt if isinstance(prompt, list) else None
+
+    def _logprobs(self, meta: Json, token: int) -> Json:
+        count = self._body["logprobs"]
+        chosen = meta.get("output_token_logprobs", [])[token:]
+        tops = (meta.get("output_top_logprobs") or [])[token:] or [None] * len(chosen)
+        names = [_name(entry) for entry in chosen]
+        return {
+            "text_offset": _offsets(names),
+            "token_logprobs": [entry[0] for entry in chosen],
+            "tokens": names,
+            "top_logprobs": [
+                {_name(entry): entry[0] for entry in (one, *(top or [])[:count])}
+                for one, top in zip(chosen, tops, strict=True)
+            ],
+        }
+
+    def _prompt_logprobs(self, meta: Json) -> list[Json | None] | None:
+        """Teacher-forced log-probs by token id; the first token has none."""
+        count = self._body.get("prompt_logprobs")
+        if count is None:
+            return None
+        chosen = meta.get("input_token_logprobs", [])
+        tops = meta.get("input_top_logprobs") or [None] * len(chosen)
+        return [
+            None if one[0] is None else _scored(one, (top or [])[:count]) for one, top in zip(chosen, tops, strict=True)
+        ]
+
+
+def chat_body(body: Json) -> Json:
+    """The body of SGLang's own chat route, which takes vLLM's fields but for those of structured output."""
+    if body.get("prompt_logprobs") is not None:
+        raise InvalidRequest("SGLang gives no prompt_logprobs for a conversation", param="prompt_logprobs")
+    rest = {key: value for key, value in body.items() if key not in ("structured_outputs", "prompt_logprobs")}
+    grammar = _grammar(body.get("structured_outputs"))
+    if (schema := grammar.pop("json_schema", None)) is not None:
+        rest["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": json.loads(schema)},
+        }
+    return rest | grammar
+
+
+def chat_reply(answer: Json) -> Json:
+    """vLLM tells the prompt's ids once, SGLang with each choice."""
+    for choice in answer["choices"]:
+        answer["prompt_token_ids"] = choice.pop("prompt_token_ids", answer.get("prompt_token_ids"))
+        choice.setdefault("token_ids", None)
+    return answer
+
+
+def error_body(message: str, status: int, param: str | None) -> Json:
+    """An error as vLLM puts it."""
+    return {"error": {"message": message, "type": "BadRequestError", "param": param, "code": status}}
+
+
+def server_info(info: Json) -> Json:
+    """What trainers read of vLLM's /server_info?config_format=json."""
+    dtype = info.get("dtype") or "auto"
+    model_config = {
+        "model": info["model_path"],
+        "dtype": dtype if dtype == "auto" else f"torch.{dtype}",
+        # Of SGLang's log-probs temperature is part, top_p and top_k are not.
+        "logprobs_mode": "processed_logprobs",
+        "max_model_len": info.get("context_length"),
+        "max_logprobs": -1,
+    }
+    return {
+        "vllm_config": {
+            "model_config": model_config,
+            "parallel_config": {"data_parallel_size": info.get("dp_size", 1), "world_size": world_size(info)},
+            "weight_transfer_config": {"backend": "nccl"},
+            "lora_config": None,
+        }
+    }
+
+
+def world_size(info: Json) -> int:
+    """Ranks that one server takes in a weight group."""
+    return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
+
+
+def _sampling(body: Json) -> Json:
+    sampling: Json = {"max_new_tokens": _DEFAULT_MAX_TOKENS}
+    for key, value in body.items():
+        if value is None or key in _TOLD_ELSEWHERE:
+            continue
+        if key in _SAME_NAME or key in _RENAMED:
+            sampling[_RENAMED.get(key, key)] = value
+        elif key not in _NEUTRAL or value != _NEUTRAL[key]:
+            raise InvalidRequest(f"SGLang has no word for {key} = {value!r}: leave it out, or use vLLM", param=key)
+    if sampling.get("top_k") in (0, -1):
+        del sampling["top_k"]  # vLLM's two words for no limit; SGLang refuses one of them
+    return sampling | _grammar(body.get("structured_outputs"))
+
+
+def _grammar(wanted: Json | None) -> Json:
+    given = {key: value for key, value in (wanted or {}).items() if value is not None}
+    for key in given:
+        if key not in _GRAMMARS:
+            known = ", ".join(_GRAMMARS)
+            raise InvalidRequest(f"structured_outputs.{key} is none of what SGLang knows: {known}", param=key)
+    if (schema := given.get("json")) is not None and not isinstance(schema, str):
+        given["json"] = json.dumps(schema)
+    return {_GRAMMARS[key]: value for key, value in given.items()}
+
+
+def _top_count(counts: Iterable[Any]) -> int:
+    for count in (counts := list(counts)):
+        if type(count) is not int or count < 0:
+            raise InvalidRequest(f"logprobs = {count!r}: SGLang needs a whole number of at least 0", param="logprobs")
+    return int(max(counts))
+
+
+def _finish(reason: Json | None, stop_token_ids: list[int]) -> tuple[str | None, Any]:
+    """vLLM's finish_reason and stop_reason. A stop at the end-of-sequence token has no stop_reason there."""
+    if reason is None:
+        return None, None
+    matched = reason.get("matched")
+    return reason["type"], matched if isinstance(matched, str) or matched in stop_token_ids else None
+
+
+def _span(span: Any) -> Json:
+    version, start, end = (span["version"], span["start"], span["end"]) if isinstance(span, dict) else span
+    return {"version": str(version), "start": start, "end": end}
+
+
+def _name(entry: list[Any]) -> str:
+    return f"token_id:{entry[1]}"
+
+
+def _offsets(names: list[str]) -> list[int]:
+    offsets = [0]
+    for name in names:
+        offsets.append(offsets[-1] + len(name))
+    return offsets[:-1]
+
+
+def _scored(one: list[Any], top: list[Any]) -> Json:
+    ranks = {entry[1]: rank for rank, entry in enumerate(top, start=1)}
+    return {
+        str(entry[1]): {"logprob": entry[0], "rank": ranks.get(entry[1]), "decoded_token": entry[2]}
+        for entry in (one, *top)
+    }

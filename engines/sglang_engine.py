@@ -1,0 +1,248 @@
+"""An SGLang server over HTTP, spoken to in vLLM's dialect (seen with 0.5.17 and 0.5.23).
+
+    vLLM                                  SGLang
+    POST /v1/completions                  /generate, see `sglang_dialect`
+    POST /v1/chat/completions             the same; structured_outputs becomes regex, ebnf or response_format
+    POST /tokenize, /detokenize           /v1/tokenize, /v1/detokenize; the text is `prompt`, not `text`
+    GET /v1/models, /health, /metrics     the same
+    GET /version, /server_info,           /server_info
+        /get_world_size
+    GET /weight_info                      /model_info weight_version
+    POST /pause mode=abort                /pause_generation abort
+                mode=keep                 /pause_generation in_place
+                mode=wait                 poll /v1/loads until nothing runs, then in_place
+    POST /resume                          /continue_generation
+    POST /reset_prefix_cache              /flush_cache, which answers 400 while requests run
+    POST /init_weight_transfer_engine     /init_weights_update_group
+    POST /shutdown_weight_transfer_engine /destroy_weights_update_group
+    POST /start_weight_update             /begin_weight_update where the version has it (0.5.23)
+    POST /update_weights                  /update_weights_from_distributed, one broadcast a tensor, in the order named,
+                                          or one of all of them with load_format = flattened_bucket
+    POST /finish_weight_update            /end_weight_update where there is one, then /update_weight_version
+
+vLLM's packed chunks cannot be received, nor can its rendezvous: a sender joins as rank 0 of a process group of torch's
+own, called "rollout_gateway", and says `packed: false`. SGLang takes distributed updates without data parallel only.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Iterator
+
+from engines.engine import Json
+from engines.errors import DeadlineExceeded, EngineRefused, InvalidRequest
+from engines.http import HttpEngine, message_of
+from engines.sglang_dialect import (
+    CHAT,
+    COMPLETIONS,
+    CompletionReply,
+    chat_body,
+    chat_reply,
+    error_body,
+    generate_body,
+    server_info,
+    world_size,
+)
+from engines.types import PauseMode
+from engines.vllm_engine import version_number
+
+_GROUP = "rollout_gateway"
+_POLL_S = 0.05
+_NO_TOKEN = 2**31 - 1
+_BEGIN = "/begin_weight_update"
+_UPDATE_ROUTE = "/update_weights_from_distributed"
+
+# Routes of vLLM's dialect that this client answers, and SGLang's route that each needs.
+_ROUTES = {
+    "/health": "/health",
+    "/metrics": "/metrics",
+    "/v1/models": "/v1/models",
+    COMPLETIONS: "/generate",
+    CHAT: CHAT,
+    "/tokenize": "/v1/tokenize",
+    "/detokenize": "/v1/detokenize",
+    "/version": "/server_info",
+    "/server_info": "/server_info",
+    "/get_world_size": "/server_info",
+    "/weight_info": "/model_info",
+    "/pause": "/pause_generation",
+    "/resume": "/continue_generation",
+    "/reset_prefix_cache": "/flush_cache",
+    "/init_weight_transfer_engine": "/init_weights_update_group",
+    "/shutdown_weight_transfer_engine": "/destroy_weights_update_group",
+    "/start_weight_update": _UPDATE_ROUTE,
+    "/update_weights": _UPDATE_ROUTE,
+    "/finish_weight_update": "/update_weight_version",
+}
+
+
+class SglangEngine(HttpEngine):
+    """One SGLang server. Whether it knows update sessions is asked of the server itself when a group opens."""
+
+    def __init__(self, replica_id: str, url: str, api_key: str = "") -> None:
+        super().__init__(replica_id, url, api_key)
+        self._has_sessions = False
+        self._load_format: str | None = None
+        self._vocab_size: int | None = None
+
+    async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
+        match path.partition("?")[0]:
+            case "/openapi.json":
+                served = (await self._call("GET", path, None, timeout_s))["paths"]
+                return {"paths": {route: {} for route, needed in _ROUTES.items() if needed in served}}
+            case "/server_info":
+                return server_info(await self._info(timeout_s))
+            case "/version":
+                return {"version": (await self._info(timeout_s))["version"]}
+            case "/get_world_size":
+                return {"world_size": world_size(await self._info(timeout_s))}
+            case "/weight_info":
+                return {"weight_version": str(await self.weight_version(timeout_s))}
+            case "/tokenize":
+                return await self._call(method, "/v1/tokenize", body, timeout_s)
+            case "/detokenize":
+                return {"prompt": (await self._call(method, "/v1/detokenize", body, timeout_s))["text"]}
+            case _:
+                return await self._call(method, path, body, timeout_s)
+
+    async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
+        with self._in_vllms_words():
+            await self._check_token_ids(body, timeout_s)
+            if path == CHAT:
+                return chat_reply(await self._call("POST", path, chat_body(body) | {"stream": False}, timeout_s))
+            answer = await self._call("POST", "/generate", generate_body(body) | {"stream": False}, timeout_s)
+            # SGLang answers with a list where n is more than one.
+            return CompletionReply(body).whole(answer.get("value", [answer]))
+
+    async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+        with self._in_vllms_words():
+            await self._check_token_ids(body, timeout_s)
+            if path == CHAT:
+                async for chunk in self._events(path, chat_body(body) | {"stream": True}, timeout_s):
+                    yield chunk
+                return
+            reply = CompletionReply(body)
+            async for answer in self._events("/generate", generate_body(body) | {"stream": True}, timeout_s):
+                if (told := reply.chunk(answer)) is not None:
+                    yield told
+            if (body.get("stream_options") or {}).get("include_usage"):
+                yield reply.last()
+
+    async def weight_version(self, timeout_s: float) -> int | None:
+        return version_number(str((await self._call("GET", "/model_info", None, timeout_s))["weight_version"]))
+
+    async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
+        if init_info.get("packed", True):
+            raise self._refusal(
+                "SGLang cannot receive vLLM's packed chunks, which TRL's client sends: send one broadcast a tensor "
+                "over a process group of torch's own with packed = false, or serve this fleet with vLLM alone",
+                "packed",
+            )
+        self._has_sessions = _BEGIN in (await self._call("GET", "/openapi.json", None, timeout_s))["paths"]
+        self._load_format = init_info.get("load_format")
+        group = {key: init_info[key] for key in ("master_address", "master_port", "rank_offset", "world_size")}
+        body = group | {"group_name": _GROUP, "backend": init_info.get("backend", "nccl")}
+        await self._call("POST", "/init_weights_update_group", body, timeout_s)
+
+    async def close_weight_group(self, timeout_s: float) -> None:
+        await self._call("POST", "/destroy_weights_update_group", {"group_name": _GROUP}, timeout_s)
+
+    async def start_weight_update(self, timeout_s: float) -> None:
+        if self._has_sessions:
+            await self._call("POST", _BEGIN, {"selector": "all"}, timeout_s)
+
+    async def update_weights(self, update_info: Json, timeout_s: float) -> None:
+        # No flush: prefixes are salted by weight version, and SGLang refuses to flush under requests it has paused.
+        body = {
+            "names": update_info["names"],
+            "dtypes": update_info["dtype_names"],
+            "shapes": update_info["shapes"],
+            "group_name": _GROUP,
+            "flush_cache": False,
+            "load_format": update_info.get("load_format", self._load_format),
+        }
+        await self._call("POST", _UPDATE_ROUTE, body, timeout_s)
+
+    async def finish_weight_update(self, version: int, timeout_s: float) -> None:
+        if self._has_sessions:
+            await self._call("POST", "/end_weight_update", {}, timeout_s)
+        # Aborting all requests is what SGLang does here unless told not to.
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._call("POST", "/update_weight_version", body, timeout_s)
+
+    async def abandon_weight_update(self, timeout_s: float) -> None:
+        if self._has_sessions:
+            with contextlib.suppress(EngineRefused):  # a failed transfer may have ended the session
+                await self._call("POST", "/end_weight_update", {}, timeout_s)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
+        if mode is PauseMode.WAIT:
+            await self._drained(timeout_s)
+        # Kept requests hold their KV in place; they give it up, and are read again, when they are retracted.
+        kept = "retract" if mode is PauseMode.KEEP and clear_cache else "in_place"
+        body = {"mode": "abort" if mode is PauseMode.ABORT else kept}
+        await self._call("POST", "/pause_generation", body, timeout_s)
+        if clear_cache:
+            await self.reset_prefix_cache(timeout_s)
+
+    async def resume(self, timeout_s: float) -> None:
+        await self._call("POST", "/continue_generation", {}, timeout_s)
+
+    async def reset_prefix_cache(self, timeout_s: float) -> bool:
+        try:
+            await self._read("POST", "/flush_cache", None, timeout_s)
+        except EngineRefused:
+            return False
+        return True
+
+    async def _check_token_ids(self, body: Json, timeout_s: float) -> None:
+        """Refuse ids outside the vocabulary: SGLang does not look, and the whole server dies of one."""
+        prompt = body.get("prompt")
+        if not isinstance(prompt, list) or not prompt:
+            return
+        if self._vocab_size is None:
+            self._vocab_size = await self._ask_vocab_size(timeout_s)
+        for token_id in (min(prompt), max(prompt)):
+            if token_id < 0 or (self._vocab_size and token_id >= self._vocab_size):
+                raise InvalidRequest(
+                    f"token id {token_id} is outside the vocabulary of {self._vocab_size} tokens", param="prompt"
+                )
+
+    async def _ask_vocab_size(self, timeout_s: float) -> int:
+        """SGLang tells it nowhere but where it refuses a bias on a token that is not there; 0 when it does not."""
+        sampling = {"max_new_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}}
+        try:
+            await self._call("POST", "/generate", {"input_ids": [0], "sampling_params": sampling}, timeout_s)
+        except EngineRefused as error:
+            found = re.search(r"keys in \[0, (\d+)\]", str(error))
+            return int(found[1]) + 1 if found else 0
+        return 0
+
+    async def _info(self, timeout_s: float) -> Json:
+        return await self._call("GET", "/server_info", None, timeout_s)
+
+    async def _drained(self, timeout_s: float) -> None:
+        """Returns when no request runs or waits in the engine."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    loads = (await self._call("GET", "/v1/loads", None, timeout_s))["loads"]
+                    if not sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads):
+                        return
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"replica {self.replica_id}: requests still run after {timeout_s:g} s") from error
+
+    @contextlib.contextmanager
+    def _in_vllms_words(self) -> Iterator[None]:
+        """Refusals, ours and SGLang's, as vLLM would have put them."""
+        try:
+            yield
+        except InvalidRequest as error:
+            raise self._refusal(str(error), error.param) from error
+        except EngineRefused as error:
+            error.body = error_body(message_of(error.body) or str(error), error.status, None)
+            raise
+
+    def _refusal(self, message: str, param: str | None) -> EngineRefused:
+        return EngineRefused(message, status=400, body=error_body(message, 400, param), replica_id=self.replica_id)

@@ -37,7 +37,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: EngineKind = EngineKind.VLLM
-    """Which server to run: vllm, sim (no model, deterministic tokens, settable speed), or external (at `url`)."""
+    """Which server to run: vllm, sglang, sim (no model, deterministic tokens, settable speed), external (at `url`)."""
     url: str = ""
     """kind: external: where the server listens, http://host:port. Nothing is started, and `model` picks one of its."""
     api_key: SecretStr | None = None
@@ -46,7 +46,7 @@ class EngineConfig(BaseModel):
     served_model_name: str | None = None
     """The name clients use; the value of `model` unless given."""
     num_replicas: int = Field(1, ge=1, le=1024)
-    """How many engine servers; each owns tensor_parallel_size x pipeline_parallel_size GPUs."""
+    """How many engine servers; each owns tensor x pipeline x data_parallel_size GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines run; auto takes CUDA where the installed engine is built for it."""
     num_cpus: float = Field(1.0, ge=0)
@@ -56,6 +56,10 @@ class EngineConfig(BaseModel):
     """GPUs that share each layer."""
     pipeline_parallel_size: int = Field(1, ge=1)
     """Stages that the layers are cut into."""
+    data_parallel_size: int = Field(1, ge=1)
+    """Copies of the model inside one replica; num_replicas, which restarts them one by one, is the better choice."""
+    api_server_count: int | None = Field(None, ge=1)
+    """Processes that parse and stream for one engine; the engine's default unless given."""
     dtype: str = "auto"
     """Weights and activations: auto, bfloat16, float16, float32."""
     max_model_len: int | None = Field(None, gt=0)
@@ -70,12 +74,20 @@ class EngineConfig(BaseModel):
     """KV cache in bytes instead of a share; on CPU always give it."""
     enforce_eager: bool = False
     """True turns CUDA graphs off."""
+    cudagraph_capture_sizes: list[int] | None = None
+    """Batch sizes that have a CUDA graph; the engine's own choice unless given."""
+    max_cudagraph_capture_size: int | None = Field(None, gt=0)
+    """Largest batch that has a CUDA graph; the engine's own choice unless given."""
     enable_prefix_caching: bool | None = None
     """Reuse KV of equal prefixes; the engine's default unless given."""
     enable_chunked_prefill: bool | None = None
     """Cut long prompts into chunks; the engine's default unless given."""
     kv_cache_dtype: str | None = None
     """auto, fp8, ...; the engine's default unless given."""
+    quantization: str | None = None
+    """fp8, awq, ...; what the checkpoint says unless given. Updates are then not checked against the checkpoint."""
+    speculative_config: dict[str, Any] | None = None
+    """Speculative decoding in vLLM's words: method, model, num_speculative_tokens, ..."""
     load_format: str | None = None
     """auto, safetensors, dummy, ...; the engine's default unless given."""
     seed: int = Field(0, ge=0)
@@ -86,6 +98,8 @@ class EngineConfig(BaseModel):
     """Most log-probabilities a request may ask for; -1 is the whole vocabulary."""
     stream_interval: int = Field(32, ge=1)
     """Tokens per streamed chunk; 1 halves vLLM's throughput."""
+    disable_log_stats: bool = False
+    """True turns the engine's statistics off, its /metrics with them."""
     weight_transfer: Literal["auto", "nccl", "gloo"] = "auto"
     """How trainers send weights: auto is nccl on CUDA and gloo on CPU."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -121,6 +135,11 @@ class EngineConfig(BaseModel):
     @property
     def world_size(self) -> int:
         """Workers of one replica: GPUs it owns, and ranks it takes in a weight transfer group."""
+        return self.workers_per_copy * self.data_parallel_size
+
+    @property
+    def workers_per_copy(self) -> int:
+        """Workers that hold one copy of the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property

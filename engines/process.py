@@ -13,11 +13,21 @@ _LAST_WORDS_BYTES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a command line as its words, and the key of `EngineConfig` it comes from ("" where none)."""
+
+    flag: str
+    words: tuple[str, ...]
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
-    """What to run. `env` is laid over the environment of the owner."""
+    """What to run. `env` is laid over the environment of the owner; `arguments` tell where the words come from."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[Argument] = ()
 
 
 class EngineProcess:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from engines.checkpoint import read_tensors
 from engines.config import EngineConfig
+from engines.connect import connect
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
 from engines.launch import engine_command
 from engines.process import EngineProcess
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
-from engines.vllm_engine import VllmEngine
 
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.2
@@ -63,7 +63,7 @@ class EngineServer:
         log_path = Path(config.log_dir) / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
         self._process = EngineProcess(command, log_path, config.stop_timeout_s)
-        self._engine = engine = VllmEngine(self._replica_id, f"http://127.0.0.1:{port}")
+        self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}")
         self._process.start()
         try:
             async with asyncio.timeout(config.start_timeout_s):
@@ -130,7 +130,7 @@ def _expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
             TensorMeta(name=name, dtype="float32", shape=tuple(shape)) for name, shape in config.sim.tensors.items()
         )
     # A quantised checkpoint names other tensors than its trainer does.
-    return None if "quantization" in config.extra else read_tensors(config.model)
+    return None if config.extra.get("quantization", config.quantization) else read_tensors(config.model)
 
 
 def free_port() -> int:

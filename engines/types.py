@@ -8,6 +8,7 @@ class EngineKind(StrEnum):
     """Which server a replica runs."""
 
     VLLM = "vllm"
+    SGLANG = "sglang"
     SIM = "sim"
     EXTERNAL = "external"  # somebody else runs it
 

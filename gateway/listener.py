@@ -8,10 +8,10 @@ from concurrent.futures import Future
 import uvloop
 from aiohttp import web
 
+from engines.connect import connect
 from engines.engine import Engine, Json
 from engines.external import ExternalEngine
 from engines.types import EngineKind, ReplicaInfo
-from engines.vllm_engine import VllmEngine
 from gateway.config import Config
 from gateway.fleet import Fleet
 from gateway.metrics import Metrics
@@ -103,4 +103,4 @@ def engine_client(config: Config, info: ReplicaInfo) -> Engine:
         group = config.groups.get(info.group)
         key = group.api_key if group else None
         return ExternalEngine(info, key.get_secret_value() if key else "")
-    return VllmEngine(info.replica_id, info.url, info.engine_version)
+    return connect(info.kind, info.replica_id, info.url, info.engine_version)

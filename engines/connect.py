@@ -1,0 +1,13 @@
+"""Which client talks to which kind of engine, of those that we start."""
+
+from engines.engine import Engine
+from engines.sglang_engine import SglangEngine
+from engines.types import EngineKind
+from engines.vllm_engine import VllmEngine
+
+
+def connect(kind: EngineKind, replica_id: str, url: str, engine_version: str = "") -> Engine:
+    """The client of one engine server. Of vLLM the latest, unless `engine_version` is given."""
+    if kind is EngineKind.SGLANG:
+        return SglangEngine(replica_id, url)
+    return VllmEngine(replica_id, url, engine_version)

@@ -1,0 +1,69 @@
+"""Our names of an engine's levers, and what each engine calls them: one table for commands and docs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """A field of `EngineConfig` and the argument that it is, for each kind of engine.
+
+    Where SGLang has none of that meaning, `sglang` is empty and `instead` says what to use there.
+
+    `off_by_default` marks a switch that engines know only as on: False leaves it out. `is_list` marks an argument whose
+    values stand one after the other.
+    """
+
+    name: str
+    vllm: str
+    sglang: str = ""
+    instead: str = ""
+    off_by_default: bool = False
+    is_list: bool = False
+
+
+# Our names are vLLM's wherever both engines mean the same. In the order in which a command line carries them.
+LEVERS = (
+    Lever("served_model_name", vllm="served_model_name", sglang="served_model_name"),
+    Lever("dtype", vllm="dtype", sglang="dtype"),
+    Lever("quantization", vllm="quantization", sglang="quantization"),
+    Lever("load_format", vllm="load_format", sglang="load_format"),
+    Lever("seed", vllm="seed", sglang="random_seed"),
+    Lever("tensor_parallel_size", vllm="tensor_parallel_size", sglang="tp_size"),
+    Lever("pipeline_parallel_size", vllm="pipeline_parallel_size", sglang="pp_size"),
+    Lever(
+        "data_parallel_size",
+        vllm="data_parallel_size",
+        instead="engine.num_replicas: one server of several copies takes no weights",
+    ),
+    Lever("api_server_count", vllm="api_server_count", instead="engine.extra.tokenizer_worker_num"),
+    Lever("max_model_len", vllm="max_model_len", sglang="context_length"),
+    Lever("max_num_seqs", vllm="max_num_seqs", sglang="max_running_requests"),
+    Lever("max_num_batched_tokens", vllm="max_num_batched_tokens", sglang="chunked_prefill_size"),
+    Lever(
+        "gpu_memory_utilization",
+        vllm="gpu_memory_utilization",
+        instead="engine.extra.mem_fraction_static, the share for weights and KV cache alone",
+    ),
+    Lever(
+        "kv_cache_memory_bytes",
+        vllm="kv_cache_memory_bytes",
+        instead="engine.extra.max_total_tokens, the size of the KV cache in tokens",
+    ),
+    Lever("kv_cache_dtype", vllm="kv_cache_dtype", sglang="kv_cache_dtype"),
+    Lever("enable_prefix_caching", vllm="enable_prefix_caching", instead="engine.extra.disable_radix_cache"),
+    Lever(
+        "enable_chunked_prefill",
+        vllm="enable_chunked_prefill",
+        instead="engine.extra.chunked_prefill_size, -1 for whole prompts",
+    ),
+    Lever("enforce_eager", vllm="enforce_eager", sglang="disable_cuda_graph", off_by_default=True),
+    Lever("cudagraph_capture_sizes", vllm="cudagraph_capture_sizes", sglang="cuda_graph_bs_decode", is_list=True),
+    Lever("max_cudagraph_capture_size", vllm="max_cudagraph_capture_size", sglang="cuda_graph_max_bs_decode"),
+    Lever(
+        "speculative_config", vllm="speculative_config", instead="engine.extra.speculative_algorithm and its companions"
+    ),
+    Lever("logprobs_mode", vllm="logprobs_mode", instead="nothing: its log-probabilities are of what was sampled from"),
+    Lever("max_logprobs", vllm="max_logprobs", instead="nothing: it has no such limit"),
+    Lever("stream_interval", vllm="stream_interval", sglang="stream_interval"),
+    Lever("disable_log_stats", vllm="disable_log_stats", instead="engine.extra.log_level", off_by_default=True),
+)

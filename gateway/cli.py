@@ -1,6 +1,7 @@
 """The console script `rollout-gateway`: up, down, status, config, build. None of it imports ray."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from engines.errors import ConfigError, RolloutGatewayError
 from gateway.config import Config
+from gateway.explanation import Explanation, explain_engines
 from gateway.load import Setting, explain, load
 from gateway.serve_api import ask_control_plane
 from gateway.serve_config import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
@@ -132,6 +134,17 @@ def validate_command(context: typer.Context, config: File = None, as_json: AsJso
         print("valid: " + ", ".join(f"{name} x {count}" for name, count in groups.items()))
 
 
+@config_app.command("explain", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
+def explain_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
+    """The command line of each engine group, and which key and which place every argument comes from."""
+    found = explain_engines(load(config, context.args), explain(config, context.args))
+    if as_json:
+        _print_json([asdict(one) for one in found])
+        return
+    for one in found:
+        _print_explanation(one)
+
+
 @config_app.command("schema")
 def schema_command() -> None:
     """Print the JSON schema of the configuration, for editors."""
@@ -176,6 +189,17 @@ def _print_fleet(fleet: dict[str, Any]) -> None:
     columns = ["replica_id", "state", "weight_version", "samples_in_flight", "gpu_ids", "reason", "url"]
     rows = [[str(replica[column]) for column in columns] for replica in fleet["replicas"]]
     _print_table([column.replace("_", " ") for column in columns], rows)
+
+
+def _print_explanation(one: Explanation) -> None:
+    print(f"{one.group}: {one.num_replicas} x {one.kind}" + (f" at {one.url}" if one.url else ""))
+    if not one.command:
+        print("  nothing is started\n")
+        return
+    print(f"  {shlex.join(one.command)}\n")
+    rows = [[part.text, part.key, part.place or part.origin] for part in (*one.arguments, *one.environment)]
+    _print_table(["argument or variable", "key", "from"], rows)
+    print()
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -220,12 +220,18 @@ class Fleet:
     async def _welcome(self, info: ReplicaInfo, before: Replica | None) -> None:
         if before is not None:
             self.set_state(before, ReplicaState.LOST, "its engine was started anew")
+        if (served := self._model_served_here()) not in (None, info.model):
+            # A judge's weights must not meet the policy's updates, nor its prompts the policy's replicas.
+            log.error("a fleet serves one model", replica=info.replica_id, model=info.model, served=served)
+            return
         replica = Replica(info, self._connect(info))
         try:
             version = await replica.engine.weight_version(self._config.probe_timeout_s)
-        except (EngineError, DeadlineExceeded) as error:
-            log.warning("replica does not answer yet", replica=info.replica_id, error=str(error))
+        except BaseException as error:
             await replica.engine.close()
+            if not isinstance(error, EngineError | DeadlineExceeded):
+                raise
+            log.warning("replica does not answer yet", replica=info.replica_id, error=str(error))
             return
         self._replicas[info.replica_id] = replica
         # An engine that cannot name its version was just started as far as we know: it holds the checkpoint.
@@ -237,6 +243,9 @@ class Fleet:
                 self.settle(other, "a replica holds newer weights")
         self.settle(replica, "joined")
         self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {info.replica_id}")
+
+    def _model_served_here(self) -> str | None:
+        return next((replica.info.model for replica in self.replicas), None)
 
     async def _watch(self, replica: Replica) -> None:
         """Probe one replica until it is lost."""

@@ -23,6 +23,7 @@ SOON_S = 5.0
 @pytest.fixture
 async def openai() -> AsyncIterator[OpenAiServer]:
     server = await OpenAiServer([], "").start()
+    server.listing["data"][0]["id"] = "sim"  # a fleet serves one model
     yield server
     await server.stop()
 
@@ -85,13 +86,13 @@ async def test_a_plain_server_serves_until_the_first_update(start_rig: StartRig,
 
 async def test_spans_of_a_plain_server_come_from_its_usage(start_rig: StartRig, openai: OpenAiServer) -> None:
     rig = await alone(await start_rig(1), openai.url)
-    status, reply = await rig.post("/v1/completions", {"model": "gpt", "prompt": ["a", "b"]})
+    status, reply = await rig.post("/v1/completions", {"model": "sim", "prompt": ["a", "b"]})
     assert status == 200, reply
     assert [one["weight_versions"] for one in reply["choices"]] == [[{"version": 0, "start": 0, "end": 2}]] * 2
-    _, reply = await rig.post("/v1/completions", {"model": "gpt", "prompt": "a", "n": 2})
+    _, reply = await rig.post("/v1/completions", {"model": "sim", "prompt": "a", "n": 2})
     assert reply["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": None}], "usage counts both"
     messages = [{"role": "user", "content": "a"}]
-    _, reply = await rig.post("/v1/chat/completions", {"model": "gpt", "messages": messages})
+    _, reply = await rig.post("/v1/chat/completions", {"model": "sim", "messages": messages})
     assert reply["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": 2}]
     assert all("cache_salt" not in body for body in openai.bodies)
 

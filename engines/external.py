@@ -38,7 +38,7 @@ class ExternalEngine(VllmEngine):
     """
 
     def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
-        known = info.is_vllm and _RELEASE.match(info.engine_version)
+        known = info.speaks_vllm and _RELEASE.match(info.engine_version)
         super().__init__(info.replica_id, info.url, info.engine_version if known else "", api_key)
         self._info = info
         self._last_version = 0
@@ -71,10 +71,10 @@ class ExternalEngine(VllmEngine):
         return super().stream(path, self._understood(body) or {}, timeout_s)
 
     async def metrics(self, timeout_s: float) -> str:
-        return await super().metrics(timeout_s) if self._info.is_vllm else ""
+        return await super().metrics(timeout_s) if self._info.speaks_vllm else ""
 
     def _understood(self, body: Json | None) -> Json | None:
-        if body is None or self._info.is_vllm:
+        if body is None or self._info.speaks_vllm:
             return body
         return {name: value for name, value in body.items() if name not in _VLLM_FIELDS}
 
@@ -144,8 +144,8 @@ class ExternalServer:
             routes, version, world_size = await _capabilities(probe, str(card["id"]))
         finally:
             await probe.close()
-        is_vllm = card.get("owned_by") == "vllm" and bool(version)
-        takes_weights = is_vllm and routes >= _WEIGHT_ROUTES
+        speaks_vllm = card.get("owned_by") == "vllm" and bool(version)
+        takes_weights = speaks_vllm and routes >= _WEIGHT_ROUTES
         return ReplicaInfo(
             replica_id=self._replica_id,
             incarnation=f"{self._url}@{time.time_ns()}",
@@ -158,7 +158,7 @@ class ExternalServer:
             max_num_seqs=self._config.max_num_seqs,
             engine_version=version or "unknown",
             capabilities=routes,
-            is_vllm=is_vllm,
+            speaks_vllm=speaks_vllm,
         )
 
     def _chosen(self, models: list[Json]) -> Json:

@@ -58,7 +58,7 @@ class ReplicaInfo:
     `incarnation` changes whenever the engine process is a new one, so a restarted engine is never mistaken for the
     one whose weights were known. `capabilities` are the routes that the engine serves. `tensors` is None where the
     checkpoint cannot be read (an update is then unchecked). `world_size` is 0 where the engine cannot take weights.
-    `is_vllm` is False for a server that knows OpenAI's fields alone, `max_model_len` None where it does not say.
+    `speaks_vllm` is False for a server that knows OpenAI's fields alone, `max_model_len` None where it does not say.
     """
 
     replica_id: str
@@ -72,7 +72,7 @@ class ReplicaInfo:
     max_num_seqs: int
     engine_version: str
     capabilities: frozenset[str] = frozenset()
-    is_vllm: bool = True
+    speaks_vllm: bool = True
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
     pid: int = 0

@@ -185,7 +185,7 @@ def versioned_salt(body: Json, version: int | None) -> str:
 
 def check_replica(body: Json, replica: Replica) -> None:
     """Refuse what this replica's server cannot give."""
-    if body.get("return_token_ids") and not replica.info.is_vllm:
+    if body.get("return_token_ids") and not replica.info.speaks_vllm:
         raise InvalidRequest(
             f"return_token_ids is set, but replica {replica.replica_id} is the server at {replica.info.url}, which is "
             "no vLLM and gives none",

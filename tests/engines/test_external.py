@@ -51,7 +51,7 @@ async def test_a_vllm_server_is_found_to_take_weights(vllm: SimReplica) -> None:
     info = await theirs.start()
     assert (info.kind, info.model, info.url) == (EngineKind.EXTERNAL, "sim", vllm.info.url)
     assert (info.world_size, info.max_model_len, info.engine_version) == (1, 128, "0.32.0+sim")
-    assert info.is_vllm
+    assert info.speaks_vllm
     assert info.takes_weights
     assert info.has("/pause")
     await theirs.check()
@@ -62,7 +62,7 @@ async def test_a_plain_server_takes_no_weights_and_has_the_common_routes_alone(s
     theirs = server_at((await start_server()).url, max_model_len=77)
     info = await theirs.start()
     assert (info.model, info.world_size, info.max_model_len) == ("gpt", 0, 77)
-    assert not info.is_vllm
+    assert not info.speaks_vllm
     assert info.capabilities == {"/v1/models", "/v1/completions", "/v1/chat/completions"}
     await theirs.check()
     await theirs.stop()

@@ -34,15 +34,6 @@ class PauseMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Tokens `start` (inclusive) to `end` (exclusive) of a completion were made by weights `version`."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
     """Name, dtype ("bfloat16") and full shape of one weight tensor, as the checkpoint names it."""
 

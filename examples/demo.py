@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from engines.server import free_port
 from examples.picture import draw
 from gateway.config import Config
 from gateway.load import load
@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
 
 def _config(args: argparse.Namespace) -> Config:
     """The example's configuration on ports that are free here."""
-    overrides = [f"name={NAME}", "gateway.port=0", f"serve.http_port={_free_port()}", f"engine.model={MODEL}"]
+    overrides = [f"name={NAME}", "gateway.port=0", f"serve.http_port={free_port()}", f"engine.model={MODEL}"]
     return load(CONFIG, [*overrides, f"engine.log_dir={args.out.resolve() / 'engines'}", *args.overrides])
 
 
@@ -210,12 +210,6 @@ def _status(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(f"{url}/status", timeout=_STATUS_TIMEOUT_S) as response:
         report: dict[str, Any] = json.load(response)
         return report
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _parse_arguments() -> argparse.Namespace:

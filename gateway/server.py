@@ -4,7 +4,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
 
 import orjson
 import structlog
@@ -85,14 +84,14 @@ class GatewayServer:
 
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
         await self._fleet.look()
-        tasks = [asyncio.create_task(work, name=name) for name, work in self._background()]
+        tasks = [
+            asyncio.create_task(self._fleet.run(), name="watch fleet"),
+            asyncio.create_task(self._weights.run(), name="watch update"),
+        ]
         yield
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _background(self) -> list[tuple[str, Any]]:
-        return [("watch fleet", self._fleet.run()), ("watch update", self._weights.run())]
 
     # Open routes
 

@@ -175,7 +175,6 @@ class WeightCoordinator:
                     await self._close_group()
                     raise
             update.tensors += len(update_info["names"])
-            update.touched_at = time.monotonic()
 
     async def finish(self) -> int:
         """Commit on every replica and serve again. Returns the version now served."""
@@ -280,7 +279,6 @@ class WeightCoordinator:
         update.phase = phase
         self._update = None
         self._metrics.weight_updates.labels(phase.lower()).inc()
-        self._metrics.weight_version.set(self._fleet.version)
         seconds = round(update.age_s, 3)
         log.info("weight update", version=update.version, end=phase, tensors=update.tensors, seconds=seconds)
         self._scheduler.open_gate(_UPDATE)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +14,7 @@ from typing import Any
 from engines.config import EngineConfig
 from engines.launch import engine_command
 from engines.process import EngineProcess
-from engines.server import EngineServer
+from engines.server import EngineServer, free_port
 from engines.types import ReplicaInfo
 from gateway.config import Config
 from gateway.listener import Listener
@@ -112,12 +111,6 @@ def greedy_token_ids(url: str, prompts: Sequence[Sequence[int]], max_tokens: int
     model = _ask(f"{url}/v1/models")["data"][0]["id"]
     body = {"model": model, "prompt": prompts, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
     return [choice["token_ids"] for choice in _ask(f"{url}/v1/completions", body)["choices"]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_for_health(url: str, process: EngineProcess) -> None:

@@ -1,5 +1,6 @@
 """A gateway over simulated engines, all in this process: real HTTP between every part, no Ray, no model."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -142,6 +143,12 @@ class Rig:
     async def states(self) -> dict[str, str]:
         _, status = await self.get("/status")
         return {replica["replica_id"]: replica["state"] for replica in status["replicas"]}
+
+    async def until(self, states: dict[str, str], timeout_s: float = 5.0) -> None:
+        """Returns when the replicas are in these states."""
+        async with asyncio.timeout(timeout_s):
+            while await self.states() != states:
+                await asyncio.sleep(0.02)
 
     async def _discover(self) -> list[ReplicaInfo]:
         return [replica.info for replica in self.replicas] + self.external

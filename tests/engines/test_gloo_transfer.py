@@ -1,7 +1,6 @@
 """The gloo weight transport between a sender and receivers, as threads of this process and as processes that die."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import torch
 
 from engines.errors import WeightUpdateFailed
 from engines.gloo_transfer import CHUNK_BYTES, WeightGroup, address_towards, chunks, num_bytes, pack, receive, send
+from engines.server import free_port
 
 TIMEOUT_S = 20.0
 SOON_S = 5.0
@@ -26,12 +26,6 @@ SOON_S = 5.0
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(max_workers=8) as executor:
         yield executor
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def joined(pool: ThreadPoolExecutor, world_size: int, timeout_s: float = TIMEOUT_S) -> list[WeightGroup]:

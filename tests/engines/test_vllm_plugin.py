@@ -21,9 +21,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from engines.errors import WeightUpdateFailed
 from engines.gloo_transfer import WeightGroup, send
+from engines.server import free_port
 from engines.vllm_gloo import GlooWeightTransferEngine
 from engines.vllm_plugin import register
-from tests.real_vllm import free_port, greedy_token_ids, served
+from tests.real_vllm import greedy_token_ids, served
 
 TIMEOUT_S = 20.0
 SOON_S = 5.0

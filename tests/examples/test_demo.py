@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from engines.server import free_port
 
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
@@ -93,9 +94,3 @@ def test_ctrl_c_takes_everything_down(demo: Demo) -> None:
     assert process.wait(60) == 130, output
     time.sleep(1)  # the kernel's own clearing up
     assert demo.left_behind() == []
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

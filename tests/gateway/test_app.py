@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from engines.server import free_port
 
 pytest.importorskip("ray")
 
@@ -138,9 +139,3 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

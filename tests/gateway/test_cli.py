@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from engines.server import free_port
 
 SIM = "engine: {kind: sim, num_replicas: 2, num_cpus: 0.1}\n"
 SCRIPT = Path(sys.executable).with_name("rollout-gateway")
@@ -113,12 +114,6 @@ def test_up_does_not_start_a_ray_of_its_own_beside_a_named_cluster(shell: Shell)
     done = shell.run("up", "-c", "sim.yaml")
     assert done.returncode == 1
     assert "set RAY_DASHBOARD_ADDRESS" in done.stderr
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

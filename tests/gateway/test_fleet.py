@@ -6,20 +6,14 @@ import dataclasses
 from tests.rig import Rig, StartRig
 
 
-async def until(rig: Rig, states: dict[str, str], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while await rig.states() != states:
-            await asyncio.sleep(0.02)
-
-
 async def test_health_is_503_until_the_fleet_is_complete(start_rig: StartRig) -> None:
     rig = await start_rig(num_replicas=2)
     gone = rig.replicas.pop()
     await gone.kill()
-    await until(rig, {"engine-0": "SERVING"})
+    await rig.until({"engine-0": "SERVING"})
     assert (await rig.get("/health"))[0] == 503
     await rig.add_replica("engine-1")
-    await until(rig, {"engine-0": "SERVING", "engine-1": "SERVING"})
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
     assert (await rig.get("/health"))[0] == 200
 
 
@@ -38,7 +32,7 @@ async def test_a_dead_replica_is_lost_and_the_other_takes_its_rollouts(rig: Rig)
     await rig.replicas.pop(0).kill()
     reply = await rig.complete([[i + 3] for i in range(8)])
     assert len(reply["choices"]) == 8
-    await until(rig, {"engine-1": "SERVING"})
+    await rig.until({"engine-1": "SERVING"})
 
 
 async def test_rollouts_in_flight_on_a_dying_replica_are_generated_on_another(start_rig: StartRig) -> None:
@@ -58,7 +52,7 @@ async def test_a_replica_that_returns_with_the_checkpoint_waits_for_the_next_upd
     await rig.update()
     await rig.replicas[0].kill()
     await rig.add_replica("engine-0")
-    await until(rig, {"engine-0": "SYNCING", "engine-1": "SERVING"})
+    await rig.until({"engine-0": "SYNCING", "engine-1": "SERVING"})
     before = rig.fleet.replicas[0].placed
     await rig.complete([[i + 3] for i in range(8)])
     assert rig.fleet.replicas[0].placed == before
@@ -70,7 +64,7 @@ async def test_a_replica_that_returns_with_the_checkpoint_waits_for_the_next_upd
 async def test_before_the_first_update_a_returning_replica_serves_at_once(rig: Rig) -> None:
     await rig.replicas[0].kill()
     await rig.add_replica("engine-0")
-    await until(rig, {"engine-0": "SERVING", "engine-1": "SERVING"})
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
 
 
 async def test_a_restarted_gateway_learns_the_version_from_the_engines(start_rig: StartRig) -> None:
@@ -92,7 +86,7 @@ async def test_a_restarted_gateway_learns_the_version_from_the_engines(start_rig
 async def test_a_rollout_without_any_replica_waits_for_one(start_rig: StartRig) -> None:
     rig = await start_rig(num_replicas=1)
     await rig.replicas.pop().kill()
-    await until(rig, {})
+    await rig.until({})
     waiting = asyncio.create_task(rig.complete([[5]]))
     await asyncio.sleep(0.1)
     await rig.add_replica("engine-0")
@@ -102,7 +96,7 @@ async def test_a_rollout_without_any_replica_waits_for_one(start_rig: StartRig) 
 async def test_a_rollout_that_no_replica_takes_in_time_is_told_why(start_rig: StartRig) -> None:
     rig = await start_rig(num_replicas=1, gateway={"queue_timeout_s": 0.3})
     await rig.replicas.pop().kill()
-    await until(rig, {})
+    await rig.until({})
     status, reply = await rig.post("/v1/completions", {"model": "sim", "prompt": [5]})
     assert status == 504
     assert "gateway.queue_timeout_s" in reply["error"]["message"]

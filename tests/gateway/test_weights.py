@@ -157,7 +157,7 @@ async def test_half_updated_replicas_do_not_serve_until_the_next_update(rig: Rig
     await rig.post("/update_weights", {"update_info": rig.tensors})
     assert (await rig.states())["engine-1"] == "SYNCING"
     await rig.add_replica("engine-0")
-    await _until(rig, {"engine-0": "SERVING", "engine-1": "SYNCING"})
+    await rig.until({"engine-0": "SERVING", "engine-1": "SYNCING"})
     await rig.open_group()
     await rig.update()
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
@@ -245,12 +245,6 @@ async def test_paused_rollouts_live_through_an_update_and_say_both_versions(star
 async def test_an_unknown_pause_mode_is_refused(rig: Rig) -> None:
     status, reply = await rig.post("/pause?mode=sideways")
     assert (status, reply["error"]["param"]) == (400, "mode")
-
-
-async def _until(rig: Rig, states: dict[str, str], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while await rig.states() != states:
-            await asyncio.sleep(0.02)
 
 
 async def test_an_engine_without_weight_routes_is_named_at_init(rig: Rig) -> None:

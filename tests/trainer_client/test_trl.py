@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from trl.generation import vllm_client, vllm_generation
 
 from engines.errors import WeightUpdateFailed
 from engines.gloo_transfer import WeightGroup, receive
+from engines.server import free_port
 from trainer_client import trl as gloo_trl
 
 NUM_ENGINES = 2
@@ -130,12 +130,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_generation, "VLLMClient", vllm_generation.VLLMClient)
     monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", vllm_client.packed_nccl_broadcast_producer)
     gloo_trl.install()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def client_of(gateway: PlayedGateway, timeout_s: float = TIMEOUT_S) -> Any:

@@ -19,6 +19,7 @@ from engines.types import EngineKind, ReplicaInfo, TensorMeta
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.2
 _WARM_UP_TIMEOUT_S = 300.0
+_COARSE_INTERVAL = 16
 _PORT_TAKEN = "address already in use"
 
 
@@ -112,6 +113,7 @@ class EngineServer:
             engine_version=version["version"],
             capabilities=frozenset(routes["paths"]),
             gpu_ids=tuple(int(gpu) for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.isdigit()),
+            streams=_streams_coarsely(self._config),
             pid=self._process.pid,
             log_path=str(self._process.log_path),
             tensors=_expected_tensors(self._config),
@@ -121,6 +123,13 @@ class EngineServer:
 def _last_words(process: EngineProcess) -> str:
     # Indented: of a message with a traceback at the left edge Ray shows only what follows that.
     return f"log {process.log_path} ends with:\n{textwrap.indent(process.last_words(), '    | ')}"
+
+
+def _streams_coarsely(config: EngineConfig) -> bool:
+    """Shorter chunks cost a vLLM more than they save, and it streams no routed experts. SGLang's chunks repeat the text
+    and ids from the start of their sample."""
+    is_coarse = config.stream_interval >= _COARSE_INTERVAL
+    return config.kind is not EngineKind.SGLANG and is_coarse and not config.extra.get("enable_return_routed_experts")
 
 
 def _expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:

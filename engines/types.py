@@ -50,6 +50,7 @@ class ReplicaInfo:
     one whose weights were known. `capabilities` are the routes that the engine serves. `tensors` is None where the
     checkpoint cannot be read (an update is then unchecked). `world_size` is 0 where the engine cannot take weights.
     `speaks_vllm` is False for a server that knows OpenAI's fields alone, `max_model_len` None where it does not say.
+    `streams` is True where a reply costs the engine least in coarse chunks; any other is asked for whole replies.
     """
 
     replica_id: str
@@ -64,6 +65,7 @@ class ReplicaInfo:
     engine_version: str
     capabilities: frozenset[str] = frozenset()
     speaks_vllm: bool = True
+    streams: bool = False
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
     pid: int = 0

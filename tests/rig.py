@@ -42,6 +42,7 @@ class SimReplica:
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=8,
             engine_version="0.32.0+sim",
+            streams=True,
             capabilities=frozenset({"/init_weight_transfer_engine"}),
             tensors=tuple(TensorMeta(name=n, dtype="float32", shape=tuple(s)) for n, s in sim.tensors.items()),
         )

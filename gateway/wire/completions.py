@@ -14,6 +14,7 @@ from gateway.config import GatewayConfig
 from gateway.fleet import Fleet, Replica
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
+from gateway.wire.assembly import assemble, is_read_streamed
 
 PATH = "/v1/completions"
 
@@ -102,9 +103,8 @@ class Completions:
         async def call(replica: Replica) -> Json:
             began = replica.weight_version
             check_replica(prompt.body, replica)
-            body = asked_of_engine(prompt.body, began)
             try:
-                answer = await replica.engine.generate(PATH, body, self._config.generate_timeout_s)
+                answer = await self._answer(prompt, replica)
             except EngineRefused as error:
                 raise _naming_prompt(error, prompt.index) from error
             stamp_versions(answer, began, replica.weight_version)
@@ -114,6 +114,13 @@ class Completions:
             return answer
 
         return await self._scheduler.run(prompt.rollout, call)
+
+    async def _answer(self, prompt: Prompt, replica: Replica) -> Json:
+        body, timeout_s = asked_of_engine(prompt.body, replica.weight_version), self._config.generate_timeout_s
+        if not is_read_streamed(body, replica.info):
+            return await replica.engine.generate(PATH, body, timeout_s)
+        chunks = replica.engine.stream(PATH, body | {"stream_options": {"include_usage": True}}, timeout_s)
+        return await assemble(chunks, prompt.rollout.n, replica.replica_id)
 
     async def _stream_one(self, prompt: Prompt) -> AsyncGenerator[Json]:
         def call(replica: Replica) -> AsyncGenerator[Json]:

@@ -113,7 +113,7 @@ class EngineServer:
             engine_version=version["version"],
             capabilities=frozenset(routes["paths"]),
             gpu_ids=tuple(int(gpu) for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.isdigit()),
-            streams=_streams_coarsely(self._config),
+            streams=streams_coarsely(self._config),
             pid=self._process.pid,
             log_path=str(self._process.log_path),
             tensors=_expected_tensors(self._config),
@@ -125,7 +125,7 @@ def _last_words(process: EngineProcess) -> str:
     return f"log {process.log_path} ends with:\n{textwrap.indent(process.last_words(), '    | ')}"
 
 
-def _streams_coarsely(config: EngineConfig) -> bool:
+def streams_coarsely(config: EngineConfig) -> bool:
     """Shorter chunks cost a vLLM more than they save, and it streams no routed experts. SGLang's chunks repeat the text
     and ids from the start of their sample."""
     is_coarse = config.stream_interval >= _COARSE_INTERVAL

@@ -16,7 +16,7 @@ from engines import server
 from engines.config import EngineConfig
 from engines.errors import EngineError, EngineStartFailed
 from engines.process import Command
-from engines.server import EngineServer, free_port
+from engines.server import EngineServer, free_port, streams_coarsely
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 from engines.vllm_engine import VllmEngine
 
@@ -87,6 +87,7 @@ async def test_a_started_engine_says_what_it_is(
         max_model_len=64,
         max_num_seqs=7,
         engine_version="0.32.0+sim",
+        streams=True,
         gpu_ids=(2, 3),
         pid=info.pid,
         log_path=str(log),
@@ -94,6 +95,16 @@ async def test_a_started_engine_says_what_it_is(
         capabilities=info.capabilities,
     )
     assert "/v1/completions" in info.capabilities
+
+
+@pytest.mark.parametrize("lever", [{"stream_interval": 1}, {"extra": {"enable_return_routed_experts": True}}])
+def test_an_engine_with_short_chunks_or_routed_experts_is_read_whole(lever: dict[str, Any]) -> None:
+    assert streams_coarsely(EngineConfig())
+    assert not streams_coarsely(EngineConfig(**lever))
+
+
+def test_sglang_is_read_whole() -> None:
+    assert not streams_coarsely(EngineConfig(kind=EngineKind.SGLANG))
 
 
 async def test_an_engine_is_warm_when_it_is_started_and_gone_when_it_is_stopped(new_server: NewServer) -> None:

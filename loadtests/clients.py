@@ -1,7 +1,9 @@
 """Client processes that drive servers as fast as they answer: they encode before a run and parse after it."""
 
 import asyncio
+import math
 import multiprocessing
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,6 +46,19 @@ class Outcome:
     errors: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """The outcomes of all client processes of one run. `client_busy` is the share of a core that the busiest used."""
+
+    wall_s: float
+    completions: int
+    tokens: int
+    median_latency_s: float
+    p99_latency_s: float
+    client_busy: float
+    errors: list[str]
+
+
 @dataclass(frozen=True, slots=True)
 class _Exchange:
     stream: Stream
@@ -74,6 +89,10 @@ class ClientPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the client processes."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -92,6 +111,20 @@ class ClientPool:
             pipe.send("go")
         # The clients' own timeouts end a run that hangs; parsing its replies takes a moment more.
         return [_receive(pipe, self._timeout_s + _READY_TIMEOUT_S) for pipe, _ in busy]
+
+
+def total(outcomes: Sequence[Outcome]) -> Totals:
+    """From the first request sent to the last reply read, over all processes."""
+    latencies = sorted(latency for outcome in outcomes for latency in outcome.latencies_s) or [0.0]
+    return Totals(
+        wall_s=max(outcome.ended for outcome in outcomes) - min(outcome.began for outcome in outcomes),
+        completions=sum(outcome.completions for outcome in outcomes),
+        tokens=sum(outcome.tokens for outcome in outcomes),
+        median_latency_s=statistics.median(latencies),
+        p99_latency_s=latencies[math.ceil(0.99 * len(latencies)) - 1],
+        client_busy=max(outcome.cpu_s / (outcome.ended - outcome.began) for outcome in outcomes),
+        errors=[error for outcome in outcomes for error in outcome.errors],
+    )
 
 
 def _receive(pipe: Connection, timeout_s: float) -> Any:

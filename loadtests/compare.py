@@ -9,7 +9,6 @@ its own: equal ones would be answered from the prefix cache of the run before.
 
 import argparse
 import dataclasses
-import math
 import os
 import statistics
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from loadtests.clients import ClientPool, Outcome, Stream
+from loadtests.clients import ClientPool, Outcome, Stream, total
 from loadtests.ratios import median_lower_bound, pair_ratios
 from loadtests.workloads import LengthMix, Workload
 
@@ -218,20 +217,8 @@ def _ratio_cell(ratio: dict[str, Any] | None) -> str:
 
 
 def _summed(outcomes: Sequence[Outcome], load: Load, side: Side, pair: int, gateway_cpu_s: float | None) -> Run:
-    latencies = sorted(latency for outcome in outcomes for latency in outcome.latencies_s) or [0.0]
-    return Run(
-        load=load.name,
-        side=side,
-        pair=pair,
-        wall_s=max(outcome.ended for outcome in outcomes) - min(outcome.began for outcome in outcomes),
-        completions=sum(outcome.completions for outcome in outcomes),
-        tokens=sum(outcome.tokens for outcome in outcomes),
-        median_latency_s=statistics.median(latencies),
-        p99_latency_s=latencies[math.ceil(0.99 * len(latencies)) - 1],
-        gateway_cpu_s=gateway_cpu_s,
-        client_busy=max(outcome.cpu_s / (outcome.ended - outcome.began) for outcome in outcomes),
-        errors=[error for outcome in outcomes for error in outcome.errors],
-    )
+    totals = dataclasses.asdict(total(outcomes))
+    return Run(load=load.name, side=side, pair=pair, gateway_cpu_s=gateway_cpu_s, **totals)
 
 
 def _say(run: Run) -> None:

@@ -49,7 +49,7 @@ class LocalFleet:
 
     def __init__(self, config: Config, sizes: Sequence[int]) -> None:
         self._config = config
-        self._servers = engine_servers(config, _visible_gpus())
+        self._servers = engine_servers(config, visible_gpus())
         self._sizes = list(sizes) or [len(self._servers)]
         self._pipes: list[Connection] = []
         if max(self._sizes) > len(self._servers):
@@ -109,7 +109,7 @@ def _on_gpus(engine: EngineConfig, gpus: Sequence[str]) -> EngineConfig:
     return engine.model_copy(update={"env": {**engine.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}})
 
 
-def _visible_gpus() -> list[str]:
+def visible_gpus() -> list[str]:
     """What this process may use, told without CUDA: the variable, else the device files."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [gpu for gpu in visible.split(",") if gpu]

@@ -45,6 +45,8 @@ class EngineConfig(BaseModel):
     model: str = Field("", description="Path of a checkpoint folder, or a Hugging Face model id.")
     served_model_name: str | None = None
     """The name clients use; the value of `model` unless given."""
+    frozen: bool = False
+    """True where weights never change: a judge, a reference model. Groups that are not frozen are one policy."""
     num_replicas: int = Field(1, ge=1, le=1024)
     """How many engine servers; each owns tensor x pipeline x data_parallel_size GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -144,4 +146,6 @@ class EngineConfig(BaseModel):
 
     @property
     def served_name(self) -> str:
-        return self.served_model_name or self.model or self.kind.value
+        """The name clients use; "" where only the server that somebody else runs knows it."""
+        unnamed = "" if self.kind is EngineKind.EXTERNAL else self.kind.value
+        return self.served_model_name or self.model or unnamed

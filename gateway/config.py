@@ -6,6 +6,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, model_validator
 
 from engines.config import EngineConfig
+from engines.errors import ConfigError
+from gateway.models import Models
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -115,6 +117,14 @@ class Config(_Section):
                 f"gateway.host = {gateway.host!r} is reachable from other hosts: set gateway.inference_keys and "
                 "gateway.admin_keys, or bind 127.0.0.1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _models_fit_together(self) -> "Config":
+        try:
+            Models(self.groups)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         return self
 
     @property

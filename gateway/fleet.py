@@ -5,6 +5,7 @@ States change here alone. What an update means for them is decided in `weights.p
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -12,9 +13,10 @@ from typing import TypeVar
 import structlog
 
 from engines.engine import Engine
-from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable
+from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
-from gateway.config import FleetConfig
+from gateway.config import Config
+from gateway.models import Models
 from gateway.routing import Rollout
 
 log = structlog.get_logger()
@@ -30,11 +32,15 @@ Connect = Callable[[ReplicaInfo], Engine]
 
 
 class Replica:
-    """One replica as the gateway sees it. `weight_version` is None where its weights are unknown."""
+    """One replica as the gateway sees it. `weight_version` is None where its weights are unknown.
 
-    def __init__(self, info: ReplicaInfo, engine: Engine) -> None:
+    A frozen one holds version 0, its checkpoint, for ever.
+    """
+
+    def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
         self.info = info
         self.engine = engine
+        self.frozen = frozen
         self.state = ReplicaState.STARTING
         self.weight_version: int | None = None
         self.load_tokens = 0
@@ -110,15 +116,18 @@ class Replica:
 
 
 class Fleet:
-    """All replicas. `version` is the fleet's weight version: what SERVING replicas hold.
+    """All replicas of all models. `version` is the policy's weight version: what its SERVING replicas hold.
 
-    `discover` lists the replicas that Serve runs, `connect` makes the engine client of one.
+    `refused` says why a replica did not come in, by its id. `discover` lists the replicas that Serve runs, `connect`
+    makes the engine client of one.
     """
 
-    def __init__(self, config: FleetConfig, *, expected: int, discover: Discover, connect: Connect) -> None:
+    def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
         self.version = 0
-        self.expected = expected
-        self._config = config
+        self.models = Models(config.groups)
+        self.refused: dict[str, str] = {}
+        self._expected = {name: group.num_replicas for name, group in config.groups.items()}
+        self._config = config.fleet
         self._discover = discover
         self._connect = connect
         self._replicas: dict[str, Replica] = {}
@@ -127,6 +136,10 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
         self._incomplete_since: float | None = time.monotonic()
+
+    @property
+    def expected(self) -> int:
+        return sum(self._expected.values())
 
     @property
     def replicas(self) -> list[Replica]:
@@ -138,15 +151,24 @@ class Fleet:
         return [replica for replica in self.replicas if replica.is_alive]
 
     @property
-    def serving(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.can_serve]
+    def policy(self) -> list[Replica]:
+        """The replicas whose weights are updated."""
+        return [replica for replica in self.replicas if not replica.frozen]
+
+    def serving(self, model: str) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.can_serve and replica.info.model == model]
 
     @property
     def is_ready(self) -> bool:
-        """All expected replicas are there, or we have waited for the missing ones long enough."""
-        if not self.alive or self._incomplete_since is None:
-            return bool(self.alive)
-        return time.monotonic() - self._incomplete_since > self._config.complete_within_s
+        """All expected replicas are there, or we have waited for the missing ones long enough.
+
+        The policy is never done without.
+        """
+        needed = self.replicas if self.models.all_frozen else self.policy
+        if not any(replica.is_alive for replica in needed):
+            return False
+        since = self._incomplete_since
+        return since is None or time.monotonic() - since > self._config.complete_within_s
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each change of a state."""
@@ -175,14 +197,15 @@ class Fleet:
         listed = {info.replica_id: info for info in infos}
         for replica in self.replicas:
             replica.listed = replica.replica_id in listed
+        self.refused = {replica_id: reason for replica_id, reason in self.refused.items() if replica_id in listed}
         for info in infos:
             known = self._replicas.get(info.replica_id)
             if known is None or known.info.incarnation != info.incarnation:
                 await self._welcome(info, known)
 
     async def settled(self) -> None:
-        """Returns when no replica is SUSPECT: before long each is vouched for again, or LOST."""
-        while any(replica.state is ReplicaState.SUSPECT for replica in self.replicas):
+        """Returns when no replica of the policy is SUSPECT: before long each is vouched for again, or LOST."""
+        while any(replica.state is ReplicaState.SUSPECT for replica in self.policy):
             await self._changed.wait()
 
     def set_state(self, replica: Replica, state: ReplicaState, reason: str) -> None:
@@ -195,7 +218,8 @@ class Fleet:
         replica.enter(state, reason)
         if state is ReplicaState.LOST:
             self._forget(replica)
-        missing = len(self.alive) < self.expected
+        there = Counter(replica.info.group for replica in self.alive)
+        missing = any(there[group] < expected for group, expected in self._expected.items())
         self._incomplete_since = (self._incomplete_since or time.monotonic()) if missing else None
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -208,8 +232,8 @@ class Fleet:
             self.set_state(replica, ReplicaState.SUSPECT, reason)
 
     def settle(self, replica: Replica, reason: str) -> None:
-        """SERVING where it holds the fleet's version, SYNCING where it does not."""
-        current = replica.weight_version == self.version
+        """SERVING where it is frozen or holds the policy's version, SYNCING where it does not."""
+        current = replica.frozen or replica.weight_version == self.version
         if not current and not replica.info.takes_weights:
             reason = (
                 f"{replica.info.url} cannot take weights: it holds those it came with, and the fleet is at version "
@@ -220,13 +244,14 @@ class Fleet:
     async def _welcome(self, info: ReplicaInfo, before: Replica | None) -> None:
         if before is not None:
             self.set_state(before, ReplicaState.LOST, "its engine was started anew")
-        if (served := self._model_served_here()) not in (None, info.model):
-            # A judge's weights must not meet the policy's updates, nor its prompts the policy's replicas.
-            log.error("a fleet serves one model", replica=info.replica_id, model=info.model, served=served)
-            return
-        replica = Replica(info, self._connect(info))
         try:
-            version = await replica.engine.weight_version(self._config.probe_timeout_s)
+            self.models.join(info)
+        except ConfigError as error:
+            self._refuse(info, str(error))
+            return
+        replica = Replica(info, self._connect(info), frozen=self.models.is_frozen(info.group))
+        try:
+            version = await self._held_by(replica)
         except BaseException as error:
             await replica.engine.close()
             if not isinstance(error, EngineError | DeadlineExceeded):
@@ -234,18 +259,29 @@ class Fleet:
             log.warning("replica does not answer yet", replica=info.replica_id, error=str(error))
             return
         self._replicas[info.replica_id] = replica
-        # An engine that cannot name its version was just started as far as we know: it holds the checkpoint.
-        replica.weight_version = version or 0
-        if replica.weight_version > self.version:
+        replica.weight_version = version
+        if version > self.version:
             # Only a gateway that was itself restarted meets weights newer than it knows of.
-            self.version = replica.weight_version
-            for other in self.serving:
+            self.version = version
+            for other in self.serving(info.model):
                 self.settle(other, "a replica holds newer weights")
         self.settle(replica, "joined")
         self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {info.replica_id}")
 
-    def _model_served_here(self) -> str | None:
-        return next((replica.info.model for replica in self.replicas), None)
+    def _refuse(self, info: ReplicaInfo, reason: str) -> None:
+        if self.refused.get(info.replica_id) != reason:
+            log.error("replica does not come in", replica=info.replica_id, url=info.url, reason=reason)
+        self.refused[info.replica_id] = reason
+
+    async def _held_by(self, replica: Replica) -> int:
+        """The weight version of a replica that answers.
+
+        An engine that cannot name its version was just started as far as we know: it holds the checkpoint.
+        """
+        if replica.frozen:
+            await replica.engine.health(self._config.probe_timeout_s)
+            return 0
+        return await replica.engine.weight_version(self._config.probe_timeout_s) or 0
 
     async def _watch(self, replica: Replica) -> None:
         """Probe one replica until it is lost."""

@@ -74,8 +74,7 @@ class Listener:
     async def _serve(self) -> None:
         config, stopping = self._config, asyncio.Event()
         fleet = Fleet(
-            config.fleet,
-            expected=sum(group.num_replicas for group in config.groups.values()),
+            config,
             discover=self._discover,
             connect=lambda info: engine_client(config, info),
         )

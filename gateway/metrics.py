@@ -1,6 +1,6 @@
 """The few numbers that matter, named once, and the engines' own pages with a `replica` label."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -24,26 +24,29 @@ class Metrics:
         histogram = partial(Histogram, namespace=_NAMESPACE, registry=self.registry, buckets=_SECONDS)
         self.requests = counter("requests", "Requests by route and status.", ["route", "status"])
         self.request_seconds = histogram("request_seconds", "From the request's head to the reply's end.", ["route"])
-        self.queue_seconds = histogram("queue_seconds", "A rollout's wait for a replica.")
+        self.queue_seconds = histogram("queue_seconds", "A rollout's wait for a replica.", ["model"])
         self.retries = counter("retries", "Rollouts begun again on another replica.")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of delivered completions.")
-        self.completion_tokens = counter("completion_tokens", "Tokens of delivered completions.")
-        self.weight_version = gauge("weight_version", "The fleet's weight version.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of delivered completions.", ["model"])
+        self.completion_tokens = counter("completion_tokens", "Tokens of delivered completions.", ["model"])
+        self.weight_version = gauge("weight_version", "The policy's weight version.")
         self.weight_updates = counter("weight_updates", "Weight updates by end.", ["end"])
         self.weight_update_seconds = histogram("weight_update_seconds", "Phases of an update.", ["phase"])
-        self.replicas = gauge("replicas", "Replicas by state.", ["state"])
-        self.samples_in_flight = gauge("samples_in_flight", "Samples placed on a replica.", ["replica"])
-        self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.")
+        self.replicas = gauge("replicas", "Replicas by state.", ["model", "state"])
+        self.samples_in_flight = gauge("samples_in_flight", "Samples placed on a replica.", ["model", "replica"])
+        self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.", ["model"])
 
-    def observe(self, replicas: Iterable[Replica], *, queue_length: int) -> None:
-        """Take the gauges' values, just before they are read."""
+    def observe(self, replicas: Iterable[Replica], queue_lengths: Mapping[str, int]) -> None:
+        """Take the gauges' values, just before they are read. `queue_lengths` are by model."""
         replicas = list(replicas)
-        for state in ReplicaState:
-            self.replicas.labels(state).set(sum(replica.state is state for replica in replicas))
-        self.samples_in_flight.clear()
+        for gauge in (self.queue_length, self.replicas, self.samples_in_flight):
+            gauge.clear()
+        for model, length in queue_lengths.items():
+            self.queue_length.labels(model).set(length)
+            states = [replica.state for replica in replicas if replica.info.model == model]
+            for state in ReplicaState:
+                self.replicas.labels(model, state).set(states.count(state))
         for replica in replicas:
-            self.samples_in_flight.labels(replica.replica_id).set(replica.load_samples)
-        self.queue_length.set(queue_length)
+            self.samples_in_flight.labels(replica.info.model, replica.replica_id).set(replica.load_samples)
 
     def page(self, engine_pages: dict[str, str]) -> bytes:
         """Ours, then the engines'. `engine_pages` is Prometheus text by replica id."""

@@ -10,6 +10,7 @@ class Rollout:
     """One prompt with its n samples: the unit that is placed. `tokens` estimates prompt plus completions."""
 
     request_id: str
+    model: str
     n: int
     tokens: int
 

@@ -1,8 +1,9 @@
-"""Places rollouts on replicas: a queue, a gate that weight updates close, and a second try when a replica fails."""
+"""Places rollouts on replicas: a queue for each model, a gate that weight updates close before the policy's, and a
+second try when a replica fails."""
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -30,23 +31,25 @@ class _Waiter:
 
 
 class Scheduler:
-    """First come, first placed. Nothing is placed while the gate is closed; what runs goes on."""
+    """First come, first placed among the rollouts of one model; models never wait for each other.
+
+    Nothing of the policy is placed while the gate is closed; what runs goes on.
+    """
 
     def __init__(self, config: GatewayConfig, fleet: Fleet, metrics: Metrics) -> None:
         self._config = config
         self._fleet = fleet
         self._metrics = metrics
-        self._queue: deque[_Waiter] = deque()
+        self._queues: defaultdict[str, deque[_Waiter]] = defaultdict(deque)
         self._closed_for: set[str] = set()
-        fleet.on_change(self._pump)
+        fleet.on_change(self._pump_all)
 
-    @property
-    def queue_length(self) -> int:
-        return sum(not waiter.placed.done() for waiter in self._queue)
+    def queue_length(self, model: str) -> int:
+        return sum(not waiter.placed.done() for waiter in self._queues[model])
 
     @property
     def closed_for(self) -> list[str]:
-        """Why nothing is placed now; empty when the gate is open."""
+        """Why nothing of the policy is placed now; empty when the gate is open."""
         return sorted(self._closed_for)
 
     def close_gate(self, reason: str) -> None:
@@ -54,16 +57,16 @@ class Scheduler:
 
     def open_gate(self, reason: str) -> None:
         self._closed_for.discard(reason)
-        self._pump()
+        self._pump_all()
 
     async def drained(self, timeout_s: float) -> None:
-        """Returns when no rollout is in flight anywhere."""
+        """Returns when no rollout of the policy is in flight anywhere."""
         try:
             async with asyncio.timeout(timeout_s):
-                for replica in self._fleet.replicas:
+                for replica in self._fleet.policy:
                     await replica.idle.wait()
         except TimeoutError as error:
-            busy = [replica.replica_id for replica in self._fleet.replicas if replica.load_samples]
+            busy = [replica.replica_id for replica in self._fleet.policy if replica.load_samples]
             raise DeadlineExceeded(
                 f"rollouts still run on {', '.join(busy)} after {timeout_s:g} s: raise weights.drain_timeout_s, or "
                 "pause with mode=keep or mode=abort before the update"
@@ -117,12 +120,12 @@ class Scheduler:
             with replica.carrying(rollout):
                 yield replica
         finally:
-            self._pump()
+            self._pump(rollout.model)
 
     async def _place(self, rollout: Rollout, avoid: set[str]) -> Replica:
         waiter, began = _Waiter(rollout, avoid), time.monotonic()
-        self._queue.append(waiter)
-        self._pump()
+        self._queues[rollout.model].append(waiter)
+        self._pump(rollout.model)
         try:
             async with asyncio.timeout(self._config.queue_timeout_s):
                 return await waiter.placed
@@ -131,31 +134,40 @@ class Scheduler:
                 with waiter.placed.result().carrying(rollout):
                     pass  # placed in the very moment the client left: give the place back
             waiter.placed.cancel()
-            self._pump()
+            self._pump(rollout.model)
             if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(self._why_not_placed()) from error
+                raise DeadlineExceeded(self._why_not_placed(rollout.model)) from error
             raise
         finally:
-            self._metrics.queue_seconds.observe(time.monotonic() - began)
+            self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - began)
 
-    def _pump(self) -> None:
-        """Place from the head of the queue while there is room."""
-        while self._queue and not self._closed_for:
-            waiter = self._queue[0]
+    def _pump_all(self) -> None:
+        for model in self._queues:
+            self._pump(model)
+
+    def _pump(self, model: str) -> None:
+        """Place from the head of the model's queue while there is room."""
+        queue = self._queues[model]
+        while queue and not self._is_closed(model):
+            waiter = queue[0]
             if not waiter.placed.done():
-                serving = self._fleet.serving
+                serving = self._fleet.serving(model)
                 fresh = [replica for replica in serving if replica.replica_id not in waiter.avoid]
                 replica = choose(waiter.rollout, fresh or serving)
                 if replica is None:
                     return
                 replica.reserve(waiter.rollout)
                 waiter.placed.set_result(replica)
-            self._queue.popleft()
+            queue.popleft()
 
-    def _why_not_placed(self) -> str:
-        states = ", ".join(f"{replica.replica_id} {replica.state}" for replica in self._fleet.replicas) or "none"
-        closed = f"; the gate is closed for: {', '.join(self.closed_for)}" if self._closed_for else ""
+    def _is_closed(self, model: str) -> bool:
+        return bool(self._closed_for) and model == self._fleet.models.policy
+
+    def _why_not_placed(self, model: str) -> str:
+        replicas = [replica for replica in self._fleet.replicas if replica.info.model == model]
+        states = ", ".join(f"{replica.replica_id} {replica.state}" for replica in replicas) or "none"
+        closed = f"; the gate is closed for: {', '.join(self.closed_for)}" if self._is_closed(model) else ""
         return (
-            f"no replica took the rollout within {self._config.queue_timeout_s:g} s (gateway.queue_timeout_s); "
-            f"replicas: {states}{closed}"
+            f"no replica of {model!r} took the rollout within {self._config.queue_timeout_s:g} s "
+            f"(gateway.queue_timeout_s); replicas: {states}{closed}"
         )

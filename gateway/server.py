@@ -13,6 +13,7 @@ from engines.engine import Json
 from engines.errors import (
     DeadlineExceeded,
     EngineError,
+    EngineFailed,
     EngineRefused,
     InvalidRequest,
     NotAllowed,
@@ -62,7 +63,7 @@ class GatewayServer:
         get("/ping", self._health)
         get("/status", self._for_inference(self._status))
         get("/metrics", self._for_inference(self._metrics_page))
-        get("/v1/models", self._for_inference(self._pass_through))
+        get("/v1/models", self._for_inference(self._list_models))
         get("/version", self._for_inference(self._pass_through))
         get("/server_info", self._for_inference(self._pass_through))
         post("/tokenize", self._for_inference(self._pass_through))
@@ -115,13 +116,23 @@ class GatewayServer:
             return_exceptions=True,
         )
         found = {r.replica_id: page for r, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
-        self._metrics.observe(self._fleet.replicas, queue_length=self._scheduler.queue_length)
+        queue_lengths = {model: self._scheduler.queue_length(model) for model in self._fleet.models.names}
+        self._metrics.observe(self._fleet.replicas, queue_lengths)
         return web.Response(body=self._metrics.page(found), content_type="text/plain", charset="utf-8")
 
+    async def _list_models(self, request: web.Request) -> web.Response:
+        """What an engine of each model says of it, the policy first: TRL takes the first for its own."""
+        first = self._fleet.models.first
+        others = (self._model_card_if_up(model) for model in self._fleet.models.names if model != first)
+        cards = await asyncio.gather(self._model_card(first), *others)
+        return reply({"object": "list", "data": [card for card in cards if card]})
+
     async def _pass_through(self, request: web.Request) -> web.Response:
-        """What one engine says, all engines of the fleet would say."""
+        """What one engine says, all engines of its model would say."""
         body = await read_object(request) if request.method == "POST" else None
-        return reply(await self._any_replica().engine.ask(request.method, request.path_qs, body, _ASK_TIMEOUT_S))
+        models = self._fleet.models
+        replica = self._any_replica(models.first if body is None else models.asked(body.get("model")))
+        return reply(await replica.engine.ask(request.method, request.path_qs, body, _ASK_TIMEOUT_S))
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
         body = await read_object(request)
@@ -130,7 +141,7 @@ class GatewayServer:
             chunks = self._completions.stream(prompts, include_usage=_wants_usage(body))
             return await _send_events(request, chunks)
         answer = await self._completions.generate(prompts)
-        self._count_tokens(answer)
+        self._count_tokens(prompts[0].rollout.model, answer)
         return reply(answer)
 
     async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
@@ -139,7 +150,7 @@ class GatewayServer:
         if body.get("stream"):
             return await _send_events(request, self._chat.stream(rollout, body))
         answer = await self._chat.generate(rollout, body)
-        self._count_tokens(answer)
+        self._count_tokens(rollout.model, answer)
         return reply(answer)
 
     async def _weight_info(self, request: web.Request) -> web.Response:
@@ -228,16 +239,34 @@ class GatewayServer:
             self._metrics.requests.labels(route, status).inc()
             self._metrics.request_seconds.labels(route).observe(time.monotonic() - began)
 
-    def _count_tokens(self, answer: Json) -> None:
+    def _count_tokens(self, model: str, answer: Json) -> None:
         usage = answer.get("usage") or {}
-        self._metrics.prompt_tokens.inc(usage.get("prompt_tokens") or 0)
-        self._metrics.completion_tokens.inc(usage.get("completion_tokens") or 0)
+        self._metrics.prompt_tokens.labels(model).inc(usage.get("prompt_tokens") or 0)
+        self._metrics.completion_tokens.labels(model).inc(usage.get("completion_tokens") or 0)
 
-    def _any_replica(self) -> Replica:
-        replicas = self._fleet.serving or self._fleet.alive
-        if not replicas:
-            raise DeadlineExceeded("no replica is up yet: see /health")
-        return replicas[0]
+    async def _model_card(self, model: str) -> Json:
+        """vLLM's entry of one model in the list that its engine gives."""
+        replica = self._any_replica(model)
+        listed = await replica.engine.ask("GET", "/v1/models", None, self._config.fleet.probe_timeout_s)
+        for card in listed.get("data") or ():
+            if card.get("id") == model:
+                return dict(card)
+        raise EngineFailed(f"/v1/models lists {model!r} no longer", replica_id=replica.replica_id)
+
+    async def _model_card_if_up(self, model: str) -> Json | None:
+        """A judge that is away keeps nobody from the policy."""
+        try:
+            return await self._model_card(model)
+        except (EngineError, DeadlineExceeded) as error:
+            log.warning("model not listed", model=model, error=str(error))
+            return None
+
+    def _any_replica(self, model: str) -> Replica:
+        of_model = [replica for replica in self._fleet.alive if replica.info.model == model]
+        replica = next(iter(self._fleet.serving(model) or of_model), None)
+        if replica is None:
+            raise DeadlineExceeded(f"no replica of {model!r} is up yet: see /health")
+        return replica
 
 
 async def _send_events(request: web.Request, chunks: AsyncGenerator[Json]) -> web.StreamResponse:

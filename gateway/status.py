@@ -7,10 +7,15 @@ from gateway.weights import WeightCoordinator
 
 
 def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator) -> Json:
-    """Seconds and counts; `weight_version` of a replica is null where its weights are unknown."""
-    update = weights.update
+    """Seconds and counts; `weight_version` of a replica is null where its weights are unknown.
+
+    Updates, pauses and the gate concern the model `policy`, which is null where all models are frozen.
+    """
+    update, models = weights.update, fleet.models
+    queues = {model: scheduler.queue_length(model) for model in models.names}
     return {
         "ready": fleet.is_ready,
+        "policy": models.policy,
         "weight_version": fleet.version,
         "weight_update": update
         and {
@@ -21,8 +26,10 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
         },
         "paused": weights.is_paused,
         "gate_closed_for": scheduler.closed_for,
-        "queue_length": scheduler.queue_length,
+        "queue_length": sum(queues.values()),
+        "models": [{"model": m, "frozen": m != models.policy, "queue_length": n} for m, n in queues.items()],
         "replicas_expected": fleet.expected,
+        "replicas_refused": fleet.refused,
         "replicas": [_replica_report(replica) for replica in fleet.replicas],
     }
 
@@ -39,6 +46,7 @@ def _replica_report(replica: Replica) -> Json:
         "kind": info.kind,
         "engine_version": info.engine_version,
         "model": info.model,
+        "frozen": replica.frozen,
         "world_size": info.world_size,
         "gpu_ids": info.gpu_ids,
         "node": info.node,

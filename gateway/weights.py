@@ -101,7 +101,7 @@ class WeightCoordinator:
     async def world_size(self) -> int:
         """Workers that a trainer's transfer group must make room for."""
         await self._settled()
-        return sum(replica.info.world_size for replica in self._fleet.alive)
+        return sum(replica.info.world_size for replica in self._policy())
 
     async def init(self, init_info: Json) -> None:
         """Join all replicas to the trainer's group. A trainer that starts anew thereby ends what the last one left."""
@@ -109,7 +109,7 @@ class WeightCoordinator:
             await self._abort("a trainer opened a new transfer group")
             await self._close_group()
             await self._settled()
-            members = tuple(replica for replica in self._fleet.alive if replica.info.takes_weights)
+            members = tuple(replica for replica in self._policy() if replica.info.takes_weights)
             self._check_some_take_weights(members)
             _check_capable(members)
             ranks = _rank_offsets(members, init_info)
@@ -200,12 +200,12 @@ class WeightCoordinator:
             return update.version
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stop generation everywhere; new rollouts wait in the queue.
+        """Stop the policy's generation everywhere; its new rollouts wait in the queue.
 
         Refused as a whole where a replica that may have rollouts cannot be paused. One that is left behind by the
         fleet's weights has none, and is not asked.
         """
-        members = [replica for replica in self._fleet.alive if replica.can_serve or replica.info.has("/pause")]
+        members = [replica for replica in self._policy() if replica.can_serve or replica.info.has("/pause")]
         for replica in members:
             if not replica.info.has("/pause"):
                 raise WeightUpdateConflict(f"replica {replica.replica_id} ({replica.info.url}) has no /pause")
@@ -225,9 +225,9 @@ class WeightCoordinator:
         self._scheduler.open_gate(_PAUSE)
 
     async def reset_prefix_cache(self) -> bool:
-        """True when every replica that can forgot its prefixes.
+        """True when every replica of the policy that can forgot its prefixes.
 
-        Versions never share prefixes, so this only frees memory.
+        Versions never share prefixes, so this only frees memory. A frozen model's prefixes stay as good as they are.
         """
         timeout_s, able = self._config.control_timeout_s, self._able("/reset_prefix_cache")
         return all(await self._on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s))
@@ -259,7 +259,7 @@ class WeightCoordinator:
         self._fleet.version = update.version
         for replica in group.members:
             replica.weight_version = update.version
-        for replica in self._fleet.alive:
+        for replica in self._policy():
             self._fleet.settle(replica, f"version {update.version} committed")
         self._end(update, Phase.COMMITTED)
 
@@ -269,7 +269,7 @@ class WeightCoordinator:
         if update is None:
             return
         log.error("weight update aborted", version=update.version, phase=update.phase, reason=reason)
-        overwritten = [replica for replica in self._fleet.alive if replica.state is ReplicaState.UPDATING]
+        overwritten = [replica for replica in self._policy() if replica.state is ReplicaState.UPDATING]
         for replica in overwritten:
             self._fleet.settle(replica, f"update to version {update.version} aborted: {reason}")
         self._end(update, Phase.ABORTED)
@@ -319,18 +319,27 @@ class WeightCoordinator:
                 expected = {tensor.name: list(tensor.shape) for tensor in replica.info.tensors}
                 _match_tensors(names, shapes, expected, replica.info.model)
 
+    def _policy(self) -> list[Replica]:
+        """The replicas that are updated and paused. Raises `WeightUpdateConflict` where all models are frozen."""
+        if self._fleet.models.all_frozen:
+            raise WeightUpdateConflict(
+                f"every model here is frozen ({', '.join(self._fleet.models.names)}), so there is nothing to update or "
+                "pause: an engine group that is not frozen is the policy"
+            )
+        return [replica for replica in self._fleet.policy if replica.is_alive]
+
     def _able(self, route: str) -> list[Replica]:
-        """The replicas that serve `route`. Raises `WeightUpdateConflict` where replicas are there, but none does."""
-        alive = self._fleet.alive
+        """Those of the policy that serve `route`. Raises `WeightUpdateConflict` where some are there, but none does."""
+        alive = self._policy()
         able = [replica for replica in alive if replica.info.has(route)]
         if alive and not able:
             raise WeightUpdateConflict(f"no replica has {route}: {_names(alive)}")
         return able
 
     def _check_some_take_weights(self, members: Sequence[Replica]) -> None:
-        if not members and (alive := self._fleet.alive):
+        if not members and (alive := self._policy()):
             raise WeightUpdateConflict(
-                f"no replica of this fleet takes weights: {_names(alive)}; a vLLM server takes them when it is started "
+                f"no replica of the policy takes weights: {_names(alive)}; a vLLM server takes them when it is started "
                 "with --weight-transfer-config and VLLM_SERVER_DEV_MODE=1"
             )
 

@@ -8,7 +8,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from engines.config import SimConfig
+from engines.config import EngineConfig, SimConfig
+from engines.external import ExternalServer
 from engines.sim_dialect import Limits
 from engines.sim_server import SimServer
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
@@ -27,17 +28,19 @@ Json = dict[str, Any]
 class SimReplica:
     """One simulated engine with a listening port."""
 
-    def __init__(self, replica_id: str, seed: int, sim: SimConfig) -> None:
+    def __init__(
+        self, replica_id: str, seed: int, sim: SimConfig, *, group: str = "engine", model: str = "sim"
+    ) -> None:
         limits = Limits(max_model_len=MAX_MODEL_LEN, seed=seed, stream_interval=4, shows_cached_tokens=False)
-        app = SimServer("sim", sim, limits, max_num_seqs=8, world_size=1).app()
+        app = SimServer(model, sim, limits, max_num_seqs=8, world_size=1).app()
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         self.info = ReplicaInfo(
             replica_id=replica_id,
             incarnation=f"{replica_id}@{id(self)}",
-            group="engine",
+            group=group,
             kind=EngineKind.SIM,
             url="",
-            model="sim",
+            model=model,
             world_size=1,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=8,
@@ -73,8 +76,7 @@ class Rig:
         self.replicas: list[SimReplica] = []
         self.external: list[ReplicaInfo] = []
         self.fleet = Fleet(
-            config.fleet,
-            expected=config.engine.num_replicas,
+            config,
             discover=self._discover,
             connect=lambda info: engine_client(config, info),
         )
@@ -84,16 +86,22 @@ class Rig:
         self.url = ""
 
     async def start(self) -> "Rig":
-        for index in range(self.config.engine.num_replicas):
-            await self.add_replica(f"engine-{index}", seed=index)
+        for group, engine in self.config.groups.items():
+            if engine.kind is EngineKind.EXTERNAL:
+                self.external.append(await described(engine, f"{group}-0", group))
+                continue
+            for index in range(engine.num_replicas):
+                await self.add_replica(f"{group}-{index}", seed=index)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
     async def add_replica(self, replica_id: str, seed: int = 0) -> SimReplica:
-        """Start one; in place of the one of the same id, if there is any."""
-        replica = await SimReplica(replica_id, seed, self.sim).start()
+        """Start one of the group that `replica_id` begins with; in place of the one of the same id, if there is any."""
+        group = replica_id.rpartition("-")[0]
+        model = self.config.groups[group].served_name
+        replica = await SimReplica(replica_id, seed, self.sim, group=group, model=model).start()
         self.replicas = [other for other in self.replicas if other.info.replica_id != replica_id] + [replica]
         return replica
 
@@ -153,6 +161,14 @@ class Rig:
 
     async def _discover(self) -> list[ReplicaInfo]:
         return [replica.info for replica in self.replicas] + self.external
+
+
+async def described(config: EngineConfig, replica_id: str, group: str) -> ReplicaInfo:
+    """What is found out about the external server of `config`."""
+    server = ExternalServer(config, replica_id=replica_id, group=group)
+    info = await server.start()
+    await server.stop()
+    return info
 
 
 StartRig = Callable[..., Awaitable[Rig]]

@@ -10,7 +10,6 @@ from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
 from gateway.wire.completions import (
     asked_of_engine,
-    check_model,
     check_replica,
     check_sampling,
     stamp_versions,
@@ -33,14 +32,15 @@ class Chat:
         self._scheduler = scheduler
 
     def decode(self, body: Json, request_id: str) -> Rollout:
-        check_model(body, self._fleet)
+        model = self._fleet.models.asked(body.get("model"))
         n = check_sampling(body, self._config.max_n)
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise InvalidRequest("messages must be a list of at least one message", param="messages")
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_MAX_TOKENS
         characters = sum(len(str(message)) for message in messages)
-        return Rollout(request_id=request_id, n=n, tokens=characters // _CHARACTERS_PER_TOKEN + n * limit)
+        tokens = characters // _CHARACTERS_PER_TOKEN + n * limit
+        return Rollout(request_id=request_id, model=model, n=n, tokens=tokens)
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
         async def call(replica: Replica) -> Json:

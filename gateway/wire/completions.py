@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.engine import Json
-from engines.errors import EngineRefused, InvalidRequest, UnknownModel
+from engines.errors import EngineRefused, InvalidRequest
 from engines.vllm_engine import version_number
 from gateway.config import GatewayConfig
 from gateway.fleet import Fleet, Replica
@@ -43,16 +43,17 @@ class Completions:
 
     def decode(self, body: Json, request_id: str) -> list[Prompt]:
         """The prompts of a request. Raises `InvalidRequest` before any replica has work, naming field and prompt."""
-        check_model(body, self._fleet)
+        model = self._fleet.models.asked(body.get("model"))
         n = check_sampling(body, self._config.max_n)
-        lengths = [replica.info.max_model_len for replica in self._fleet.alive]
+        lengths = [replica.info.max_model_len for replica in self._fleet.alive if replica.info.model == model]
         max_len = min((length for length in lengths if length is not None), default=None)
         rest = {key: value for key, value in body.items() if key not in ("prompt", "stream")}
         prompts = []
         for index, value in enumerate(_prompt_list(body)):
             length = _checked_length(index, value, max_len)
             limit = body.get("max_tokens") or body.get("max_completion_tokens") or _DEFAULT_MAX_TOKENS
-            rollout = Rollout(request_id=f"{request_id}-{index}", n=n, tokens=length + n * min(limit, max_len or limit))
+            tokens = length + n * min(limit, max_len or limit)
+            rollout = Rollout(request_id=f"{request_id}-{index}", model=model, n=n, tokens=tokens)
             prompts.append(Prompt(request_id, index, rollout, {**rest, "prompt": value}))
         return prompts
 
@@ -155,14 +156,6 @@ class Usage:
         usages = list(self._by_prompt.values())
         counted = {key: sum(usage.get(key) or 0 for usage in usages) for key in ("prompt_tokens", "completion_tokens")}
         return {**counted, "total_tokens": sum(counted.values())}
-
-
-def check_model(body: Json, fleet: Fleet) -> None:
-    """Refuse a model that no replica serves. A request without one takes the model there is."""
-    models = sorted({replica.info.model for replica in fleet.replicas})
-    model = body.get("model")
-    if model is not None and models and model not in models:
-        raise UnknownModel(f"model {model!r} is not served here; there is {', '.join(models)}", param="model")
 
 
 def check_sampling(body: Json, max_n: int) -> int:

@@ -8,13 +8,11 @@ from pydantic import SecretStr
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
-from engines.external import ExternalServer
-from engines.types import ReplicaInfo
 from gateway.config import Config
 from gateway.load import explain, from_args, load, with_secrets
 from gateway.serve_config import serve_config
 from tests.openai_server import OpenAiServer
-from tests.rig import Rig, SimReplica, StartRig
+from tests.rig import Rig, SimReplica, StartRig, described
 
 URL = "http://127.0.0.1:9"
 SOON_S = 5.0
@@ -23,22 +21,15 @@ SOON_S = 5.0
 @pytest.fixture
 async def openai() -> AsyncIterator[OpenAiServer]:
     server = await OpenAiServer([], "").start()
-    server.listing["data"][0]["id"] = "sim"  # a fleet serves one model
+    server.listing["data"][0]["id"] = "sim"  # the policy's
     yield server
     await server.stop()
 
 
-async def described(url: str) -> ReplicaInfo:
-    config = EngineConfig.model_validate({"kind": "external", "url": url})
-    server = ExternalServer(config, replica_id="theirs-0", group="theirs")
-    info = await server.start()
-    await server.stop()
-    return info
-
-
 async def joined(rig: Rig, url: str) -> Rig:
     """The rig once the external server at `url` is one of its replicas."""
-    rig.external = [await described(url)]
+    config = EngineConfig.model_validate({"kind": "external", "url": url})
+    rig.external = [await described(config, "theirs-0", "engine")]
     async with asyncio.timeout(SOON_S):
         while "theirs-0" not in await rig.states():
             await asyncio.sleep(0.01)

@@ -13,7 +13,7 @@ class View:
 
 
 def rollout(n: int = 1) -> Rollout:
-    return Rollout(request_id="r", n=n, tokens=100)
+    return Rollout(request_id="r", model="m", n=n, tokens=100)
 
 
 def test_the_replica_with_the_least_tokens_is_chosen() -> None:

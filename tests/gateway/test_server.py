@@ -30,8 +30,8 @@ async def test_metrics_hold_ours_and_each_engines_with_its_name(rig: Rig) -> Non
     await rig.complete([[5], [6]], max_tokens=4, ignore_eos=True)
     async with rig.client.get(rig.url + "/metrics") as response:
         page = await response.text()
-    assert "rollout_gateway_completion_tokens_total 8.0" in page
-    assert 'rollout_gateway_replicas{state="SERVING"} 2.0' in page
+    assert 'rollout_gateway_completion_tokens_total{model="sim"} 8.0' in page
+    assert 'rollout_gateway_replicas{model="sim",state="SERVING"} 2.0' in page
     for replica in ("engine-0", "engine-1"):
         assert any(
             line.startswith("vllm:generation_tokens_total") and f'replica="{replica}"' in line and line.endswith(" 4.0")

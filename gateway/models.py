@@ -1,0 +1,102 @@
+"""The models behind one URL: the policy, whose weights a trainer updates, and frozen ones beside it (a judge, a
+reference model)."""
+
+from collections.abc import Mapping
+from itertools import combinations, product
+from typing import Any
+
+from engines.config import EngineConfig
+from engines.errors import ConfigError, DeadlineExceeded, InvalidRequest, UnknownModel
+from engines.types import ReplicaInfo
+
+
+class Models:
+    """Which model each engine group serves. One model at most is not frozen: the policy.
+
+    A group whose server alone knows its model (kind: external without `model`) has no name until it joins.
+    """
+
+    def __init__(self, groups: Mapping[str, EngineConfig]) -> None:
+        """Raises `ConfigError` where the groups do not fit together."""
+        self._groups = groups
+        self._names = {name: group.served_name for name, group in groups.items()}
+        self._check(self._names)
+
+    @property
+    def names(self) -> list[str]:
+        """Those known, the policy first: trainers and benchmarks take the first of a list for theirs."""
+        policy = self.policy
+        return sorted({name for name in self._names.values() if name}, key=lambda name: (name != policy, name))
+
+    @property
+    def policy(self) -> str | None:
+        """None where every model is frozen, and until the name is known."""
+        return next((name for group, name in self._names.items() if name and not self.is_frozen(group)), None)
+
+    @property
+    def first(self) -> str:
+        """The policy; where all are frozen, the first of them. Raises `DeadlineExceeded` while no name is known."""
+        if self.policy is not None:
+            return self.policy
+        if self.all_frozen and (names := self.names):
+            return names[0]
+        raise DeadlineExceeded(f"the model to take is not known yet{self._not_yet_known()}")
+
+    @property
+    def all_frozen(self) -> bool:
+        return all(group.frozen for group in self._groups.values())
+
+    def is_frozen(self, group: str) -> bool:
+        return self._groups[group].frozen
+
+    def join(self, info: ReplicaInfo) -> None:
+        """Note what a replica serves. Raises `ConfigError` where that does not fit in."""
+        configured = self._groups[info.group].served_name
+        if configured not in ("", info.model):
+            raise ConfigError(
+                f"engines.{info.group} is to serve {configured!r}, but this replica serves {info.model!r}"
+            )
+        names = {**self._names, info.group: info.model}
+        self._check(names)
+        self._names = names
+
+    def asked(self, model: Any) -> str:
+        """The model that a request means. One that names none means the policy, or the only model there is.
+
+        Raises `UnknownModel`, `InvalidRequest` where it has to name one, `DeadlineExceeded` as `first` does.
+        """
+        names = self.names
+        if model in names:
+            return str(model)
+        if model is not None:
+            raise UnknownModel(
+                f"model {model!r} is not served here; there is {', '.join(names) or 'none'}{self._not_yet_known()}",
+                param="model",
+            )
+        if self.all_frozen and len(names) > 1:
+            raise InvalidRequest(
+                f"model is missing, and there is no policy, since all are frozen: name one of {', '.join(names)}",
+                param="model",
+            )
+        return self.first
+
+    def _not_yet_known(self) -> str:
+        groups = ", ".join(group for group, name in self._names.items() if not name)
+        return f" (engine group {groups} has not joined, so its model is not known: see /health)" if groups else ""
+
+    def _check(self, names: Mapping[str, str]) -> None:
+        frozen = {group: name for group, name in names.items() if name and self.is_frozen(group)}
+        trained = {group: name for group, name in names.items() if name and not self.is_frozen(group)}
+        for (one, model), (other, others_model) in combinations(trained.items(), 2):
+            if model != others_model:
+                raise ConfigError(
+                    f"engines.{one} serves {model!r} and engines.{other} serves {others_model!r}, but one model alone "
+                    "can be the policy that a trainer updates: say frozen: true for the one whose weights never change "
+                    "(a judge, a reference model), or give both the same served_model_name"
+                )
+        for (one, model), (other, others_model) in product(frozen.items(), trained.items()):
+            if model == others_model:
+                raise ConfigError(
+                    f"engines.{one} and engines.{other} both serve {model!r}, but engines.{one} alone is frozen: give "
+                    "it a served_model_name of its own (it may be the other's reference model), or make both alike"
+                )

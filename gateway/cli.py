@@ -185,10 +185,17 @@ def _print_running(found: Running) -> None:
 
 
 def _print_fleet(fleet: dict[str, Any]) -> None:
+    print(f"{'policy:':<24}{fleet['policy'] or 'none: every model is frozen'}")
     print(f"{'weight version:':<24}{fleet['weight_version']}")
-    columns = ["replica_id", "state", "weight_version", "samples_in_flight", "gpu_ids", "reason", "url"]
-    rows = [[str(replica[column]) for column in columns] for replica in fleet["replicas"]]
+    for replica_id, reason in fleet["replicas_refused"].items():
+        print(f"{'refused:':<24}{replica_id}: {reason}")
+    columns = ["replica_id", "model", "state", "weight_version", "samples_in_flight", "gpu_ids", "reason", "url"]
+    rows = [[_cell(replica, column) for column in columns] for replica in fleet["replicas"]]
     _print_table([column.replace("_", " ") for column in columns], rows)
+
+
+def _cell(replica: dict[str, Any], column: str) -> str:
+    return f"{replica[column]}{' (frozen)' if column == 'model' and replica['frozen'] else ''}"
 
 
 def _print_explanation(one: Explanation) -> None:

@@ -247,9 +247,16 @@ def _wait_until_running(
 
 
 def _wait_until_ready(found: Running, timeout_s: float) -> None:
-    """Serve knows that the replicas run a moment before the gateway has met them."""
+    """Serve knows that the replicas run a moment before the gateway has met them. One that it refuses ends the wait."""
     url = found.control_url or found.rollout_url
-    _wait_until(lambda: ask_control_plane(url, "/health") is not None, timeout_s, "the gateway to meet all replicas")
+
+    def met() -> bool:
+        status = ask_control_plane(found.control_url, "/status") if found.control_url else None
+        for replica_id, reason in (status or {}).get("replicas_refused", {}).items():
+            raise DeployFailed(f"replica {replica_id} does not fit in: {reason}")
+        return ask_control_plane(url, "/health") is not None
+
+    _wait_until(met, timeout_s, "the gateway to meet all replicas")
 
 
 def describe(application: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from engines.errors import (
     WeightUpdateConflict,
     WeightUpdateFailed,
 )
-from engines.types import PauseMode, ReplicaState
+from engines.types import EngineKind, PauseMode, ReplicaState
 from gateway.config import WeightsConfig
 from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
@@ -112,6 +112,7 @@ class WeightCoordinator:
             members = tuple(replica for replica in self._policy() if replica.info.takes_weights)
             self._check_some_take_weights(members)
             _check_capable(members)
+            _check_one_protocol(members)
             ranks = _rank_offsets(members, init_info)
             with self._timed("init"):
                 group = TransferGroup(members)
@@ -412,6 +413,17 @@ def _check_capable(members: Sequence[Replica]) -> None:
                 f"replica {replica.replica_id} ({engine}) has no {_INIT_ROUTE}: its engine must be started with "
                 "a weight transfer backend and VLLM_SERVER_DEV_MODE=1"
             )
+
+
+def _check_one_protocol(members: Sequence[Replica]) -> None:
+    """vLLM's receivers open communicators of their own, SGLang's a process group of torch's: together both hang."""
+    sglang = [replica for replica in members if replica.info.kind is EngineKind.SGLANG]
+    others = [replica for replica in members if replica not in sglang]
+    if sglang and others:
+        raise WeightUpdateConflict(
+            f"replicas of SGLang ({sglang[0].replica_id}) and of vLLM ({others[0].replica_id}) cannot be in one "
+            "transfer group: serve the policy with engines of one kind where its weights are updated"
+        )
 
 
 def _rank_offsets(members: Sequence[Replica], init_info: Json) -> dict[Replica, int]:

@@ -142,6 +142,7 @@ def test_up_status_down(cluster_shell: Shell, auth_mode: str) -> None:
     assert status["status"] == "RUNNING"
     assert status["rollout_url"] == f"http://127.0.0.1:{ports[1].partition('=')[2]}"
     assert [replica["state"] for replica in status["fleet"]["replicas"]] == ["SERVING", "SERVING"]
+    assert f"{'policy:':<24}sim" in shell.run("status").stdout
     assert (shell.folder / ".ray" / "auth_token").exists() == (auth_mode == "token")
 
     shell.environ["RAY_AUTH_MODE"] = auth_mode

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import pytest
 from engines.config import EngineConfig
 from engines.errors import ConfigError, DeadlineExceeded, InvalidRequest, UnknownModel
 from engines.types import EngineKind, ReplicaInfo
-from gateway.load import from_args
+from gateway.load import from_args, load
 from gateway.models import Models
 from tests.openai_server import OpenAiServer
 from tests.rig import Json, Rig, StartRig
 
 URL = "http://127.0.0.1:9"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "policy-and-judge.yaml"
 JUDGE = {"served_model_name": "a-judge", "frozen": True, "num_replicas": 1}
 SOON_S = 5.0
 
@@ -379,3 +381,15 @@ def test_a_replica_that_serves_another_model_than_its_group_says_is_refused() ->
 def test_a_model_that_is_no_name_of_one_is_unknown(model: Any) -> None:
     with pytest.raises(UnknownModel):
         Models(groups(engine={"model": "sim"})).asked(model)
+
+
+def test_the_example_has_one_policy_in_two_shapes_and_a_frozen_judge() -> None:
+    config = load(EXAMPLE, (), {})
+    models = Models(config.groups)
+    assert (models.names, models.policy) == (["policy", "judge"], "policy")
+    assert {name: group.frozen for name, group in config.groups.items()} == {
+        "wide": False,
+        "single": False,
+        "judge": True,
+    }
+    assert sum(group.num_replicas * group.world_size for group in config.groups.values()) == 7

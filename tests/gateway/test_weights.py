@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from engines.types import EngineKind
 from tests.rig import Json, Rig, StartRig
 
 # TRL replays these without looking, so no weight call may answer with one of them.
@@ -245,6 +246,15 @@ async def test_paused_rollouts_live_through_an_update_and_say_both_versions(star
 async def test_an_unknown_pause_mode_is_refused(rig: Rig) -> None:
     status, reply = await rig.post("/pause?mode=sideways")
     assert (status, reply["error"]["param"]) == (400, "mode")
+
+
+async def test_engines_whose_receivers_cannot_join_each_other_are_refused_at_init(rig: Rig) -> None:
+    replica = rig.fleet.replicas[1]
+    replica.info = dataclasses.replace(replica.info, kind=EngineKind.SGLANG)
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "packed": False}
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
+    assert status == 409
+    assert "SGLang (engine-1) and of vLLM (engine-0)" in reply["error"]["message"]
 
 
 async def test_an_engine_without_weight_routes_is_named_at_init(rig: Rig) -> None:

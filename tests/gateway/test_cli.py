@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -165,3 +167,48 @@ def test_up_tells_the_engines_last_words_and_undoes_itself(cluster_shell: Shell)
     assert "was not ready within 1 s (engine.start_timeout_s)" in done.stderr
     assert "Traceback" not in done.stderr.partition("rollout-gateway: ")[2]
     assert cluster_shell.run("status").returncode == 1
+
+
+@pytest.mark.ray
+def test_up_ends_at_a_server_of_others_with_another_model_and_names_the_remedy(
+    cluster_shell: Shell, judge_url: str
+) -> None:
+    theirs = f"engines:\n  policy: {{}}\n  theirs: {{kind: external, url: '{judge_url}', num_replicas: 1}}\n"
+    (cluster_shell.folder / "two.yaml").write_text(SIM + theirs)
+    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
+
+    done = cluster_shell.run("up", "-c", "two.yaml", *ports, timeout_s=300)
+    assert done.returncode == 1
+    assert "engines.policy serves 'sim' and engines.theirs serves 'judge'" in done.stderr
+    assert "say frozen: true" in done.stderr
+    assert cluster_shell.run("status").returncode == 1
+
+    done = cluster_shell.run("up", "-c", "two.yaml", *ports, "engines.theirs.frozen=true", timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    fleet = json.loads(cluster_shell.run("status", "--json").stdout)["fleet"]
+    shown = sorted((replica["model"], replica["frozen"], replica["state"]) for replica in fleet["replicas"])
+    assert shown == [("judge", True, "SERVING"), ("sim", False, "SERVING"), ("sim", False, "SERVING")]
+    assert "judge (frozen)" in cluster_shell.run("status").stdout
+
+
+@pytest.fixture
+def judge_url() -> Iterator[str]:
+    """A server of somebody else's that lists one model."""
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_list = self.path == "/v1/models"
+            self.send_response(200 if is_list else 404)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "judge"}]}' if is_list else b"{}")
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()

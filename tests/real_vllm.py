@@ -5,7 +5,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +44,20 @@ class RealFleet:
 
 @contextmanager
 def fleet(model: Path, log_dir: Path, num_replicas: int = 2) -> Iterator[RealFleet]:
-    """Replicas behind a gateway, without Ray: nobody starts one anew."""
-    engine = engine_config(model, log_dir)
-    config = Config.model_validate({"engine": engine.model_dump() | {"num_replicas": num_replicas}, **FAST})
+    """Replicas of one model behind a gateway."""
+    engine = engine_config(model, log_dir).model_copy(update={"num_replicas": num_replicas})
+    with app({"engine": engine}) as running:
+        yield running
+
+
+@contextmanager
+def app(groups: Mapping[str, EngineConfig]) -> Iterator[RealFleet]:
+    """Engine groups behind a gateway, without Ray: nobody starts a replica anew."""
+    config = Config.model_validate({"engines": {name: group.model_dump() for name, group in groups.items()}, **FAST})
     servers = [
-        EngineServer(engine, replica_id=f"engine-{index}", group="engine", index=index) for index in range(num_replicas)
+        EngineServer(group, replica_id=f"{name}-{index}", group=name, index=index)
+        for name, group in groups.items()
+        for index in range(group.num_replicas)
     ]
     with asyncio.Runner() as runner:
         try:

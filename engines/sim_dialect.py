@@ -49,6 +49,10 @@ class SamplingBody(BaseModel):
     max_tokens: int | None = None
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    structured_outputs: None = None
     prompt_logprobs: int | None = Field(None, ge=_EVERY_TOKEN)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -58,6 +62,10 @@ class SamplingBody(BaseModel):
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     request_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     echo: Literal[False] | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def is_greedy(self) -> bool:
@@ -178,6 +186,8 @@ class Answer(ABC):
                 max_tokens=max_tokens,
                 min_tokens=self.body.min_tokens,
                 ignore_eos=self.body.ignore_eos,
+                stop_token_ids=frozenset(self.body.stop_token_ids or ()),
+                stop_strings=self.body.stop_strings,
                 prompt_blocks=blocks,
                 reads_cache=self.body.prompt_logprobs is None,  # cached tokens have no log-probs to give
                 report_every=max(self.body.stream_interval or 1, self.limits.stream_interval),
@@ -264,9 +274,20 @@ class Answer(ABC):
     def _told_ids(self, token_ids: list[int]) -> list[int] | None:
         return token_ids if self.body.return_token_ids else None
 
+    def _text(self, sample: Sample, start: int) -> str:
+        """The characters that tokens from `start` on add. What may be the head of a stop string is held back."""
+        if not sample.stop_strings:
+            return detokenize(sample.tokens[start:])
+        text, held = detokenize(sample.tokens), max(map(len, sample.stop_strings)) - 1
+        told = max(0, len(detokenize(sample.tokens[:start])) - held)
+        if sample.finish_reason is None:
+            return text[told : max(told, len(text) - held)]
+        cut_off = isinstance(sample.stop_reason, str) and not self.body.include_stop_str_in_output
+        return (text.removesuffix(cast(str, sample.stop_reason)) if cut_off else text)[told:]
+
     def _end(self, sample: Sample) -> Json:
         """How the sample ended, and which weights made it; vLLM has the latter on /inference/v1/generate alone."""
-        end: Json = {"finish_reason": sample.finish_reason, "stop_reason": None}
+        end: Json = {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
         if sample.finish_reason:
             spans = [{"version": version, "start": start, "end": end} for version, start, end in sample.spans]
             end["weight_versions"] = spans
@@ -305,7 +326,7 @@ class CompletionAnswer(Answer):
 
     def _choice(self, sample: Sample, start: int, context: int) -> Json:
         tokens = sample.tokens[start:]
-        choice: Json = {"index": sample.index, "text": detokenize(tokens), "logprobs": None}
+        choice: Json = {"index": sample.index, "text": self._text(sample, start), "logprobs": None}
         choice["token_ids"] = self._told_ids(tokens)
         if self.body.logprobs is not None:
             choice["logprobs"] = self._logprobs(tokens, self._scores(sample, start, context, self.body.logprobs))
@@ -360,7 +381,7 @@ class ChatAnswer(Answer):
 
     def _choice(self, sample: Sample, start: int, context: int, text_in: Literal["message", "delta"]) -> Json:
         tokens = sample.tokens[start:]
-        text = {"content": detokenize(tokens)} | ({"role": "assistant"} if text_in == "message" else {})
+        text = {"content": self._text(sample, start)} | ({"role": "assistant"} if text_in == "message" else {})
         choice: Json = {"index": sample.index, text_in: text, "logprobs": None, "token_ids": self._told_ids(tokens)}
         if self.body.logprobs:
             scores = self._scores(sample, start, context, self.body.top_logprobs or 0)

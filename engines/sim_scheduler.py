@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from engines.config import SimConfig
-from engines.sim_model import CHECKPOINT_VERSION, EOS_TOKEN, SimModel, read, weights_key
+from engines.sim_model import CHECKPOINT_VERSION, EOS_TOKEN, SimModel, detokenize, read, weights_key
 from engines.types import PauseMode
 
 BLOCK_TOKENS = 16
@@ -38,6 +38,9 @@ class Sample:
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     cached_tokens: int = 0
     finish_reason: str | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    stop_reason: str | int | None = None
 
     @property
     def held_tokens(self) -> int:
@@ -49,6 +52,17 @@ class Sample:
         ends = [start for _, start in self.version_starts[1:]] + [len(self.tokens)]
         runs = zip(self.version_starts, ends, strict=False)
         return [(version, start, end) for (version, start), end in runs if start < end]
+
+    def is_stopped(self, token_id: int) -> bool:
+        """Whether `token_id`, just added, is or completes what it was told to stop at."""
+        if token_id in self.stop_token_ids:
+            self.stop_reason = token_id
+            return True
+        for stop in self.stop_strings:
+            if detokenize(self.tokens[-len(stop) :]).endswith(stop):
+                self.stop_reason = stop
+                return True
+        return False
 
     def meet_weights(self, version: str) -> None:
         """Tokens from here on are made by `version`."""
@@ -217,8 +231,9 @@ class SimScheduler:
             token_id = next_token(sample.context, sample.draw, weights, may_end)
             sample.tokens.append(token_id)
             sample.context = read((token_id,), sample.context)
-            if token_id == EOS_TOKEN or made >= sample.max_tokens:
-                self._finish(sample, "stop" if token_id == EOS_TOKEN else "length")
+            stops = token_id == EOS_TOKEN or (made >= sample.min_tokens and sample.is_stopped(token_id))
+            if stops or made >= sample.max_tokens:
+                self._finish(sample, "stop" if stops else "length")
                 ended = True
             elif made >= sample.report_at:
                 sample.report_at = made + sample.report_every

@@ -1,0 +1,107 @@
+"""Prints docs/engines.md from the results that the conformance suite left in docs/results/conformance/, and from the
+table of levers: `python -m scripts.engines_matrix > docs/engines.md`.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engines.levers import LEVERS
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results" / "conformance"
+
+_NAMES = {"sim": "simulated", "vllm": "vLLM", "sglang": "SGLang"}
+_HEAD = """# Engines
+
+What the gateway needs of an engine, asked of running ones, and what our levers are called there. This page is printed
+by `python -m scripts.engines_matrix > docs/engines.md` from `docs/results/conformance/*.json` and `engines/levers.py`.
+
+## Conformance
+
+One suite, `tests/engines/conformance/`, starts an engine as the product does and speaks to it through the `Engine`
+interface. Each row is one check. `yes` passed; `no` is a lack that the suite declares and has seen the engine show,
+with the reason below; `not run` lacked something around the engine; `FAIL` failed.
+
+    CONFORMANCE_CONFIG=FILE.yaml CONFORMANCE_OUT=docs/results/conformance/NAME.json \\
+        python -m pytest -q tests/engines/conformance
+"""
+_LEVERS_HEAD = """## Levers
+
+Keys of `engine` in the configuration, and the argument each becomes. Where SGLang has none of that meaning, giving the
+key is an error that says what to use instead. Any other argument of an engine goes under `engine.extra` by the engine's
+own name.
+"""
+
+Result = dict[str, Any]
+
+
+def read_results(folder: Path = RESULTS) -> list[Result]:
+    """Simulated first, then by kind, device and version."""
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    kinds = list(_NAMES)
+    return sorted(results, key=lambda one: (kinds.index(one["kind"]), one["device"], one["engine_version"]))
+
+
+def page(results: Sequence[Result]) -> str:
+    """The whole of docs/engines.md."""
+    return "\n".join(
+        [_HEAD, *_runs(results), "", *_matrix(results), "", *_reasons(results), _LEVERS_HEAD, *_levers(), ""]
+    )
+
+
+def _runs(results: Sequence[Result]) -> list[str]:
+    rows = [
+        [_name(one), one["device"], one["model"], one["dtype"], one["date"], _counts(one["checks"])] for one in results
+    ]
+    return _table(["engine", "device", "model", "dtype", "run on", "checks"], rows)
+
+
+def _counts(checks: dict[str, str]) -> str:
+    words = [_word(outcome) for outcome in checks.values()]
+    return ", ".join(f"{words.count(word)} {word}" for word in ("yes", "no", "not run", "FAIL") if word in words)
+
+
+def _matrix(results: Sequence[Result]) -> list[str]:
+    checks = list(dict.fromkeys(check for one in results for check in one["checks"]))
+    rows = [[check, *(_word(one["checks"].get(check, "not run")) for one in results)] for check in checks]
+    return _table(["check", *map(_name, results)], rows)
+
+
+def _reasons(results: Sequence[Result]) -> list[str]:
+    """Why it is not yes, by engine and reason."""
+    lines = []
+    for one in results:
+        by_reason: dict[str, list[str]] = {}
+        for check, outcome in one["checks"].items():
+            if ": " in outcome:
+                by_reason.setdefault(outcome, []).append(check)
+        lines += [f"* {_name(one)}, {_joined(checks)}: **{reason}**" for reason, checks in by_reason.items()]
+    return [*lines, ""] if lines else []
+
+
+def _levers() -> list[str]:
+    rows = [[f"`{one.name}`", f"`{one.vllm}`", f"`{one.sglang}`" if one.sglang else "", one.instead] for one in LEVERS]
+    return _table(["ours", "vLLM", "SGLang", "with SGLang instead"], rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _name(result: Result) -> str:
+    return f"{_NAMES[result['kind']]} {result['engine_version']} on {'CPU' if result['device'] == 'CPU' else 'GPU'}"
+
+
+def _word(outcome: str) -> str:
+    """`yes`, `no`, `not run` or `FAIL`, without the reason."""
+    return outcome.partition(": ")[0]
+
+
+def _joined(checks: Sequence[str]) -> str:
+    return "; ".join(f"“{check}”" for check in checks)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page(read_results()))

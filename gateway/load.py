@@ -96,7 +96,7 @@ def _sources(path: Path | None, overrides: Sequence[str], environ: Mapping[str, 
 
 
 def _bases(path: Path | None) -> list[Path]:
-    """Folders that a relative model path may start from. The current one comes first: Serve's workers have no other."""
+    """Folders that a relative path may start from. The current one comes first: Serve's workers have no other."""
     return [Path.cwd(), path.resolve().parent] if path else [Path.cwd()]
 
 
@@ -109,7 +109,7 @@ def _validate(sources: Sequence[Source], bases: Sequence[Path]) -> Config:
     except ValidationError as error:
         lines = dict.fromkeys(_report(sources, dict(problem)) for problem in error.errors(include_url=False))
         raise ConfigError("\n".join(lines)) from None
-    return _with_models_found(config, sources, bases)
+    return _with_paths_found(config, sources, bases)
 
 
 def _report(sources: Sequence[Source], problem: dict[str, Any]) -> str:
@@ -153,32 +153,41 @@ def _given(sources: Sequence[Source], key: Key) -> tuple[Key, Source] | None:
     return None
 
 
-def _with_models_found(config: Config, sources: Sequence[Source], bases: Sequence[Path]) -> Config:
-    """Model folders as absolute paths: engines start in another folder, perhaps in another shell."""
+def _with_paths_found(config: Config, sources: Sequence[Source], bases: Sequence[Path]) -> Config:
+    """Model folders and Pythons as absolute paths: engines start in another folder, perhaps in another shell."""
 
-    def found(engine: EngineConfig, key: Key) -> EngineConfig:
-        model = engine.model
-        if not model or engine.kind in (EngineKind.SIM, EngineKind.EXTERNAL):
+    def found(engine: EngineConfig, section: Key) -> EngineConfig:
+        if engine.kind in (EngineKind.SIM, EngineKind.EXTERNAL):
             return engine
-        for base in bases:
-            folder = base / Path(model).expanduser()
-            if folder.is_dir():
-                return engine.model_copy(update={"model": str(folder.resolve())})
-        if _is_relative_path(model):
-            blamed, source = _blame(sources, key)
-            place = source.place(blamed) + ": " if source else ""
-            looked = " nor ".join(dict.fromkeys(str(base) for base in bases))
-            raise ConfigError(
-                f"{place}{'.'.join(map(str, blamed))} = {model!r}: no such folder under {looked}; "
-                "start from the folder it is relative to (with `serve deploy`: run `ray start` there), "
-                "or write an absolute path"
-            )
-        return engine
+        paths = {name: _found(getattr(engine, name), (*section, name), sources, bases) for name in ("model", "python")}
+        return engine.model_copy(update=paths)
 
-    engines = {name: found(engine, ("engines", name, "model")) for name, engine in config.engines.items()}
+    engines = {name: found(engine, ("engines", name)) for name, engine in config.engines.items()}
     # With groups, `engine` is nothing but their defaults and starts no server of its own.
-    engine = config.engine if engines else found(config.engine, ("engine", "model"))
+    engine = config.engine if engines else found(config.engine, ("engine",))
     return config.model_copy(update={"engine": engine, "engines": engines})
+
+
+def _found(path: str, key: Key, sources: Sequence[Source], bases: Sequence[Path]) -> str:
+    """The model folder or Python at `path`. What is no path, or an absolute one that another node may have, stays."""
+    is_python = key[-1] == "python"
+    if not path:
+        return path
+    for base in bases:
+        there = base / Path(path).expanduser()
+        if there.is_file() if is_python else there.is_dir():
+            # The Python of a virtual environment is a link, and knows its environment by where the link is.
+            return os.path.abspath(there) if is_python else str(there.resolve())
+    if _is_relative_path(path) or (is_python and not Path(path).expanduser().is_absolute()):
+        blamed, source = _blame(sources, key)
+        place = source.place(blamed) + ": " if source else ""
+        looked = " nor ".join(dict.fromkeys(str(base) for base in bases))
+        raise ConfigError(
+            f"{place}{'.'.join(map(str, blamed))} = {path!r}: no such {'file' if is_python else 'folder'} under "
+            f"{looked}; start from the folder it is relative to (with `serve deploy`: run `ray start` there), "
+            "or write an absolute path"
+        )
+    return path
 
 
 def _is_relative_path(model: str) -> bool:

@@ -1,4 +1,4 @@
-"""Writes requirements/cpu.txt and uv.txt: every pin with the hashes of all its files, and no paths or hosts."""
+"""Writes requirements/cpu.txt, sglang.txt and uv.txt: every pin with the hashes of all its files, no paths or hosts."""
 
 import os
 import subprocess
@@ -7,22 +7,28 @@ import sys
 import setup
 
 UV = "uv==0.13.9"
+SGLANG = "sglang==0.5.23"
+PROJECT = setup.ENVIRONMENTS["project"]
 
 
 def main() -> None:
-    environment = {**os.environ, **setup.index_for_uv()}
-    _compile(environment, "pyproject.toml", *sys.argv[1:], output="cpu.txt")
-    _compile(environment, "-", output="uv.txt", stdin=UV)
+    # What is excluded from cpu.txt is absent because its CUDA builds break vLLM's CPU build.
+    _compile("pyproject.toml", *sys.argv[1:], output="cpu.txt", excludes="excludes.txt")
+    # From sglang.txt, what GPUs alone need. SGLang asks for a torch of which there is no CPU build; it runs with ours.
+    upgrade = [word for word in sys.argv[1:] if word == "--upgrade"]
+    options = ["--override", "requirements/torch-cpu.txt", *upgrade]
+    _compile(*options, "-", output="sglang.txt", excludes="sglang-excludes.txt", stdin=SGLANG)
+    _compile("-", output="uv.txt", excludes="excludes.txt", stdin=UV)
 
 
-def _compile(environment: dict[str, str], *arguments: str, output: str, stdin: str | None = None) -> None:
-    # torch has a file of its own; what requirements/excludes.txt names is absent because its CUDA builds break vLLM's.
-    options = ["--generate-hashes", "--no-emit-package", "torch", "--excludes", "requirements/excludes.txt"]
-    options += ["--custom-compile-command", "make lock"]
+def _compile(*arguments: str, output: str, excludes: str, stdin: str | None = None) -> None:
+    # torch has a file of its own.
+    options = ["--generate-hashes", "--no-emit-package", "torch", "--excludes", f"requirements/{excludes}"]
+    options += ["--custom-compile-command", "make lock", "--output-file", f"requirements/{output}"]
     subprocess.run(
-        [".venv/bin/uv", "pip", "compile", "-q", *options, "--output-file", f"requirements/{output}", *arguments],
+        [str(PROJECT.python), "-m", "uv", "pip", "compile", "-q", *options, *arguments],
         cwd=setup.ROOT,
-        env=environment,
+        env={**os.environ, **setup.index_for_uv(PROJECT)},
         input=stdin,
         text=True,
         check=True,

@@ -1,6 +1,7 @@
-"""Makes `.venv` what requirements/ says, from nothing or from an older state; does nothing when it is already that.
+"""Makes an environment what requirements/ says, from nothing or an older state; does nothing when it is already that.
 
-Standard library alone, and plain enough for an old Python to reach the message that says which one is needed.
+`setup.py [NAME]` with a name of `ENVIRONMENTS`. Standard library alone, and plain enough for an old Python to reach the
+message that says which one is needed.
 """
 
 from __future__ import annotations
@@ -11,13 +12,40 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-PYTHON = VENV / "bin" / "python"
-STAMP = VENV / ".rollout-gateway-setup"
 REQUIREMENTS = ROOT / "requirements"
-INPUTS = [ROOT / "pyproject.toml", Path(__file__), *sorted(REQUIREMENTS.glob("*.txt"))]
+TORCH = REQUIREMENTS / "torch-cpu.txt"
+UV = REQUIREMENTS / "uv.txt"
+
+
+class Environment(NamedTuple):
+    """A virtual environment in `folder`: PyTorch's CPU build, what `lock` pins, and our packages if `holds_project`."""
+
+    folder: Path
+    lock: Path
+    holds_project: bool
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def stamp(self) -> Path:
+        return self.folder / ".rollout-gateway-setup"
+
+    @property
+    def inputs(self) -> list[Path]:
+        project = [ROOT / "pyproject.toml"] if self.holds_project else []
+        return [*project, Path(__file__), TORCH, UV, self.lock]
+
+
+# Engines of different environments serve in one fleet: vLLM and SGLang pin different versions of what both need.
+ENVIRONMENTS = {
+    "project": Environment(ROOT / ".venv", REQUIREMENTS / "cpu.txt", holds_project=True),
+    "sglang": Environment(ROOT / ".venv-sglang", REQUIREMENTS / "sglang.txt", holds_project=False),
+}
 
 NO_TORCH = """
 setup: pip found no torch 2.13.0+cpu that matches requirements/torch-cpu.txt (Python 3.11 to 3.13, Linux on x86-64).
@@ -29,24 +57,26 @@ or put the wheel into a folder and name that: PIP_FIND_LINKS=/path/of/folder mak
 
 
 def main() -> None:
-    digest = _digest()
-    if STAMP.exists() and STAMP.read_text() == digest:
+    environment = ENVIRONMENTS[sys.argv[1] if len(sys.argv) > 1 else "project"]
+    digest = _digest(environment)
+    if environment.stamp.exists() and environment.stamp.read_text() == digest:
         return
     _check_machine()
-    if not PYTHON.exists():
-        _say("making .venv")
-        _run(sys.executable, "-m", "venv", str(VENV))
-    STAMP.unlink(missing_ok=True)
-    _install_torch()
-    _install_lock()
-    _install_project()
-    STAMP.write_text(digest)
+    if not environment.python.exists():
+        _say("making " + environment.folder.name)
+        _run(sys.executable, "-m", "venv", str(environment.folder))
+    environment.stamp.unlink(missing_ok=True)
+    _install_torch(environment)
+    _install_lock(environment)
+    if environment.holds_project:
+        _run(*_pip(environment, "--no-deps", "--no-build-isolation", "-e", str(ROOT)))
+    environment.stamp.write_text(digest)
     _say("done")
 
 
-def _digest() -> str:
+def _digest(environment: Environment) -> str:
     state = hashlib.sha256(str(ROOT).encode())
-    for path in INPUTS:
+    for path in environment.inputs:
         state.update(path.read_bytes())
     return state.hexdigest()
 
@@ -62,38 +92,36 @@ def _check_machine() -> None:
         _fail("this Python comes without venv; " + remedy)
 
 
-def _install_torch() -> None:
+def _install_torch(environment: Environment) -> None:
     """By pip, because pip is what machines with a local copy or index of PyTorch have configured."""
     _say("torch (CPU)")
-    if not _try(_pip("--no-deps", "--require-hashes", "-r", str(REQUIREMENTS / "torch-cpu.txt"))):
+    if not _try(_pip(environment, "--no-deps", "--require-hashes", "-r", str(TORCH))):
         _fail(NO_TORCH.strip().removeprefix("setup: "))
 
 
-def _install_lock() -> None:
+def _install_lock(environment: Environment) -> None:
     """By uv, which takes a fifth of pip's time; by pip where uv reaches no index."""
-    lock = ["--no-deps", "--require-hashes", "-r", str(REQUIREMENTS / "cpu.txt")]
-    _say("packages of requirements/cpu.txt")
-    if _try(_pip("--no-deps", "--require-hashes", "-r", str(REQUIREMENTS / "uv.txt"))):
-        uv = [str(VENV / "bin" / "uv"), "pip", "install", "-q", "--python", str(PYTHON), "--compile-bytecode", *lock]
-        if _try(uv, {**os.environ, **index_for_uv()}):
+    lock = ["--no-deps", "--require-hashes", "-r", str(environment.lock)]
+    _say("packages of " + str(environment.lock.relative_to(ROOT)))
+    if _try(_pip(environment, "--no-deps", "--require-hashes", "-r", str(UV))):
+        python = str(environment.python)
+        uv = [python, "-m", "uv", "pip", "install", "-q", "--python", python, "--compile-bytecode", *lock]
+        if _try(uv, {**os.environ, **index_for_uv(environment)}):
             return
         _say("uv could not; trying pip")
-    _run(*_pip(*lock))
+    _run(*_pip(environment, *lock))
 
 
-def _install_project() -> None:
-    _run(*_pip("--no-deps", "--no-build-isolation", "-e", str(ROOT)))
-
-
-def _pip(*arguments: str) -> list[str]:
+def _pip(environment: Environment, *arguments: str) -> list[str]:
     quiet = ["-q", "--disable-pip-version-check", "--no-input"]
-    return [str(PYTHON), "-m", "pip", "install", *quiet, *arguments]
+    return [str(environment.python), "-m", "pip", "install", *quiet, *arguments]
 
 
-def index_for_uv() -> dict[str, str]:
+def index_for_uv(environment: Environment) -> dict[str, str]:
     """Pip's index configuration in uv's words: uv reads none of it by itself. What UV_* already says stands."""
     settings = {}
-    listed = subprocess.run([str(PYTHON), "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
+    asked = [str(environment.python), "-m", "pip", "config", "list"]
+    listed = subprocess.run(asked, capture_output=True, text=True, check=False)
     for line in sorted(listed.stdout.splitlines(), reverse=True):  # the environment (:env:) sorts first and must win
         key, _, value = line.partition("=")
         settings[key.rpartition(".")[2]] = " ".join(str(ast.literal_eval(value)).split())

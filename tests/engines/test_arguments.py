@@ -1,19 +1,22 @@
 """What an installed engine takes is asked of itself, and a wrong name is told with its neighbour."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from engines.arguments import check_extra, installed_arguments
+from engines.arguments import ASK_VLLM, check_extra, installed_arguments
 from engines.errors import ConfigError
+from engines.interpreter import Interpreter
 
 KNOWN = frozenset({"max-loras", "no-enable-lora", "compilation-config"})
 SCRIPT = 'print("loading"); print(\'["-h", "--help", "--max-loras"]\')'
 
 
 @pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return {"XDG_CACHE_HOME": str(tmp_path)}
+def ours(tmp_path: Path) -> Interpreter:
+    return Interpreter(sys.executable, {"XDG_CACHE_HOME": str(tmp_path)})
 
 
 @pytest.mark.parametrize("name", ["max_loras", "max-loras", "no_enable_lora", "compilation_config.mode"])
@@ -35,27 +38,27 @@ def test_without_the_engines_word_nothing_is_refused() -> None:
     check_extra(["zzz"], "vLLM 1.2", None)
 
 
-def test_the_answer_is_kept_per_version(environ: dict[str, str]) -> None:
-    assert installed_arguments("vllm-1.2", SCRIPT, environ) == {"help", "max-loras"}
-    assert installed_arguments("vllm-1.2", "raise SystemExit(1)", environ) == {"help", "max-loras"}
-    assert installed_arguments("vllm-1.3", "raise SystemExit(1)", environ) is None
+def test_the_answer_is_kept_per_version(ours: Interpreter) -> None:
+    assert installed_arguments("vllm-1.2", SCRIPT, ours) == {"help", "max-loras"}
+    assert installed_arguments("vllm-1.2", "raise SystemExit(1)", ours) == {"help", "max-loras"}
+    assert installed_arguments("vllm-1.3", "raise SystemExit(1)", ours) is None
 
 
 @pytest.mark.parametrize("script", ["", "print('not JSON')", "print(1)", "import no_such_engine"])
-def test_an_engine_that_does_not_tell_is_unknown(environ: dict[str, str], script: str) -> None:
-    assert installed_arguments("vllm-1.2", script, environ) is None
+def test_an_engine_that_does_not_tell_is_unknown(ours: Interpreter, script: str) -> None:
+    assert installed_arguments("vllm-1.2", script, ours) is None
 
 
 def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    environ = {"XDG_CACHE_HOME": str(tmp_path / "file")}
-    assert installed_arguments("vllm-1.2", SCRIPT, environ) == {"help", "max-loras"}
+    ours = Interpreter(sys.executable, {"XDG_CACHE_HOME": str(tmp_path / "file")})
+    assert installed_arguments("vllm-1.2", SCRIPT, ours) == {"help", "max-loras"}
 
 
 @pytest.mark.vllm
-def test_the_installed_vllm_tells_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_vllm_tells_its_arguments(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    known = installed_arguments("vllm")
+    ours = Interpreter(sys.executable, {**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
+    known = installed_arguments("vllm", ASK_VLLM, ours)
     assert known is not None
     assert {"max-num-seqs", "no-enable-lora", "compilation-config"} <= known

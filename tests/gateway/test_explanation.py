@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engines import launch
+from engines.interpreter import Interpreter
 from gateway.explanation import Explanation, Part, explain_engines
 from gateway.load import explain, load
 
@@ -76,8 +76,16 @@ def test_an_external_group_has_no_command(groups: dict[str, Explanation]) -> Non
     assert (judge.kind, judge.url, judge.command) == ("external", "http://127.0.0.1:9", ())
 
 
+def test_a_python_of_its_own_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interpreter, "versions", lambda *_: {"sglang": "0.5.23"})
+    overrides = ["engine.kind=sglang", "engine.model=some/model", "engine.python=/opt/python"]
+    (one,) = explain_engines(load(None, overrides, {}), explain(None, overrides, {}))
+    assert one.command[:3] == ("/opt/python", "-m", "sglang.launch_server")
+    assert (part(one, "/opt/python").key, part(one, "/opt/python").origin) == ("engine.python", "cli")
+
+
 def test_vllm_is_explained_with_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_installed_vllm", lambda: ("0.32.0", False))
+    monkeypatch.setattr(Interpreter, "versions", lambda *_: {"vllm": "0.32.0"})
     overrides = ["engine.model=some/model", "engine.cudagraph_capture_sizes=[1,2]"]
     (one,) = explain_engines(load(None, overrides, {}), explain(None, overrides, {}))
     assert "some/model" in one.command

@@ -229,6 +229,32 @@ def test_a_model_path_that_leads_nowhere_is_refused() -> None:
     assert told.startswith("fleet.yaml:2: engine.model = 'some/folder/model': no such folder under ")
 
 
+def test_a_python_becomes_absolute_and_stays_in_its_environment(tmp_path: Path) -> None:
+    link = tmp_path / "env" / "bin" / "python"
+    link.parent.mkdir(parents=True)
+    link.symlink_to("/bin/sh")
+    assert load(None, ["engine.python=env/bin/python"], {}).engine.python == str(link)
+    config_file = write("engines: {a: {python: bin/python}}\n", "env/fleet.yaml")
+    assert load(config_file, [], {}).engines["a"].python == str(link)
+    assert load(None, ["engine.python=/on/another/node"], {}).engine.python == "/on/another/node"
+
+
+def test_a_home_in_the_path_of_a_python_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "python").write_text("")
+    assert load(None, ["engine.python=~/python"], {}).engine.python == str(tmp_path / "python")
+
+
+def test_a_relative_python_that_leads_nowhere_is_refused() -> None:
+    told = mistake(write("engine:\n  python: python3\n"))
+    assert told.startswith("fleet.yaml:2: engine.python = 'python3': no such file under ")
+
+
+def test_a_python_for_an_engine_that_runs_none_is_refused() -> None:
+    told = mistake(write("engine:\n  kind: sim\n  python: /bin/python\n"))
+    assert "python = '/bin/python': it runs vLLM or SGLang; kind: sim has no use for it" in told
+
+
 def test_explain_says_who_gave_each_value() -> None:
     path = write("engine:\n  kind: sim\n  seed: 3\nengines: {a: {}}\n")
     found = {s.key: s for s in explain(path, ["gateway.port=9"], {"ROLLOUT_GATEWAY_NAME": "n"})}

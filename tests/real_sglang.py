@@ -1,0 +1,46 @@
+"""Real SGLang servers on CPU for tests marked `sglang`, from the environment that `make setup-sglang` makes."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engines.config import EngineConfig
+from engines.server import EngineServer
+from engines.types import EngineKind, ReplicaInfo
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+STAND_INS = ROOT / "tests" / "sglang_cpu"
+
+
+def engine_config(model: Path, log_dir: Path, **levers: Any) -> EngineConfig:
+    """As `real_vllm.engine_config` has it for vLLM."""
+    return EngineConfig(
+        **{
+            "kind": EngineKind.SGLANG,
+            "python": str(PYTHON),
+            "env": {"PYTHONPATH": str(STAND_INS)},
+            "model": str(model),
+            "device": "cpu",
+            "dtype": "float32",
+            "max_model_len": 512,
+            "max_num_seqs": 64,
+            "extra": {"max_total_tokens": 16384},
+            "log_dir": str(log_dir),
+            "stop_timeout_s": 5.0,
+            **levers,
+        }
+    )
+
+
+@contextmanager
+def served(config: EngineConfig) -> Iterator[ReplicaInfo]:
+    """One server, started and stopped by the product."""
+    server = EngineServer(config, replica_id="sglang-0", group="sglang", index=0)
+    with asyncio.Runner() as runner:
+        try:
+            yield runner.run(server.start())
+        finally:
+            runner.run(server.stop())

@@ -53,7 +53,8 @@ def page(results: Sequence[Result]) -> str:
 
 def _runs(results: Sequence[Result]) -> list[str]:
     rows = [
-        [_name(one), one["device"], one["model"], one["dtype"], one["date"], _counts(one["checks"])] for one in results
+        [_short_name(one), one["device"], one["model"], one["dtype"], one["date"], _counts(one["checks"])]
+        for one in results
     ]
     return _table(["engine", "device", "model", "dtype", "run on", "checks"], rows)
 
@@ -91,7 +92,11 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _name(result: Result) -> str:
-    return f"{_NAMES[result['kind']]} {result['engine_version']} on {'CPU' if result['device'] == 'CPU' else 'GPU'}"
+    return f"{_short_name(result)} on {'CPU' if result['device'] == 'CPU' else 'GPU'}"
+
+
+def _short_name(result: Result) -> str:
+    return f"{_NAMES[result['kind']]} {result['engine_version']}"
 
 
 def _word(outcome: str) -> str:

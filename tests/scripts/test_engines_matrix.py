@@ -34,7 +34,7 @@ def test_each_check_has_its_outcome_for_each_engine_and_reasons_stand_below() ->
     assert "| it runs | FAIL | yes |" in told
     assert "| it sings | not run | no |" in told
     assert "* vLLM 0.1 on CPU, “it sings”: **no: it has no voice**" in told
-    assert "| vLLM 0.1 on CPU | CPU | tiny | float32 | 2026-01-01 | 1 yes, 1 no, 1 not run, 1 FAIL |" in told
+    assert "| vLLM 0.1 | CPU | tiny | float32 | 2026-01-01 | 1 yes, 1 no, 1 not run, 1 FAIL |" in told
 
 
 def test_every_lever_is_named() -> None:

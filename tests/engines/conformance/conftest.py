@@ -7,7 +7,7 @@ On any machine, with any engine: a configuration of the gateway with one engine 
 pytest-asyncio and what this package and that engine need. From any folder, offline:
 
     PYTHONPATH=REPOSITORY CONFORMANCE_CONFIG=FILE.yaml CONFORMANCE_OUT=FILE.json \\
-        python -m pytest -q -p no:cacheprovider REPOSITORY/tests/engines/conformance
+        python -m pytest -q -W default -p no:cacheprovider REPOSITORY/tests/engines/conformance
 
 `CONFORMANCE_OUT` writes each check's outcome; kept under docs/results/conformance/ they make docs/engines.md with
 `python -m scripts.engines_matrix > docs/engines.md`. The weights of the model are replaced by random ones during the
@@ -29,15 +29,15 @@ import pytest_asyncio
 from engines.config import EngineConfig
 from engines.launch import gpus_per_replica
 from engines.types import EngineKind
-from examples.tiny_model.train import COMMITTED
 from gateway.load import load
 from tests.engines.conformance.subject import Subject
 from tests.engines.conformance.trainers import Trainer, trainer_of
-from tests.real_vllm import engine_config
 
 _CONFIG = os.environ.get("CONFORMANCE_CONFIG")
 _OUT = os.environ.get("CONFORMANCE_OUT")
 _SUBJECTS = ["config"] if _CONFIG else ["sim", pytest.param("vllm", marks=pytest.mark.vllm)]
+
+_TINY_MODEL = Path(__file__).parents[3] / "examples" / "tiny_model" / "digit-sort"
 
 _outcomes = pytest.StashKey[dict[str, str]]()
 _facts = pytest.StashKey[dict[str, Any]]()
@@ -105,7 +105,7 @@ def _config(name: str, log_dir: Path) -> EngineConfig:
         case "sim":
             config = EngineConfig(kind=EngineKind.SIM, model="sim", max_model_len=4096, log_dir=str(log_dir))
         case "vllm":
-            config = engine_config(COMMITTED, log_dir)
+            config = engine_config(_TINY_MODEL, log_dir)
         case _:
             assert _CONFIG is not None
             groups = load(Path(_CONFIG)).groups

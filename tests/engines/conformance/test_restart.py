@@ -42,5 +42,5 @@ async def _complaint(engine: Subject) -> str:
 
 
 def _engine_pid(guard: int) -> int:
-    (pid,) = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
-    return int(pid)
+    """Its first child; what engines left behind became others."""
+    return int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])

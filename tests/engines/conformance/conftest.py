@@ -2,6 +2,7 @@
 
     make test-unit                                  # the simulated engine
     make test-vllm                                  # and vLLM on CPU
+    make test-sglang                                # and SGLang on CPU
 
 On any machine, with any engine: a configuration of the gateway with one engine group, and nothing but pytest,
 pytest-asyncio and what this package and that engine need. From any folder, offline:
@@ -30,12 +31,17 @@ from engines.config import EngineConfig
 from engines.launch import gpus_per_replica
 from engines.types import EngineKind
 from gateway.load import load
+from tests import real_sglang, real_vllm
 from tests.engines.conformance.subject import Subject
 from tests.engines.conformance.trainers import Trainer, trainer_of
 
 _CONFIG = os.environ.get("CONFORMANCE_CONFIG")
 _OUT = os.environ.get("CONFORMANCE_OUT")
-_SUBJECTS = ["config"] if _CONFIG else ["sim", pytest.param("vllm", marks=pytest.mark.vllm)]
+_SUBJECTS = (
+    ["config"]
+    if _CONFIG
+    else ["sim", pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=pytest.mark.sglang)]
+)
 
 _TINY_MODEL = Path(__file__).parents[3] / "examples" / "tiny_model" / "digit-sort"
 
@@ -105,7 +111,9 @@ def _config(name: str, log_dir: Path) -> EngineConfig:
         case "sim":
             config = EngineConfig(kind=EngineKind.SIM, model="sim", max_model_len=4096, log_dir=str(log_dir))
         case "vllm":
-            config = engine_config(_TINY_MODEL, log_dir)
+            config = real_vllm.engine_config(_TINY_MODEL, log_dir)
+        case "sglang":
+            config = real_sglang.engine_config(_TINY_MODEL, log_dir)
         case _:
             assert _CONFIG is not None
             groups = load(Path(_CONFIG)).groups

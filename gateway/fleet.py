@@ -249,6 +249,7 @@ class Fleet:
         except ConfigError as error:
             self._refuse(info, str(error))
             return
+        self.refused.pop(info.replica_id, None)
         replica = Replica(info, self._connect(info), frozen=self.models.is_frozen(info.group))
         try:
             version = await self._held_by(replica)

@@ -232,7 +232,7 @@ async def test_pause_holds_rollouts_until_resume(rig: Rig) -> None:
 async def test_paused_rollouts_live_through_an_update_and_say_both_versions(start_rig: StartRig) -> None:
     rig = await start_rig(sim={"decode_step_s": 0.01})
     await rig.open_group()
-    running = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=120, ignore_eos=True))
     await asyncio.sleep(0.2)
     await rig.post("/pause?mode=keep")
     await rig.update()
@@ -240,7 +240,7 @@ async def test_paused_rollouts_live_through_an_update_and_say_both_versions(star
     spans = (await running)["choices"][0]["weight_versions"]
     assert [span["version"] for span in spans] == [0, 1]
     assert spans[0]["end"] == spans[1]["start"]
-    assert spans[1]["end"] == 60
+    assert spans[1]["end"] == 120
 
 
 async def test_an_unknown_pause_mode_is_refused(rig: Rig) -> None:

@@ -10,7 +10,7 @@ from gateway.wire.assembly import assemble, is_read_streamed
 from gateway.wire.completions import PATH
 from tests.rig import Json, Rig
 
-BODY: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 21, "return_token_ids": True, "temperature": 0}
+BODY: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 21, "return_token_ids": True}
 
 
 async def told(*chunks: Json) -> AsyncGenerator[Json]:
@@ -23,16 +23,17 @@ def chunk(index: int, text: str, **more: object) -> Json:
     return {"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": [choice]}
 
 
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(
     "asked",
     [{}, {"logprobs": 2}, {"logprobs": 0, "return_tokens_as_token_ids": True}, {"ignore_eos": True}, {"max_tokens": 1}],
 )
-async def test_chunks_make_the_whole_reply(rig: Rig, asked: Json) -> None:
+async def test_chunks_make_the_whole_reply(rig: Rig, asked: Json, n: int) -> None:
     engine = VllmEngine("a", rig.replicas[0].info.url)
-    body = BODY | asked
+    body = BODY | asked | {"n": n, "seed": 7, "temperature": 1.0 if n > 1 else 0}
     whole = await engine.generate(PATH, body, 5)
     streamed = engine.stream(PATH, body | {"stream_options": {"include_usage": True}}, 5)
-    together = await assemble(streamed, 1, "a")
+    together = await assemble(streamed, n, "a")
     await engine.close()
     assert together["choices"] == whole["choices"]
     assert together["usage"] == {key: count for key, count in whole["usage"].items() if count is not None}
@@ -80,10 +81,14 @@ async def test_a_sample_without_an_end_is_a_failure_of_the_engine() -> None:
 @pytest.mark.parametrize(("field", "value"), [("prompt_logprobs", 0), ("echo", True), ("use_beam_search", True)])
 async def test_what_cannot_be_streamed_is_read_whole(rig: Rig, field: str, value: object) -> None:
     info = rig.replicas[0].info
-    assert is_read_streamed({"prompt": [5], field: None}, info)
-    assert not is_read_streamed({"prompt": [5], field: value}, info)
+    assert is_read_streamed({"prompt": [5], "n": 2, field: None}, info)
+    assert not is_read_streamed({"prompt": [5], "n": 2, field: value}, info)
+
+
+async def test_a_sample_alone_is_read_whole(rig: Rig) -> None:
+    assert not is_read_streamed({"prompt": [5]}, rig.replicas[0].info)
 
 
 async def test_prompt_logprobs_reach_the_client(rig: Rig) -> None:
-    choice = (await rig.complete([[5, 6, 7]], prompt_logprobs=0))["choices"][0]
+    choice = (await rig.complete([[5, 6, 7]], n=2, prompt_logprobs=0))["choices"][0]
     assert len(choice["prompt_logprobs"]) == 3

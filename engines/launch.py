@@ -64,6 +64,8 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
     on_cpu = config.device == "cpu"
     # SGLang and vLLM both turn NCCL's cuMem off unless told; a trainer in the same weight group has to do the same.
     env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if on_cpu else {"NCCL_CUMEM_ENABLE": "0"}
+    # Seconds between two looks whether the client of a whole reply is still there; 4 unless told.
+    env |= {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
     interpreter = interpreter_of(config, env)
     version = _installed_sglang(interpreter)
     _refuse_vllms_levers(config)

@@ -87,7 +87,7 @@ class CompletionReply:
         self._envelope: Json = {"id": "", "object": "text_completion", "created": int(time.time())}
         self._envelope["model"] = body.get("model")
         self._told = Told()
-        self._prompt_tokens = 0
+        self._prompt_tokens = self._cached_tokens = 0
 
     def whole(self, answers: list[Json]) -> Json:
         choices = [self._choice(index, answer, 0, 0) for index, answer in enumerate(answers)]
@@ -118,6 +118,7 @@ class CompletionReply:
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": self._prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
 
     def _identified(self, answer: Json) -> Json:
@@ -126,6 +127,7 @@ class CompletionReply:
 
     def _count(self, index: int, meta: Json) -> None:
         self._prompt_tokens = meta["prompt_tokens"]
+        self._cached_tokens = meta.get("cached_tokens") or 0
         self._told.completion_tokens[index] = meta["completion_tokens"]
 
     def _choice(self, index: int, answer: Json, character: int, token: int) -> Json:
@@ -190,10 +192,10 @@ def chat_body(body: Json) -> Json:
 
 
 def chat_reply(answer: Json) -> Json:
-    """vLLM tells the prompt's ids once, SGLang with each choice."""
+    """vLLM tells the prompt's ids once, SGLang with each choice, and it calls those of the answer otherwise."""
     for choice in answer["choices"]:
         answer["prompt_token_ids"] = choice.pop("prompt_token_ids", answer.get("prompt_token_ids"))
-        choice.setdefault("token_ids", None)
+        choice["token_ids"] = choice.pop("response_token_ids", None)
     return answer
 
 
@@ -237,6 +239,14 @@ def _sampling(body: Json) -> Json:
             sampling[_RENAMED.get(key, key)] = value
         elif key not in _NEUTRAL or value != _NEUTRAL[key]:
             raise InvalidRequest(f"SGLang has no word for {key} = {value!r}: leave it out, or use vLLM", param=key)
+    for key in ("n", "max_new_tokens"):  # SGLang answers nought of either with nothing
+        if type(sampling.get(key, 1)) is not int or sampling.get(key, 1) < 1:
+            asked = key.replace("_new_", "_")
+            raise InvalidRequest(f"{asked} must be at least 1, got {sampling[key]!r}", param=asked)
+    if sampling.get("ignore_eos") and sampling.get("stop_token_ids"):
+        raise InvalidRequest(
+            "with ignore_eos SGLang looks at no stop_token_ids either: leave one of them out", param="stop_token_ids"
+        )
     if sampling.get("top_k") in (0, -1):
         del sampling["top_k"]  # vLLM's two words for no limit; SGLang refuses one of them
     return sampling | _grammar(body.get("structured_outputs"))

@@ -26,6 +26,7 @@ def answer(ids: list[int], text: str = "", finish: Json | None = None, **more: A
         "finish_reason": finish,
         "prompt_tokens": 3,
         "completion_tokens": len(ids),
+        "cached_tokens": 1,
         "weight_versions": [{"version": "7", "start": 0, "end": len(ids)}] if finish else None,
         "input_token_logprobs": [[None, 1, None], [-0.5, 2, None], [-0.6, 3, None]],
         "input_top_logprobs": [None, [[-0.1, 9, None]], [[-0.6, 3, None]]],
@@ -85,7 +86,7 @@ class FakeSglang:
             case "/v1/detokenize":
                 return web.json_response({"text": "hi"})
             case "/v1/chat/completions":
-                choice = {"index": 0, "token_ids": [5], "prompt_token_ids": [1, 2]}
+                choice = {"index": 0, "response_token_ids": [5], "prompt_token_ids": [1, 2]}
                 return web.json_response({"choices": [choice]})
         return web.json_response({"success": True})
 
@@ -183,7 +184,13 @@ async def test_a_reply_is_in_vllms_form(engine: SglangEngine, server: FakeSglang
         ],
     }
     assert (reply["object"], reply["model"], reply["id"]) == ("text_completion", "m", "cmpl-r")
-    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    cached = {"cached_tokens": 1}
+    assert reply["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": cached,
+    }
     assert server.generated["logprob_start_len"] == 0
 
 
@@ -233,6 +240,9 @@ async def test_a_stream_tells_what_is_new(engine: SglangEngine, server: FakeSgla
         ({"bogus": 1}, "bogus"),
         ({"echo": True}, "echo"),
         ({"logprobs": -1}, "logprobs"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop_token_ids": [1], "ignore_eos": True}, "stop_token_ids"),
         ({"structured_outputs": {"choice": ["a"]}}, "choice"),
         ({"prompt": [1, VOCAB_SIZE]}, "prompt"),
         ({"prompt": [-1, 2]}, "prompt"),

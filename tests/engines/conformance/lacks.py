@@ -36,6 +36,11 @@ LACKS = (
         "it draws by seed only when started with enable_deterministic_inference",
     ),
     Lack(
+        "stop_token_ids with ignore_eos",
+        _is(EngineKind.SGLANG),
+        "with ignore_eos it looks at no stop token; both together are refused",
+    ),
+    Lack(
         "spans",
         _is(EngineKind.VLLM),
         "its completions tell no weight versions; the gateway makes spans of what it knows of updates",

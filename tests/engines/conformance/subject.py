@@ -111,9 +111,9 @@ class Subject:
 
     @property
     def longest(self) -> int:
-        """Tokens that can follow `PROMPT`."""
+        """Tokens that can follow `PROMPT`. SGLang keeps one or two places of the model's length for itself."""
         assert self.info.max_model_len is not None
-        return self.info.max_model_len - len(PROMPT) - 1
+        return self.info.max_model_len - len(PROMPT) - 2
 
     @property
     def long(self) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ async def test_it_says_what_it_is(engine: Subject) -> None:
     assert card["id"] == engine.info.model == engine.config.served_name
     assert (await engine.ask("/version"))["version"] == engine.info.engine_version
     assert (await engine.ask("/get_world_size"))["world_size"] == engine.config.world_size
-    assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/pause", "/resume"} <= engine.info.capabilities
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/pause", "/resume"} <= engine.info.capabilities
 
 
 async def test_token_ids_go_in_and_come_out(engine: Subject) -> None:
@@ -99,11 +100,14 @@ async def test_a_completion_has_at_least_min_tokens(engine: Subject) -> None:
 
 
 async def test_a_stop_token_ends_a_completion(engine: Subject) -> None:
-    token_ids = await engine.token_ids()
-    place = max(place for place in range(len(token_ids)) if token_ids[place] not in token_ids[:place])
-    choice = await engine.choice(stop_token_ids=[token_ids[place]], ignore_eos=True)
-    assert choice["token_ids"] in (token_ids[: place + 1], token_ids[:place])
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token_ids[place])
+    await _stops(engine, ignore_eos=False)
+
+
+async def test_a_stop_token_ends_a_completion_that_ignores_the_end_token(engine: Subject) -> None:
+    if lack := lack_of("stop_token_ids with ignore_eos", engine):
+        assert "stop_token_ids" in await engine.refusal(stop_token_ids=[5], ignore_eos=True)
+        declared(lack)
+    await _stops(engine, ignore_eos=True)
 
 
 @pytest.mark.parametrize("included", [False, True], ids=["cut off", "included"])
@@ -168,6 +172,16 @@ async def test_its_page_of_metrics_counts_tokens(engine: Subject) -> None:
         while (told := await _generation_tokens(engine) - before) < 20:
             await asyncio.sleep(0.1)  # engines count a little after they answer
     assert told == 20
+
+
+async def _stops(engine: Subject, **fields: Any) -> None:
+    """At a token that it is told to stop at, and not before."""
+    token_ids = await engine.token_ids(logit_bias=PLAIN, **fields)
+    places = range(len(token_ids) - 1)  # the last one ends it anyway
+    place = max(place for place in places if token_ids[place] not in token_ids[:place])
+    choice = await engine.choice(logit_bias=PLAIN, stop_token_ids=[token_ids[place]], **fields)
+    assert choice["token_ids"] == token_ids[: place + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token_ids[place])
 
 
 async def _wants_to_end(engine: Subject) -> Json:

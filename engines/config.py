@@ -55,6 +55,9 @@ class EngineConfig(BaseModel):
     """Where engines run; auto takes CUDA where the installed engine is built for it."""
     num_cpus: float = Field(1.0, ge=0)
     """CPUs that Ray reserves for one replica."""
+    gpus_per_replica: float | None = Field(None, ge=0)
+    """GPUs that Ray reserves for one replica, all on one node: as many as the engine has workers, none on CPU, unless
+    given. 0.5 lets two replicas share a GPU."""
 
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs that share each layer."""
@@ -140,6 +143,32 @@ class EngineConfig(BaseModel):
             )
         if self.api_key and not self.api_key.get_secret_value().startswith(("env:", "file:")):
             raise ValueError("api_key must be env:NAME or file:PATH: a key written out here would be seen by many")
+        return self
+
+    @model_validator(mode="after")
+    def _a_shared_gpu_has_room(self) -> Self:
+        share = self.gpus_per_replica
+        if share is None or self.kind is EngineKind.SIM:
+            return self
+        if self.kind is EngineKind.EXTERNAL:
+            raise ValueError(f"gpus_per_replica = {share:g}: kind: external has its GPUs elsewhere; leave it out")
+        if share == self.world_size or (share == 0 and self.device == "cpu"):
+            return self
+        if not 0 < share < 1 or self.world_size > 1:
+            raise ValueError(
+                f"gpus_per_replica = {share:g}: an engine of {self.world_size} workers takes {self.world_size} GPUs; "
+                "leave it out, or give a share below 1 to an engine of one worker"
+            )
+        name, used = "gpu_memory_utilization", self.extra.get("gpu_memory_utilization", self.gpu_memory_utilization)
+        if self.kind is EngineKind.SGLANG:
+            name, used = "extra.mem_fraction_static", self.extra.get("mem_fraction_static")
+        replicas = int(1 / share)
+        if used is None or used * replicas > 1:
+            found = "the engine's own choice" if used is None else f"{used:g}"
+            raise ValueError(
+                f"gpus_per_replica = {share:g} puts {replicas} replicas on a GPU, and {name} = {found} leaves no room "
+                f"for them: set it to at most {1 / replicas:.2f}"
+            )
         return self
 
     @property

@@ -8,7 +8,7 @@ RolloutGatewayError
 ├── NotAllowed                the key is missing, wrong, or not an admin key
 ├── DeadlineExceeded          a bounded wait ran out; says for what
 ├── EngineError               one replica's engine misbehaved; names the replica
-│   ├── EngineStartFailed     it never came up; carries its last words
+│   ├── EngineStartFailed     it never came up; says why, and carries its last words
 │   ├── EngineUnreachable     the connection failed or broke: the work may be done elsewhere
 │   ├── EngineRefused         it answered 4xx: the request is at fault, another replica would say the same
 │   └── EngineFailed          it answered 5xx or nonsense
@@ -65,7 +65,12 @@ class EngineError(RolloutGatewayError):
 
 
 class EngineStartFailed(EngineError):
-    """The engine process ended or stayed silent before it was ready."""
+    """The engine process ended or stayed silent before it was ready. Its first line says what happened and what to
+    change; `may_pass` where a second start may go well."""
+
+    def __init__(self, message: str, *, replica_id: str = "", may_pass: bool = False) -> None:
+        super().__init__(message, replica_id=replica_id)
+        self.may_pass = may_pass
 
 
 class EngineUnreachable(EngineError):

@@ -47,8 +47,13 @@ def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
     return build(config, port, config.seed + index)
 
 
+def gpus_to_reserve(config: EngineConfig) -> float:
+    """GPUs that Ray reserves for one replica: what `engine.gpus_per_replica` says, else what the engine uses."""
+    return gpus_per_replica(config) if config.gpus_per_replica is None else config.gpus_per_replica
+
+
 def gpus_per_replica(config: EngineConfig) -> int:
-    """GPUs to reserve for one replica: none for a simulated engine, an external one or one on CPU."""
+    """GPUs that the engine of one replica uses: none where it is simulated, external or on CPU."""
     if config.kind in (EngineKind.SIM, EngineKind.EXTERNAL) or config.device == "cpu":
         return 0
     on_cpu = (

@@ -10,7 +10,9 @@ from pathlib import Path
 from engines.checkpoint import read_tensors
 from engines.config import EngineConfig
 from engines.connect import connect
+from engines.diagnosis import diagnose, last_error
 from engines.engine import Engine
+from engines.engine_log import doing, read_tail
 from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
 from engines.launch import engine_command
 from engines.process import EngineProcess
@@ -19,8 +21,9 @@ from engines.types import EngineKind, ReplicaInfo, TensorMeta
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.2
 _WARM_UP_TIMEOUT_S = 300.0
+# Of all that goes wrong this alone leaves an SGLang that neither serves nor ends.
+_NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
-_PORT_TAKEN = "address already in use"
 
 
 class EngineServer:
@@ -35,13 +38,15 @@ class EngineServer:
         self._engine: Engine | None = None
 
     async def start(self) -> ReplicaInfo:
-        """Start, wait for health, warm up. Raises `EngineStartFailed` with the engine's last words."""
+        """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line says why.
+
+        What may pass by itself is tried once more here, since Serve is told to give up at the first failure.
+        """
         try:
             return await self._start_once()
         except EngineStartFailed as error:
-            if _PORT_TAKEN not in str(error).lower():
+            if not error.may_pass:
                 raise
-            # Somebody took the port between our look and the engine's bind: a second port settles it.
             return await self._start_once()
 
     async def check(self) -> None:
@@ -49,7 +54,8 @@ class EngineServer:
         assert self._process is not None
         assert self._engine is not None
         if (code := self._process.exit_code) is not None:
-            raise EngineError(f"engine ended with {code}; {_last_words(self._process)}", replica_id=self._replica_id)
+            why, _ = self._why(code, f"the engine ended with {code}")
+            raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
         await self._engine.health(_PROBE_TIMEOUT_S)
 
     async def stop(self) -> None:
@@ -74,23 +80,45 @@ class EngineServer:
                 await engine.generate("/v1/completions", warm_up, _WARM_UP_TIMEOUT_S)
                 return await self._describe(engine)
         except TimeoutError:
-            reason = f"was not ready within {config.start_timeout_s:g} s (engine.start_timeout_s)"
+            why, may_pass = self._why_late(), False
         except (EngineError, DeadlineExceeded) as error:
-            reason = str(error)
+            why, may_pass = self._why(self._process.exit_code, str(error))
         words = _last_words(self._process)
         await self.stop()
-        raise EngineStartFailed(f"{reason}; {words}", replica_id=self._replica_id)
+        raise EngineStartFailed(f"{why}\n{words}", replica_id=self._replica_id, may_pass=may_pass)
 
     async def _healthy(self) -> None:
         assert self._process is not None
         assert self._engine is not None
         while True:
             if (code := self._process.exit_code) is not None:
-                raise EngineError(f"engine ended with {code} before it was ready")
+                raise EngineError(f"the engine ended with {code} before it was ready")
             try:
                 return await self._engine.health(_PROBE_TIMEOUT_S)
             except (EngineError, DeadlineExceeded):
+                if self._config.kind is EngineKind.SGLANG and _NO_PORT in read_tail(self._process.log_path):
+                    raise EngineError("the engine could not have its port") from None
                 await asyncio.sleep(_PROBE_INTERVAL_S)
+
+    def _why(self, exit_code: int | None, reason: str) -> tuple[str, bool]:
+        """One line on why the engine failed, and whether a second start may go well: nobody knows of the unknown."""
+        assert self._process is not None
+        log = read_tail(self._process.log_path)
+        if found := diagnose(self._config.kind, log, exit_code, self._section):
+            return str(found), found.may_pass
+        words = last_error(log)
+        return reason + (f', for a reason unknown here; its last error: "{words}"' if words else ""), True
+
+    def _why_late(self) -> str:
+        assert self._process is not None
+        limit, key = self._config.start_timeout_s, f"{self._section}.start_timeout_s"
+        stage = doing(read_tail(self._process.log_path))
+        return f"was not ready within {limit:g} s; it was at: {stage}; raise {key} if it only needs longer"
+
+    @property
+    def _section(self) -> str:
+        """The key of this group's configuration."""
+        return "engine" if self._group == "engine" else f"engines.{self._group}"
 
     async def _describe(self, engine: Engine) -> ReplicaInfo:
         models, version, world, routes = await asyncio.gather(
@@ -122,7 +150,7 @@ class EngineServer:
 
 def _last_words(process: EngineProcess) -> str:
     # Indented: of a message with a traceback at the left edge Ray shows only what follows that.
-    return f"log {process.log_path} ends with:\n{textwrap.indent(process.last_words(), '    | ')}"
+    return f"    log {process.log_path} ends with:\n{textwrap.indent(process.last_words(), '    | ')}"
 
 
 def streams_coarsely(config: EngineConfig) -> bool:

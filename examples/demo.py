@@ -30,6 +30,7 @@ from engines.server import free_port
 from examples.picture import draw
 from gateway.config import Config
 from gateway.load import load
+from gateway.progress import shown
 from gateway.up import down, up
 
 ROOT = Path(__file__).parent.parent
@@ -101,15 +102,15 @@ def _config(args: argparse.Namespace) -> Config:
 @contextmanager
 def _fleet(config: Config, console: Console) -> Iterator[str]:
     """The fleet's URL, for as long as the block runs."""
-    with console.status("starting") as status:
-        found = up(config, lambda text: status.update(f"starting the fleet: {text}"))
+    with shown(console) as report:
+        found = up(config, report)
     try:
         yield found.rollout_url
     finally:
         # A second Ctrl-C must not leave half a fleet behind.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with console.status("taking the fleet down") as status:
-            down(config.name, lambda text: status.update(f"taking the fleet down: {text}"))
+        with shown(console) as report:
+            down(config.name, report)
 
 
 @contextmanager

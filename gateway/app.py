@@ -2,6 +2,7 @@
 `build` with the configuration as its arguments."""
 
 import asyncio
+import time
 from typing import Any
 
 import ray
@@ -11,35 +12,66 @@ from ray.serve.handle import DeploymentHandle
 
 from engines.config import EngineConfig
 from engines.engine import Json
-from engines.launch import gpus_per_replica
+from engines.errors import ConfigError
+from engines.launch import gpus_to_reserve
 from engines.replica import EngineReplica
 from engines.types import EngineKind, ReplicaInfo
 from gateway.config import Config
 from gateway.control import Control
 from gateway.listener import Listener
-from gateway.load import with_secrets
+from gateway.load import check_models, with_secrets
+from gateway.placement import ClusterGpus, check_placement, gpus_needed, lacking
 
 log = structlog.get_logger()
 
 # Time over the engine's own grace until Serve kills a replica that does not end.
 _SHUTDOWN_SLACK_S = 10.0
 _ASK_TIMEOUT_S = 5.0
+# GPUs of what ended a moment ago come back within this.
+_FREE_WITHIN_S = 15.0
 
 
 def build(args: Config) -> serve.Application:
-    """The application as Serve's typed builder: `import_path: gateway.app:build`, `args:` the configuration."""
+    """The application as Serve's typed builder: `import_path: gateway.app:build`, `args:` the configuration.
+
+    Raises `ConfigError` for engines that cannot come up: Serve would wait for GPUs without end.
+    """
     config = with_secrets(args)
+    check_models(config)
+    if gpus_needed(config.groups) and not config.serve.nodes_may_join:
+        _check_gpus(config)
     engines = {name: _engine_group(name, group) for name, group in config.groups.items()}
     gateway = serve.deployment(name="gateway", max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})(Gateway)
     control = serve.deployment(name="control", max_ongoing_requests=100, ray_actor_options={"num_cpus": 0})(Control)
     return control.bind(gateway.bind(config, engines))
 
 
+def _check_gpus(config: Config) -> None:
+    check_placement(config.groups, _cluster_gpus())
+    before = serve.status().applications.get(config.name)
+    if before and any(deployment.replica_states for deployment in before.deployments.values()):
+        return  # it holds GPUs of its own, which it gives up one by one
+    deadline = time.monotonic() + _FREE_WITHIN_S
+    while problem := lacking(config.groups, _cluster_gpus()):
+        if time.monotonic() > deadline:
+            raise ConfigError(problem)
+        time.sleep(1.0)
+
+
+def _cluster_gpus() -> ClusterGpus:
+    alive = (node for node in ray.nodes() if node["Alive"])
+    nodes = [(node["NodeManagerAddress"], node["Resources"].get("GPU", 0.0)) for node in alive]
+    return ClusterGpus(nodes=nodes, free=ray.available_resources().get("GPU", 0.0))
+
+
 def _engine_group(name: str, config: EngineConfig) -> serve.Application:
     return serve.deployment(
         name=name,
         num_replicas=config.num_replicas,
-        ray_actor_options={"num_cpus": _cpus_per_replica(config), "num_gpus": gpus_per_replica(config)},
+        ray_actor_options={"num_cpus": _cpus_per_replica(config), "num_gpus": gpus_to_reserve(config)},
+        # A start that failed has been tried again by the replica itself where that could help. Once a replica of the
+        # group has come up Serve starts it anew without end, whatever this says.
+        max_constructor_retry_count=1,
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=config.stop_timeout_s + _SHUTDOWN_SLACK_S,

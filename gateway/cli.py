@@ -3,9 +3,7 @@
 import json
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +17,7 @@ from engines.errors import ConfigError, RolloutGatewayError
 from gateway.config import Config
 from gateway.explanation import Explanation, explain_engines
 from gateway.load import Setting, explain, load
+from gateway.progress import shown
 from gateway.serve_api import ask_control_plane
 from gateway.serve_config import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
 from gateway.up import Running, down, running, up
@@ -63,7 +62,7 @@ def up_command(
     timeout_s: Annotated[float | None, typer.Option("--timeout-s", help="Longest wait for all replicas.")] = None,
 ) -> None:
     """Start Ray if none runs, deploy, and return when every replica is ready."""
-    with _progress() as report:
+    with shown(Console(stderr=True)) as report:
         found = up(load(config, context.args), report, timeout_s)
     _print_running(found)
 
@@ -72,7 +71,7 @@ def up_command(
 def down_command(name: Name = DEFAULT_NAME, config: File = None) -> None:
     """Remove the application, and stop Ray where `up` started it."""
     name = load(config).name if config else name
-    with _progress() as report:
+    with shown(Console(stderr=True)) as report:
         removed = down(name, report)
     print(f"{name} is down" if removed else f"nothing to do: {name} does not run")
 
@@ -149,25 +148,6 @@ def explain_command(context: typer.Context, config: File = None, as_json: AsJson
 def schema_command() -> None:
     """Print the JSON schema of the configuration, for editors."""
     _print_json(Config.model_json_schema())
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """One line that changes on a terminal; one line per change elsewhere."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("") as line:
-            yield lambda text: line.update(text)
-        return
-    began = time.monotonic()
-    last: list[str] = []
-
-    def report(text: str) -> None:
-        if last != [text]:
-            last[:] = [text]
-            print(f"[{time.monotonic() - began:5.1f} s] {text}", file=sys.stderr, flush=True)
-
-    yield report
 
 
 def _print_running(found: Running) -> None:

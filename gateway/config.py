@@ -80,6 +80,8 @@ class ServeConfig(_Section):
     """Port of the control plane."""
     proxy_location: Literal["HeadOnly", "EveryNode", "Disabled"] = "HeadOnly"
     """Nodes that answer for the control plane; Disabled leaves it without a port."""
+    nodes_may_join: bool = False
+    """True where an autoscaler or you will add nodes: replicas without a place then wait, and are not refused."""
 
 
 class Config(_Section):

@@ -13,6 +13,7 @@ from pydantic import SecretStr, ValidationError
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
+from engines.preflight import misfits
 from engines.types import EngineKind
 from gateway.config import Config
 from gateway.sources import Key, Origin, Source, field_at, from_environment, from_file, from_overrides, merge, nearest
@@ -46,6 +47,11 @@ def from_args(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) 
     """The configuration from a Serve application's `args`, as its builder sees them, with the keys they refer to."""
     source = Source(origin="file", tree=dict(args), places={(): "Serve application args"})
     return with_secrets(_validate([source], [Path.cwd()]), environ)
+
+
+def check_models(config: Config) -> None:
+    """Raise `ConfigError` for what of the engines cannot work with their checkpoints, where those can be read here."""
+    _check_models(config, [])
 
 
 def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
@@ -109,7 +115,21 @@ def _validate(sources: Sequence[Source], bases: Sequence[Path]) -> Config:
     except ValidationError as error:
         lines = dict.fromkeys(_report(sources, dict(problem)) for problem in error.errors(include_url=False))
         raise ConfigError("\n".join(lines)) from None
-    return _with_paths_found(config, sources, bases)
+    config = _with_paths_found(config, sources, bases)
+    _check_models(config, sources)
+    return config
+
+
+def _check_models(config: Config, sources: Sequence[Source]) -> None:
+    lines = []
+    for name, group in config.groups.items():
+        section = ("engines", name) if config.engines else ("engine",)
+        for misfit in misfits(group):
+            key, source = _blame(sources, (*section, misfit.field))
+            place = source.place(key) + ": " if source and source.place(key) else ""
+            lines.append(f"{place}{'.'.join(map(str, key))} = {misfit.value!r}: {misfit.message}")
+    if lines:
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
 def _report(sources: Sequence[Source], problem: dict[str, Any]) -> str:

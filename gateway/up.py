@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,12 +15,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from engines.diagnosis import last_error
 from engines.errors import DeadlineExceeded, RolloutGatewayError
 from gateway.config import Config
+from gateway.progress import Report, starts_of
 from gateway.serve_api import ClusterUnreachable, ServeApi, ask_control_plane
 from gateway.serve_config import serve_config, written_out_keys
-
-Report = Callable[[str], None]
 
 _RAY_START_TIMEOUT_S = 120.0
 _RAY_STOP_TIMEOUT_S = 30.0
@@ -31,7 +32,7 @@ _RAY_GCS_PORT = 6379
 
 
 class DeployFailed(RolloutGatewayError):
-    """Serve gave the application up; carries Serve's message, which holds the engine's last words."""
+    """Serve gave the application up; says first what the engine said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ def up(config: Config, report: Report, timeout_s: float | None = None) -> Runnin
         before = api.application(config.name)
         is_new = before is None
         state.write()
-        report("deploying")
+        report.step("deploying")
         api.deploy(serve_config(config, _key_files(config)))
         _wait_until_running(api, config, before, report, timeout_s or _deploy_timeout_s(config))
         found = running(config.name)
@@ -119,7 +120,7 @@ def down(name: str, report: Report) -> bool:
         return _delete(api, name, report)
     removed = _delete(ServeApi(state.dashboard, api.token), name, report)
     if state.ray_lives:
-        report("stopping Ray")
+        report.step("stopping Ray")
         _stop_ray(state)
         removed = True
     state.remove()
@@ -127,11 +128,11 @@ def down(name: str, report: Report) -> bool:
 
 
 def _undo(name: str, report: Report) -> None:
-    report("undoing")
+    report.step("undoing")
     try:
         down(name, report)
     except RolloutGatewayError as error:
-        report(f"could not undo: {error}")
+        report.step(f"could not undo: {error}")
 
 
 def _start_ray(state: State, api: ServeApi, report: Report) -> None:
@@ -144,7 +145,7 @@ def _start_ray(state: State, api: ServeApi, report: Report) -> None:
         raise ClusterUnreachable(
             f"no Ray dashboard answers at {api.address}, and `up` starts Ray on this machine alone"
         )
-    report("starting Ray")
+    report.step("starting Ray")
     environ = _ray_environment()
     log = State.folder() / f"{state.name}.ray.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -162,8 +163,11 @@ def _start_ray(state: State, api: ServeApi, report: Report) -> None:
 
 def _answers(process: "subprocess.Popen[bytes]", api: ServeApi, log: Path) -> bool:
     if process.poll() is not None:
-        last_words = "\n".join(log.read_text(errors="replace").strip().splitlines()[-10:])
-        raise RolloutGatewayError(f"ray start --head ended with exit code {process.returncode}:\n{last_words}")
+        text = log.read_text(errors="replace")
+        last_words = textwrap.indent("\n".join(text.strip().splitlines()[-10:]), "    | ")
+        raise RolloutGatewayError(
+            f"ray start --head ended with exit code {process.returncode}: {last_error(text)}\n{last_words}"
+        )
     return api.is_up()
 
 
@@ -235,9 +239,9 @@ def _wait_until_running(
         seen.update(api.application(config.name) or {})
         if not seen or seen["last_deployed_time_s"] == deployed_before:
             return False
-        report(describe(seen))
+        report.replicas(starts_of(seen, config.groups))
         if seen["status"] == "DEPLOY_FAILED":  # UNHEALTHY is not the end: Serve goes on restarting
-            raise DeployFailed(f"Serve gave up on {config.name}: {_last_words(seen)}")
+            raise DeployFailed(_last_words(seen) or f"Serve gave up on {config.name} and does not say why")
         return bool(seen["status"] == "RUNNING")
 
     try:
@@ -276,16 +280,20 @@ def replica_states(application: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _last_words(application: Mapping[str, Any]) -> str:
-    deployments = application.get("deployments", {}).items()
-    messages = [f"{name}: {_gist(found['message'])}" for name, found in deployments if found["message"]]
-    return "\n".join([_gist(application.get("message", "")), *messages]).strip()
+    """What went wrong, by our own errors where there are any; else all that Serve says."""
+    found = {name: deployment["message"] for name, deployment in application.get("deployments", {}).items()}
+    messages = {"": application.get("message", ""), **found}
+    own = [_own_error(message) for message in messages.values()]
+    if any(own):
+        return "\n".join(dict.fromkeys(text for text in own if text))
+    plain = {name: re.sub(r"\x1b\[\d*m", "", message).strip() for name, message in messages.items()}
+    return "\n".join(f"{name}: {text}" if name else text for name, text in plain.items() if text)
 
 
-def _gist(message: str) -> str:
-    """Our own error out of the traceback that Serve wraps around it; the whole message where there is none."""
+def _own_error(message: str) -> str:
+    """Our own error out of the traceback that Serve wraps around it; "" where there is none."""
     found = list(re.finditer(r"^engines\.errors\.\w+: ", message, re.MULTILINE))
-    rest = message[found[-1].end() :] if found else re.sub(r"\x1b\[\d*m", "", message)
-    return rest.strip()
+    return message[found[-1].end() :].strip() if found else ""
 
 
 def running(name: str) -> Running | None:
@@ -326,7 +334,7 @@ def _delete(api: ServeApi, name: str, report: Report) -> bool:
     try:
         if api.application(name) is None:
             return False
-        report(f"removing {name}")
+        report.step(f"removing {name}")
         api.delete(name)
         _wait_until(lambda: api.application(name) is None, _DELETE_TIMEOUT_S, f"Serve to remove {name}")
     except ClusterUnreachable:

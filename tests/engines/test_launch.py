@@ -6,12 +6,13 @@ import sys
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from engines import launch, sim_server
 from engines.config import EngineConfig, SimConfig
 from engines.errors import ConfigError
 from engines.interpreter import Interpreter
-from engines.launch import engine_command, gpus_per_replica
+from engines.launch import engine_command, gpus_per_replica, gpus_to_reserve
 from engines.levers import LEVERS as LEVERS_TABLE
 from engines.process import Command
 
@@ -418,3 +419,32 @@ def test_a_python_without_our_plugin_cannot_receive_over_gloo(monkeypatch: pytes
 def test_no_sglang_is_told_with_its_remedy() -> None:
     with pytest.raises(ConfigError, match=r"SGLang is not installed: pip install 'rollout-gateway\[sglang\]'"):
         command(kind="sglang")
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_a_replica_reserves_what_its_engine_uses_unless_told() -> None:
+    assert gpus_to_reserve(config(tensor_parallel_size=2)) == 2
+    assert gpus_to_reserve(config(gpus_per_replica=0.5, gpu_memory_utilization=0.45)) == 0.5
+    assert gpus_to_reserve(config(kind="sim", gpus_per_replica=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("levers", "complaint"),
+    [
+        ({"gpus_per_replica": 0.5}, r"puts 2 replicas on a GPU, and gpu_memory_utilization = the engine's own choice"),
+        ({"gpus_per_replica": 0.5, "gpu_memory_utilization": 0.6}, r"= 0\.6 leaves no room .* at most 0\.50"),
+        (
+            {"kind": "sglang", "gpus_per_replica": 0.3, "extra": {"mem_fraction_static": 0.5}},
+            r"puts 3 replicas on a GPU, and extra\.mem_fraction_static = 0\.5 .* at most 0\.33",
+        ),
+        (
+            {"gpus_per_replica": 0.5, "gpu_memory_utilization": 0.4, "tensor_parallel_size": 2},
+            "an engine of 2 workers takes 2 GPUs",
+        ),
+        ({"gpus_per_replica": 2}, "an engine of 1 workers takes 1 GPUs"),
+        ({"kind": "external", "url": "http://127.0.0.1:1", "gpus_per_replica": 1}, "has its GPUs elsewhere"),
+    ],
+)
+def test_a_shared_gpu_needs_room_for_all_who_share_it(levers: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        config(**levers)

@@ -124,15 +124,21 @@ async def test_an_engine_that_dies_at_its_start_is_told_with_its_last_words(
     with pytest.raises(EngineStartFailed) as failed:
         await new_server(extra={"nonsense": 1}).start()
     (log,) = logs(tmp_path)
-    first, *words = str(failed.value).splitlines()
-    assert first == f"replica engine-0: engine ended with 2 before it was ready; log {log} ends with:"
+    first, second, *words = str(failed.value).splitlines()
+    assert first == (
+        "replica engine-0: the engine has no argument --nonsense 1; the engine says: "
+        '"unrecognized arguments: --nonsense 1"; take it out of engine.extra, or correct its name'
+    )
+    assert second == f"    log {log} ends with:"
     assert "unrecognized arguments: --nonsense 1" in words[-1]
     assert all(line.startswith("    | ") for line in words), "Ray cuts off what stands before a traceback"
 
 
 async def test_an_engine_that_does_not_come_up_in_time_is_ended(new_server: NewServer) -> None:
     began = time.monotonic()
-    with pytest.raises(EngineStartFailed, match=r"was not ready within 0\.5 s \(engine\.start_timeout_s\)"):
+    with pytest.raises(
+        EngineStartFailed, match=r"was not ready within 0\.5 s; it was at: .*; raise engine\.start_timeout_s"
+    ):
         await new_server(sim={"start_s": 300}, start_timeout_s=0.5).start()
     assert time.monotonic() - began < SOON_S
 
@@ -148,6 +154,47 @@ async def test_a_port_that_somebody_took_meanwhile_is_left_for_another(
         info = await new_server().start()
     assert info.url == f"http://127.0.0.1:{free}"
     assert len(logs(tmp_path)) == 2, "each start has a log of its own"
+
+
+async def test_a_failure_that_nobody_knows_is_tried_once_more_and_told_with_the_last_error(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "echo 'ValueError: the moon is full'; echo bye; exit 3"
+    monkeypatch.setattr(server, "engine_command", lambda *_, **__: Command(["sh", "-c", script]))
+    with pytest.raises(EngineStartFailed) as failed:
+        await new_server().start()
+    assert str(failed.value).splitlines()[0] == (
+        "replica engine-0: the engine ended with 3 before it was ready, for a reason unknown here; "
+        'its last error: "ValueError: the moon is full"'
+    )
+    assert len(logs(tmp_path)) == 2
+
+
+async def test_a_hopeless_start_is_not_tried_again(new_server: NewServer, tmp_path: Path) -> None:
+    with pytest.raises(EngineStartFailed):
+        await new_server(extra={"nonsense": 1}).start()
+    assert len(logs(tmp_path)) == 1
+
+
+async def test_an_sglang_that_cannot_have_its_port_does_not_end_and_is_not_waited_for(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (
+        "[2026-11-21 15:08:32] ERROR:    [Errno 98] error while attempting to bind on address: address already in use"
+    )
+    stays = Command(["sh", "-c", f"echo '{words}'; exec sleep 300"])
+    monkeypatch.setattr(server, "engine_command", lambda *_, **__: stays)
+    with pytest.raises(EngineStartFailed, match="another process took the engine's port"):
+        await new_server(kind="sglang").start()
+    assert len(logs(tmp_path)) == 2
+
+
+async def test_a_named_groups_failure_names_its_own_key(tmp_path: Path) -> None:
+    config = EngineConfig.model_validate(
+        {"kind": "sim", "model": "tiny", "log_dir": str(tmp_path), "stop_timeout_s": 5, "extra": {"nonsense": 1}}
+    )
+    with pytest.raises(EngineStartFailed, match=r"take it out of engines\.judge\.extra"):
+        await EngineServer(config, replica_id="judge-0", group="judge", index=0).start()
 
 
 async def test_a_second_taken_port_is_an_error(

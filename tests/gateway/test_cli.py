@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -159,13 +160,47 @@ def test_up_status_down(cluster_shell: Shell, auth_mode: str) -> None:
 
 
 @pytest.mark.ray
-def test_up_tells_the_engines_last_words_and_undoes_itself(cluster_shell: Shell) -> None:
+def test_up_of_an_engine_that_cannot_come_up_ends_at_once_with_one_clear_line_and_leaves_nothing(
+    cluster_shell: Shell,
+) -> None:
+    shell = cluster_shell
     ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
-    wrong = ["engine.num_replicas=1", "engine.sim.start_s=60", "engine.start_timeout_s=1"]
+    wrong = ["engine.num_replicas=1", "engine.extra.nonsense=1", f"engine.log_dir={shell.folder / 'logs'}"]
+    done = shell.run("up", "-c", "sim.yaml", *ports, *wrong, timeout_s=300)
+    assert done.returncode == 1
+    first, second, *rest = done.stderr.partition("rollout-gateway: ")[2].splitlines()
+    assert re.fullmatch(
+        r"replica engine-\w+: the engine has no argument --nonsense 1; the engine says: "
+        r'"unrecognized arguments: --nonsense 1"; take it out of engine\.extra, or correct its name',
+        first,
+    )
+    logs = list((shell.folder / "logs").iterdir())
+    assert re.fullmatch(r"    log \S+\.log ends with:", second)
+    assert all(line.startswith("    | ") for line in rest)
+    assert len(logs) == 1, "Serve did not start it again"
+    assert shell.run("status").returncode == 1
+    assert not (shell.folder / ".local/state/rollout-gateway/rollout-gateway.json").exists()
+
+
+@pytest.mark.ray
+def test_up_without_the_gpus_says_what_is_needed_and_does_not_wait(cluster_shell: Shell) -> None:
+    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
+    done = cluster_shell.run("up", "-c", "sim.yaml", *ports, "engine.gpus_per_replica=64", timeout_s=300)
+    assert done.returncode == 1
+    assert "engine: a replica takes 64 GPUs" in done.stderr.partition("rollout-gateway: ")[2].splitlines()[0]
+    assert cluster_shell.run("status").returncode == 1
+
+
+@pytest.mark.ray
+def test_up_shows_what_a_slow_engine_was_at_and_undoes_itself(cluster_shell: Shell) -> None:
+    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
+    wrong = ["engine.num_replicas=1", "engine.sim.start_s=60", "engine.start_timeout_s=3"]
     done = cluster_shell.run("up", "-c", "sim.yaml", *ports, *wrong, timeout_s=300)
     assert done.returncode == 1
-    assert "was not ready within 1 s (engine.start_timeout_s)" in done.stderr
-    assert "Traceback" not in done.stderr.partition("rollout-gateway: ")[2]
+    progress, _, failure = done.stderr.partition("rollout-gateway: ")
+    assert re.search(r"^\[ *[\d.]+ s\] engine-\w+: starting$", progress, re.MULTILINE)
+    assert "was not ready within 3 s; it was at: starting; raise engine.start_timeout_s" in failure
+    assert "Traceback" not in failure
     assert cluster_shell.run("status").returncode == 1
 
 

@@ -215,9 +215,24 @@ def test_a_serve_document_of_another_application_is_refused() -> None:
 def test_a_model_folder_becomes_absolute(tmp_path: Path) -> None:
     folder = tmp_path / "models" / "tiny"
     folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
     assert load(None, ["engine.model=models/tiny"], {}).engine.model == str(folder)
     config_file = write("engine: {model: tiny}\n", "models/fleet.yaml")
     assert load(config_file, [], {}).engine.model == str(folder)
+
+
+def test_what_cannot_work_with_the_checkpoint_is_refused_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "max_position_embeddings": 512}')
+    (tmp_path / "model.safetensors").touch()
+    lines = ["engine:", f"  model: {tmp_path}", "  max_model_len: 513", "engines:", "  a: {}", "  b:"]
+    told = mistake(write("\n".join([*lines, "    max_model_len: 64", "    tensor_parallel_size: 3\n"])))
+    assert told.splitlines() == [
+        "fleet.yaml:3: engine.max_model_len = 513: the model's own limit is 512 tokens (max_position_embeddings); "
+        "lower it or leave it out",
+        "fleet.yaml:8: engines.b.tensor_parallel_size = 3: the model has 4 attention heads and 4 KV heads; it can be "
+        "1, 2 or 4",
+    ]
 
 
 def test_a_model_id_is_left_alone() -> None:

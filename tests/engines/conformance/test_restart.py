@@ -22,7 +22,7 @@ async def test_a_killed_engine_is_told_with_its_last_words_and_a_new_start_serve
         os.kill(_engine_pid(before.pid), signal.SIGKILL)
         with pytest.raises(EngineUnreachable):
             await request.finished()
-    assert re.search(r"engine ended with 137; log .* ends with:\n    \| ", await _complaint(engine))
+    assert re.search(r"\(exit code 137\).*\n    log .* ends with:\n    \| ", await _complaint(engine))
     await engine.start_again()
     await engine.server.check()
     assert engine.info.incarnation != before.incarnation

@@ -1,0 +1,75 @@
+"""Reads the log of an engine that starts: its lines as the engine meant them, and what it is doing now.
+
+The lines known are those of vLLM 0.26 to 0.32 and SGLang 0.5.17 to 0.5.23.
+"""
+
+import re
+from pathlib import Path
+
+_TAIL_BYTES = 1 << 20
+_SHORT = 100
+
+# Colours; `(EngineCore pid=12)`; `ERROR 11-21 15:00:26 [core.py:1510]`; SGLang's `[2026-11-21 15:02:41 TP0]`.
+_PREFIX = re.compile(
+    r"\x1b\[[\d;]*m"
+    r"|^\([\w-]+ pid=\d+\) ?"
+    r"|^(?:\([\w-]+ pid=\d+\) )?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?"
+    r"|^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]]*\] ?"
+)
+
+# In a start's order; of two that match one line the first counts.
+_STAGES = tuple(
+    (re.compile(pattern), doing)
+    for pattern, doing in (
+        (r"(?:checkpoint shards|loading (?:\w+ )?shards):.* (?P<done>\d+)/(?P<all>\d+) \[", "loading weights"),
+        (r"Capturing CUDA graphs.* (?P<done>\d+)/(?P<all>\d+) \[", "capturing graphs"),
+        (r"Capturing batches .* (?P<done>\d+)/(?P<all>\d+) \[", "capturing graphs"),
+        (r"Starting to load model|Load weight begin", "loading weights"),
+        (
+            r"Dynamo bytecode transform|Compiling a graph|torch\.compile took|Start compiling|Compiling num tokens",
+            "compiling",
+        ),
+        (r"Loading weights took|Model loading took|Load weight end", "profiling memory"),
+        (r"(?i)capture .*graph.* begin", "capturing graphs"),
+        (r"KV cache size|Available KV cache memory|KV Cache is allocated|Memory pool end", "making the KV cache"),
+        (r"(?i)graph capturing finished|init engine \(profile|capture .*graph.* end", "starting the server"),
+        (r"Starting vLLM (?:API )?server|Started server process|Application startup complete", "warming up"),
+        (r"non-default args: |Resolved architecture: |Using max model len ", "reading the configuration"),
+        (r"Initializing a V1 LLM engine|server_args=|Init (?:torch distributed|parallel) begin", "starting workers"),
+    )
+)
+
+
+def read_tail(path: Path) -> str:
+    """The end of a log, at most 1 MiB of it. Raises OSError where there is none."""
+    with path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return log.read().decode(errors="replace")
+
+
+def lines_of(log: str) -> list[str]:
+    """The lines without time, process and colour; a progress bar's states are lines of their own."""
+    return [line for line in map(_bare, re.split(r"[\r\n]+", log)) if line.strip()]
+
+
+def doing(log: str) -> str:
+    """What the engine did when `log` ended, such as "loading weights 3/8"; its last line where that is unknown."""
+    lines = lines_of(log)
+    for line in reversed(lines):
+        for pattern, what in _STAGES:
+            if found := pattern.search(line):
+                counts = found.groupdict()
+                return f"{what} {counts['done']}/{counts['all']}" if counts else what
+    # The first line is our own: the command.
+    return f"starting: {shortened(lines[-1])}" if len(lines) > 1 else "starting"
+
+
+def shortened(line: str, length: int = _SHORT) -> str:
+    line = " ".join(line.split())
+    return line if len(line) <= length else line[: length - 3] + "..."
+
+
+def _bare(line: str) -> str:
+    while (rest := _PREFIX.sub("", line)) != line:
+        line = rest
+    return line.rstrip()

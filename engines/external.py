@@ -1,14 +1,17 @@
-"""A server that somebody else runs, vLLM or OpenAI-compatible: found out what it can do, then asked for that alone."""
+"""A server that somebody else runs: found out what it speaks and what it can do, then asked for that alone."""
 
 import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 from engines.config import EngineConfig
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
-from engines.types import ReplicaInfo
+from engines.http import HttpEngine
+from engines.sglang_engine import SglangEngine
+from engines.types import Dialect, ReplicaInfo
 from engines.vllm_engine import VllmEngine
 
 _PROBE_TIMEOUT_S = 5.0
@@ -27,21 +30,17 @@ _WEIGHT_ROUTES = frozenset(
         "/weight_info",
     }
 )
+# The same in vLLM's words, as far as SGLang has them.
+_SGLANG_WEIGHT_ROUTES = frozenset({"/init_weight_transfer_engine", "/update_weights", "/finish_weight_update"})
 # Fields that the gateway adds for vLLM, and that other servers refuse or ignore.
 _VLLM_FIELDS = ("cache_salt", "return_token_ids")
 
 
-class ExternalEngine(VllmEngine):
-    """Client of a server that was not started by us. A route that it lacks is refused here, naming replica and route.
+class _NotOurs(HttpEngine):
+    """Client of a server that was not started by us."""
 
-    `api_key` is the bearer key of the server, if it wants one.
-    """
-
-    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
-        known = info.speaks_vllm and _RELEASE.match(info.engine_version)
-        super().__init__(info.replica_id, info.url, info.engine_version if known else "", api_key)
-        self._info = info
-        self._last_version = 0
+    _info: ReplicaInfo
+    _last_version = 0
 
     async def health(self, timeout_s: float) -> None:
         """Also raises when its weights went back: it was started anew, and what it was given is gone."""
@@ -55,6 +54,26 @@ class ExternalEngine(VllmEngine):
                 replica_id=self.replica_id,
             )
         self._last_version = version
+
+
+class ExternalSglangEngine(_NotOurs, SglangEngine):
+    """Client of an SGLang server."""
+
+    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
+        super().__init__(info.replica_id, info.url, api_key)
+        self._info = info
+
+
+class ExternalEngine(_NotOurs, VllmEngine):
+    """Client of any other. A route that it lacks is refused here, naming replica and route.
+
+    `api_key` is the bearer key of the server, if it wants one.
+    """
+
+    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
+        known = info.speaks_vllm and _RELEASE.match(info.engine_version)
+        super().__init__(info.replica_id, info.url, info.engine_version if known else "", api_key)
+        self._info = info
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         route = path.partition("?")[0]
@@ -79,6 +98,11 @@ class ExternalEngine(VllmEngine):
         return {name: value for name, value in body.items() if name not in _VLLM_FIELDS}
 
 
+def external_engine(info: ReplicaInfo, api_key: str = "") -> ExternalEngine | ExternalSglangEngine:
+    """The client of the server that `info` tells of."""
+    return (ExternalSglangEngine if info.dialect is Dialect.SGLANG else ExternalEngine)(info, api_key)
+
+
 class ExternalServer:
     """Stands where an `EngineServer` stands, with the same start, check and stop, and owns no process."""
 
@@ -88,7 +112,7 @@ class ExternalServer:
         self._group = group
         self._url = config.url.rstrip("/")
         self._key = config.api_key.get_secret_value() if config.api_key else ""
-        self._engine: ExternalEngine | None = None
+        self._engine: ExternalEngine | ExternalSglangEngine | None = None
 
     async def start(self) -> ReplicaInfo:
         """Wait for the server and find out what it can do. Raises `EngineStartFailed`, which says what is in the way.
@@ -105,7 +129,7 @@ class ExternalServer:
                 "(engine.start_timeout_s)",
                 replica_id=self._replica_id,
             ) from error
-        self._engine = ExternalEngine(info, self._key)
+        self._engine = external_engine(info, self._key)
         return info
 
     async def check(self) -> None:
@@ -139,13 +163,8 @@ class ExternalServer:
 
     async def _describe(self, models: list[Json]) -> ReplicaInfo:
         card = self._chosen(models)
-        probe = VllmEngine(self._replica_id, self._url, api_key=self._key)
-        try:
-            routes, version, world_size = await _capabilities(probe, str(card["id"]))
-        finally:
-            await probe.close()
-        speaks_vllm = card.get("owned_by") == "vllm" and bool(version)
-        takes_weights = speaks_vllm and routes >= _WEIGHT_ROUTES
+        found = await self._ask_sglang() if card.get("owned_by") == "sglang" else None
+        found = found or await self._ask_others(str(card["id"]), says_vllm=card.get("owned_by") == "vllm")
         return ReplicaInfo(
             replica_id=self._replica_id,
             incarnation=f"{self._url}@{time.time_ns()}",
@@ -153,13 +172,41 @@ class ExternalServer:
             kind=self._config.kind,
             url=self._url,
             model=str(card["id"]),
-            world_size=world_size if takes_weights else 0,
+            world_size=found.world_size,
             max_model_len=card.get("max_model_len") or self._config.max_model_len,
             max_num_seqs=self._config.max_num_seqs,
-            engine_version=version or "unknown",
-            capabilities=routes,
-            speaks_vllm=speaks_vllm,
+            engine_version=found.version or "unknown",
+            capabilities=found.routes,
+            dialect=found.dialect,
         )
+
+    async def _ask_sglang(self) -> "_Found | None":
+        """None where it does not answer as SGLang does."""
+        probe = SglangEngine(self._replica_id, self._url, self._key)
+        try:
+            openapi, info, version = await asyncio.gather(
+                *(_answer(probe, "GET", path) for path in ("/openapi.json", "/server_info", "/version"))
+            )
+        finally:
+            await probe.close()
+        if not (openapi and info and version):
+            return None
+        parallel = info["vllm_config"]["parallel_config"]
+        routes = frozenset(openapi["paths"])
+        # SGLang takes distributed updates into one copy of the model alone.
+        takes_weights = routes >= _SGLANG_WEIGHT_ROUTES and parallel["data_parallel_size"] == 1
+        size = parallel["world_size"] if takes_weights else 0
+        return _Found(Dialect.SGLANG, routes, version["version"], size)
+
+    async def _ask_others(self, model: str, *, says_vllm: bool) -> "_Found":
+        probe = VllmEngine(self._replica_id, self._url, api_key=self._key)
+        try:
+            routes, version, world_size = await _capabilities(probe, model)
+        finally:
+            await probe.close()
+        dialect = Dialect.VLLM if says_vllm and version else Dialect.OPENAI
+        takes_weights = dialect is Dialect.VLLM and routes >= _WEIGHT_ROUTES
+        return _Found(dialect, routes, version, world_size if takes_weights else 0)
 
     def _chosen(self, models: list[Json]) -> Json:
         """The model that `engine.served_model_name` or `engine.model` names, else the first."""
@@ -172,6 +219,16 @@ class ExternalServer:
             f"the server at {self._url} has no model {wanted!r} (engine.model); it has {there}",
             replica_id=self._replica_id,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a server turned out to be; `world_size` is 0 where it takes no weights."""
+
+    dialect: Dialect
+    routes: frozenset[str]
+    version: str
+    world_size: int
 
 
 async def _capabilities(probe: VllmEngine, model: str) -> tuple[frozenset[str], str, int]:
@@ -191,7 +248,7 @@ async def _capabilities(probe: VllmEngine, model: str) -> tuple[frozenset[str], 
     return routes, str((version or {}).get("version") or ""), size if isinstance(size, int) else 0
 
 
-async def _answer(probe: VllmEngine, method: str, path: str, body: Json | None = None) -> Json | None:
+async def _answer(probe: HttpEngine, method: str, path: str, body: Json | None = None) -> Json | None:
     """What the route says; None where there is none, or it does not answer in time."""
     try:
         return await probe.ask(method, path, body, _PROBE_TIMEOUT_S)

@@ -16,7 +16,7 @@ from engines.engine_log import doing, read_tail
 from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
 from engines.launch import engine_command
 from engines.process import EngineProcess
-from engines.types import EngineKind, ReplicaInfo, TensorMeta
+from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.2
@@ -141,6 +141,7 @@ class EngineServer:
             engine_version=version["version"],
             capabilities=frozenset(routes["paths"]),
             gpu_ids=tuple(int(gpu) for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.isdigit()),
+            dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,
             streams=streams_coarsely(self._config),
             pid=self._process.pid,
             log_path=str(self._process.log_path),

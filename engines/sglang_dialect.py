@@ -10,7 +10,8 @@
     cache_salt                                 extra_key
     logprobs k                                 return_logprob, top_logprobs_num k
     prompt_logprobs k                          the same, logprob_start_len 0
-    return_token_ids                           output_ids, and return_prompt_token_ids
+    return_token_ids                           output_ids, and return_prompt_token_ids; of a conversation, which is
+                                               not streamed then, token_ids (0.5.17) or response_token_ids (0.5.23)
 
 An unknown field is refused: SGLang would read some of them as nothing.
 """
@@ -192,10 +193,10 @@ def chat_body(body: Json) -> Json:
 
 
 def chat_reply(answer: Json) -> Json:
-    """vLLM tells the prompt's ids once, SGLang with each choice, and it calls those of the answer otherwise."""
+    """vLLM tells the prompt's ids once, SGLang with each choice, and calls those of the answer otherwise (0.5.23)."""
     for choice in answer["choices"]:
         answer["prompt_token_ids"] = choice.pop("prompt_token_ids", answer.get("prompt_token_ids"))
-        choice["token_ids"] = choice.pop("response_token_ids", None)
+        choice["token_ids"] = choice.pop("response_token_ids", choice.get("token_ids"))
     return answer
 
 
@@ -219,7 +220,7 @@ def server_info(info: Json) -> Json:
         "vllm_config": {
             "model_config": model_config,
             "parallel_config": {"data_parallel_size": info.get("dp_size", 1), "world_size": world_size(info)},
-            "weight_transfer_config": {"backend": "nccl"},
+            "weight_transfer_config": {"backend": "gloo" if info.get("device") == "cpu" else "nccl"},
             "lora_config": None,
         }
     }

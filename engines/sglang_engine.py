@@ -8,6 +8,7 @@
     GET /version, /server_info,           /server_info
         /get_world_size
     GET /weight_info                      /model_info weight_version
+    weight_versions of a completion       meta_info weight_versions (0.5.23); 0.5.17 tells none
     POST /pause mode=abort                /pause_generation abort
                 mode=keep                 /pause_generation in_place
                 mode=wait                 poll /v1/loads until nothing runs, then in_place
@@ -91,11 +92,11 @@ class SglangEngine(HttpEngine):
                 served = (await self._call("GET", path, None, timeout_s))["paths"]
                 return {"paths": {route: {} for route, needed in _ROUTES.items() if needed in served}}
             case "/server_info":
-                return server_info(await self._info(timeout_s))
+                return server_info(await self._server_info(timeout_s))
             case "/version":
-                return {"version": (await self._info(timeout_s))["version"]}
+                return {"version": (await self._server_info(timeout_s))["version"]}
             case "/get_world_size":
-                return {"world_size": world_size(await self._info(timeout_s))}
+                return {"world_size": world_size(await self._server_info(timeout_s))}
             case "/weight_info":
                 return {"weight_version": str(await self.weight_version(timeout_s))}
             case "/tokenize":
@@ -218,7 +219,7 @@ class SglangEngine(HttpEngine):
             return int(found[1]) + 1 if found else 0
         return 0
 
-    async def _info(self, timeout_s: float) -> Json:
+    async def _server_info(self, timeout_s: float) -> Json:
         return await self._call("GET", "/server_info", None, timeout_s)
 
     async def _drained(self, timeout_s: float) -> None:

@@ -13,6 +13,14 @@ class EngineKind(StrEnum):
     EXTERNAL = "external"  # somebody else runs it
 
 
+class Dialect(StrEnum):
+    """What an engine's server understands. Its client speaks vLLM's dialect upwards, whatever this is."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    OPENAI = "openai"  # OpenAI's routes and fields alone
+
+
 class ReplicaState(StrEnum):
     """Where a replica is in its life. Only SERVING takes rollouts."""
 
@@ -49,7 +57,7 @@ class ReplicaInfo:
     `incarnation` changes whenever the engine process is a new one, so a restarted engine is never mistaken for the
     one whose weights were known. `capabilities` are the routes that the engine serves. `tensors` is None where the
     checkpoint cannot be read (an update is then unchecked). `world_size` is 0 where the engine cannot take weights.
-    `speaks_vllm` is False for a server that knows OpenAI's fields alone, `max_model_len` None where it does not say.
+    `max_model_len` is None where it does not say.
     `streams` is True where a reply costs the engine least in coarse chunks; any other is asked for whole replies.
     """
 
@@ -64,7 +72,7 @@ class ReplicaInfo:
     max_num_seqs: int
     engine_version: str
     capabilities: frozenset[str] = frozenset()
-    speaks_vllm: bool = True
+    dialect: Dialect = Dialect.VLLM
     streams: bool = False
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
@@ -76,6 +84,11 @@ class ReplicaInfo:
     def takes_weights(self) -> bool:
         """Whether it joins weight groups; one that does not holds the weights it came with."""
         return self.world_size > 0
+
+    @property
+    def speaks_vllm(self) -> bool:
+        """Whether it takes vLLM's fields, such as token ids: by itself, or through a client that translates."""
+        return self.dialect is not Dialect.OPENAI
 
     def has(self, route: str) -> bool:
         """Whether the engine serves `route`. Engines that we start serve every route of their kind."""

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from engines.connect import connect
 from engines.engine import Engine, Json
-from engines.external import ExternalEngine
+from engines.external import external_engine
 from engines.types import EngineKind, ReplicaInfo
 from gateway.config import Config
 from gateway.fleet import Fleet
@@ -101,5 +101,5 @@ def engine_client(config: Config, info: ReplicaInfo) -> Engine:
     if info.kind is EngineKind.EXTERNAL:
         group = config.groups.get(info.group)
         key = group.api_key if group else None
-        return ExternalEngine(info, key.get_secret_value() if key else "")
+        return external_engine(info, key.get_secret_value() if key else "")
     return connect(info.kind, info.replica_id, info.url, info.engine_version)

@@ -23,7 +23,7 @@ from engines.errors import (
     WeightUpdateConflict,
     WeightUpdateFailed,
 )
-from engines.types import EngineKind, PauseMode, ReplicaState
+from engines.types import Dialect, PauseMode, ReplicaState
 from gateway.config import WeightsConfig
 from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
@@ -417,7 +417,7 @@ def _check_capable(members: Sequence[Replica]) -> None:
 
 def _check_one_protocol(members: Sequence[Replica]) -> None:
     """vLLM's receivers open communicators of their own, SGLang's a process group of torch's: together both hang."""
-    sglang = [replica for replica in members if replica.info.kind is EngineKind.SGLANG]
+    sglang = [replica for replica in members if replica.info.dialect is Dialect.SGLANG]
     others = [replica for replica in members if replica not in sglang]
     if sglang and others:
         raise WeightUpdateConflict(

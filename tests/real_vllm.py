@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from engines.config import EngineConfig
+from engines.external import ExternalServer
 from engines.launch import engine_command
 from engines.process import EngineProcess
 from engines.server import EngineServer, free_port
-from engines.types import ReplicaInfo
+from engines.types import EngineKind, ReplicaInfo
 from gateway.config import Config
 from gateway.listener import Listener
 
@@ -41,6 +42,15 @@ class RealFleet:
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The decoded chunks of a streamed reply, which has to end as one should."""
+        data = json.dumps(body | {"stream": True}).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+            events = [event.removeprefix(b"data: ") for event in response.read().split(b"\n\n") if event]
+        assert events[-1] == b"[DONE]"
+        return [json.loads(event) for event in events[:-1]]
+
 
 @contextmanager
 def fleet(model: Path, log_dir: Path, num_replicas: int = 2) -> Iterator[RealFleet]:
@@ -54,11 +64,7 @@ def fleet(model: Path, log_dir: Path, num_replicas: int = 2) -> Iterator[RealFle
 def app(groups: Mapping[str, EngineConfig]) -> Iterator[RealFleet]:
     """Engine groups behind a gateway, without Ray: nobody starts a replica anew."""
     config = Config.model_validate({"engines": {name: group.model_dump() for name, group in groups.items()}, **FAST})
-    servers = [
-        EngineServer(group, replica_id=f"{name}-{index}", group=name, index=index)
-        for name, group in groups.items()
-        for index in range(group.num_replicas)
-    ]
+    servers = [_server(name, group, index) for name, group in groups.items() for index in range(group.num_replicas)]
     with asyncio.Runner() as runner:
         try:
             replicas = runner.run(_start_all(servers))
@@ -76,11 +82,17 @@ def app(groups: Mapping[str, EngineConfig]) -> Iterator[RealFleet]:
             runner.run(_stop_all(servers))
 
 
-async def _start_all(servers: Sequence[EngineServer]) -> list[ReplicaInfo]:
+def _server(name: str, group: EngineConfig, index: int) -> EngineServer | ExternalServer:
+    if group.kind is EngineKind.EXTERNAL:
+        return ExternalServer(group, replica_id=f"{name}-{index}", group=name)
+    return EngineServer(group, replica_id=f"{name}-{index}", group=name, index=index)
+
+
+async def _start_all(servers: Sequence[EngineServer | ExternalServer]) -> list[ReplicaInfo]:
     return list(await asyncio.gather(*(server.start() for server in servers)))
 
 
-async def _stop_all(servers: Sequence[EngineServer]) -> None:
+async def _stop_all(servers: Sequence[EngineServer | ExternalServer]) -> None:
     await asyncio.gather(*(server.stop() for server in servers))
 
 

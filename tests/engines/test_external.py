@@ -10,8 +10,9 @@ from pydantic import SecretStr
 
 from engines.config import EngineConfig, SimConfig
 from engines.errors import EngineError, EngineFailed, EngineRefused, EngineStartFailed, EngineUnreachable
-from engines.external import ExternalEngine, ExternalServer
-from engines.types import EngineKind, PauseMode
+from engines.external import ExternalEngine, ExternalServer, external_engine
+from engines.sglang_engine import SglangEngine
+from engines.types import Dialect, EngineKind, PauseMode
 from tests.openai_server import OpenAiServer
 from tests.rig import SimReplica
 
@@ -76,6 +77,68 @@ async def test_a_server_without_openapi_is_tried_route_by_route(start_server: St
     info = await theirs.start()
     assert {"/get_world_size", "/health"} < info.capabilities
     assert info.world_size == 0, "weights need all their routes, not only the first"
+    await theirs.stop()
+
+
+def sglang_routes(dp_size: int = 1) -> list[web.RouteDef]:
+    paths = ["/generate", "/health", "/model_info", "/pause_generation", "/server_info", "/update_weight_version"]
+    paths += ["/init_weights_update_group", "/update_weights_from_distributed"]
+
+    async def openapi(_: web.Request) -> web.Response:
+        return web.json_response({"paths": {path: {} for path in paths}})
+
+    async def server_info(_: web.Request) -> web.Response:
+        info = {"version": "0.5.17", "tp_size": 2, "pp_size": 1, "dp_size": dp_size, "model_path": "m"}
+        return web.json_response(info)
+
+    async def model_info(_: web.Request) -> web.Response:
+        return web.json_response({"weight_version": "4"})
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    return [
+        web.get("/openapi.json", openapi),
+        web.get("/server_info", server_info),
+        web.get("/model_info", model_info),
+        web.get("/health", health),
+    ]
+
+
+async def test_an_sglang_server_is_found_and_spoken_to_as_such(start_server: StartServer) -> None:
+    there = await start_server(sglang_routes(), "secret")
+    there.listing["data"][0]["owned_by"] = "sglang"
+    config = EngineConfig(kind=EngineKind.EXTERNAL, url=there.url, api_key=SecretStr("env:K"))
+    theirs = ExternalServer(
+        config.model_copy(update={"api_key": SecretStr("secret")}), replica_id="theirs-0", group="theirs"
+    )
+    info = await theirs.start()
+    assert (info.kind, info.dialect, info.engine_version) == (EngineKind.EXTERNAL, Dialect.SGLANG, "0.5.17")
+    assert (info.world_size, info.speaks_vllm) == (2, True)
+    assert info.has("/pause")
+    assert not info.has("/reset_prefix_cache"), "its /flush_cache is not there"
+    engine = external_engine(info, "secret")
+    assert isinstance(engine, SglangEngine)
+    await engine.health(SOON_S)
+    assert await engine.weight_version(SOON_S) == 4
+    await engine.close()
+    await theirs.stop()
+
+
+async def test_an_sglang_server_of_several_copies_takes_no_weights(start_server: StartServer) -> None:
+    there = await start_server(sglang_routes(dp_size=2))
+    there.listing["data"][0]["owned_by"] = "sglang"
+    theirs = server_at(there.url)
+    info = await theirs.start()
+    assert (info.dialect, info.takes_weights) == (Dialect.SGLANG, False)
+    await theirs.stop()
+
+
+async def test_a_server_that_only_says_it_is_sglang_is_asked_as_any_other(start_server: StartServer) -> None:
+    there = await start_server()
+    there.listing["data"][0]["owned_by"] = "sglang"
+    theirs = server_at(there.url)
+    assert (await theirs.start()).dialect is Dialect.OPENAI
     await theirs.stop()
 
 

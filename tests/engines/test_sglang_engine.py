@@ -47,6 +47,7 @@ class FakeSglang:
         self.answers: Any = answer([5, 6], "ab", LENGTH)
         self.running: list[int] = []
         self.has_sessions = True
+        self.own_ids = "response_token_ids"
         self.flush_status = 200
         self.app = web.Application()
         self.app.router.add_route("*", "/{path:.*}", self._handle)
@@ -86,7 +87,7 @@ class FakeSglang:
             case "/v1/detokenize":
                 return web.json_response({"text": "hi"})
             case "/v1/chat/completions":
-                choice = {"index": 0, "response_token_ids": [5], "prompt_token_ids": [1, 2]}
+                choice = {"index": 0, self.own_ids: [5], "prompt_token_ids": [1, 2]}
                 return web.json_response({"choices": [choice]})
         return web.json_response({"success": True})
 
@@ -277,7 +278,9 @@ async def test_a_failure_within_a_stream_is_no_refusal(engine: SglangEngine, ser
         await chunks_of(engine)
 
 
-async def test_a_conversation_is_sglangs_own(engine: SglangEngine, server: FakeSglang) -> None:
+@pytest.mark.parametrize("own_ids", ["token_ids", "response_token_ids"], ids=["0.5.17", "0.5.23"])
+async def test_a_conversation_is_sglangs_own(engine: SglangEngine, server: FakeSglang, own_ids: str) -> None:
+    server.own_ids = own_ids
     body = {"messages": [], "cache_salt": "v1", "structured_outputs": {"json": {"a": 1}}}
     reply = await engine.generate("/v1/chat/completions", body, TIMEOUT_S)
     assert reply == {"choices": [{"index": 0, "token_ids": [5]}], "prompt_token_ids": [1, 2]}

@@ -1,11 +1,9 @@
 """The vLLM dialect over two real vLLM replicas on CPU."""
 
-import json
 import os
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from examples.tiny_model.train import COMMITTED
-from tests.real_vllm import REQUEST_TIMEOUT_S, RealFleet, fleet, greedy_token_ids
+from tests.real_vllm import RealFleet, fleet, greedy_token_ids
 
 pytestmark = pytest.mark.vllm
 
@@ -111,7 +109,7 @@ def test_chat_answers_whole_and_streamed(real: RealFleet) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "312"}], "max_tokens": 8, "temperature": 0}
     status, whole = real.call("/v1/chat/completions", body)
     assert status == 200, whole
-    chunks = stream(real, "/v1/chat/completions", body)
+    chunks = real.stream("/v1/chat/completions", body)
     text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
     assert text == whole["choices"][0]["message"]["content"]
 
@@ -120,20 +118,10 @@ def test_a_stream_has_the_tokens_of_the_whole_reply(real: RealFleet) -> None:
     body = COMPLETE | {"prompt": PROMPTS, "temperature": 0}
     whole = [choice["token_ids"] for choice in complete(real, **body)["choices"]]
     streamed: list[list[int]] = [[] for _ in PROMPTS]
-    for chunk in stream(real, "/v1/completions", body):
+    for chunk in real.stream("/v1/completions", body):
         for choice in chunk["choices"]:
             streamed[choice["index"]] += choice["token_ids"] or []
     assert streamed == whole
-
-
-def stream(real: RealFleet, path: str, body: dict[str, Any]) -> list[Any]:
-    request = urllib.request.Request(
-        real.url + path, json.dumps(body | {"stream": True}).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
-        events = [event.removeprefix(b"data: ") for event in response.read().split(b"\n\n") if event]
-    assert events[-1] == b"[DONE]"
-    return [json.loads(event) for event in events[:-1]]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,22 @@
 """Real vLLM and real SGLang as replicas of one policy, with a frozen SGLang judge beside them, on CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engines.config import EngineConfig
+from engines.types import Dialect, EngineKind
 from examples.tiny_model.train import COMMITTED
 from tests import real_sglang, real_vllm
+from tests.engines.conformance.trainers import TorchBroadcasts
 
 pytestmark = pytest.mark.sglang
 
@@ -27,17 +36,77 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real_vllm.RealFle
         yield running
 
 
-def greedy(real: real_vllm.RealFleet, **body: object) -> list[list[int]]:
+@pytest.fixture(scope="module")
+def theirs(real: real_vllm.RealFleet) -> Iterator[real_vllm.RealFleet]:
+    """Another gateway, to which the judge's server is one that somebody else runs."""
+    (url,) = (replica.url for replica in real.replicas if replica.group == "judge")
+    with real_vllm.app({"theirs": EngineConfig(kind=EngineKind.EXTERNAL, url=url)}) as running:
+        yield running
+
+
+def complete(real: real_vllm.RealFleet, **body: object) -> list[Any]:
     asked = {"prompt": PROMPTS, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     status, reply = real.call("/v1/completions", asked | body)
     assert status == 200, reply
-    return [choice["token_ids"] for choice in reply["choices"]]
+    return list(reply["choices"])
+
+
+def greedy(real: real_vllm.RealFleet, **body: object) -> list[list[int]]:
+    return [choice["token_ids"] for choice in complete(real, **body)]
+
+
+def placed(real: real_vllm.RealFleet) -> dict[str, int]:
+    return {one["replica_id"]: one["samples_placed"] for one in real.call("/status")[1]["replicas"]}
+
+
+class Sender:
+    """A trainer that broadcasts tensor by tensor over a process group of torch's own."""
+
+    def __init__(self, fleet: real_vllm.RealFleet) -> None:
+        self._fleet = fleet
+        self._channel = TorchBroadcasts(fleet.call("/get_world_size")[1]["world_size"] + 1, "cpu")
+        self._while("/init_weight_transfer_engine", {"init_info": self._channel.init_info()}, self._channel.join)
+
+    def update(self, model: Any) -> None:
+        tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+        info = {
+            "names": [name for name, _ in tensors],
+            "dtype_names": ["float32" for _ in tensors],
+            "shapes": [list(tensor.shape) for _, tensor in tensors],
+        }
+        self._call("/start_weight_update", {})
+        self._while("/update_weights", {"update_info": info}, self._channel.send, iter(tensors))
+        self._call("/finish_weight_update", {})
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _call(self, path: str, body: Any) -> None:
+        status, reply = self._fleet.call(path, body)
+        assert status == 200, reply
+
+    def _while(self, path: str, body: Any, act: Callable[..., None], *arguments: Any) -> None:
+        """Both ends of a collective at once."""
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(self._call, path, body)
+            act(*arguments)
+            asked.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
+
+
+def random_model() -> Any:
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(COMMITTED), dtype=torch.float32)
+
+
+def prompt_logprobs(choice: Any, prompt: list[int]) -> list[float]:
+    """Of the prompt's own tokens; the first has none."""
+    scored = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
+    return [entry[str(token_id)]["logprob"] for entry, token_id in scored]
 
 
 def test_both_kinds_answer_for_the_policy_alike(real: real_vllm.RealFleet) -> None:
     tokens = greedy(real)
-    placed = {one["replica_id"]: one["samples_placed"] for one in real.call("/status")[1]["replicas"]}
-    assert placed == {"judge-0": 0, "sglang-0": 4, "vllm-0": 4}
+    assert placed(real) == {"judge-0": 0, "sglang-0": 4, "vllm-0": 4}
     assert greedy(real, model="judge") == tokens, "one checkpoint under two names"
     assert [card["id"] for card in real.call("/v1/models")[1]["data"]] == ["policy", "judge"]
 
@@ -49,3 +118,72 @@ def test_a_trainer_is_told_that_their_weights_cannot_be_updated_together(real: r
     assert status == 409
     assert "engines of one kind" in reply["error"]["message"]
     greedy(real)
+
+
+def test_logprobs_are_those_of_the_other_kind(real: real_vllm.RealFleet) -> None:
+    before = placed(real)
+    asked = {"logprobs": 1, "prompt_logprobs": 0}
+    mixed, judged = complete(real, **asked), complete(real, model="judge", **asked)
+    assert all(placed(real)[replica_id] > before[replica_id] for replica_id in before), "each kind has answered some"
+    for prompt, one, other in zip(PROMPTS, mixed, judged, strict=True):
+        assert one["prompt_token_ids"] == other["prompt_token_ids"] == prompt
+        assert len(one["logprobs"]["token_logprobs"]) == len(one["token_ids"])
+        assert one["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-3)
+        assert prompt_logprobs(one, prompt) == pytest.approx(prompt_logprobs(other, prompt), abs=1e-3)
+
+
+def test_samples_of_one_prompt_stay_together_whoever_drew_them(real: real_vllm.RealFleet) -> None:
+    choices = complete(real, n=3, temperature=1.0, logprobs=0)
+    assert [choice["index"] for choice in choices] == list(range(3 * len(PROMPTS)))
+    assert [choice["prompt_token_ids"] for choice in choices] == [prompt for prompt in PROMPTS for _ in range(3)]
+    assert all(len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) for choice in choices)
+    assert {span["version"] for choice in choices for span in choice["weight_versions"]} == {0}
+
+
+def test_a_stream_tells_the_tokens_of_the_whole(real: real_vllm.RealFleet) -> None:
+    asked = {"prompt": PROMPTS, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    told: list[list[int]] = [[] for _ in PROMPTS]
+    for chunk in real.stream("/v1/completions", asked):
+        for choice in chunk["choices"]:
+            told[choice["index"]] += choice["token_ids"] or []
+    assert told == greedy(real)
+
+
+def test_a_pause_holds_both_kinds_until_the_fleet_goes_on(real: real_vllm.RealFleet) -> None:
+    expected = greedy(real)
+    assert real.call("/pause?mode=keep", {})[0] == 200
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(greedy, real)
+        with pytest.raises(TimeoutError):
+            held.result(timeout=0.5)
+        assert real.call("/resume", {})[0] == 200
+        assert held.result(timeout=real_vllm.REQUEST_TIMEOUT_S) == expected
+
+
+def test_an_external_sglang_server_is_spoken_to_as_our_own(
+    real: real_vllm.RealFleet, theirs: real_vllm.RealFleet
+) -> None:
+    (replica,) = theirs.replicas
+    assert (replica.kind, replica.dialect, replica.takes_weights) == (EngineKind.EXTERNAL, Dialect.SGLANG, True)
+    asked = {"model": "judge", "logprobs": 1, "prompt_logprobs": 0}
+    ours, found = complete(real, **asked), complete(theirs, **asked)
+    assert [choice["token_ids"] for choice in found] == [choice["token_ids"] for choice in ours]
+    assert found[0]["logprobs"]["token_logprobs"] == pytest.approx(ours[0]["logprobs"]["token_logprobs"], abs=1e-4)
+    assert {span["version"] for choice in found for span in choice["weight_versions"]} == {0}
+    assert theirs.call("/pause?mode=keep", {})[0] == 200
+    assert theirs.call("/resume", {})[0] == 200
+    assert theirs.call("/reset_prefix_cache", {})[0] == 200
+
+
+def test_an_external_sglang_server_takes_weights_tensor_by_tensor(theirs: real_vllm.RealFleet) -> None:
+    before = greedy(theirs)
+    sender = Sender(theirs)
+    sender.update(random_model())
+    after = complete(theirs)
+    assert [choice["token_ids"] for choice in after] != before
+    assert all(
+        choice["weight_versions"] == [{"version": 1, "start": 0, "end": len(choice["token_ids"])}] for choice in after
+    )
+    sender.update(AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32))
+    assert greedy(theirs) == before, "the weights that it came with, sent back"
+    sender.close()

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from engines.types import EngineKind
+from engines.types import Dialect
 from tests.rig import Json, Rig, StartRig
 
 # TRL replays these without looking, so no weight call may answer with one of them.
@@ -250,7 +250,7 @@ async def test_an_unknown_pause_mode_is_refused(rig: Rig) -> None:
 
 async def test_engines_whose_receivers_cannot_join_each_other_are_refused_at_init(rig: Rig) -> None:
     replica = rig.fleet.replicas[1]
-    replica.info = dataclasses.replace(replica.info, kind=EngineKind.SGLANG)
+    replica.info = dataclasses.replace(replica.info, dialect=Dialect.SGLANG)
     info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "packed": False}
     status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
     assert status == 409

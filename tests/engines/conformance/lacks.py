@@ -1,5 +1,6 @@
 """What an engine cannot do, and why: the one table. A check of a lack asserts how the engine shows it."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,10 @@ class Lack:
 
 def _is(kind: EngineKind) -> Callable[[Subject], bool]:
     return lambda subject: subject.kind is kind
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def _vllm_without(route: str) -> Callable[[Subject], bool]:
@@ -44,6 +49,11 @@ LACKS = (
         "spans",
         _is(EngineKind.VLLM),
         "its completions tell no weight versions; the gateway makes spans of what it knows of updates",
+    ),
+    Lack(
+        "spans",
+        lambda subject: subject.kind is EngineKind.SGLANG and _numbers(subject.info.engine_version) < (0, 5, 23),
+        "this version tells the weights of the last token alone; the gateway makes spans of what it knows of updates",
     ),
     Lack(
         "weight_version",

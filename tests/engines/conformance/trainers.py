@@ -20,6 +20,8 @@ from tests.engines.conformance.subject import REQUEST_S, Json, Subject
 
 TIMEOUT_S = 120.0
 """Longest rendezvous and longest transfer."""
+BUCKET = "flattened_bucket"
+"""SGLang's word for all tensors in one broadcast."""
 SEQUENCE = [5 + number * number % 10 for number in range(24)]
 """What is scored to tell weights apart."""
 
@@ -75,6 +77,8 @@ class ModelWeights(Weights):
             for parameter in self._model.parameters():
                 if parameter.ndim > 1:  # norms stay one, and biases nought
                     parameter.normal_(0, self._std, generator=generator)
+        if self._device.type == "cuda":
+            self._torch.cuda.synchronize(self._device)  # senders read on streams of their own
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
         return ((name, parameter.detach()) for name, parameter in self._model.named_parameters())
@@ -255,6 +259,8 @@ class TorchBroadcasts(Channel):
         import torch
         import torch.distributed as dist
 
+        if self._device != "cpu":
+            torch.cuda.set_device(self._device)
         for _, tensor in tensors:
             dist.broadcast(tensor.contiguous(), src=0, group=self._group)
         if self._device != "cpu":
@@ -291,21 +297,24 @@ class Trainer:
             channel, self._channel = self._channel, None
             if lack_of("close_group", self.subject) is None:
                 await self.subject.engine.close_weight_group(TIMEOUT_S)
-            channel.close()
+            await asyncio.wait_for(_in_thread(channel.close), TIMEOUT_S)
 
-    async def update(self, *, seed: int, version: int) -> None:
+    async def update(self, *, seed: int, version: int, **announced: Any) -> None:
         """One whole update, while the engine stands still as in the gateway."""
         async with self.subject.paused(PauseMode.KEEP):
             await self.subject.engine.start_weight_update(REQUEST_S)
-            await self.send(seed)
+            await self.send(seed, **announced)
             await self.subject.engine.finish_weight_update(version, REQUEST_S)
 
     async def send(self, seed: int, **announced: Any) -> None:
-        """The tensors alone. `announced` says other things of them than are true."""
+        """The tensors alone. `announced` says more of them, or other things than are true."""
         assert self._channel is not None
         self.weights.make(seed)
+        tensors = self.weights.tensors()
+        if announced.get("load_format") == BUCKET:
+            tensors = iter([_bucket(tensors)])
         receiving = self.subject.engine.update_weights(self.weights.announced() | announced, TIMEOUT_S)
-        await self._both(_in_thread(self._channel.send, self.weights.tensors()), receiving)
+        await self._both(_in_thread(self._channel.send, tensors), receiving)
 
     async def _both(self, sending: "asyncio.Future[None]", receiving: Awaitable[None]) -> None:
         """Both ends of a collective. The engine's error is the one told: it is why a sender waits in vain."""
@@ -335,6 +344,13 @@ async def trainer_of(subject: Subject) -> Trainer:
     if server_info["vllm_config"]["weight_transfer_config"]["backend"] == "gloo":
         return Trainer(subject, weights, lambda: PackedGloo(world_size))
     return Trainer(subject, weights, lambda: PackedNccl(world_size, device, subject.info.engine_version))
+
+
+def _bucket(tensors: Iterator[tuple[str, Any]]) -> tuple[str, Any]:
+    """All of them as one tensor of bytes."""
+    import torch
+
+    return BUCKET, torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in tensors])
 
 
 def mean_distance(one: list[float], other: list[float]) -> float:

@@ -14,6 +14,11 @@ from typing import Any
 
 _END = "<|endoftext|>"
 
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
 _QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -65,6 +70,7 @@ def write_model(shape: str, folder: Path) -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": _END,
             "pad_token": _END,
+            "chat_template": _CHAT_TEMPLATE,
             "model_max_length": config["max_position_embeddings"],
         },
     }

@@ -1,14 +1,10 @@
 """Real SGLang servers on CPU for tests marked `sglang`, from the environment that `make setup-sglang` makes."""
 
-import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from engines.config import EngineConfig
-from engines.server import EngineServer
-from engines.types import EngineKind, ReplicaInfo
+from engines.types import EngineKind
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
@@ -33,14 +29,3 @@ def engine_config(model: Path, log_dir: Path, **levers: Any) -> EngineConfig:
             **levers,
         }
     )
-
-
-@contextmanager
-def served(config: EngineConfig) -> Iterator[ReplicaInfo]:
-    """One server, started and stopped by the product."""
-    server = EngineServer(config, replica_id="sglang-0", group="sglang", index=0)
-    with asyncio.Runner() as runner:
-        try:
-            yield runner.run(server.start())
-        finally:
-            runner.run(server.stop())

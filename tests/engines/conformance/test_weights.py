@@ -1,4 +1,4 @@
-"""Weight updates over the transport that the engine declares, seen in what it scores and says."""
+"""The weights it came with, and updates over the transport that it declares, seen in what it scores and says."""
 
 import pytest
 
@@ -9,6 +9,16 @@ from tests.engines.conformance.subject import REQUEST_S, Subject
 from tests.engines.conformance.trainers import BUCKET, SEQUENCE, Trainer, mean_distance
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_it_starts_with_the_weights_of_its_checkpoint(engine: Subject, someone_with_weights: Trainer) -> None:
+    if engine.info.tensors is None or engine.config.load_format == "dummy":
+        not_run("the engine was started without a checkpoint")
+    told = await engine.logprobs_of(SEQUENCE)
+    expected = someone_with_weights.weights.logprobs_at_start(SEQUENCE)
+    assert mean_distance(told, expected) < engine.tolerance
+    others = someone_with_weights.logprobs_of(SEQUENCE, seed=11, version=1)
+    assert mean_distance(told, expected) < mean_distance(told, others) / 4
 
 
 async def test_after_an_update_it_scores_as_the_weights_sent(engine: Subject, trainer: Trainer) -> None:

@@ -12,7 +12,7 @@ from engines.config import EngineConfig
 from engines.errors import EngineError
 from engines.launch import gpus_per_replica
 from engines.server import free_port
-from engines.sim_model import SimModel, read, weights_key
+from engines.sim_model import CHECKPOINT_VERSION, SimModel, read, weights_key
 from engines.types import EngineKind, PauseMode
 from engines.vllm_engine import release
 from tests.engines.conformance.lacks import lack_of, not_run
@@ -47,6 +47,10 @@ class Weights(ABC):
     def logprobs_of(self, token_ids: list[int], seed: int, version: int) -> list[float]:
         """What they give each token but the first. Makes them anew."""
 
+    @abstractmethod
+    def logprobs_at_start(self, token_ids: list[int]) -> list[float]:
+        """What the engine's checkpoint gives each token but the first."""
+
 
 class ModelWeights(Weights):
     """A model of transformers with the engine's configuration, on `device`."""
@@ -58,9 +62,10 @@ class ModelWeights(Weights):
         self._torch = torch
         self._device = torch.device(device)
         model_config = AutoConfig.from_pretrained(config.model)
-        dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        self._folder = config.model
+        self._dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         with self._device:
-            self._model = AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
+            self._model = AutoModelForCausalLM.from_config(model_config, dtype=self._dtype).eval()
         self._std = model_config.initializer_range
 
     def announced(self) -> Json:
@@ -85,9 +90,18 @@ class ModelWeights(Weights):
 
     def logprobs_of(self, token_ids: list[int], seed: int, version: int) -> list[float]:
         self.make(seed)
+        return self._scored(self._model, token_ids)
+
+    def logprobs_at_start(self, token_ids: list[int]) -> list[float]:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=self._dtype)
+        return self._scored(model.to(self._device).eval(), token_ids)
+
+    def _scored(self, model: Any, token_ids: list[int]) -> list[float]:
         ids = self._torch.tensor([token_ids], device=self._device)
         with self._torch.no_grad():
-            scores = self._model(ids).logits[0].float().log_softmax(-1)
+            scores = model(ids).logits[0].float().log_softmax(-1)
         return [float(scores[place, token_id]) for place, token_id in enumerate(token_ids[1:])]
 
 
@@ -112,8 +126,13 @@ class SimWeights(Weights):
         return iter(())
 
     def logprobs_of(self, token_ids: list[int], seed: int, version: int) -> list[float]:
+        return self._scored(token_ids, weights_key(str(version)))
+
+    def logprobs_at_start(self, token_ids: list[int]) -> list[float]:
+        return self._scored(token_ids, weights_key(CHECKPOINT_VERSION))
+
+    def _scored(self, token_ids: list[int], weights: int) -> list[float]:
         contexts = [read(token_ids[:end]) for end in range(1, len(token_ids))]
-        weights = weights_key(str(version))
         return [
             self._model.logprob(context, token_id, weights)
             for context, token_id in zip(contexts, token_ids[1:], strict=True)

@@ -20,6 +20,7 @@ from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.2
+_DESCRIBE_TIMEOUT_S = 30.0  # SGLang asks its scheduler, which on a busy machine has just begun to answer
 _WARM_UP_TIMEOUT_S = 300.0
 # Of all that goes wrong this alone leaves an SGLang that neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
@@ -123,7 +124,7 @@ class EngineServer:
     async def _describe(self, engine: Engine) -> ReplicaInfo:
         models, version, world, routes = await asyncio.gather(
             *(
-                engine.ask("GET", path, None, _PROBE_TIMEOUT_S)
+                engine.ask("GET", path, None, _DESCRIBE_TIMEOUT_S)
                 for path in ("/v1/models", "/version", "/get_world_size", "/openapi.json")
             )
         )

@@ -41,6 +41,10 @@ _RENAMED = {
     "seed": "sampling_seed",
     "include_stop_str_in_output": "no_stop_trim",
 }
+_NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "min_new_tokens", "sampling_seed",
+)  # fmt: skip
 _GRAMMARS = {"regex": "regex", "json": "json_schema", "grammar": "ebnf"}
 _TOLD_ELSEWHERE = frozenset(
     {
@@ -240,6 +244,10 @@ def _sampling(body: Json) -> Json:
             sampling[_RENAMED.get(key, key)] = value
         elif key not in _NEUTRAL or value != _NEUTRAL[key]:
             raise InvalidRequest(f"SGLang has no word for {key} = {value!r}: leave it out, or use vLLM", param=key)
+    for key in _NUMBERS:  # SGLang 0.5.17 answers 500 to one of another type
+        if type(sampling.get(key, 0)) not in (int, float):
+            asked = next((ours for ours, theirs in _RENAMED.items() if theirs == key), key)
+            raise InvalidRequest(f"{asked} must be a number, got {sampling[key]!r}", param=asked)
     for key in ("n", "max_new_tokens"):  # SGLang answers nought of either with nothing
         if type(sampling.get(key, 1)) is not int or sampling.get(key, 1) < 1:
             asked = key.replace("_new_", "_")

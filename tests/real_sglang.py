@@ -8,7 +8,7 @@ from engines.types import EngineKind
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
-STAND_INS = ROOT / "tests" / "sglang_cpu"
+ENV = {"PYTHONPATH": str(ROOT / "tests" / "sglang_cpu")}
 
 
 def engine_config(model: Path, log_dir: Path, **levers: Any) -> EngineConfig:
@@ -17,7 +17,7 @@ def engine_config(model: Path, log_dir: Path, **levers: Any) -> EngineConfig:
         **{
             "kind": EngineKind.SGLANG,
             "python": str(PYTHON),
-            "env": {"PYTHONPATH": str(STAND_INS)},
+            "env": ENV,
             "model": str(model),
             "device": "cpu",
             "dtype": "float32",

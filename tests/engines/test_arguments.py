@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from engines.arguments import ASK_VLLM, check_extra, installed_arguments
+from engines.arguments import ASK_SGLANG, ASK_VLLM, check_extra, installed_arguments
 from engines.errors import ConfigError
-from engines.interpreter import Interpreter
+from engines.interpreter import Interpreter, interpreter_of
+from engines.launch import engine_command
+from engines.levers import LEVERS
+from tests import real_sglang
 
 KNOWN = frozenset({"max-loras", "no-enable-lora", "compilation-config"})
 SCRIPT = 'print("loading"); print(\'["-h", "--help", "--max-loras"]\')'
@@ -62,3 +65,17 @@ def test_the_installed_vllm_tells_its_arguments(tmp_path: Path) -> None:
     known = installed_arguments("vllm", ASK_VLLM, ours)
     assert known is not None
     assert {"max-num-seqs", "no-enable-lora", "compilation-config"} <= known
+
+
+@pytest.mark.sglang
+def test_the_installed_sglang_takes_every_argument_that_we_call_it_with(tmp_path: Path) -> None:
+    config = real_sglang.engine_config(tmp_path, tmp_path, env=real_sglang.ENV | {"XDG_CACHE_HOME": str(tmp_path)})
+    interpreter = interpreter_of(config)
+    version = interpreter.versions("sglang")["sglang"]
+    known = installed_arguments(f"sglang-{version}", ASK_SGLANG, interpreter)
+    assert known is not None
+    ours = {lever.sglang.replace("_", "-") for lever in LEVERS if lever.sglang}
+    ours |= {argument.flag.removeprefix("--") for argument in engine_command(config, port=1, index=0).arguments}
+    assert ours <= known
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\..* has no such argument; did you mean max_total_tokens\?"):
+        engine_command(config.model_copy(update={"extra": {"max_totl_tokens": 1}}), port=1, index=0)

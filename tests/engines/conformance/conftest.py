@@ -52,6 +52,7 @@ _facts = pytest.StashKey[dict[str, Any]]()
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=_SUBJECTS)
 async def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
     """The engine under test; one server for the whole suite."""
+    assert not _OUT or _facts not in request.config.stash, "CONFORMANCE_OUT holds one engine: select one with -m"
     config = _on_first_gpus(_config(request.param, tmp_path_factory.mktemp("logs")))
     subject = await Subject.start(config)
     request.config.stash[_facts] = _facts_of(subject)

@@ -118,7 +118,7 @@ class Subject:
     @property
     def long(self) -> int:
         """Tokens that take it long enough to be met while they are made, on a slow machine and on a fast one."""
-        seconds = 0.4 if self.kind is EngineKind.SIM else 4.0
+        seconds = 0.6 if self.kind is EngineKind.SIM else 4.0
         return max(64, min(self.longest, int(self.tokens_per_s * seconds)))
 
     @property

@@ -27,7 +27,7 @@ async def test_a_pause_that_aborts_ends_requests_with_the_tokens_they_have(engin
 async def test_a_pause_that_waits_lets_requests_finish(engine: Subject, clear_cache: bool) -> None:
     async with engine.running() as request, engine.paused(PauseMode.WAIT, clear_cache=clear_cache):
         # What was made before the pause was answered may still be on its way here.
-        async with asyncio.timeout(engine.still_s):
+        async with asyncio.timeout(2 * engine.still_s):
             await request.finished()
     assert request.finish_reason == "length"
     assert len(request.token_ids) == engine.long

@@ -152,7 +152,7 @@ class EngineServer:
 
 def _last_words(process: EngineProcess) -> str:
     # Indented: of a message with a traceback at the left edge Ray shows only what follows that.
-    return f"    log {process.log_path} ends with:\n{textwrap.indent(process.last_words(), '    | ')}"
+    return f"    log {process.log_path} ends with:\n{textwrap.indent(process.last_words(), '    | ', lambda _: True)}"
 
 
 def streams_coarsely(config: EngineConfig) -> bool:

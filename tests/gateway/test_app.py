@@ -93,6 +93,30 @@ def test_rollouts_go_to_every_replica_on_the_gateways_own_port(app: App) -> None
     assert app.url.rpartition(":")[2] != app.control_url.rpartition(":")[2]
 
 
+def test_serve_tells_in_our_own_words_why_an_engine_did_not_come_up_and_does_not_start_it_again(
+    app: App, tmp_path: Path
+) -> None:
+    from ray import serve
+
+    from gateway.app import build
+    from gateway.config import Config
+
+    engine = {"kind": "sim", "model": "sim", "num_cpus": 0.1, "log_dir": str(tmp_path), "extra": {"nonsense": 1}}
+    hopeless = Config.model_validate({"name": "hopeless", "engine": engine, "gateway": {"port": 0}})
+    with pytest.raises(RuntimeError):
+        serve.run(build(hopeless), name="hopeless", route_prefix="/hopeless")
+    found = serve.status().applications["hopeless"]  # what `serve status` prints
+    lines = found.deployments["engine"].message.splitlines()
+    assert found.status == "DEPLOY_FAILED"
+    assert any(
+        line.startswith("engines.errors.EngineStartFailed: replica engine-")
+        and line.endswith("take it out of engine.extra, or correct its name")
+        for line in lines
+    )
+    assert len(list(tmp_path.iterdir())) == 1
+    serve.delete("hopeless")
+
+
 def test_a_killed_engine_is_started_anew_and_waits_for_the_next_update(app: App) -> None:
     app.update()
     victim, survivor = app.replicas().values()

@@ -244,6 +244,14 @@ def _sampling(body: Json) -> Json:
             sampling[_RENAMED.get(key, key)] = value
         elif key not in _NEUTRAL or value != _NEUTRAL[key]:
             raise InvalidRequest(f"SGLang has no word for {key} = {value!r}: leave it out, or use vLLM", param=key)
+    _check(sampling)
+    if sampling.get("top_k") in (0, -1):
+        del sampling["top_k"]  # vLLM's two words for no limit; SGLang refuses one of them
+    return sampling | _grammar(body.get("structured_outputs"))
+
+
+def _check(sampling: Json) -> None:
+    """Refuse what vLLM refuses, where SGLang would fail or answer something else."""
     for key in _NUMBERS:  # SGLang 0.5.17 answers 500 to one of another type
         if type(sampling.get(key, 0)) not in (int, float):
             asked = next((ours for ours, theirs in _RENAMED.items() if theirs == key), key)
@@ -256,9 +264,6 @@ def _sampling(body: Json) -> Json:
         raise InvalidRequest(
             "with ignore_eos SGLang looks at no stop_token_ids either: leave one of them out", param="stop_token_ids"
         )
-    if sampling.get("top_k") in (0, -1):
-        del sampling["top_k"]  # vLLM's two words for no limit; SGLang refuses one of them
-    return sampling | _grammar(body.get("structured_outputs"))
 
 
 def _grammar(wanted: Json | None) -> Json:

@@ -29,6 +29,12 @@ class SimConfig(BaseModel):
     """Seconds from start to ready, to stand for a model load."""
     tensors: dict[str, list[int]] = Field(default_factory=lambda: {"weight": [4, 4]})
     """Names and shapes of the tensors that an update must bring."""
+    corrupt_after: int | None = Field(None, ge=0)
+    """Weight updates after which the engine holds other weights than it says; never unless given."""
+    corrupt: Literal["previous", "garbage"] = "previous"
+    """What it holds then: the weights from before the update, or none that any update brought."""
+    logprob_noise: float = Field(0.0, ge=0)
+    """Nats by which a prompt's log-probs differ when it is read beside others, as rounding does on real engines."""
 
 
 class EngineConfig(BaseModel):

@@ -20,7 +20,6 @@ from engines.sim_model import (
     seeded_draw,
     tokenize,
     unseeded_draw,
-    weights_key,
 )
 from engines.sim_scheduler import Sample, block_hashes
 
@@ -119,6 +118,7 @@ class Limits:
     seed: int
     stream_interval: int
     shows_cached_tokens: bool
+    logprob_noise: float = 0.0
 
 
 class Answer(ABC):
@@ -242,11 +242,12 @@ class Answer(ABC):
         """Teacher-forced log-probs of the prompt, with the weights that first read it."""
         if self.body.prompt_logprobs is None or not sample.version_starts:
             return None
-        weights = weights_key(sample.version_starts[0][0])
+        weights, noise = self.model.key(sample.version_starts[0][0]), self.limits.logprob_noise
         told: list[Json | None] = [None]
         context = read(sample.prompt[:1])
         for token_id in sample.prompt[1:]:
             scored = self._scored(context, token_id, weights, self.body.prompt_logprobs)
+            scored[token_id] += noise * self.model.jitter(context, sample.neighbours)
             told.append({str(i): self._logprob(i, logprob) for i, logprob in scored.items()})
             context = read((token_id,), context)
         return told
@@ -259,7 +260,7 @@ class Answer(ABC):
         scores: list[dict[int, float]] = []
         for version, first, end in sample.spans:
             for token_id in sample.tokens[max(first, start) : max(end, start)]:
-                scores.append(self._scored(context, token_id, weights_key(version), count))
+                scores.append(self._scored(context, token_id, self.model.key(version), count))
                 context = read((token_id,), context)
         return scores
 

@@ -4,7 +4,7 @@ Nothing here has a state or a clock, so a test can recompute what any weight ver
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from struct import Struct
@@ -24,10 +24,14 @@ _pack = Struct("<QQQ").pack
 
 @dataclass(frozen=True, slots=True)
 class SimModel:
-    """Autoregressive: the next token depends on every id before it, on the weights, and on the draw."""
+    """Autoregressive: the next token depends on every id before it, on the weights, and on the draw.
+
+    `held` names what an engine computes with, by version, where that is not the version it says.
+    """
 
     vocab_size: int
     mean_tokens: int
+    held: dict[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, config: SimConfig) -> "SimModel":
@@ -53,6 +57,10 @@ class SimModel:
             context = read(tokens[-1:], context)
         return tokens
 
+    def key(self, version: str) -> int:
+        """The weights that this engine computes with when it says `version`."""
+        return weights_key(self.held.get(version, version))
+
     def next_token(self, context: int, draw: int, weights: int, may_end: bool = True) -> int:
         """One token. Ends are as likely at every position, which makes lengths geometric."""
         noise = _hash(context, draw, weights)
@@ -66,6 +74,10 @@ class SimModel:
         if token_id == self.next_token(context, GREEDY, weights):
             return -0.01 - 0.68 * share
         return -0.70 - 11.0 * share
+
+    def jitter(self, context: int, neighbours: int) -> float:
+        """What reading a prompt beside others adds to a log-prob, between -1 and 1; nothing when it is read alone."""
+        return 2 * _hash(context, neighbours, 0) / (_MASK + 1) - 1 if neighbours else 0.0
 
     def rank(self, logprob: float) -> int:
         """Rank in the vocabulary of a token with this log-prob."""

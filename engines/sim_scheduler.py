@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from engines.config import SimConfig
-from engines.sim_model import CHECKPOINT_VERSION, EOS_TOKEN, SimModel, detokenize, read, weights_key
+from engines.sim_model import CHECKPOINT_VERSION, EOS_TOKEN, SimModel, detokenize, read
 from engines.types import PauseMode
 
 BLOCK_TOKENS = 16
@@ -37,6 +37,7 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     cached_tokens: int = 0
+    neighbours: int = 0
     finish_reason: str | None = None
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
@@ -114,9 +115,9 @@ def block_hashes(token_ids: list[int], salt: str | None) -> list[int]:
 class SimScheduler:
     """Runs samples on one simulated replica."""
 
-    def __init__(self, config: SimConfig, max_num_seqs: int) -> None:
+    def __init__(self, config: SimConfig, model: SimModel, max_num_seqs: int) -> None:
         self._config = config
-        self._model = SimModel.of(config)
+        self._model = model
         self._max_num_seqs = max_num_seqs
         self._work = asyncio.Event()
         self._drained = asyncio.Event()
@@ -213,6 +214,7 @@ class SimScheduler:
             sample = self.waiting.popleft()
             sample.cached_tokens = self.cache.lookup(sample) if sample.reads_cache else 0
             self.cache.remember(sample.prompt_blocks)
+            sample.neighbours = len(self.running)
             self.prompt_tokens += 0 if sample.version_starts else len(sample.prompt)
             sample.meet_weights(self.version)
             self.running.append(sample)
@@ -223,7 +225,7 @@ class SimScheduler:
     def _end_step(self) -> None:
         """One token for each running sample."""
         next_token = self._model.next_token
-        weights = weights_key(self.version)
+        weights = self._model.key(self.version)
         ended = False
         for sample in self.running:
             made = len(sample.tokens) + 1

@@ -206,10 +206,13 @@ class SimServer:
 
     def __init__(self, model_name: str, sim: SimConfig, limits: Limits, *, max_num_seqs: int, world_size: int) -> None:
         self._name = model_name
+        self.corrupt_after = sim.corrupt_after
+        self._corrupt = sim.corrupt
+        self._num_updates = 0
         self._limits = limits
         self._world_size = world_size
         self._model = SimModel.of(sim)
-        self._scheduler = SimScheduler(sim, max_num_seqs)
+        self._scheduler = SimScheduler(sim, self._model, max_num_seqs)
         self._weights = WeightSession(sim.tensors, world_size)
         self._registry = CollectorRegistry()
         self._registry.register(SchedulerMetrics(self._scheduler, model_name, sim.kv_tokens))
@@ -351,8 +354,19 @@ class SimServer:
     async def finish_weight_update(self, request: web.Request) -> web.Response:
         asked = await _body(request, FinishBody) if request.can_read_body else FinishBody()
         self._weights.finish()
-        self._scheduler.hold_version(asked.weight_version or _next_version(self._scheduler.version))
+        self._take(asked.weight_version or _next_version(self._scheduler.version))
         return _json({"message": "Weight update finished"})
+
+    def _take(self, version: str) -> None:
+        """Hold `version`, or only say so where this engine was told to fail in that."""
+        after, held = self.corrupt_after, self._model.held
+        if after is not None and self._num_updates >= after:
+            before = self._scheduler.version
+            held[version] = (
+                held.get(before, before) if self._corrupt == "previous" else f"garbage of {self._limits.seed}"
+            )
+        self._num_updates += 1
+        self._scheduler.hold_version(version)
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
         version = (await _body(request, VersionBody)).new_version
@@ -489,6 +503,7 @@ def main() -> None:
         seed=arguments.seed,
         stream_interval=arguments.stream_interval,
         shows_cached_tokens=arguments.enable_prompt_tokens_details,
+        logprob_noise=arguments.sim.logprob_noise,
     )
     server = SimServer(
         arguments.model,

@@ -56,8 +56,25 @@ class FleetConfig(_Section):
     """How long /health stays 503 while replicas are missing; after that those present are the fleet."""
 
 
+class CanaryConfig(_Section):
+    """The check after an update: every replica scores one fixed sequence with its new weights before it serves."""
+
+    enabled: bool = True
+    """False to serve what replicas say they hold."""
+    tokens: int = Field(64, ge=8, le=4096)
+    """Length of the sequence. More tells smaller updates from noise."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Longest wait for a replica's log-probs; one that is idle and later than that has failed."""
+
+
 class WeightsConfig(_Section):
-    """Bounds of a weight update."""
+    """Bounds of a weight update, and when it holds."""
+
+    policy: Literal["all", "quorum"] = "all"
+    """What a replica that fails the canary does to the update: `all` aborts it, `quorum` fences that replica alone."""
+    quorum: float = Field(0.5, gt=0, le=1)
+    """policy: quorum: least share of the replicas that must pass."""
+    canary: CanaryConfig = CanaryConfig()
 
     init_timeout_s: float = Field(300.0, gt=0)
     """Rendezvous of the trainer and all engine workers."""

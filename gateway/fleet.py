@@ -13,7 +13,7 @@ from typing import TypeVar
 import structlog
 
 from engines.engine import Engine
-from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable
+from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineFailed, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from gateway.config import Config
 from gateway.models import Models
@@ -51,8 +51,10 @@ class Replica:
         self.listed = True
         self.suspect_since: float | None = None
         self.reason = ""
-        self._before_suspect = ReplicaState.STARTING
+        self._before_suspect, self._reason_before = ReplicaState.STARTING, ""
         self._calls: set[asyncio.Timeout] = set()
+        self._steady = asyncio.Event()
+        self._steady.set()
 
     @property
     def replica_id(self) -> str:
@@ -98,21 +100,43 @@ class Replica:
         finally:
             self._calls.discard(bound)
 
+    async def vouched(self) -> int:
+        """The weight version, once no update is under way: until its end nobody knows what made the tokens in flight.
+
+        Raises `EngineFailed` where the update left weights of no known version: what they made is not delivered.
+        """
+        await self._steady.wait()
+        if self.weight_version is None:
+            raise EngineFailed(f"its tokens are of no known version: {self.reason}", replica_id=self.replica_id)
+        return self.weight_version
+
+    def drop_calls(self) -> None:
+        """End all calls in flight, as a loss does: what runs there is generated again elsewhere."""
+        for call in self._calls:
+            call.reschedule(asyncio.get_running_loop().time())
+
     def enter(self, state: ReplicaState, reason: str) -> None:
         """Change state; `Fleet` calls this."""
         if state is ReplicaState.SUSPECT:
-            self._before_suspect = self.state
+            self._before_suspect, self._reason_before = self.state, self.reason
             self.suspect_since = time.monotonic()
         elif self.state is ReplicaState.SUSPECT:
             self.suspect_since = None
         self.state, self.reason = state, reason
+        if state is ReplicaState.UPDATING:
+            self._steady.clear()
+        elif state is not ReplicaState.SUSPECT:
+            self._steady.set()
         if state is ReplicaState.LOST:
-            for call in self._calls:
-                call.reschedule(asyncio.get_running_loop().time())
+            self.drop_calls()
 
     @property
     def state_before_suspect(self) -> ReplicaState:
         return self._before_suspect
+
+    @property
+    def reason_before_suspect(self) -> str:
+        return self._reason_before
 
 
 class Fleet:
@@ -231,6 +255,12 @@ class Fleet:
         if replica.state not in (ReplicaState.SUSPECT, ReplicaState.LOST):
             self.set_state(replica, ReplicaState.SUSPECT, reason)
 
+    def fence(self, replica: Replica, reason: str) -> None:
+        """Keep a replica whose weights are not what it says from serving; what it was working on is done elsewhere."""
+        replica.weight_version = None
+        self.set_state(replica, ReplicaState.SYNCING, reason)
+        replica.drop_calls()
+
     def settle(self, replica: Replica, reason: str) -> None:
         """SERVING where it is frozen or holds the policy's version, SYNCING where it does not."""
         current = replica.frozen or replica.weight_version == self.version
@@ -308,7 +338,8 @@ class Fleet:
             # What it was before may be over by now: an update it was part of ended without it.
             if replica.state_before_suspect is ReplicaState.UPDATING:
                 replica.weight_version = None
-            self.settle(replica, "answers again")
+            is_out = replica.state_before_suspect is ReplicaState.SYNCING
+            self.settle(replica, replica.reason_before_suspect if is_out else "answers again")
 
     def _is_overdue(self, replica: Replica) -> bool:
         since = replica.suspect_since

@@ -23,6 +23,11 @@ class Models:
         self._check(self._names)
 
     @property
+    def groups(self) -> Mapping[str, EngineConfig]:
+        """Engine groups by name."""
+        return self._groups
+
+    @property
     def names(self) -> list[str]:
         """Those known, the policy first: trainers and benchmarks take the first of a list for theirs."""
         policy = self.policy

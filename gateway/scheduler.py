@@ -94,6 +94,7 @@ class Scheduler:
             async with self._placed(rollout, avoid) as replica, aclosing(call(replica)) as chunks:
                 try:
                     while (chunk := await replica.unless_lost(anext(chunks, None))) is not None:
+                        await replica.unless_lost(replica.vouched())
                         begun = True
                         yield replica, chunk
                     return
@@ -107,7 +108,8 @@ class Scheduler:
     def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, avoid: set[str]) -> None:
         """Note a failure; raise it when there was one too many."""
         avoid.add(replica.replica_id)
-        self._fleet.suspect(replica, str(error))
+        if replica.can_serve:  # one that was fenced is out already, and says why
+            self._fleet.suspect(replica, str(error))
         log.warning("rollout failed", request=rollout.request_id, replica=replica.replica_id, error=str(error))
         if len(avoid) >= self._config.max_attempts:
             raise error

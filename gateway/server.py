@@ -1,6 +1,7 @@
 """The rollout URL: routes of vLLM's dialect, each decoded here, answered by one object, encoded here."""
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -76,6 +77,7 @@ class GatewayServer:
         post("/update_weights", self._for_admin(self._update_weights))
         post("/finish_weight_update", self._for_admin(self._finish_weights))
         get("/weight_info", self._for_inference(self._weight_info))
+        get("/v1/weight_canary", self._for_inference(self._weight_canary))
         post("/reset_prefix_cache", self._for_admin(self._reset_prefix_cache))
         post("/pause", self._for_admin(self._pause))
         post("/resume", self._for_admin(self._resume))
@@ -156,6 +158,10 @@ class GatewayServer:
     async def _weight_info(self, request: web.Request) -> web.Response:
         return reply({"weight_version": str(self._fleet.version)})
 
+    async def _weight_canary(self, request: web.Request) -> web.Response:
+        """The tokens whose log-probs a trainer may send with /finish_weight_update."""
+        return reply({"token_ids": self._weights.canary_token_ids()})
+
     # Routes for admin keys
 
     async def _world_size(self, request: web.Request) -> web.Response:
@@ -175,8 +181,8 @@ class GatewayServer:
         return reply({"message": "Weights updated"})
 
     async def _finish_weights(self, request: web.Request) -> web.Response:
-        await read_object(request, required=False)
-        version = await self._weights.finish()
+        body = await read_object(request, required=False)
+        version = await self._weights.finish(_canary_logprobs(body))
         return reply({"message": "Weight update finished", "weight_version": version})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
@@ -313,6 +319,20 @@ def _section(body: Json, key: str) -> Json:
     if not isinstance(section, dict):
         raise InvalidRequest(f"the body needs {key!r}, a JSON object", param=key)
     return section
+
+
+def _canary_logprobs(body: Json) -> list[float] | None:
+    """The trainer's own log-probs of the canary, where it sends them."""
+    given = body.get("canary_logprobs")
+    if given is None:
+        return None
+    if not isinstance(given, list) or not all(type(value) in (int, float) and math.isfinite(value) for value in given):
+        raise InvalidRequest(
+            "canary_logprobs must be a list of numbers: the log-prob of each token of GET /v1/weight_canary but the "
+            "first, or left out",
+            param="canary_logprobs",
+        )
+    return [float(value) for value in given]
 
 
 def _request_id(request: web.Request) -> str:

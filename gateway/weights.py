@@ -6,6 +6,7 @@ Tensors never pass through this process: the trainer's transfer group joins the 
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -24,10 +25,12 @@ from engines.errors import (
     WeightUpdateFailed,
 )
 from engines.types import Dialect, PauseMode, ReplicaState
+from gateway.canary import Canary
 from gateway.config import WeightsConfig
 from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
 from gateway.scheduler import Scheduler
+from gateway.verdicts import Finding, Result
 
 log = structlog.get_logger()
 
@@ -85,6 +88,7 @@ class WeightCoordinator:
         self._metrics = metrics
         self._group: TransferGroup | None = None
         self._update: WeightUpdate | None = None
+        self._canary = Canary(config.canary, fleet.models.groups)
         self._paused: PauseMode | None = None
         self._busy_with = ""
         fleet.on_change(lambda: metrics.weight_version.set(fleet.version))
@@ -114,6 +118,7 @@ class WeightCoordinator:
             _check_capable(members)
             _check_one_protocol(members)
             ranks = _rank_offsets(members, init_info)
+            await self._remember_canary(members)
             with self._timed("init"):
                 group = TransferGroup(members)
                 try:
@@ -177,13 +182,23 @@ class WeightCoordinator:
                     raise
             update.tensors += len(update_info["names"])
 
-    async def finish(self) -> int:
-        """Commit on every replica and serve again. Returns the version now served."""
+    def canary_token_ids(self) -> list[int]:
+        """What a trainer scores with its new weights to have the engines' log-probs compared with its own."""
+        members = [replica for replica in self._policy() if replica.info.takes_weights]
+        self._check_some_take_weights(members)
+        return self._canary.token_ids(members)
+
+    async def finish(self, canary_logprobs: Sequence[float] | None = None) -> int:
+        """Commit on every replica, verify, and serve again. Returns the version now served.
+
+        `canary_logprobs` are the trainer's own of `canary_token_ids`, all but the first.
+        """
         async with self._exclusively("finish_weight_update"):
             update, group = self._open_update("finish_weight_update"), await self._whole_group()
             if update.phase is Phase.OPEN:
                 await self._abort("no tensors were sent")
                 return self._fleet.version
+            self._canary.check_length(canary_logprobs)
             update.phase = Phase.VERIFYING
             with self._timed("commit"):
                 try:
@@ -197,7 +212,13 @@ class WeightCoordinator:
                 except BaseException as error:
                     await self._abort(str(error) or type(error).__name__)
                     raise
-            self._commit(update, group)
+            with self._timed("canary"):
+                try:
+                    findings = await self._verify(update, group, canary_logprobs)
+                except BaseException as error:
+                    await self._abort(str(error) or type(error).__name__)
+                    raise
+            self._commit(update, group, findings)
             return update.version
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
@@ -256,12 +277,68 @@ class WeightCoordinator:
             self._config.control_timeout_s,
         )
 
-    def _commit(self, update: WeightUpdate, group: TransferGroup) -> None:
+    async def _remember_canary(self, members: Sequence[Replica]) -> None:
+        """What the canary says before the first update. A paused engine answers nothing, and is asked another time."""
+        if self._canary.is_enabled and not self.is_paused:
+            await self._canary.remember(members)
+
+    async def _verify(
+        self, update: WeightUpdate, group: TransferGroup, canary_logprobs: Sequence[float] | None
+    ) -> dict[Replica, Finding]:
+        """Canary findings of all members. Raises `WeightUpdateFailed` where too many fail for the policy."""
+        if not self._canary.is_enabled:
+            return {}
+        async with self._answering(group.members):
+            findings = await self._canary.check(
+                group.members, update.version, trainers=canary_logprobs, busy=self.is_paused
+            )
+        for replica, finding in findings.items():
+            log.info("canary", replica=replica.replica_id, version=update.version, **finding.report())
+        self._check_policy(findings)
+        return findings
+
+    @asynccontextmanager
+    async def _answering(self, members: Sequence[Replica]) -> AsyncIterator[None]:
+        """A paused engine answers nothing. So it goes on for the moment of the question, with its new weights.
+
+        The gate stays closed, and what ends meanwhile is held back until the update is over (`Replica.vouched`).
+        """
+        if not self.is_paused:
+            yield
+            return
+        timeout_s = self._config.control_timeout_s
+        await self._try_on_all(members, lambda engine: engine.resume(timeout_s))
+        try:
+            yield
+        finally:
+            await self._try_on_all(
+                members, lambda engine: engine.pause(PauseMode.KEEP, clear_cache=False, timeout_s=timeout_s)
+            )
+
+    def _check_policy(self, findings: dict[Replica, Finding]) -> None:
+        failed = {replica: finding for replica, finding in findings.items() if finding.result is Result.FAILED}
+        passed = sum(finding.may_serve for finding in findings.values())
+        needed = math.ceil(self._config.quorum * len(findings)) if self._config.policy == "quorum" else 1
+        if (not failed or self._config.policy == "quorum") and passed >= max(needed, 1):
+            return
+        replica, finding = next(iter((failed or findings).items()))
+        raise WeightUpdateFailed(
+            f"{len(findings) - passed} of {len(findings)} replicas failed the canary (weights.policy: "
+            f"{self._config.policy}); replica {replica.replica_id}: {finding.reason}",
+            replica_id=replica.replica_id,
+        )
+
+    def _commit(self, update: WeightUpdate, group: TransferGroup, findings: dict[Replica, Finding]) -> None:
         self._fleet.version = update.version
+        fenced = {replica: finding for replica, finding in findings.items() if not finding.may_serve}
         for replica in group.members:
-            replica.weight_version = update.version
+            if replica not in fenced:
+                replica.weight_version = update.version
+        for replica, finding in fenced.items():
+            self._fleet.fence(replica, f"fenced at version {update.version}: {finding.reason}")
         for replica in self._policy():
-            self._fleet.settle(replica, f"version {update.version} committed")
+            if replica not in fenced:
+                self._fleet.settle(replica, f"version {update.version} committed")
         self._end(update, Phase.COMMITTED)
 
     async def _abort(self, reason: str) -> None:
@@ -272,7 +349,7 @@ class WeightCoordinator:
         log.error("weight update aborted", version=update.version, phase=update.phase, reason=reason)
         overwritten = [replica for replica in self._policy() if replica.state is ReplicaState.UPDATING]
         for replica in overwritten:
-            self._fleet.settle(replica, f"update to version {update.version} aborted: {reason}")
+            self._fleet.fence(replica, f"update to version {update.version} aborted: {reason}")
         self._end(update, Phase.ABORTED)
         await self._try_on_all(overwritten, lambda engine: engine.abandon_weight_update(self._config.control_timeout_s))
 
@@ -353,11 +430,11 @@ class WeightCoordinator:
         await self._try_on_all(members, lambda engine: engine.close_weight_group(self._config.control_timeout_s))
 
     async def _try_on_all(self, replicas: Sequence[Replica], call: Callable[[Engine], Awaitable[None]]) -> None:
-        """Clearing up after a failure: an engine that cannot take part in it is found out by its probes."""
+        """Where one that cannot take part is found out by other means: by its probes, or by the canary."""
         results = await asyncio.gather(*(call(replica.engine) for replica in replicas), return_exceptions=True)
         for replica, result in zip(replicas, results, strict=True):
             if isinstance(result, Exception):
-                log.warning("could not clear up", replica=replica.replica_id, error=str(result))
+                log.warning("left out of a call", replica=replica.replica_id, error=str(result))
 
     async def _on_all(
         self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]], timeout_s: float

@@ -11,14 +11,16 @@ from tests.rig import FAST_WATCH, Json, Rig, StartRig
 
 @pytest.fixture
 async def start_rig() -> AsyncIterator[StartRig]:
-    """Starts rigs: `await start_rig(num_replicas=2, sim={...}, gateway={...}, weights={...})`."""
+    """Starts rigs: `await start_rig(num_replicas=2, sim={...}, odd={"engine-1": {...}}, weights={...})`."""
     rigs: list[Rig] = []
 
-    async def start(num_replicas: int = 2, sim: Json | None = None, **sections: Json) -> Rig:
+    async def start(
+        num_replicas: int = 2, sim: Json | None = None, odd: dict[str, Json] | None = None, **sections: Json
+    ) -> Rig:
         engine = {"kind": "sim", "model": "sim", "num_replicas": num_replicas}
         tree = {"engine": engine, "fleet": FAST_WATCH, **sections}
         fast = {"decode_step_s": 0.0, "decode_step_per_seq_s": 0.0}
-        rig = Rig(Config.model_validate(tree), SimConfig.model_validate(fast | (sim or {})))
+        rig = Rig(Config.model_validate(tree), SimConfig.model_validate(fast | (sim or {})), odd)
         rigs.append(rig)
         return await rig.start()
 

@@ -31,9 +31,15 @@ class SimReplica:
     def __init__(
         self, replica_id: str, seed: int, sim: SimConfig, *, group: str = "engine", model: str = "sim"
     ) -> None:
-        limits = Limits(max_model_len=MAX_MODEL_LEN, seed=seed, stream_interval=4, shows_cached_tokens=False)
-        app = SimServer(model, sim, limits, max_num_seqs=8, world_size=1).app()
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+        limits = Limits(
+            max_model_len=MAX_MODEL_LEN,
+            seed=seed,
+            stream_interval=4,
+            shows_cached_tokens=False,
+            logprob_noise=sim.logprob_noise,
+        )
+        self._server = SimServer(model, sim, limits, max_num_seqs=8, world_size=1)
+        self._runner = web.AppRunner(self._server.app(), handler_cancellation=True, shutdown_timeout=0.01)
         self.info = ReplicaInfo(
             replica_id=replica_id,
             incarnation=f"{replica_id}@{id(self)}",
@@ -56,6 +62,10 @@ class SimReplica:
         self.info = replace(self.info, url=f"http://127.0.0.1:{self._runner.addresses[0][1]}")
         return self
 
+    def heal(self) -> None:
+        """From now on it takes updates as it should."""
+        self._server.corrupt_after = None
+
     async def kill(self) -> None:
         """Cut every connection and stop listening, as a process that dies does."""
         if self._runner.server is None:
@@ -68,11 +78,15 @@ class SimReplica:
 
 
 class Rig:
-    """A running gateway, its simulated replicas and a client. Tests add and kill replicas through it."""
+    """A running gateway, its simulated replicas and a client. Tests add and kill replicas through it.
 
-    def __init__(self, config: Config, sim: SimConfig) -> None:
+    `odd` holds what single replicas do otherwise than `sim` says, by their ids.
+    """
+
+    def __init__(self, config: Config, sim: SimConfig, odd: dict[str, Json] | None = None) -> None:
         self.config = config
         self.sim = sim
+        self.odd = odd or {}
         self.replicas: list[SimReplica] = []
         self.external: list[ReplicaInfo] = []
         self.fleet = Fleet(
@@ -101,7 +115,8 @@ class Rig:
         """Start one of the group that `replica_id` begins with; in place of the one of the same id, if there is any."""
         group = replica_id.rpartition("-")[0]
         model = self.config.groups[group].served_name
-        replica = await SimReplica(replica_id, seed, self.sim, group=group, model=model).start()
+        sim = SimConfig.model_validate(self.sim.model_dump() | self.odd.get(replica_id, {}))
+        replica = await SimReplica(replica_id, seed, sim, group=group, model=model).start()
         self.replicas = [other for other in self.replicas if other.info.replica_id != replica_id] + [replica]
         return replica
 

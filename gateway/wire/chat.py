@@ -47,7 +47,7 @@ class Chat:
             began = replica.weight_version
             check_replica(body, replica)
             answer = await replica.engine.generate(PATH, asked_of_engine(body, began), self._config.generate_timeout_s)
-            stamp_versions(answer, began, replica.weight_version)
+            stamp_versions(answer, began, await replica.vouched())
             if not body.get("return_token_ids"):
                 for choice in answer["choices"]:
                     choice["token_ids"] = None

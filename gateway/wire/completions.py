@@ -108,7 +108,7 @@ class Completions:
                 answer = await self._answer(prompt, replica)
             except EngineRefused as error:
                 raise _naming_prompt(error, prompt.index) from error
-            stamp_versions(answer, began, replica.weight_version)
+            stamp_versions(answer, began, await replica.vouched())
             for choice in answer["choices"]:
                 if not prompt.body.get("return_token_ids"):
                     choice |= {"token_ids": None, "prompt_token_ids": None}

@@ -1,0 +1,247 @@
+"""What canary readings say of weights: a pure judgement over numbers. Asking for them is in `canary.py`.
+
+A distance is the mean absolute difference of log-probs, in nats a token. Two kinds are measured: between a replica and
+its peers, which should be noise, and between a replica and itself before the update, which should be more than that.
+"""
+
+import math
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeVar
+
+from engines.engine import Json
+
+Key = TypeVar("Key")
+
+# Healthy replicas differ by about the noise; a few times as much is still theirs. The previous version must lie farther
+# than that from the new one to be told from it.
+_NOISES = 3.0
+_TOLD_APART = 2.0
+# Engines compute log-probs in float32: where no noise shows, this much of it would.
+_ROUNDING = 1e-5
+
+
+class Result(StrEnum):
+    """What is known of a replica's weights after a check."""
+
+    VERIFIED = "verified"
+    UNCHANGED = "unchanged"  # equal to its peers, but the update moved nothing that could be told from noise
+    NO_PEER = "no peer"  # it moved, but there was none to compare it with
+    UNVERIFIED = "unverified"  # it cannot be asked
+    FAILED = "failed"
+    LOST = "lost"  # it is gone, whatever it held
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One replica's canary: log-probs of all tokens but the first, asked alone, and how far they were in a batch."""
+
+    version: int
+    logprobs: tuple[float, ...]
+    noise: float
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found of one replica. Distances are None where there was nothing to measure them to."""
+
+    result: Result
+    reason: str = ""
+    to_peers: float | None = None
+    to_previous: float | None = None
+    to_trainer: float | None = None
+    tolerance: float | None = None
+    noise: float | None = None
+    seconds: float | None = None
+    is_late: bool = False
+
+    @property
+    def may_serve(self) -> bool:
+        return self.result not in (Result.FAILED, Result.LOST)
+
+    def excused_if_late(self) -> "Finding":
+        """An engine full of rollouts may answer late and be healthy."""
+        return replace(self, result=Result.UNVERIFIED) if self.is_late else self
+
+    def report(self) -> Json:
+        """As JSON; distances in nats a token."""
+        names = ("to_peers", "to_previous", "to_trainer", "tolerance", "noise", "seconds")
+        values = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {
+            "result": self.result,
+            "reason": self.reason,
+            **{name: float(f"{value:.4g}") for name, value in values.items()},
+        }
+
+
+def judge(
+    readings: Mapping[Key, Reading],
+    previous: Mapping[Key, Reading],
+    *,
+    elsewhere: Sequence[Reading] = (),
+    trainers: tuple[float, ...] | None = None,
+    trainers_before: tuple[float, ...] | None = None,
+) -> dict[Key, Finding]:
+    """A finding for each of `readings`, which are of peers at one version.
+
+    `previous` are their readings before the update, `elsewhere` accepted ones of more peers at this version.
+    """
+    moved = {key: distance(readings[key].logprobs, previous[key].logprobs) for key in readings if key in previous}
+    scale = Scale.of([*readings.values(), *previous.values()], moved.values())
+    stale = {key for key, value in moved.items() if scale.is_told_apart and value <= scale.still}
+    current = {key: reading.logprobs for key, reading in readings.items() if key not in stale}
+    known = [other.logprobs for other in elsewhere]
+    centre = _centre([*known, *current.values()], scale.tolerance)
+    findings = {}
+    for key, reading in readings.items():
+        peers = [*known, *(logprobs for name, logprobs in current.items() if name != key)]
+        before = previous[key].logprobs if key in previous else None
+        finding = Finding(
+            Result.VERIFIED,
+            to_peers=_to_peers(reading.logprobs, centre, peers),
+            to_previous=moved.get(key),
+            to_trainer=distance(reading.logprobs, trainers) if trainers else None,
+            tolerance=scale.tolerance,
+            noise=reading.noise,
+            seconds=reading.seconds,
+        )
+        move = _Move.of(reading.logprobs, before, trainers, trainers_before, scale.still)
+        if not all(map(math.isfinite, reading.logprobs)):
+            fault = "the canary's log-probs are not finite: the weights hold infinities or NaN"
+        elif key in stale:
+            fault = _is_stale(finding)
+        else:
+            fault = _fault(finding, move, agreed=centre is not None)
+        findings[key] = replace(finding, result=Result.FAILED, reason=fault) if fault else _passed(finding, scale, move)
+    return findings
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What is far and what is near in one update. `update` is how far most replicas moved; None where unknown."""
+
+    noise: float
+    update: float | None
+
+    @classmethod
+    def of(cls, readings: Iterable[Reading], moved: Collection[float]) -> "Scale":
+        noise = max((reading.noise for reading in readings), default=0.0)
+        return cls(max(noise, _ROUNDING), statistics.median_high(moved) if moved else None)
+
+    @property
+    def still(self) -> float:
+        """Moves up to this are noise."""
+        return _TOLD_APART * self.noise
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether the previous version can be told from the new one."""
+        return self.update is not None and self.update > self.still
+
+    @property
+    def tolerance(self) -> float:
+        """Farthest that a replica may be from its peers: whatever the noise, half way to the previous version is too
+        far."""
+        of_noise = _NOISES * self.noise
+        return min(of_noise, self.update / 2) if self.update is not None and self.is_told_apart else of_noise
+
+
+def distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Mean absolute difference, in nats a token; infinite where the two are not of one sequence."""
+    if len(one) != len(other) or not one:
+        return math.inf
+    return statistics.fmean(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def _is_stale(finding: Finding) -> str:
+    return (
+        f"it still holds the previous version: its canary moved by {_said(finding.to_previous)} nats a token, which is "
+        f"noise (tolerance {_said(finding.tolerance)}), while its peers moved on and are {_said(finding.to_peers)} away"
+    )
+
+
+def _fault(finding: Finding, move: "_Move | None", *, agreed: bool) -> str:
+    """Why a replica that moved is not what it should be; empty where it is."""
+    if move is not None and move.apart > move.tolerance:
+        return (
+            f"its canary did not move as the trainer's log-probs did: {move.apart:.3g} nats a token apart, tolerance "
+            f"{move.tolerance:.3g}"
+        )
+    if finding.to_peers is None or finding.tolerance is None or finding.to_peers <= finding.tolerance:
+        return ""
+    if agreed or move is None:
+        of_whom = "its peers'" if agreed else "the nearest other, and no two of most replicas agree"
+        return (
+            f"its canary is {finding.to_peers:.3g} nats a token from {of_whom}, tolerance {finding.tolerance:.3g}, "
+            f"noise {_said(finding.noise)}; from the previous version it is {_said(finding.to_previous)}"
+        )
+    return ""
+
+
+def _passed(finding: Finding, scale: Scale, move: "_Move | None") -> Finding:
+    if scale.update is not None and not scale.is_told_apart:
+        return replace(
+            finding,
+            result=Result.UNCHANGED,
+            reason=f"the update moved log-probs by no more than noise, {scale.noise:.3g}",
+        )
+    if finding.to_peers is None and move is None:
+        return replace(
+            finding, result=Result.NO_PEER, reason="there is no other replica of its kind to compare it with"
+        )
+    return finding
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """How far a replica's move is from the trainer's.
+
+    Moves are compared and not places: what trainer and engine differ by for good falls out.
+    """
+
+    apart: float
+    tolerance: float
+
+    @classmethod
+    def of(
+        cls,
+        now: tuple[float, ...],
+        before: tuple[float, ...] | None,
+        trainers: tuple[float, ...] | None,
+        trainers_before: tuple[float, ...] | None,
+        still: float,
+    ) -> "_Move | None":
+        """None where the trainer gave too little, or moved no more than noise."""
+        if before is None or trainers is None or trainers_before is None:
+            return None
+        size = distance(trainers, trainers_before)
+        if size <= still:
+            return None
+        wanted = [a - b for a, b in zip(trainers, trainers_before, strict=True)]
+        return cls(distance([a - b for a, b in zip(now, before, strict=True)], wanted), size / 2)
+
+
+def _centre(vectors: Sequence[tuple[float, ...]], tolerance: float) -> tuple[float, ...] | None:
+    """The vector that more than half of all are within `tolerance` of; None where there is none."""
+    agreeing = [sum(distance(one, other) <= tolerance for other in vectors) for one in vectors]
+    if not vectors or 2 * max(agreeing) <= len(vectors):
+        return None
+    return vectors[agreeing.index(max(agreeing))]
+
+
+def _to_peers(
+    own: tuple[float, ...], centre: tuple[float, ...] | None, others: Sequence[tuple[float, ...]]
+) -> float | None:
+    """How far a replica is from what most say; from its nearest peer where it is that itself, or most say nothing."""
+    if not others:
+        return None
+    if centre is not None and centre is not own:
+        return distance(own, centre)
+    return min(distance(own, other) for other in others)
+
+
+def _said(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"

@@ -56,7 +56,10 @@ class Sight:
 
 @dataclass(slots=True)
 class Story:
-    """All that the picture and the summary need. A step is a line of `examples.train_sort`, with `at_s` added."""
+    """All that the picture and the summary need.
+
+    A step is a line of `examples.train_sort` with `at_s` added, and `update`, the gateway's record of its weight sync.
+    """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     sights: list[Sight] = field(default_factory=list)
@@ -152,7 +155,9 @@ def _train(url: str, args: argparse.Namespace, story: Story, console: Console) -
             for line in trainer.stdout:
                 log.write(line)
                 if line.startswith('{"step"'):
-                    story.steps.append({**json.loads(line), "at_s": time.monotonic() - began})
+                    step = json.loads(line)
+                    update = _update(url, step["weight_version"])
+                    story.steps.append({**step, "at_s": time.monotonic() - began, "update": update})
                     progress.console.print(_line(story.steps[-1]), highlight=False, soft_wrap=True)
                     progress.update(task, completed=len(story.steps))
             return trainer.wait()
@@ -180,9 +185,26 @@ def _end(process: "subprocess.Popen[str]") -> None:
 def _line(step: dict[str, Any]) -> str:
     return (
         f"step {step['step']:3d}  reward {step['reward']:.3f}  length {step['completion_tokens']:5.2f}  "
-        f"version {step['weight_version']}  sync {step['sync_s']:.2f} s  {step['tokens_per_s']:5d} tokens/s  "
-        f"ratio {step['importance_ratio']:.5f}"
+        f"version {step['weight_version']} {_verification(step['update'])}  sync {step['sync_s']:.2f} s  "
+        f"{step['tokens_per_s']:5d} tokens/s  ratio {step['importance_ratio']:.5f}"
     )
+
+
+def _verification(update: dict[str, Any] | None) -> str:
+    """What the canary found on all replicas, and how far the update moved their log-probs, in nats a token."""
+    if update is None:
+        return "not synced"
+    canaries = [replica["canary"] for replica in update["replicas"].values() if "canary" in replica]
+    results = sorted({canary["result"] for canary in canaries})
+    moved = max((canary["to_previous"] for canary in canaries if "to_previous" in canary), default=None)
+    said = f"{len(canaries)}x {' and '.join(results)}" if canaries else "not verified"
+    return f"{said} in {update['seconds'].get('canary', 0.0):.2f} s" + (f", moved {moved:.3f}" if moved else "")
+
+
+def _update(url: str, version: int | None) -> dict[str, Any] | None:
+    """The gateway's record of the update that made `version`."""
+    updates = _get(f"{url}/v1/weight_updates")["weight_updates"]
+    return next((update for update in updates if update["version"] == version), None)
 
 
 def _summarise(story: Story, status: dict[str, Any], console: Console) -> None:
@@ -195,6 +217,10 @@ def _summarise(story: Story, status: dict[str, Any], console: Console) -> None:
         "importance ratio, furthest from 1", f"{max(abs(s['importance_ratio'] - 1) for s in story.steps):.1e}"
     )
     table.add_row("weight sync, median", f"{statistics.median(s['sync_s'] for s in story.steps):.3f} s")
+    updates = [step["update"] for step in story.steps if step["update"]]
+    for name in ("drain", "transfer", "commit", "canary"):
+        if seconds := [update["seconds"][name] for update in updates if name in update["seconds"]]:
+            table.add_row(f"  of which {name}", f"{statistics.median(seconds):.3f} s")
     table.add_row(
         "tokens/s while generating, median", f"{statistics.median(s['tokens_per_s'] for s in story.steps):.0f}"
     )
@@ -208,7 +234,11 @@ def mean_reward(steps: list[dict[str, Any]]) -> float:
 
 
 def _status(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}/status", timeout=_STATUS_TIMEOUT_S) as response:
+    return _get(f"{url}/status")
+
+
+def _get(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=_STATUS_TIMEOUT_S) as response:
         report: dict[str, Any] = json.load(response)
         return report
 

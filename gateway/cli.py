@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -164,9 +165,22 @@ def _print_running(found: Running) -> None:
         print(f"{name + ':':<24}{value}")
 
 
+def _update(last: dict[str, Any]) -> str:
+    """One line: what was done, what it cost, what the canary found."""
+    found = Counter((replica.get("canary") or {}).get("result", "not asked") for replica in last["replicas"].values())
+    steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in last["seconds"].items())
+    return (
+        f"version {last['version']} {last['end']} over {last['transport']} in {last['age_s']:.3f} s ({steps}), "
+        f"{last['bytes'] / 1e6:.1f} MB, canary: {', '.join(f'{n} {result}' for result, n in found.items()) or 'none'}"
+        + (f"; {last['error']}" if last["error"] else "")
+    )
+
+
 def _print_fleet(fleet: dict[str, Any]) -> None:
     print(f"{'policy:':<24}{fleet['policy'] or 'none: every model is frozen'}")
     print(f"{'weight version:':<24}{fleet['weight_version']}")
+    if last := fleet["last_weight_update"]:
+        print(f"{'last update:':<24}{_update(last)}")
     for replica_id, reason in fleet["replicas_refused"].items():
         print(f"{'refused:':<24}{replica_id}: {reason}")
     columns = ["replica_id", "model", "state", "weight_version", "samples_in_flight", "gpu_ids", "reason", "url"]

@@ -77,6 +77,7 @@ class GatewayServer:
         post("/update_weights", self._for_admin(self._update_weights))
         post("/finish_weight_update", self._for_admin(self._finish_weights))
         get("/weight_info", self._for_inference(self._weight_info))
+        get("/v1/weight_updates", self._for_inference(self._weight_updates))
         get("/v1/weight_canary", self._for_inference(self._weight_canary))
         post("/reset_prefix_cache", self._for_admin(self._reset_prefix_cache))
         post("/pause", self._for_admin(self._pause))
@@ -157,6 +158,11 @@ class GatewayServer:
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return reply({"weight_version": str(self._fleet.version)})
+
+    async def _weight_updates(self, request: web.Request) -> web.Response:
+        """Records of the last updates, newest first; one that runs stands before them."""
+        running = [self._weights.update.report()] if self._weights.update else []
+        return reply({"weight_updates": running + self._weights.updates.reports()})
 
     async def _weight_canary(self, request: web.Request) -> web.Response:
         """The tokens whose log-probs a trainer may send with /finish_weight_update."""

@@ -11,19 +11,14 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
 
     Updates, pauses and the gate concern the model `policy`, which is null where all models are frozen.
     """
-    update, models = weights.update, fleet.models
+    update, last, models = weights.update, weights.updates.last, fleet.models
     queues = {model: scheduler.queue_length(model) for model in models.names}
     return {
         "ready": fleet.is_ready,
         "policy": models.policy,
         "weight_version": fleet.version,
-        "weight_update": update
-        and {
-            "version": update.version,
-            "phase": update.phase,
-            "age_s": round(update.age_s, 3),
-            "tensors": update.tensors,
-        },
+        "weight_update": update and update.report(),
+        "last_weight_update": last and last.report(),
         "paused": weights.is_paused,
         "gate_closed_for": scheduler.closed_for,
         "queue_length": sum(queues.values()),

@@ -71,7 +71,7 @@ class Finding:
         names = ("to_peers", "to_previous", "to_trainer", "tolerance", "noise", "seconds")
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {
-            "result": self.result,
+            "result": self.result.value,
             "reason": self.reason,
             **{name: float(f"{value:.4g}") for name, value in values.items()},
         }

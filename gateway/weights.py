@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, TypeVar
 
 import structlog
@@ -30,7 +29,9 @@ from gateway.config import WeightsConfig
 from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
 from gateway.scheduler import Scheduler
+from gateway.update_log import UpdateLog
 from gateway.verdicts import Finding, Result
+from gateway.weight_update import Phase, WeightUpdate
 
 log = structlog.get_logger()
 
@@ -41,41 +42,17 @@ _UPDATE = "weight update"
 _PAUSE = "pause"
 
 
-class Phase(StrEnum):
-    """Where an update is."""
-
-    OPEN = "OPEN"  # the gate is closed, no engine touched yet
-    RECEIVING = "RECEIVING"  # tensors move; engines hold a mixture
-    VERIFYING = "VERIFYING"
-    COMMITTED = "COMMITTED"
-    ABORTED = "ABORTED"
-
-
 @dataclass(frozen=True, slots=True)
 class TransferGroup:
     """The trainer (rank 0) and the workers of these replicas. Frozen: a member that dies breaks it."""
 
     members: tuple[Replica, ...]
+    transport: str
     opened_at: float = field(default_factory=time.monotonic)
 
     @property
     def broken_by(self) -> Replica | None:
         return next((replica for replica in self.members if replica.state is ReplicaState.LOST), None)
-
-
-@dataclass(slots=True)
-class WeightUpdate:
-    """The update in progress."""
-
-    version: int
-    phase: Phase = Phase.OPEN
-    opened_at: float = field(default_factory=time.monotonic)
-    touched_at: float = field(default_factory=time.monotonic)
-    tensors: int = 0
-
-    @property
-    def age_s(self) -> float:
-        return time.monotonic() - self.opened_at
 
 
 class WeightCoordinator:
@@ -90,6 +67,7 @@ class WeightCoordinator:
         self._update: WeightUpdate | None = None
         self._canary = Canary(config.canary, fleet.models.groups)
         self._paused: PauseMode | None = None
+        self._updates = UpdateLog(metrics)
         self._busy_with = ""
         fleet.on_change(lambda: metrics.weight_version.set(fleet.version))
 
@@ -97,6 +75,11 @@ class WeightCoordinator:
     def update(self) -> WeightUpdate | None:
         """The update in progress, if any."""
         return self._update
+
+    @property
+    def updates(self) -> UpdateLog:
+        """The updates that have ended."""
+        return self._updates
 
     @property
     def is_paused(self) -> bool:
@@ -120,7 +103,7 @@ class WeightCoordinator:
             ranks = _rank_offsets(members, init_info)
             await self._remember_canary(members)
             with self._timed("init"):
-                group = TransferGroup(members)
+                group = TransferGroup(members, await self._transport_of(members[0]))
                 try:
                     await self._on_all(
                         members,
@@ -138,23 +121,23 @@ class WeightCoordinator:
     async def start(self) -> None:
         """Open the next version: hold new rollouts back and let those in flight finish."""
         async with self._exclusively("start_weight_update"):
-            await self._whole_group()
+            group = await self._whole_group()
             if self._update is not None:
                 raise WeightUpdateConflict(
                     f"update to version {self._update.version} is open since {self._update.age_s:.1f} s: finish it, or "
                     "call /init_weight_transfer_engine to abort it"
                 )
             self._scheduler.close_gate(_UPDATE)
-            with self._timed("drain"):
+            self._update = update = WeightUpdate(self._fleet.version + 1, group.transport)
+            with update.timed("drain"):
                 try:
                     # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what
                     # becomes of rollouts in flight when it chose the mode of the pause.
                     if not self.is_paused:
                         await self._scheduler.drained(self._config.drain_timeout_s)
-                except BaseException:
-                    self._scheduler.open_gate(_UPDATE)
+                except BaseException as error:
+                    await self._abort(str(error) or type(error).__name__)
                     raise
-            self._update = WeightUpdate(self._fleet.version + 1)
 
     async def receive(self, update_info: Json) -> None:
         """Have every replica of the group receive the tensors that the trainer is about to send."""
@@ -167,7 +150,7 @@ class WeightCoordinator:
                 await self._abort(str(error))
                 await self._close_group()
                 raise
-            with self._timed("transfer"):
+            with update.timed("transfer"):
                 try:
                     if update.phase is Phase.OPEN:
                         await self._begin(update, group)
@@ -180,7 +163,7 @@ class WeightCoordinator:
                     await self._abort(str(error) or type(error).__name__)
                     await self._close_group()
                     raise
-            update.tensors += len(update_info["names"])
+            update.receive(update_info)
 
     def canary_token_ids(self) -> list[int]:
         """What a trainer scores with its new weights to have the engines' log-probs compared with its own."""
@@ -200,7 +183,7 @@ class WeightCoordinator:
                 return self._fleet.version
             self._canary.check_length(canary_logprobs)
             update.phase = Phase.VERIFYING
-            with self._timed("commit"):
+            with update.timed("commit"):
                 try:
                     await self._on_all(
                         group.members,
@@ -212,7 +195,7 @@ class WeightCoordinator:
                 except BaseException as error:
                     await self._abort(str(error) or type(error).__name__)
                     raise
-            with self._timed("canary"):
+            with update.timed("canary"):
                 try:
                     findings = await self._verify(update, group, canary_logprobs)
                 except BaseException as error:
@@ -293,7 +276,7 @@ class WeightCoordinator:
                 group.members, update.version, trainers=canary_logprobs, busy=self.is_paused
             )
         for replica, finding in findings.items():
-            log.info("canary", replica=replica.replica_id, version=update.version, **finding.report())
+            update.replicas[replica.replica_id] = {"canary": finding.report()}
         self._check_policy(findings)
         return findings
 
@@ -339,27 +322,37 @@ class WeightCoordinator:
         for replica in self._policy():
             if replica not in fenced:
                 self._fleet.settle(replica, f"version {update.version} committed")
-        self._end(update, Phase.COMMITTED)
+        self._end(update, group.members, Phase.COMMITTED)
 
     async def _abort(self, reason: str) -> None:
         """End the open update, if any. Replicas that were being overwritten hold no known version and do not serve."""
         update = self._update
         if update is None:
             return
-        log.error("weight update aborted", version=update.version, phase=update.phase, reason=reason)
         overwritten = [replica for replica in self._policy() if replica.state is ReplicaState.UPDATING]
         for replica in overwritten:
             self._fleet.fence(replica, f"update to version {update.version} aborted: {reason}")
-        self._end(update, Phase.ABORTED)
+        self._end(update, overwritten, Phase.ABORTED, reason)
         await self._try_on_all(overwritten, lambda engine: engine.abandon_weight_update(self._config.control_timeout_s))
 
-    def _end(self, update: WeightUpdate, phase: Phase) -> None:
-        update.phase = phase
+    def _end(self, update: WeightUpdate, members: Sequence[Replica], phase: Phase, error: str = "") -> None:
+        for replica in members:
+            found = update.replicas.setdefault(replica.replica_id, {})
+            found |= {"state": replica.state, "weight_version": replica.weight_version}
+        update.end(phase, error)
         self._update = None
-        self._metrics.weight_updates.labels(phase.lower()).inc()
-        seconds = round(update.age_s, 3)
-        log.info("weight update", version=update.version, end=phase, tensors=update.tensors, seconds=seconds)
+        self._updates.add(update)
         self._scheduler.open_gate(_UPDATE)
+
+    async def _transport_of(self, replica: Replica) -> str:
+        """What moves the tensors, in the word of the engine's weight transfer backend."""
+        try:
+            info = await replica.engine.ask(
+                "GET", "/server_info?config_format=json", None, self._config.control_timeout_s
+            )
+            return str(info["vllm_config"]["weight_transfer_config"]["backend"])
+        except (EngineError, DeadlineExceeded, KeyError, TypeError):
+            return "unknown"  # a server that tells nothing of itself may still take weights
 
     def _open_update(self, call: str) -> WeightUpdate:
         if self._update is None:
@@ -474,8 +467,8 @@ class WeightCoordinator:
             if self._update is not None:
                 self._update.touched_at = time.monotonic()
 
-    def _timed(self, phase: str) -> Any:
-        return self._metrics.weight_update_seconds.labels(phase).time()
+    def _timed(self, step: str) -> Any:
+        return self._metrics.weight_update_seconds.labels(step).time()
 
 
 def _names(replicas: Sequence[Replica]) -> str:

@@ -61,9 +61,10 @@ def fleet(model: Path, log_dir: Path, num_replicas: int = 2) -> Iterator[RealFle
 
 
 @contextmanager
-def app(groups: Mapping[str, EngineConfig]) -> Iterator[RealFleet]:
-    """Engine groups behind a gateway, without Ray: nobody starts a replica anew."""
-    config = Config.model_validate({"engines": {name: group.model_dump() for name, group in groups.items()}, **FAST})
+def app(groups: Mapping[str, EngineConfig], **sections: Any) -> Iterator[RealFleet]:
+    """Engine groups behind a gateway, without Ray: nobody starts a replica anew. `sections` go into the config."""
+    engines = {name: group.model_dump() for name, group in groups.items()}
+    config = Config.model_validate({"engines": engines, **FAST, **sections})
     servers = [_server(name, group, index) for name, group in groups.items() for index in range(group.num_replicas)]
     with asyncio.Runner() as runner:
         try:

@@ -1,0 +1,94 @@
+"""One weight update: where it is, how long each of its steps took, what became of it on every replica."""
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from math import prod
+
+from engines.engine import Json
+
+
+class Phase(StrEnum):
+    """Where an update is."""
+
+    OPEN = "OPEN"  # the gate is closed, no engine touched yet
+    RECEIVING = "RECEIVING"  # tensors move; engines hold a mixture
+    VERIFYING = "VERIFYING"
+    COMMITTED = "COMMITTED"
+    ABORTED = "ABORTED"
+
+
+@dataclass(slots=True)
+class WeightUpdate:
+    """An update in progress, and its record afterwards.
+
+    `seconds` are by step (drain, transfer, commit, canary); what is missing to the whole is the trainer's own time
+    between its calls. `replicas` say by replica id what became of it there.
+    """
+
+    version: int
+    transport: str
+    phase: Phase = Phase.OPEN
+    opened_at: float = field(default_factory=time.monotonic)
+    opened: datetime = field(default_factory=lambda: datetime.now(UTC))
+    touched_at: float = field(default_factory=time.monotonic)
+    tensors: int = 0
+    num_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    replicas: dict[str, Json] = field(default_factory=dict)
+    error: str = ""
+    ended_at: float | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds from its start to its end, or to now."""
+        return (self.ended_at or time.monotonic()) - self.opened_at
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Adds what the block takes to a step."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - began
+
+    def receive(self, update_info: Json) -> None:
+        """Count tensors that every replica has received."""
+        self.tensors += len(update_info["names"])
+        self.num_bytes += num_bytes(update_info)
+
+    def end(self, phase: Phase, error: str = "") -> None:
+        self.phase, self.error, self.ended_at = phase, error, time.monotonic()
+
+    def report(self) -> Json:
+        """As JSON: seconds, bytes and counts; `end` is null while it runs."""
+        return {
+            "version": self.version,
+            "phase": self.phase.value,
+            "end": self.phase.value.lower() if self.ended_at is not None else None,
+            "transport": self.transport,
+            "started": self.opened.isoformat(timespec="milliseconds"),
+            "age_s": round(self.age_s, 4),
+            "seconds": {step: round(seconds, 4) for step, seconds in self.seconds.items()},
+            "tensors": self.tensors,
+            "bytes": self.num_bytes,
+            "replicas": self.replicas,
+            "error": self.error or None,
+        }
+
+
+def num_bytes(update_info: Json) -> int:
+    """Bytes of the tensors announced; 0 where their dtypes are not told."""
+    dtypes, shapes = update_info.get("dtype_names") or [], update_info.get("shapes") or []
+    return sum(_itemsize(dtype) * prod(shape) for dtype, shape in zip(dtypes, shapes, strict=False))
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of one number of torch's `dtype`: float32 has 32 bits, float8_e4m3fn 8, bool as many."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1

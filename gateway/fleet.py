@@ -141,6 +141,7 @@ class Replica:
 
 class Fleet:
     """All replicas of all models. `version` is the policy's weight version: what its SERVING replicas hold.
+    `target_version` is the one that they are to hold: the next one while an update is under way.
 
     `refused` says why a replica did not come in, by its id. `discover` lists the replicas that Serve runs, `connect`
     makes the engine client of one.
@@ -148,6 +149,7 @@ class Fleet:
 
     def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
         self.version = 0
+        self.update_to: int | None = None
         self.models = Models(config.groups)
         self.refused: dict[str, str] = {}
         self._expected = {name: group.num_replicas for name, group in config.groups.items()}
@@ -181,6 +183,26 @@ class Fleet:
 
     def serving(self, model: str) -> list[Replica]:
         return [replica for replica in self.replicas if replica.can_serve and replica.info.model == model]
+
+    @property
+    def target_version(self) -> int:
+        return self.version if self.update_to is None else self.update_to
+
+    def version_of(self, model: str) -> int:
+        """The newest weight version of a model; a frozen one's is its checkpoint's."""
+        return self.version if model == self.models.policy else 0
+
+    def target_of(self, model: str) -> int:
+        """The weight version that replicas of a model are to hold."""
+        return self.target_version if model == self.models.policy else 0
+
+    def why_fixed(self, model: str) -> str:
+        """Why the version of a model will never change; empty where it may."""
+        if model != self.models.policy:
+            return f"model {model!r} is frozen and holds version 0, its checkpoint, for ever"
+        if self.policy and not any(replica.info.takes_weights for replica in self.policy):
+            return f"no replica of {model!r} takes weights, and they hold version {self.version}"
+        return ""
 
     @property
     def is_ready(self) -> bool:

@@ -7,12 +7,21 @@ from typing import Protocol, TypeVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One prompt with its n samples: the unit that is placed. `tokens` estimates prompt plus completions."""
+    """One prompt with its n samples: the unit that is placed. `tokens` estimates prompt plus completions.
+
+    `min_version` is the least weight version that may make it, `max_staleness` how far that may be behind the newest.
+    """
 
     request_id: str
     model: str
     n: int
     tokens: int
+    min_version: int = 0
+    max_staleness: int | None = None
+
+    def least_version(self, newest: int) -> int:
+        """The oldest weight version that will do when `newest` is the one that replicas are to hold."""
+        return self.min_version if self.max_staleness is None else max(self.min_version, newest - self.max_staleness)
 
 
 class ReplicaView(Protocol):
@@ -26,9 +35,17 @@ class ReplicaView(Protocol):
     def max_samples(self) -> int: ...
     @property
     def placed(self) -> int: ...
+    @property
+    def weight_version(self) -> int | None: ...
 
 
 View = TypeVar("View", bound=ReplicaView)
+
+
+def fresh_enough(rollout: Rollout, replicas: Iterable[View], newest: int) -> list[View]:
+    """Those whose weights are as new as the rollout demands. `newest` is the version that all are to hold."""
+    least = rollout.least_version(newest)
+    return [replica for replica in replicas if (replica.weight_version or 0) >= least]
 
 
 def choose(rollout: Rollout, replicas: Iterable[View]) -> View | None:

@@ -16,7 +16,7 @@ from engines.errors import DeadlineExceeded, EngineError, EngineRefused
 from gateway.config import GatewayConfig
 from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
-from gateway.routing import Rollout, choose
+from gateway.routing import Rollout, choose, fresh_enough
 
 log = structlog.get_logger()
 
@@ -138,7 +138,7 @@ class Scheduler:
             waiter.placed.cancel()
             self._pump(rollout.model)
             if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(self._why_not_placed(rollout.model)) from error
+                raise DeadlineExceeded(self._why_not_placed(rollout)) from error
             raise
         finally:
             self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - began)
@@ -148,28 +148,50 @@ class Scheduler:
             self._pump(model)
 
     def _pump(self, model: str) -> None:
-        """Place from the head of the model's queue while there is room."""
-        queue = self._queues[model]
+        """Place rollouts of a model's queue while there is room, first come, first placed.
+
+        Rollouts wait in front of others without holding them up where no replica is as fresh as they demand. Those that
+        wait for room keep the replicas they could go to for themselves, or a large one would wait for ever.
+        """
+        queue, kept = self._queues[model], deque[_Waiter]()
+        taken: set[Replica] = set()
         while queue and not self._is_closed(model):
-            waiter = queue[0]
-            if not waiter.placed.done():
-                serving = self._fleet.serving(model)
-                fresh = [replica for replica in serving if replica.replica_id not in waiter.avoid]
-                replica = choose(waiter.rollout, fresh or serving)
-                if replica is None:
-                    return
+            waiter = queue.popleft()
+            if waiter.placed.done():
+                continue
+            able = self._able(waiter, model)
+            replica = choose(waiter.rollout, (replica for replica in able if replica not in taken))
+            if replica is not None:
                 replica.reserve(waiter.rollout)
                 waiter.placed.set_result(replica)
-            queue.popleft()
+                continue
+            kept.append(waiter)
+            taken.update(able)
+            if taken.issuperset(self._fleet.serving(model)):
+                break
+        queue.extendleft(reversed(kept))
+
+    def _able(self, waiter: _Waiter, model: str) -> list[Replica]:
+        """Replicas that may take a rollout: fresh ones, and of these others than it has failed on, if there are any."""
+        fresh = fresh_enough(waiter.rollout, self._fleet.serving(model), self._fleet.target_of(model))
+        return [replica for replica in fresh if replica.replica_id not in waiter.avoid] or fresh
 
     def _is_closed(self, model: str) -> bool:
         return bool(self._closed_for) and model == self._fleet.models.policy
 
-    def _why_not_placed(self, model: str) -> str:
+    def _why_not_placed(self, rollout: Rollout) -> str:
+        model, newest = rollout.model, self._fleet.target_of(rollout.model)
         replicas = [replica for replica in self._fleet.replicas if replica.info.model == model]
-        states = ", ".join(f"{replica.replica_id} {replica.state}" for replica in replicas) or "none"
+        states = ", ".join(f"{r.replica_id} {r.state} version {r.weight_version}" for r in replicas) or "none"
         closed = f"; the gate is closed for: {', '.join(self.closed_for)}" if self._is_closed(model) else ""
+        least = rollout.least_version(newest)
+        demands = (
+            f", which demands version {least} or newer (min_version = {rollout.min_version}, max_staleness = "
+            f"{rollout.max_staleness}, the newest is {newest})"
+            if least
+            else ""
+        )
         return (
-            f"no replica of {model!r} took the rollout within {self._config.queue_timeout_s:g} s "
+            f"no replica of {model!r} took the rollout{demands} within {self._config.queue_timeout_s:g} s "
             f"(gateway.queue_timeout_s); replicas: {states}{closed}"
         )

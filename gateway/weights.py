@@ -129,6 +129,7 @@ class WeightCoordinator:
                 )
             self._scheduler.close_gate(_UPDATE)
             self._update = update = WeightUpdate(self._fleet.version + 1, group.transport)
+            self._fleet.update_to = update.version
             with update.timed("drain"):
                 try:
                     # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what
@@ -338,9 +339,9 @@ class WeightCoordinator:
     def _end(self, update: WeightUpdate, members: Sequence[Replica], phase: Phase, error: str = "") -> None:
         for replica in members:
             found = update.replicas.setdefault(replica.replica_id, {})
-            found |= {"state": replica.state, "weight_version": replica.weight_version}
+            found |= {"state": replica.state.value, "weight_version": replica.weight_version}
         update.end(phase, error)
-        self._update = None
+        self._update = self._fleet.update_to = None
         self._updates.add(update)
         self._scheduler.open_gate(_UPDATE)
 

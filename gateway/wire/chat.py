@@ -15,6 +15,7 @@ from gateway.wire.completions import (
     stamp_versions,
     versioned_salt,
 )
+from gateway.wire.freshness import read_freshness, without_freshness
 
 PATH = "/v1/chat/completions"
 
@@ -40,9 +41,19 @@ class Chat:
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_MAX_TOKENS
         characters = sum(len(str(message)) for message in messages)
         tokens = characters // _CHARACTERS_PER_TOKEN + n * limit
-        return Rollout(request_id=request_id, model=model, n=n, tokens=tokens)
+        fresh = read_freshness(body, self._fleet, model)
+        return Rollout(
+            request_id=request_id,
+            model=model,
+            n=n,
+            tokens=tokens,
+            min_version=fresh.min_version,
+            max_staleness=fresh.max_staleness,
+        )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
+        body = without_freshness(body)
+
         async def call(replica: Replica) -> Json:
             began = replica.weight_version
             check_replica(body, replica)
@@ -57,6 +68,8 @@ class Chat:
         return await self._scheduler.run(rollout, call)
 
     async def stream(self, rollout: Rollout, body: Json) -> AsyncGenerator[Json]:
+        body = without_freshness(body)
+
         def call(replica: Replica) -> AsyncGenerator[Json]:
             check_replica(body, replica)
             salted = {**body, "cache_salt": versioned_salt(body, replica.weight_version)}

@@ -15,6 +15,7 @@ from gateway.fleet import Fleet, Replica
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
 from gateway.wire.assembly import assemble, is_read_streamed
+from gateway.wire.freshness import FIELDS, read_freshness
 
 PATH = "/v1/completions"
 
@@ -47,13 +48,21 @@ class Completions:
         n = check_sampling(body, self._config.max_n)
         lengths = [replica.info.max_model_len for replica in self._fleet.alive if replica.info.model == model]
         max_len = min((length for length in lengths if length is not None), default=None)
-        rest = {key: value for key, value in body.items() if key not in ("prompt", "stream")}
+        fresh = read_freshness(body, self._fleet, model)
+        rest = {key: value for key, value in body.items() if key not in ("prompt", "stream", *FIELDS)}
         prompts = []
         for index, value in enumerate(_prompt_list(body)):
             length = _checked_length(index, value, max_len)
             limit = body.get("max_tokens") or body.get("max_completion_tokens") or _DEFAULT_MAX_TOKENS
             tokens = length + n * min(limit, max_len or limit)
-            rollout = Rollout(request_id=f"{request_id}-{index}", model=model, n=n, tokens=tokens)
+            rollout = Rollout(
+                request_id=f"{request_id}-{index}",
+                model=model,
+                n=n,
+                tokens=tokens,
+                min_version=fresh.min_version,
+                max_staleness=fresh.max_staleness,
+            )
             prompts.append(Prompt(request_id, index, rollout, {**rest, "prompt": value}))
         return prompts
 

@@ -1,6 +1,6 @@
 from dataclasses import dataclass
 
-from gateway.routing import Rollout, choose
+from gateway.routing import Rollout, choose, fresh_enough
 
 
 @dataclass
@@ -10,10 +10,39 @@ class View:
     load_samples: int = 0
     max_samples: int = 8
     placed: int = 0
+    weight_version: int | None = 0
 
 
-def rollout(n: int = 1) -> Rollout:
-    return Rollout(request_id="r", model="m", n=n, tokens=100)
+def rollout(n: int = 1, min_version: int = 0, max_staleness: int | None = None) -> Rollout:
+    return Rollout(request_id="r", model="m", n=n, tokens=100, min_version=min_version, max_staleness=max_staleness)
+
+
+VERSIONS = [View("new", weight_version=5), View("old", weight_version=3), View("unknown", weight_version=None)]
+
+
+def names(views: list[View]) -> list[str]:
+    return [view.name for view in views]
+
+
+def test_without_demands_every_version_will_do() -> None:
+    assert names(fresh_enough(rollout(), VERSIONS, newest=5)) == ["new", "old", "unknown"]
+
+
+def test_only_replicas_of_the_least_version_or_newer_will_do() -> None:
+    assert names(fresh_enough(rollout(min_version=3), VERSIONS, newest=5)) == ["new", "old"]
+    assert names(fresh_enough(rollout(min_version=4), VERSIONS, newest=5)) == ["new"]
+    assert fresh_enough(rollout(min_version=6), VERSIONS, newest=5) == []
+
+
+def test_staleness_counts_from_the_version_that_all_are_to_hold() -> None:
+    assert names(fresh_enough(rollout(max_staleness=2), VERSIONS, newest=5)) == ["new", "old"]
+    assert names(fresh_enough(rollout(max_staleness=2), VERSIONS, newest=6)) == ["new"]
+    assert fresh_enough(rollout(max_staleness=0), VERSIONS, newest=6) == []
+
+
+def test_the_stricter_of_two_demands_holds() -> None:
+    assert names(fresh_enough(rollout(min_version=2, max_staleness=0), VERSIONS, newest=5)) == ["new"]
+    assert names(fresh_enough(rollout(min_version=5, max_staleness=9), VERSIONS, newest=5)) == ["new"]
 
 
 def test_the_replica_with_the_least_tokens_is_chosen() -> None:

@@ -50,6 +50,7 @@ _TOLD_ELSEWHERE = frozenset(
     {
         "prompt", "model", "stream", "stream_options", "logprobs", "prompt_logprobs", "return_token_ids",
         "return_tokens_as_token_ids", "cache_salt", "structured_outputs", "request_id", "user", "priority",
+        "session_id", "prompt_cache_key",
     }
 )  # fmt: skip
 # Fields that change nothing when they have this value; with any other SGLang has no word for them.

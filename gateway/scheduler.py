@@ -17,6 +17,7 @@ from gateway.config import GatewayConfig
 from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
 from gateway.routing import Rollout, choose, fresh_enough
+from gateway.sessions import Sessions
 
 log = structlog.get_logger()
 
@@ -42,6 +43,7 @@ class Scheduler:
         self._metrics = metrics
         self._queues: defaultdict[str, deque[_Waiter]] = defaultdict(deque)
         self._closed_for: set[str] = set()
+        self._sessions = Sessions()
         fleet.on_change(self._pump_all)
 
     def queue_length(self, model: str) -> int:
@@ -160,9 +162,12 @@ class Scheduler:
             if waiter.placed.done():
                 continue
             able = self._able(waiter, model)
-            replica = choose(waiter.rollout, (replica for replica in able if replica not in taken))
+            rollout = waiter.rollout
+            home = self._sessions.home(model, rollout.session)
+            replica = choose(rollout, (replica for replica in able if replica not in taken), home)
             if replica is not None:
-                replica.reserve(waiter.rollout)
+                self._sessions.settle(model, rollout.session, replica.replica_id)
+                replica.reserve(rollout)
                 waiter.placed.set_result(replica)
                 continue
             kept.append(waiter)

@@ -28,6 +28,7 @@ from gateway.config import Config
 from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
 from gateway.scheduler import Scheduler
+from gateway.sessions import session_of
 from gateway.status import status_report
 from gateway.weights import WeightCoordinator
 from gateway.wire.chat import Chat
@@ -139,7 +140,7 @@ class GatewayServer:
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
         body = await read_object(request)
-        prompts = self._completions.decode(body, _request_id(request))
+        prompts = self._completions.decode(body, _request_id(request), session_of(request.headers, body))
         if body.get("stream"):
             chunks = self._completions.stream(prompts, include_usage=_wants_usage(body))
             return await _send_events(request, chunks)
@@ -149,7 +150,7 @@ class GatewayServer:
 
     async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
         body = await read_object(request)
-        rollout = self._chat.decode(body, _request_id(request))
+        rollout = self._chat.decode(body, _request_id(request), session_of(request.headers, body))
         if body.get("stream"):
             return await _send_events(request, self._chat.stream(rollout, body))
         answer = await self._chat.generate(rollout, body)

@@ -32,7 +32,7 @@ class Chat:
         self._fleet = fleet
         self._scheduler = scheduler
 
-    def decode(self, body: Json, request_id: str) -> Rollout:
+    def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
         model = self._fleet.models.asked(body.get("model"))
         n = check_sampling(body, self._config.max_n)
         messages = body.get("messages")
@@ -49,6 +49,7 @@ class Chat:
             tokens=tokens,
             min_version=fresh.min_version,
             max_staleness=fresh.max_staleness,
+            session=session,
         )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:

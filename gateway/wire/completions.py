@@ -42,16 +42,19 @@ class Completions:
         self._fleet = fleet
         self._scheduler = scheduler
 
-    def decode(self, body: Json, request_id: str) -> list[Prompt]:
-        """The prompts of a request. Raises `InvalidRequest` before any replica has work, naming field and prompt."""
+    def decode(self, body: Json, request_id: str, session: str = "") -> list[Prompt]:
+        """The prompts of a request. Raises `InvalidRequest` before any replica has work, naming field and prompt.
+
+        A turn of `session` has one prompt; many are no turn of anything, and are spread over all replicas.
+        """
         model = self._fleet.models.asked(body.get("model"))
         n = check_sampling(body, self._config.max_n)
         lengths = [replica.info.max_model_len for replica in self._fleet.alive if replica.info.model == model]
         max_len = min((length for length in lengths if length is not None), default=None)
         fresh = read_freshness(body, self._fleet, model)
         rest = {key: value for key, value in body.items() if key not in ("prompt", "stream", *FIELDS)}
-        prompts = []
-        for index, value in enumerate(_prompt_list(body)):
+        prompts, values = [], _prompt_list(body)
+        for index, value in enumerate(values):
             length = _checked_length(index, value, max_len)
             limit = body.get("max_tokens") or body.get("max_completion_tokens") or _DEFAULT_MAX_TOKENS
             tokens = length + n * min(limit, max_len or limit)
@@ -62,6 +65,7 @@ class Completions:
                 tokens=tokens,
                 min_version=fresh.min_version,
                 max_staleness=fresh.max_staleness,
+                session=session if len(values) == 1 else "",
             )
             prompts.append(Prompt(request_id, index, rollout, {**rest, "prompt": value}))
         return prompts

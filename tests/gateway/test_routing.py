@@ -12,6 +12,10 @@ class View:
     placed: int = 0
     weight_version: int | None = 0
 
+    @property
+    def replica_id(self) -> str:
+        return self.name
+
 
 def rollout(n: int = 1, min_version: int = 0, max_staleness: int | None = None) -> Rollout:
     return Rollout(request_id="r", model="m", n=n, tokens=100, min_version=min_version, max_staleness=max_staleness)
@@ -71,3 +75,33 @@ def test_a_group_larger_than_a_replica_goes_to_an_idle_one() -> None:
 
 def test_nothing_is_chosen_from_nobody() -> None:
     assert choose(rollout(), []) is None
+
+
+def test_a_session_goes_to_its_home_though_another_has_less_to_do() -> None:
+    replicas = [View("home", load_tokens=900, load_samples=1), View("idle")]
+    assert choose(rollout(), replicas, home="home") is replicas[0]
+
+
+def test_a_busy_home_is_kept_while_it_has_no_more_than_its_share() -> None:
+    replicas = [View("home", load_tokens=1200, load_samples=6), View("b", load_tokens=900, load_samples=5)]
+    assert choose(rollout(), replicas, home="home") is replicas[0]
+
+
+def test_an_overloaded_home_is_left() -> None:
+    replicas = [View("home", load_tokens=4000, load_samples=6), View("b", load_tokens=900, load_samples=5)]
+    assert choose(rollout(), replicas, home="home") is replicas[1]
+
+
+def test_a_full_home_is_left() -> None:
+    replicas = [View("home", load_tokens=100, load_samples=8), View("b", load_tokens=900, load_samples=5)]
+    assert choose(rollout(), replicas, home="home") is replicas[1]
+
+
+def test_a_home_that_is_gone_is_as_no_home() -> None:
+    replicas = [View("a", load_tokens=5, load_samples=1), View("b")]
+    assert choose(rollout(), replicas, home="gone") is replicas[1]
+
+
+def test_the_only_replica_is_never_left() -> None:
+    replicas = [View("home", load_tokens=9000, load_samples=7)]
+    assert choose(rollout(), replicas, home="home") is replicas[0]

@@ -66,6 +66,7 @@ class GatewayServer:
         get("/status", self._for_inference(self._status))
         get("/metrics", self._for_inference(self._metrics_page))
         get("/v1/models", self._for_inference(self._list_models))
+        get("/v1/models/{model:.+}", self._for_inference(self._retrieve_model))
         get("/version", self._for_inference(self._pass_through))
         get("/server_info", self._for_inference(self._pass_through))
         post("/tokenize", self._for_inference(self._pass_through))
@@ -131,6 +132,9 @@ class GatewayServer:
         cards = await asyncio.gather(self._model_card(first), *others)
         return reply({"object": "list", "data": [card for card in cards if card]})
 
+    async def _retrieve_model(self, request: web.Request) -> web.Response:
+        return reply(await self._model_card(self._fleet.models.asked(request.match_info["model"])))
+
     async def _pass_through(self, request: web.Request) -> web.Response:
         """What one engine says, all engines of its model would say."""
         body = await read_object(request) if request.method == "POST" else None
@@ -142,8 +146,7 @@ class GatewayServer:
         body = await read_object(request)
         prompts = self._completions.decode(body, _request_id(request), session_of(request.headers, body))
         if body.get("stream"):
-            chunks = self._completions.stream(prompts, include_usage=_wants_usage(body))
-            return await _send_events(request, chunks)
+            return await _send_events(request, self._completions.stream(prompts))
         answer = await self._completions.generate(prompts)
         self._count_tokens(prompts[0].rollout.model, answer)
         return reply(answer)
@@ -344,7 +347,3 @@ def _canary_logprobs(body: Json) -> list[float] | None:
 
 def _request_id(request: web.Request) -> str:
     return request.headers.get(_REQUEST_ID) or uuid.uuid4().hex
-
-
-def _wants_usage(body: Json) -> bool:
-    return bool((body.get("stream_options") or {}).get("include_usage"))

@@ -14,6 +14,7 @@ from gateway.wire.completions import (
     check_sampling,
     stamp_versions,
     versioned_salt,
+    with_usage_rule,
 )
 from gateway.wire.freshness import read_freshness, without_freshness
 
@@ -79,4 +80,4 @@ class Chat:
         async for replica, chunk in self._scheduler.stream(rollout, call):
             for choice in chunk["choices"]:
                 choice["weight_version"] = replica.weight_version
-            yield chunk
+            yield with_usage_rule(chunk, body) if chunk["choices"] else chunk

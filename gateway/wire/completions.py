@@ -80,16 +80,17 @@ class Completions:
             raise errors.exceptions[0] from None
         return _assemble([task.result() for task in tasks], prompts)
 
-    async def stream(self, prompts: Sequence[Prompt], *, include_usage: bool) -> AsyncGenerator[Json]:
+    async def stream(self, prompts: Sequence[Prompt]) -> AsyncGenerator[Json]:
         """Chunks of all prompts as they come, numbered as if one engine had made them."""
+        include_usage = wants_usage(prompts[0].body)
         chunks: asyncio.Queue[Json | None] = asyncio.Queue()
         usage, last = Usage(), Json()
 
         async def one(prompt: Prompt) -> None:
             async for chunk in self._stream_one(prompt):
-                usage.add_chunk(prompt.index, chunk.pop("usage", None))
+                usage.add_chunk(prompt.index, chunk.get("usage"))
                 if chunk["choices"]:
-                    chunks.put_nowait(chunk)
+                    chunks.put_nowait(with_usage_rule(chunk, prompt.body))
 
         async def all_prompts() -> None:
             try:
@@ -142,7 +143,7 @@ class Completions:
             body = {
                 **prompt.body,
                 "cache_salt": versioned_salt(prompt.body, replica.weight_version),
-                "stream_options": {"include_usage": True},
+                "stream_options": {**(prompt.body.get("stream_options") or {}), "include_usage": True},
             }
             return replica.engine.stream(PATH, body, self._config.generate_timeout_s)
 
@@ -168,7 +169,10 @@ class Usage:
     def total(self) -> Json:
         usages = list(self._by_prompt.values())
         counted = {key: sum(usage.get(key) or 0 for usage in usages) for key in ("prompt_tokens", "completion_tokens")}
-        return {**counted, "total_tokens": sum(counted.values())}
+        total: Json = {**counted, "total_tokens": sum(counted.values())}
+        if details := [usage["prompt_tokens_details"] for usage in usages if usage.get("prompt_tokens_details")]:
+            total["prompt_tokens_details"] = {"cached_tokens": sum(one.get("cached_tokens") or 0 for one in details)}
+        return total
 
 
 def check_sampling(body: Json, max_n: int) -> int:
@@ -180,10 +184,26 @@ def check_sampling(body: Json, max_n: int) -> int:
         raise InvalidRequest(f"n = {n!r} is not between 1 and gateway.max_n = {max_n}", param="n")
     if n > 1 and temperature == 0:
         raise InvalidRequest(f"n = {n} with temperature = 0 would repeat one completion: use n = 1", param="n")
-    max_tokens = body.get("max_tokens")
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise InvalidRequest(f"max_tokens = {max_tokens!r} must be a whole number of at least 1", param="max_tokens")
+    for field in ("max_tokens", "max_completion_tokens"):
+        limit = body.get(field)
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise InvalidRequest(f"{field} = {limit!r} must be a whole number of at least 1", param=field)
+    options = body.get("stream_options")
+    if options is not None and not (isinstance(options, dict) and body.get("stream")):
+        raise InvalidRequest("stream_options is an object that goes with stream = true alone", param="stream_options")
     return n
+
+
+def wants_usage(body: Json) -> bool:
+    """Whether a stream is to end with a chunk that has its usage and no choices."""
+    return bool((body.get("stream_options") or {}).get("include_usage"))
+
+
+def with_usage_rule(chunk: Json, body: Json) -> Json:
+    """A chunk before the last: its usage is null where the last one has it, unless asked for in every chunk."""
+    if not (body.get("stream_options") or {}).get("continuous_usage_stats"):
+        chunk.pop("usage", None)
+    return chunk | {"usage": chunk.get("usage")} if wants_usage(body) else chunk
 
 
 def asked_of_engine(body: Json, version: int | None) -> Json:

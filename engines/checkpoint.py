@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 from engines.types import TensorMeta
@@ -22,10 +23,30 @@ _DTYPES = {
 }
 
 
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
+"""What of a checkpoint folder holds tensors, or says which file does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where the bytes of one tensor lie in its file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
 def read_tensors(model: str) -> tuple[TensorMeta, ...] | None:
     """All tensors of the checkpoint in folder `model`; None where it holds no safetensors or is no folder."""
-    tensors = tuple(tensor for file in _files(Path(model)) for tensor in _read_header(file))
-    return tensors or None
+    spans = (span for file in read_spans(Path(model)).values() for span in file)
+    return tuple(TensorMeta(name=span.name, dtype=span.dtype, shape=span.shape) for span in spans) or None
+
+
+def read_spans(folder: Path) -> dict[str, list[Span]]:
+    """The tensors of each safetensors file of a checkpoint folder, by the file's name."""
+    return {file.name: _read_header(file) for file in _files(folder)}
 
 
 def _files(folder: Path) -> list[Path]:
@@ -36,12 +57,17 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _read_header(file: Path) -> list[TensorMeta]:
+def _read_header(file: Path) -> list[Span]:
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
     return [
-        TensorMeta(name=name, dtype=_DTYPES.get(entry["dtype"], entry["dtype"]), shape=tuple(entry["shape"]))
+        Span(
+            name,
+            _DTYPES.get(entry["dtype"], entry["dtype"]),
+            tuple(entry["shape"]),
+            *(8 + length + offset for offset in entry["data_offsets"]),
+        )
         for name, entry in header.items()
         if name != "__metadata__"
     ]

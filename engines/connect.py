@@ -6,8 +6,8 @@ from engines.types import EngineKind
 from engines.vllm_engine import VllmEngine
 
 
-def connect(kind: EngineKind, replica_id: str, url: str, engine_version: str = "") -> Engine:
+def connect(kind: EngineKind, replica_id: str, url: str, engine_version: str = "", *, has_tee: bool = False) -> Engine:
     """The client of one engine server. Of vLLM the latest, unless `engine_version` is given."""
     if kind is EngineKind.SGLANG:
         return SglangEngine(replica_id, url)
-    return VllmEngine(replica_id, url, engine_version)
+    return VllmEngine(replica_id, url, engine_version, has_tee=has_tee)

@@ -2,11 +2,26 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Any
 
 from engines.types import PauseMode
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiptCopy:
+    """Where an engine writes what it receives: folder `draft` of the weight store, for `model`.
+
+    Of `names`, what never comes is taken from the folder `base`. The transfer waits for the disk `wait_s` at most.
+    """
+
+    draft: str
+    model: str
+    base: str
+    names: tuple[str, ...]
+    wait_s: float
 
 
 class Engine(ABC):
@@ -42,7 +57,8 @@ class Engine(ABC):
 
     @abstractmethod
     async def weight_version(self, timeout_s: float) -> int | None:
-        """The version the engine says it holds: 0 for the checkpoint, None where it cannot say."""
+        """The version the engine says it holds: 0 for the checkpoint, and for one that cannot say; None where an update
+        broke off, so that its weights are a mixture."""
 
     @abstractmethod
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
@@ -66,6 +82,28 @@ class Engine(ABC):
     @abstractmethod
     async def abandon_weight_update(self, timeout_s: float) -> None:
         """End an update without a commit, so that the next one can start. The weights are a mixture then."""
+
+    @abstractmethod
+    async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
+        """Digest all tensors received from now on; with `copy`, write them into a draft of the weight store too."""
+
+    @abstractmethod
+    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
+        """Digests of the tensors received since `open_receipt`, by name; {} from an engine that cannot tell.
+
+        Equal bytes have equal digests on engines of one device. Raises `EngineFailed` where its workers differ.
+        """
+
+    @abstractmethod
+    async def drop_receipt(self, timeout_s: float) -> None:
+        """Forget the receipt; its draft is worth nothing."""
+
+    @abstractmethod
+    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        """Load all weights from a checkpoint folder, also after an update that broke off; it then holds `version`.
+
+        No request may run in the engine meanwhile.
+        """
 
     @abstractmethod
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None: ...

@@ -6,6 +6,7 @@ RolloutGatewayError
 │   ├── UnknownModel          no such model here
 │   └── BodyTooLarge          over the limit in bytes
 ├── NotAllowed                the key is missing, wrong, or not an admin key
+├── StoreFailed               the weight store cannot keep or give a version: disk full, folder gone
 ├── DeadlineExceeded          a bounded wait ran out; says for what
 ├── EngineError               one replica's engine misbehaved; names the replica
 │   ├── EngineStartFailed     it never came up; says why, and carries its last words
@@ -54,6 +55,10 @@ class NotAllowed(RolloutGatewayError):
 
 class DeadlineExceeded(RolloutGatewayError):
     """A bounded wait ran out."""
+
+
+class StoreFailed(RolloutGatewayError):
+    """The weight store cannot keep or give a version."""
 
 
 class EngineError(RolloutGatewayError):

@@ -47,7 +47,9 @@ class _NotOurs(HttpEngine):
         await self.ask("GET", "/health" if self._info.has("/health") else "/v1/models", None, timeout_s)
         if not self._info.takes_weights:
             return
-        version = await self.weight_version(timeout_s) or 0
+        version = await self.weight_version(timeout_s)
+        if version is None:
+            return  # an update is under way
         if version < self._last_version:
             raise EngineFailed(
                 f"its weights went from version {self._last_version} back to {version}: was it started anew?",
@@ -63,6 +65,10 @@ class ExternalSglangEngine(_NotOurs, SglangEngine):
         super().__init__(info.replica_id, info.url, api_key)
         self._info = info
 
+    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        self._last_version = 0  # it may go back to an older one
+        await super().load_snapshot(path, version, timeout_s)
+
 
 class ExternalEngine(_NotOurs, VllmEngine):
     """Client of any other. A route that it lacks is refused here, naming replica and route.
@@ -74,6 +80,10 @@ class ExternalEngine(_NotOurs, VllmEngine):
         known = info.speaks_vllm and _RELEASE.match(info.engine_version)
         super().__init__(info.replica_id, info.url, info.engine_version if known else "", api_key)
         self._info = info
+
+    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        self._last_version = 0  # it may go back to an older one
+        await super().load_snapshot(path, version, timeout_s)
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         route = path.partition("?")[0]

@@ -19,6 +19,9 @@ from engines.vllm_engine import release
 _CLI = ("vllm.entrypoints.cli.main", "serve")
 _SERVER = ("vllm.entrypoints.launchers.api_server.entry", "--model")
 
+VLLM_WORKER = "engines.vllm_worker.WeightWorker"
+"""What vLLM's workers are extended with, where rollout-gateway is installed beside vLLM."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Vllm:
@@ -125,6 +128,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("port", port),
         _argument("seed", seed, "seed"),
         _argument("weight_transfer_config", {"backend": backend}, "weight_transfer"),
+        _argument("worker_extension_cls", VLLM_WORKER if vllm.has_plugin and not config.frozen else None),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
         # /render and /inference/v1/generate
         _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),

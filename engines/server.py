@@ -14,7 +14,7 @@ from engines.diagnosis import diagnose, last_error
 from engines.engine import Engine
 from engines.engine_log import doing, read_tail
 from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
-from engines.launch import engine_command
+from engines.launch import VLLM_WORKER, engine_command
 from engines.process import EngineProcess
 from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 
@@ -37,6 +37,7 @@ class EngineServer:
         self._index = index
         self._process: EngineProcess | None = None
         self._engine: Engine | None = None
+        self._has_tee = False
 
     async def start(self) -> ReplicaInfo:
         """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line says why.
@@ -70,6 +71,7 @@ class EngineServer:
         config, port = self._config, free_port()
         log_path = Path(config.log_dir) / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
+        self._has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         self._process = EngineProcess(command, log_path, config.stop_timeout_s)
         self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}")
         self._process.start()
@@ -144,6 +146,7 @@ class EngineServer:
             gpu_ids=tuple(int(gpu) for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.isdigit()),
             dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,
             streams=streams_coarsely(self._config),
+            has_tee=self._has_tee,
             pid=self._process.pid,
             log_path=str(self._process.log_path),
             tensors=_expected_tensors(self._config),

@@ -19,6 +19,7 @@
     POST /start_weight_update             /begin_weight_update where the version has it (0.5.23)
     POST /update_weights                  /update_weights_from_distributed, one broadcast a tensor, in the order named,
                                           or one of all of them with load_format = flattened_bucket
+    POST /collective_rpc load_snapshot    /update_weights_from_disk
     POST /finish_weight_update            /end_weight_update where there is one, then /update_weight_version
 
 vLLM's packed chunks cannot be received, nor can its rendezvous: a sender joins as rank 0 of a process group of torch's
@@ -30,7 +31,7 @@ import contextlib
 import re
 from collections.abc import AsyncGenerator, Iterator
 
-from engines.engine import Json
+from engines.engine import Json, ReceiptCopy
 from engines.errors import DeadlineExceeded, EngineRefused, InvalidRequest
 from engines.http import HttpEngine, message_of
 from engines.sglang_dialect import (
@@ -45,13 +46,14 @@ from engines.sglang_dialect import (
     world_size,
 )
 from engines.types import PauseMode
-from engines.vllm_engine import version_number
+from engines.vllm_engine import MIXED, version_held
 
 _GROUP = "rollout_gateway"
 _POLL_S = 0.05
 _NO_TOKEN = 2**31 - 1
 _BEGIN = "/begin_weight_update"
 _UPDATE_ROUTE = "/update_weights_from_distributed"
+_LOAD_ROUTE = "/update_weights_from_disk"
 
 # Routes of vLLM's dialect that this client answers, and SGLang's route that each needs.
 _ROUTES = {
@@ -98,7 +100,8 @@ class SglangEngine(HttpEngine):
             case "/get_world_size":
                 return {"world_size": world_size(await self._server_info(timeout_s))}
             case "/weight_info":
-                return {"weight_version": str(await self.weight_version(timeout_s))}
+                version = await self.weight_version(timeout_s)
+                return {"weight_version": MIXED if version is None else str(version)}
             case "/tokenize":
                 return await self._call(method, "/v1/tokenize", body, timeout_s)
             case "/detokenize":
@@ -130,7 +133,7 @@ class SglangEngine(HttpEngine):
                 yield reply.last()
 
     async def weight_version(self, timeout_s: float) -> int | None:
-        return version_number(str((await self._call("GET", "/model_info", None, timeout_s))["weight_version"]))
+        return version_held(str((await self._call("GET", "/model_info", None, timeout_s))["weight_version"]))
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
         if init_info.get("packed", True):
@@ -149,6 +152,7 @@ class SglangEngine(HttpEngine):
         await self._call("POST", "/destroy_weights_update_group", {"group_name": _GROUP}, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
+        await self._label(MIXED, timeout_s)
         if self._has_sessions:
             await self._call("POST", _BEGIN, {"selector": "all"}, timeout_s)
 
@@ -167,14 +171,28 @@ class SglangEngine(HttpEngine):
     async def finish_weight_update(self, version: int, timeout_s: float) -> None:
         if self._has_sessions:
             await self._call("POST", "/end_weight_update", {}, timeout_s)
-        # Aborting all requests is what SGLang does here unless told not to.
-        body = {"new_version": str(version), "abort_all_requests": False}
-        await self._call("POST", "/update_weight_version", body, timeout_s)
+        await self._label(str(version), timeout_s)
 
     async def abandon_weight_update(self, timeout_s: float) -> None:
         if self._has_sessions:
             with contextlib.suppress(EngineRefused):  # a failed transfer may have ended the session
                 await self._call("POST", "/end_weight_update", {}, timeout_s)
+
+    async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
+        """SGLang has no place where received tensors could be seen."""
+
+    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
+        return {}
+
+    async def drop_receipt(self, timeout_s: float) -> None:
+        """There is none."""
+
+    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        await self.abandon_weight_update(timeout_s)
+        await self._label(MIXED, timeout_s)
+        # No flush and no abort: prefixes are salted by weight version, and no request runs.
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": False, "abort_all_requests": False}
+        await self._call("POST", _LOAD_ROUTE, body, timeout_s)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         if mode is PauseMode.WAIT:
@@ -221,6 +239,11 @@ class SglangEngine(HttpEngine):
 
     async def _server_info(self, timeout_s: float) -> Json:
         return await self._call("GET", "/server_info", None, timeout_s)
+
+    async def _label(self, label: str, timeout_s: float) -> None:
+        # Aborting all requests is what SGLang does here unless told not to.
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._call("POST", "/update_weight_version", body, timeout_s)
 
     async def _drained(self, timeout_s: float) -> None:
         """Returns when no request runs or waits in the engine."""

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engines.config import SimConfig
-from engines.errors import InvalidRequest, UnknownModel, WeightUpdateConflict
+from engines.errors import InvalidRequest, StoreFailed, UnknownModel, WeightUpdateConflict
 from engines.sim_dialect import (
     Answer,
     ChatAnswer,
@@ -33,9 +33,11 @@ from engines.sim_dialect import (
     TokenId,
     chat_text,
 )
-from engines.sim_model import SimModel, detokenize, tokenize
+from engines.sim_model import CHECKPOINT_VERSION, SimModel, detokenize, tokenize
 from engines.sim_scheduler import SimScheduler
+from engines.sim_worker import SimWorker
 from engines.types import PauseMode
+from engines.vllm_engine import MIXED
 
 VERSION = "0.32.0+sim"
 
@@ -89,6 +91,11 @@ class VersionBody(BaseModel):
     new_version: str
 
 
+class RpcBody(BaseModel):
+    method: str
+    kwargs: Json = {}
+
+
 class AbortBody(BaseModel):
     request_ids: list[str] | None = None
 
@@ -107,8 +114,9 @@ class DetokenizeBody(BaseModel):
 class WeightSession:
     """The order of weight calls, as vLLM's workers keep it. Tensors are announced and checked; no data moves."""
 
-    def __init__(self, tensors: dict[str, list[int]], world_size: int) -> None:
+    def __init__(self, tensors: dict[str, list[int]], world_size: int, worker: SimWorker) -> None:
         self._tensors = tensors
+        self._worker = worker
         self._world_size = world_size
         self._group_open = False
         self._active = False
@@ -139,7 +147,9 @@ class WeightSession:
             raise WeightUpdateConflict("start_weight_update must be called before update_weights.")
         try:
             for info in update_info if isinstance(update_info, list) else [update_info]:
-                self._receive(_info(UpdateInfo, info))
+                parsed = _info(UpdateInfo, info)
+                self._receive(parsed)
+                self._worker.see(parsed.names, parsed.shapes)
         except WeightUpdateConflict:
             self._active = False  # vLLM gives the update up on any error
             raise
@@ -147,6 +157,9 @@ class WeightSession:
     def finish(self) -> None:
         if not self._active:
             raise WeightUpdateConflict("finish_weight_update called without a matching start_weight_update.")
+        self._active = False
+
+    def break_off(self) -> None:
         self._active = False
 
     def _receive(self, info: UpdateInfo) -> None:
@@ -206,6 +219,7 @@ class SimServer:
 
     def __init__(self, model_name: str, sim: SimConfig, limits: Limits, *, max_num_seqs: int, world_size: int) -> None:
         self._name = model_name
+        self._last_held = CHECKPOINT_VERSION
         self.corrupt_after = sim.corrupt_after
         self._corrupt = sim.corrupt
         self._num_updates = 0
@@ -213,7 +227,8 @@ class SimServer:
         self._world_size = world_size
         self._model = SimModel.of(sim)
         self._scheduler = SimScheduler(sim, self._model, max_num_seqs)
-        self._weights = WeightSession(sim.tensors, world_size)
+        self.worker = SimWorker(model_name, sim.tensors)
+        self._weights = WeightSession(sim.tensors, world_size, self.worker)
         self._registry = CollectorRegistry()
         self._registry.register(SchedulerMetrics(self._scheduler, model_name, sim.kv_tokens))
         self._started = int(time.time())
@@ -249,6 +264,7 @@ class SimServer:
                 web.post("/update_weights", self.update_weights),
                 web.post("/finish_weight_update", self.finish_weight_update),
                 web.post("/update_weight_version", self.update_weight_version),
+                web.post("/collective_rpc", self.collective_rpc),
                 web.get("/weight_info", self.weight_info),
             ]
         )
@@ -361,17 +377,28 @@ class SimServer:
         """Hold `version`, or only say so where this engine was told to fail in that."""
         after, held = self.corrupt_after, self._model.held
         if after is not None and self._num_updates >= after:
-            before = self._scheduler.version
+            before = self._last_held
             held[version] = (
                 held.get(before, before) if self._corrupt == "previous" else f"garbage of {self._limits.seed}"
             )
         self._num_updates += 1
+        self._last_held = version
         self._scheduler.hold_version(version)
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
         version = (await _body(request, VersionBody)).new_version
-        self._scheduler.hold_version(version)
+        if version != MIXED:
+            self._last_held = CHECKPOINT_VERSION if version == "0" else version
+        self._scheduler.hold_version(MIXED if version == MIXED else self._last_held)
         return _json({"success": True, "new_version": version})
+
+    async def collective_rpc(self, request: web.Request) -> web.Response:
+        asked = await _body(request, RpcBody)
+        answer = await self.worker.call(asked.method, asked.kwargs)
+        if asked.method == "load_snapshot":
+            self._weights.break_off()
+            self._model.held.clear()  # it computes with what it says again
+        return _json({"results": [answer] * self._world_size})
 
     async def weight_info(self, _: web.Request) -> web.Response:
         return _json({"weight_version": self._scheduler.version})
@@ -466,7 +493,7 @@ async def _vllm_errors(
         return _error(400, "BadRequestError", str(error), error.param)
     except (ValidationError, orjson.JSONDecodeError) as error:
         return _error(400, "Bad Request", str(error))
-    except WeightUpdateConflict as error:
+    except (WeightUpdateConflict, StoreFailed) as error:
         return _error(500, "InternalServerError", f"Call to collective_rpc method failed: {error}")
     except web.HTTPException as error:
         return _json({"detail": error.reason}, error.status)

@@ -58,6 +58,7 @@ class ReplicaInfo:
     one whose weights were known. `capabilities` are the routes that the engine serves. `tensors` is None where the
     checkpoint cannot be read (an update is then unchecked). `world_size` is 0 where the engine cannot take weights.
     `max_model_len` is None where it does not say.
+    `has_tee` is True where it can tell digests of the weights it receives, and copy them into the weight store.
     `streams` is True where a reply costs the engine least in coarse chunks; any other is asked for whole replies.
     """
 
@@ -74,6 +75,7 @@ class ReplicaInfo:
     capabilities: frozenset[str] = frozenset()
     dialect: Dialect = Dialect.VLLM
     streams: bool = False
+    has_tee: bool = False
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
     pid: int = 0
@@ -89,6 +91,11 @@ class ReplicaInfo:
     def speaks_vllm(self) -> bool:
         """Whether it takes vLLM's fields, such as token ids: by itself, or through a client that translates."""
         return self.dialect is not Dialect.OPENAI
+
+    @property
+    def loads_snapshots(self) -> bool:
+        """Whether it can load all its weights from a folder."""
+        return self.takes_weights and (self.dialect is Dialect.SGLANG or self.has("/collective_rpc"))
 
     def has(self, route: str) -> bool:
         """Whether the engine serves `route`. Engines that we start serve every route of their kind."""

@@ -2,27 +2,35 @@
 
 import contextlib
 from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from typing import Any
 
-from engines.engine import Json
+from engines.engine import Json, ReceiptCopy
 from engines.errors import EngineFailed, EngineRefused
 from engines.http import HttpEngine
 from engines.types import PauseMode
 
 _PACKED_AT_INIT = (0, 28)
+MIXED = "mixed"
+"""The label of weights that are being overwritten, so that a gateway which was away meanwhile does not serve them."""
 
 
 class VllmEngine(HttpEngine):
     """One vLLM server (seen with 0.26 and 0.32).
 
     `engine_version` is the server's own; the latest dialect is spoken where it is not given. `api_key` is its bearer
-    key, where it wants one.
+    key, where it wants one. `has_tee` says that its workers are ours (`engines/vllm_worker.py`).
     """
 
-    def __init__(self, replica_id: str, url: str, engine_version: str = "", api_key: str = "") -> None:
+    def __init__(
+        self, replica_id: str, url: str, engine_version: str = "", api_key: str = "", *, has_tee: bool = False
+    ) -> None:
         super().__init__(replica_id, url, api_key)
+        self._has_tee = has_tee
         # Trainers say `packed` in the place that the vLLM installed beside them has it, engines want it in their own.
         self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
         self._packed = True
+        self._knows_versions = True
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         return await self._call(method, path, body, timeout_s)
@@ -35,10 +43,10 @@ class VllmEngine(HttpEngine):
 
     async def weight_version(self, timeout_s: float) -> int | None:
         try:
-            version = str((await self.ask("GET", "/weight_info", None, timeout_s)).get("weight_version"))
+            label = str((await self.ask("GET", "/weight_info", None, timeout_s)).get("weight_version"))
         except EngineRefused:
-            return None  # vLLM before weight versions
-        return version_number(version)
+            return 0  # vLLM before weight versions
+        return version_held(label)
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
         rest = {key: value for key, value in init_info.items() if key != "packed"}
@@ -50,6 +58,7 @@ class VllmEngine(HttpEngine):
         await self.ask("POST", "/shutdown_weight_transfer_engine", None, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
+        await self._label(MIXED, timeout_s)
         await self.ask("POST", "/start_weight_update", {}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
@@ -65,6 +74,32 @@ class VllmEngine(HttpEngine):
         # already, vLLM answers 500 and nothing is left to do.
         with contextlib.suppress(EngineFailed):
             await self.ask("POST", "/finish_weight_update", {}, timeout_s)
+        await self._label(MIXED, timeout_s)
+
+    async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
+        if self._has_tee:
+            await self._on_workers("open_receipt", asdict(copy) if copy else {}, timeout_s)
+
+    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
+        if not self._has_tee:
+            return {}
+        first, *others = await self._on_workers("close_receipt", {}, timeout_s)
+        for rank, digests in enumerate(others, 1):
+            if digests != first:
+                raise EngineFailed(f"its worker {rank} received other bytes than worker 0", replica_id=self.replica_id)
+        return dict(first)
+
+    async def drop_receipt(self, timeout_s: float) -> None:
+        if self._has_tee:
+            await self._on_workers("drop_receipt", {}, timeout_s)
+
+    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        await self._label(MIXED, timeout_s)
+        if self._has_tee:
+            await self._on_workers("load_snapshot", {"path": path}, timeout_s)
+        else:
+            await self._on_workers("reload_weights", {"weights_path": path}, timeout_s)
+        await self._label(str(version), timeout_s)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         await self.ask("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", None, timeout_s)
@@ -75,11 +110,31 @@ class VllmEngine(HttpEngine):
     async def reset_prefix_cache(self, timeout_s: float) -> bool:
         return bool((await self.ask("POST", "/reset_prefix_cache", None, timeout_s)).get("success", True))
 
+    async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
+        """The answers of all workers to a call of their method."""
+        body = {"method": method, "kwargs": arguments, "timeout": timeout_s}
+        answers = (await self.ask("POST", "/collective_rpc", body, timeout_s)).get("results")
+        return list(answers) if answers else [{}]
+
+    async def _label(self, label: str, timeout_s: float) -> None:
+        if self._knows_versions:
+            try:
+                await self.ask("POST", "/update_weight_version", {"new_version": label}, timeout_s)
+            except EngineRefused as error:
+                if error.status not in (404, 405):
+                    raise
+                self._knows_versions = False  # vLLM before weight versions
+
 
 def release(version: str) -> tuple[int, int]:
     """Major and minor of a vLLM version such as "0.32.0+cpu"."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
+
+
+def version_held(label: str) -> int | None:
+    """The version that a label tells of; None where it tells that the weights are a mixture."""
+    return None if label == MIXED else version_number(label)
 
 
 def version_number(label: str) -> int:

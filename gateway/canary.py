@@ -108,6 +108,19 @@ class Canary:
         self._trainers = given
         return findings
 
+    async def admit(self, replica: Replica, version: int) -> Finding:
+        """What the log-probs of a replica say that was brought to `version` by itself, while its peers serve."""
+        answer = await self._ask(replica, self.token_ids([replica]), version)
+        if isinstance(answer, Finding):
+            return answer
+        before, known = self._accepted.get(replica), self._accepted_elsewhere([replica], version)
+        if before is not None and before.version == version:
+            known, before = [*known, before], None
+        finding = judge({replica: answer}, {replica: before} if before else {}, elsewhere=known)[replica]
+        if finding.may_serve:
+            self._accepted[replica] = answer
+        return finding
+
     def _known(self, replica: Replica) -> Reading | None:
         """The reading of the weights that a replica holds, if there is one."""
         reading = self._accepted.get(replica)

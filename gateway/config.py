@@ -76,6 +76,14 @@ class WeightsConfig(_Section):
     """policy: quorum: least share of the replicas that must pass."""
     canary: CanaryConfig = CanaryConfig()
 
+    store: str | None = "auto"
+    """Folder that keeps the last two weight versions, for replicas that lose theirs; null keeps none, auto is a folder
+    in memory, /dev/shm/rollout-gateway-USER-NAME."""
+    store_wait_s: float = Field(5.0, ge=0)
+    """Longest that a transfer waits for the store's disk; what takes longer is not kept."""
+    load_timeout_s: float = Field(600.0, gt=0)
+    """Longest load of a version from the store, and longest write of one."""
+
     init_timeout_s: float = Field(300.0, gt=0)
     """Rendezvous of the trainer and all engine workers."""
     drain_timeout_s: float = Field(600.0, gt=0)

@@ -277,6 +277,18 @@ class Fleet:
         if replica.state not in (ReplicaState.SUSPECT, ReplicaState.LOST):
             self.set_state(replica, ReplicaState.SUSPECT, reason)
 
+    def learn(self, version: int) -> None:
+        """Only a gateway that was itself started anew meets weights newer than it knows of."""
+        if version > self.version:
+            self.version = version
+            for replica in self.policy:
+                if replica.can_serve:
+                    self.settle(replica, "a replica holds newer weights")
+
+    def explain(self, replica: Replica, reason: str) -> None:
+        """Say why it is in the state that it stays in."""
+        replica.reason = reason
+
     def fence(self, replica: Replica, reason: str) -> None:
         """Keep a replica whose weights are not what it says from serving; what it was working on is done elsewhere."""
         replica.weight_version = None
@@ -313,11 +325,7 @@ class Fleet:
             return
         self._replicas[info.replica_id] = replica
         replica.weight_version = version
-        if version > self.version:
-            # Only a gateway that was itself restarted meets weights newer than it knows of.
-            self.version = version
-            for other in self.serving(info.model):
-                self.settle(other, "a replica holds newer weights")
+        self.learn(version or 0)
         self.settle(replica, "joined")
         self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {info.replica_id}")
 
@@ -326,15 +334,12 @@ class Fleet:
             log.error("replica does not come in", replica=info.replica_id, url=info.url, reason=reason)
         self.refused[info.replica_id] = reason
 
-    async def _held_by(self, replica: Replica) -> int:
-        """The weight version of a replica that answers.
-
-        An engine that cannot name its version was just started as far as we know: it holds the checkpoint.
-        """
+    async def _held_by(self, replica: Replica) -> int | None:
+        """The weight version of a replica that answers; None where an update broke off in it."""
         if replica.frozen:
             await replica.engine.health(self._config.probe_timeout_s)
             return 0
-        return await replica.engine.weight_version(self._config.probe_timeout_s) or 0
+        return await replica.engine.weight_version(self._config.probe_timeout_s)
 
     async def _watch(self, replica: Replica) -> None:
         """Probe one replica until it is lost."""

@@ -102,4 +102,4 @@ def engine_client(config: Config, info: ReplicaInfo) -> Engine:
         group = config.groups.get(info.group)
         key = group.api_key if group else None
         return external_engine(info, key.get_secret_value() if key else "")
-    return connect(info.kind, info.replica_id, info.url, info.engine_version)
+    return connect(info.kind, info.replica_id, info.url, info.engine_version, has_tee=info.has_tee)

@@ -21,7 +21,7 @@ from engines.errors import (
     RolloutGatewayError,
     WeightUpdateFailed,
 )
-from engines.types import PauseMode
+from engines.types import EngineKind, PauseMode
 from gateway.access import Access
 from gateway.api import error_body, status_of
 from gateway.config import Config
@@ -29,6 +29,7 @@ from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
 from gateway.scheduler import Scheduler
 from gateway.sessions import session_of
+from gateway.snapshots import Snapshots
 from gateway.status import status_report
 from gateway.weights import WeightCoordinator
 from gateway.wire.chat import Chat
@@ -52,7 +53,8 @@ class GatewayServer:
         self._metrics = metrics
         self._access = Access(config.gateway)
         self._scheduler = Scheduler(config.gateway, fleet, metrics)
-        self._weights = WeightCoordinator(config.weights, fleet, self._scheduler, metrics)
+        self._snapshots = Snapshots(config.weights, config.name, _checkpoint(config))
+        self._weights = WeightCoordinator(config.weights, fleet, self._scheduler, metrics, self._snapshots)
         self._completions = Completions(config.gateway, fleet, self._scheduler)
         self._chat = Chat(config.gateway, fleet, self._scheduler)
 
@@ -89,6 +91,7 @@ class GatewayServer:
         return app
 
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
+        await self._snapshots.open()
         await self._fleet.look()
         tasks = [
             asyncio.create_task(self._fleet.run(), name="watch fleet"),
@@ -98,6 +101,7 @@ class GatewayServer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._snapshots.close()
 
     # Open routes
 
@@ -109,7 +113,7 @@ class GatewayServer:
     # Routes for inference keys
 
     def status(self) -> Json:
-        return status_report(self._fleet, self._scheduler, self._weights)
+        return status_report(self._fleet, self._scheduler, self._weights, self._snapshots)
 
     async def _status(self, request: web.Request) -> web.Response:
         return reply(self.status())
@@ -329,6 +333,12 @@ def _section(body: Json, key: str) -> Json:
     if not isinstance(section, dict):
         raise InvalidRequest(f"the body needs {key!r}, a JSON object", param=key)
     return section
+
+
+def _checkpoint(config: Config) -> str:
+    """The checkpoint of the policy; "" where only somebody else's server knows it."""
+    ours = (group for group in config.groups.values() if not group.frozen and group.kind is not EngineKind.EXTERNAL)
+    return next((group.model for group in ours), "")
 
 
 def _canary_logprobs(body: Json) -> list[float] | None:

@@ -3,10 +3,11 @@
 from engines.engine import Json
 from gateway.fleet import Fleet, Replica
 from gateway.scheduler import Scheduler
+from gateway.snapshots import Snapshots
 from gateway.weights import WeightCoordinator
 
 
-def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator) -> Json:
+def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator, snapshots: Snapshots) -> Json:
     """Seconds and counts; `weight_version` of a replica is null where its weights are unknown.
 
     Updates, pauses and the gate concern the model `policy`, which is null where all models are frozen.
@@ -19,6 +20,7 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
         "weight_version": fleet.version,
         "weight_update": update and update.report(),
         "last_weight_update": last and last.report(),
+        "weight_store": snapshots.report(),
         "paused": weights.is_paused,
         "gate_closed_for": scheduler.closed_for,
         "queue_length": sum(queues.values()),

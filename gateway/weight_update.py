@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from math import prod
+from pathlib import Path
 
 from engines.engine import Json
 
@@ -27,7 +28,8 @@ class WeightUpdate:
     """An update in progress, and its record afterwards.
 
     `seconds` are by step (drain, transfer, commit, canary); what is missing to the whole is the trainer's own time
-    between its calls. `replicas` say by replica id what became of it there.
+    between its calls. `replicas` say by replica id what became of it there. `draft` is where its tensors are written
+    for the weight store.
     """
 
     version: int
@@ -40,6 +42,7 @@ class WeightUpdate:
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     replicas: dict[str, Json] = field(default_factory=dict)
+    draft: Path | None = None
     error: str = ""
     ended_at: float | None = None
 

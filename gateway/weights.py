@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from engines.engine import Engine, Json
+from engines.engine import Engine, Json, ReceiptCopy
 from engines.errors import (
     DeadlineExceeded,
     EngineError,
@@ -25,13 +25,16 @@ from engines.errors import (
 )
 from engines.types import Dialect, PauseMode, ReplicaState
 from gateway.canary import Canary
+from gateway.catch_up import CatchUp
 from gateway.config import WeightsConfig
 from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
+from gateway.receipts import check_receipts
 from gateway.scheduler import Scheduler
+from gateway.snapshots import Snapshots
 from gateway.update_log import UpdateLog
 from gateway.verdicts import Finding, Result
-from gateway.weight_update import Phase, WeightUpdate
+from gateway.weight_update import Phase, WeightUpdate, num_bytes
 
 log = structlog.get_logger()
 
@@ -58,7 +61,9 @@ class TransferGroup:
 class WeightCoordinator:
     """Opens, fills and commits updates on behalf of one trainer at a time."""
 
-    def __init__(self, config: WeightsConfig, fleet: Fleet, scheduler: Scheduler, metrics: Metrics) -> None:
+    def __init__(
+        self, config: WeightsConfig, fleet: Fleet, scheduler: Scheduler, metrics: Metrics, snapshots: Snapshots
+    ) -> None:
         self._config = config
         self._fleet = fleet
         self._scheduler = scheduler
@@ -68,6 +73,8 @@ class WeightCoordinator:
         self._canary = Canary(config.canary, fleet.models.groups)
         self._paused: PauseMode | None = None
         self._updates = UpdateLog(metrics)
+        self._snapshots = snapshots
+        self._catch_up = CatchUp(config, fleet, snapshots, self._canary, lambda: self.is_paused)
         self._busy_with = ""
         fleet.on_change(lambda: metrics.weight_version.set(fleet.version))
 
@@ -95,6 +102,7 @@ class WeightCoordinator:
         async with self._exclusively("init_weight_transfer_engine"):
             await self._abort("a trainer opened a new transfer group")
             await self._close_group()
+            await self._catch_up.settled(self._config.init_timeout_s)
             await self._settled()
             members = tuple(replica for replica in self._policy() if replica.info.takes_weights)
             self._check_some_take_weights(members)
@@ -161,8 +169,7 @@ class WeightCoordinator:
                         self._config.transfer_timeout_s,
                     )
                 except BaseException as error:
-                    await self._abort(str(error) or type(error).__name__)
-                    await self._close_group()
+                    await self._abort(str(error) or type(error).__name__, leaves_group=True)
                     raise
             update.receive(update_info)
 
@@ -186,6 +193,7 @@ class WeightCoordinator:
             update.phase = Phase.VERIFYING
             with update.timed("commit"):
                 try:
+                    digests = await self._receipts(group)
                     await self._on_all(
                         group.members,
                         lambda replica: replica.engine.finish_weight_update(
@@ -203,6 +211,7 @@ class WeightCoordinator:
                     await self._abort(str(error) or type(error).__name__)
                     raise
             self._commit(update, group, findings)
+            await self._keep(update, digests)
             return update.version
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
@@ -239,7 +248,12 @@ class WeightCoordinator:
         return all(await self._on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s))
 
     async def run(self) -> None:
-        """Abort an update whose trainer has gone silent, until cancelled."""
+        """Abort an update whose trainer has gone silent, and bring back replicas that are behind, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_update(), name="watch update")
+            tasks.create_task(self._catch_up.run(), name="catch up")
+
+    async def _watch_update(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self._config.idle_timeout_s / 4))
             update = self._update
@@ -251,15 +265,47 @@ class WeightCoordinator:
 
     async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
         """From here on engines are overwritten: none of them counts as holding any version until the commit."""
+        scribe = next((replica for replica in group.members if replica.info.has_tee), None)
+        size = max(map(_checkpoint_bytes, group.members))
+        update.draft = await self._snapshots.draft(self._fleet.version, size) if scribe else None
+        await self._catch_up.settled(self._config.control_timeout_s)
         update.phase = Phase.RECEIVING
         for replica in group.members:
             replica.weight_version = None
             self._fleet.set_state(replica, ReplicaState.UPDATING, f"update to version {update.version}")
+        timeout_s = self._config.control_timeout_s
+        copy = self._copy(update, scribe) if scribe and update.draft else None
         await self._on_all(
             group.members,
-            lambda replica: replica.engine.start_weight_update(self._config.control_timeout_s),
-            self._config.control_timeout_s,
+            lambda replica: replica.engine.open_receipt(copy if replica is scribe else None, timeout_s),
+            timeout_s,
         )
+        await self._on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
+
+    def _copy(self, update: WeightUpdate, scribe: Replica) -> ReceiptCopy:
+        """What the replica that writes the version down has to know."""
+        return ReceiptCopy(
+            draft=str(update.draft),
+            model=scribe.info.model,
+            base=self._snapshots.base(self._fleet.version),
+            names=tuple(tensor.name for tensor in scribe.info.tensors or ()),
+            wait_s=self._config.store_wait_s,
+        )
+
+    async def _receipts(self, group: TransferGroup) -> dict[str, str]:
+        """Digests of the tensors received, by name, once all replicas agree on them."""
+        timeout_s = self._config.control_timeout_s
+        told = await self._on_all(group.members, lambda replica: replica.engine.close_receipt(timeout_s), timeout_s)
+        check_receipts(dict(zip(group.members, told, strict=True)))
+        return next(filter(None, told), {})
+
+    async def _keep(self, update: WeightUpdate, digests: dict[str, str]) -> None:
+        """Have the store keep the version just committed, or at least forget those that nobody needs."""
+        if update.draft is None:
+            await self._snapshots.settle(update.version)
+            return
+        holders = [r.info.incarnation for r in self._fleet.policy if r.weight_version == update.version]
+        self._snapshots.keep(update.draft, update.version, holders, digests)
 
     async def _remember_canary(self, members: Sequence[Replica]) -> None:
         """What the canary says before the first update. A paused engine answers nothing, and is asked another time."""
@@ -325,8 +371,12 @@ class WeightCoordinator:
                 self._fleet.settle(replica, f"version {update.version} committed")
         self._end(update, group.members, Phase.COMMITTED)
 
-    async def _abort(self, reason: str) -> None:
-        """End the open update, if any. Replicas that were being overwritten hold no known version and do not serve."""
+    async def _abort(self, reason: str, *, leaves_group: bool = False) -> None:
+        """End the open update, if any. Replicas that were being overwritten hold no known version and do not serve
+        until they are back at the fleet's, which happens beside this. The group is given up with `leaves_group`."""
+        members = self._group.members if self._group else ()
+        if leaves_group:
+            self._group = None
         update = self._update
         if update is None:
             return
@@ -334,7 +384,9 @@ class WeightCoordinator:
         for replica in overwritten:
             self._fleet.fence(replica, f"update to version {update.version} aborted: {reason}")
         self._end(update, overwritten, Phase.ABORTED, reason)
-        await self._try_on_all(overwritten, lambda engine: engine.abandon_weight_update(self._config.control_timeout_s))
+        left = members if leaves_group else overwritten
+        self._catch_up.restore((r for r in left if r.state is not ReplicaState.LOST), leaves_group=leaves_group)
+        await self._snapshots.discard(update.draft)
 
     def _end(self, update: WeightUpdate, members: Sequence[Replica], phase: Phase, error: str = "") -> None:
         for replica in members:
@@ -470,6 +522,12 @@ class WeightCoordinator:
 
     def _timed(self, step: str) -> Any:
         return self._metrics.weight_update_seconds.labels(step).time()
+
+
+def _checkpoint_bytes(replica: Replica) -> int:
+    """0 where its checkpoint cannot be read."""
+    tensors = replica.info.tensors or ()
+    return num_bytes({"dtype_names": [one.dtype for one in tensors], "shapes": [one.shape for one in tensors]})
 
 
 def _names(replicas: Sequence[Replica]) -> str:

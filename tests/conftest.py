@@ -6,7 +6,7 @@ import pytest
 
 from engines.config import SimConfig
 from gateway.config import Config
-from tests.rig import FAST_WATCH, Json, Rig, StartRig
+from tests.rig import FAST_WATCH, Json, Rig, SimReplica, StartRig
 
 
 @pytest.fixture
@@ -15,14 +15,19 @@ async def start_rig() -> AsyncIterator[StartRig]:
     rigs: list[Rig] = []
 
     async def start(
-        num_replicas: int = 2, sim: Json | None = None, odd: dict[str, Json] | None = None, **sections: Json
+        num_replicas: int = 2,
+        sim: Json | None = None,
+        odd: dict[str, Json] | None = None,
+        replicas: list[SimReplica] | None = None,
+        **sections: Json,
     ) -> Rig:
         engine = {"kind": "sim", "model": "sim", "num_replicas": num_replicas}
-        tree = {"engine": engine, "fleet": FAST_WATCH, **sections}
+        weights = {"store": None} | sections.pop("weights", {})
+        tree = {"engine": engine, "fleet": FAST_WATCH, "weights": weights, **sections}
         fast = {"decode_step_s": 0.0, "decode_step_per_seq_s": 0.0}
         rig = Rig(Config.model_validate(tree), SimConfig.model_validate(fast | (sim or {})), odd)
         rigs.append(rig)
-        return await rig.start()
+        return await rig.start(replicas)
 
     yield start
     for rig in rigs:

@@ -52,6 +52,7 @@ class SimReplica:
             max_num_seqs=8,
             engine_version="0.32.0+sim",
             streams=True,
+            has_tee=True,
             capabilities=frozenset({"/init_weight_transfer_engine"}),
             tensors=tuple(TensorMeta(name=n, dtype="float32", shape=tuple(s)) for n, s in sim.tensors.items()),
         )
@@ -61,6 +62,10 @@ class SimReplica:
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.info = replace(self.info, url=f"http://127.0.0.1:{self._runner.addresses[0][1]}")
         return self
+
+    def damage(self, tensor: str) -> None:
+        """From now on this tensor arrives with a wrong byte."""
+        self._server.worker.damage(tensor)
 
     def heal(self) -> None:
         """From now on it takes updates as it should."""
@@ -99,12 +104,14 @@ class Rig:
         self.client = aiohttp.ClientSession()
         self.url = ""
 
-    async def start(self) -> "Rig":
+    async def start(self, replicas: "list[SimReplica] | None" = None) -> "Rig":
+        """`replicas` run already, where given: those of a gateway that is gone."""
+        self.replicas = replicas or []
         for group, engine in self.config.groups.items():
             if engine.kind is EngineKind.EXTERNAL:
                 self.external.append(await described(engine, f"{group}-0", group))
                 continue
-            for index in range(engine.num_replicas):
+            for index in range(engine.num_replicas if replicas is None else 0):
                 await self.add_replica(f"{group}-{index}", seed=index)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -120,9 +127,13 @@ class Rig:
         self.replicas = [other for other in self.replicas if other.info.replica_id != replica_id] + [replica]
         return replica
 
+    async def stop_gateway(self) -> None:
+        """End the gateway; its replicas go on."""
+        await self._runner.cleanup()
+
     async def stop(self) -> None:
         await self.client.close()
-        await self._runner.cleanup()
+        await self.stop_gateway()
         for replica in self.replicas:
             await replica.kill()
 

@@ -90,6 +90,7 @@ def test_the_cuda_build_runs_vllm_serve_on_loopback() -> None:
     assert run.argv[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "m"]
     assert flags(run) == {
         "host": "127.0.0.1",
+        "worker-extension-cls": "engines.vllm_worker.WeightWorker",
         "port": "8123",
         "seed": "0",
         "dtype": "auto",
@@ -448,3 +449,8 @@ def test_a_replica_reserves_what_its_engine_uses_unless_told() -> None:
 def test_a_shared_gpu_needs_room_for_all_who_share_it(levers: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         config(**levers)
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_workers_of_a_frozen_model_are_vllms_own() -> None:
+    assert "worker-extension-cls" not in flags(command(frozen=True))

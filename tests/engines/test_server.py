@@ -73,6 +73,7 @@ async def test_a_started_engine_says_what_it_is(
         replica_id="engine-0",
         incarnation=info.incarnation,
         group="engine",
+        has_tee=True,
         kind=EngineKind.SIM,
         url=info.url,
         model="tiny",

@@ -364,6 +364,7 @@ async def test_an_update_is_a_session_where_the_version_has_them(
     assert server.asked == [
         ("/openapi.json", {}),
         ("/init_weights_update_group", {**GROUP, **name, "backend": "gloo"}),
+        ("/update_weight_version", {"new_version": "mixed", "abort_all_requests": False}),
         *begun,
         ("/update_weights_from_distributed", update | name),
         *ended,

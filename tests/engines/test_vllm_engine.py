@@ -255,15 +255,22 @@ def test_a_version_is_a_number(label: str, number: int) -> None:
     assert version_number(label) == number
 
 
-@pytest.mark.parametrize(("body", "status", "version"), [('{"weight_version": "3"}', 200, 3), ("", 404, None)])
-async def test_the_weight_version_is_none_where_the_engine_has_no_word_for_it(
+@pytest.mark.parametrize(
+    ("body", "status", "version"),
+    [('{"weight_version": "3"}', 200, 3), ('{"weight_version": "mixed"}', 200, None), ("", 404, 0)],
+)
+async def test_the_weight_version_is_none_of_a_mixture_and_0_where_the_engine_has_no_word_for_it(
     serve: Serve, body: str, status: int, version: int | None
 ) -> None:
     assert await (await serve(answering(body, status))).weight_version(TIMEOUT_S) == version
 
 
 async def test_abandoning_an_update_that_is_over_is_no_error(serve: Serve) -> None:
-    await (await serve(answering("no update is active", status=500))).abandon_weight_update(TIMEOUT_S)
+    async def answer(request: web.Request) -> web.Response:
+        is_over = request.path == "/finish_weight_update"
+        return web.json_response({"error": "no update is active"}, status=500 if is_over else 200)
+
+    await (await serve(answer)).abandon_weight_update(TIMEOUT_S)
 
 
 async def test_metrics_are_text(serve: Serve) -> None:

@@ -1,0 +1,72 @@
+"""The weights of the simulated engine: what our extension of vLLM's workers answers, on tensors that are all zeros."""
+
+import asyncio
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from engines.engine import Json, ReceiptCopy
+from engines.errors import StoreFailed, WeightUpdateConflict
+from engines.weight_store import Draft, RawTensor, check_bytes, digest_of, raw
+
+
+class SimWorker:
+    """The methods that /collective_rpc reaches."""
+
+    def __init__(self, model_name: str, tensors: dict[str, list[int]]) -> None:
+        self._name = model_name
+        self._tensors = tensors
+        self._damaged: set[str] = set()
+        self._copy: ReceiptCopy | None = None
+        self._received: dict[str, RawTensor] = {}
+        self._receives = False
+
+    def damage(self, name: str) -> None:
+        """From now on tensor `name` arrives with a wrong byte."""
+        self._damaged.add(name)
+
+    def see(self, names: list[str], shapes: list[list[int]]) -> None:
+        """Note tensors that were received."""
+        if self._receives:
+            self._received |= {name: self._zeros(name, shape) for name, shape in zip(names, shapes, strict=True)}
+
+    async def call(self, method: str, arguments: Json) -> Json | None:
+        match method:
+            case "open_receipt":
+                self._copy = ReceiptCopy(**arguments) if arguments else None
+                self._received, self._receives = {}, True
+            case "close_receipt":
+                self._receives = False
+                if self._copy is not None:
+                    await asyncio.to_thread(_write, self._copy, list(self._received.values()))
+                return {name: tensor.digest for name, tensor in self._received.items()}
+            case "drop_receipt":
+                self._receives = False
+            case "load_snapshot":
+                await asyncio.to_thread(self._load, arguments["path"])
+            case _:
+                raise WeightUpdateConflict(f"the worker has no method {method!r}")
+        return None
+
+    def _load(self, path: str) -> None:
+        if path == self._name:
+            return  # the checkpoint, of which there is no file
+        found = {name: tensor.shape for name, tensor in check_bytes(Path(path)).tensors.items()}
+        if found != self._tensors:
+            raise WeightUpdateConflict(f"{path} holds other tensors than the model")
+
+    def _zeros(self, name: str, shape: list[int]) -> RawTensor:
+        content = bytearray(4 * math.prod(shape))
+        if name in self._damaged:
+            content[0] = 1
+        return replace(raw(name, "float32", shape, content), digest=digest_of(content))
+
+
+def _write(copy: ReceiptCopy, tensors: list[RawTensor]) -> None:
+    draft = Draft(Path(copy.draft), copy.model)
+    try:
+        draft.add(tensors)
+        draft.complete_from(Path(copy.base) if copy.base else None, copy.names)
+        draft.finish()
+    except StoreFailed as error:
+        draft.fail(str(error))

@@ -1,0 +1,72 @@
+"""What we add to vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engines.vllm_gloo import rebuild_tied_head
+from engines.weight_tee import Scribe, WeightTee
+
+
+class WeightWorker:
+    """Mixed into vLLM's worker class, so that `self` is the worker. Names here must be none of the worker's own."""
+
+    tee: WeightTee | None = None
+    scribe: Scribe | None = None
+
+    def open_receipt(
+        self, draft: str = "", model: str = "", base: str = "", names: Sequence[str] = (), wait_s: float = 0.0
+    ) -> None:
+        """Digest what is received from now on; the first worker also copies it into folder `draft` if one is given."""
+        worker: Any = self
+        self.drop_receipt()
+        if draft and worker.rank == 0 and worker.parallel_config.data_parallel_index == 0:
+            self.scribe = _scribe_after(self.scribe, Path(draft), model, Path(base) if base else None, names, wait_s)
+        self.tee = WeightTee(worker.weight_transfer_engine.model, self.scribe if draft else None)
+
+    def close_receipt(self) -> dict[str, str]:
+        """The digest of each tensor received. A draft becomes whole, or says why not, in its own time."""
+        tee, self.tee = self.tee, None
+        return tee.close() if tee is not None else {}
+
+    def drop_receipt(self) -> None:
+        """Stop digesting and copying; the draft is worth nothing."""
+        tee, self.tee = self.tee, None
+        if tee is not None:
+            tee.drop()
+
+    def load_snapshot(self, path: str) -> None:
+        """Load all weights from a checkpoint folder, whatever an update that broke off has left."""
+        worker: Any = self
+        self.drop_receipt()
+        config = worker.vllm_config.model_config
+        before = config.model
+        try:
+            _end_reload(worker)
+            worker.reload_weights(weights_path=path)
+        finally:
+            config.model = before  # vLLM would go on telling the snapshot's folder
+        worker._weight_update_active = False
+        rebuild_tied_head(worker.get_model())
+
+
+def _end_reload(worker: Any) -> None:
+    """End a layerwise reload that an update left in the middle: vLLM would take the next one for its continuation."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    model = worker.get_model()
+    if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
+        with set_current_vllm_config(worker.vllm_config):
+            finalize_layerwise_reload(model, worker.vllm_config.model_config)
+
+
+def _scribe_after(
+    before: Scribe | None, draft: Path, model: str, base: Path | None, names: Sequence[str], wait_s: float
+) -> Scribe:
+    """The next scribe, once the one before is done: two would need the memory of two."""
+    scribe = Scribe(draft, model, base, names, wait_s)
+    if before is not None and not before.join(wait_s):
+        scribe.give_up("the version before is still being written (weights.store_wait_s)")
+    return scribe

@@ -1,0 +1,212 @@
+"""What a vLLM worker does beside loading the tensors of an update: digest them, and as scribe copy them into the store.
+
+The tee stands before the model's `load_weights`, so it sees what any receiver hands over, gloo and NCCL alike.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.errors import RolloutGatewayError
+from engines.tensor_bytes import digest_on_host, raw_tensor, sum_on_device
+from engines.weight_store import SHARD_BYTES, Draft, RawTensor
+
+NamedTensor = tuple[str, torch.Tensor]
+
+_BUDGET_BYTES = 4 << 30
+"""Tensors that wait in host memory for the disk."""
+
+
+class WeightTee:
+    """One update as one worker sees it. Made at its start, closed at its end."""
+
+    def __init__(self, model: Any, scribe: "Scribe | None" = None) -> None:
+        self._model = model
+        self._scribe = scribe
+        self._digests: dict[str, Any] = {}  # texts, and numbers that are still on a GPU
+        self._load: Callable[[Iterable[NamedTensor]], Any] = model.load_weights
+        model.load_weights = self._load_and_see
+
+    def remove(self) -> None:
+        """The model loads as it did before."""
+        if self._model.__dict__.get("load_weights") == self._load_and_see:
+            del self._model.load_weights
+
+    def close(self) -> dict[str, str]:
+        """End; the digest of each tensor received. The scribe goes on writing by itself."""
+        self.remove()
+        if self._scribe is not None:
+            self._scribe.close()
+        sums = {name: one for name, one in self._digests.items() if isinstance(one, torch.Tensor)}
+        told = torch.stack(list(sums.values())).tolist() if sums else []  # the GPU is waited for once
+        return self._digests | {name: _told(one) for name, one in zip(sums, told, strict=True)}
+
+    def drop(self) -> None:
+        """End without a result: the draft is worth nothing."""
+        self.remove()
+        if self._scribe is not None:
+            self._scribe.give_up("the update was aborted")
+
+    def _load_and_see(self, weights: Iterable[NamedTensor]) -> Any:
+        tensors = list(weights)
+        for name, tensor in tensors:
+            self._digests[name] = sum_on_device(tensor) if tensor.is_cuda else digest_on_host(tensor)
+        if self._scribe is None:
+            return self._load(tensors)
+        # A copy from the GPU runs beside the load; the stream that uses the receiver's buffer again waits for it.
+        with self._scribe.copying([(name, tensor, self._digests[name]) for name, tensor in tensors]):
+            return self._load(tensors)
+
+
+class Scribe:
+    """Writes what one worker receives into a draft, in a thread of its own.
+
+    The transfer waits for it at most `wait_s` in all; what would take longer is given up, and the draft says so.
+    """
+
+    def __init__(self, draft: Path, model: str, base: Path | None, names: Iterable[str], wait_s: float) -> None:
+        """Of `names`, what never comes is taken from the checkpoint or version in folder `base`."""
+        self._draft = Draft(draft, model)
+        self._base = base
+        self._expected = list(names)
+        self._wait_s = wait_s
+        self._given_up = ""
+        self._waiting: queue.SimpleQueue[list[_Copy] | None] = queue.SimpleQueue()
+        self._bytes = 0
+        self._room = threading.Condition()
+        self._stream: Any = None
+        self._thread = threading.Thread(target=self._write, name="scribe", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_writing(self) -> bool:
+        return self._thread.is_alive()
+
+    def copying(self, tensors: Sequence[tuple[str, torch.Tensor, Any]]) -> "_Copying":
+        """Copies of the tensors are under way when entered, and safe from the receiver's next chunk when left."""
+        return _Copying(self, tensors)
+
+    def close(self) -> None:
+        """No more tensors come."""
+        self._waiting.put(None)
+
+    def give_up(self, reason: str) -> None:
+        """Stop, and say why in the draft."""
+        with self._room:
+            self._given_up = self._given_up or reason
+            self._room.notify_all()
+        self._waiting.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the writer ended in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Wait for the writer while too much waits for the disk. False where this draft is given up."""
+        began = time.monotonic()
+        with self._room:
+            self._room.wait_for(
+                lambda: self._given_up or self._bytes == 0 or self._bytes + num_bytes <= _BUDGET_BYTES,
+                timeout=max(0.0, self._wait_s),
+            )
+            fits = self._bytes == 0 or self._bytes + num_bytes <= _BUDGET_BYTES
+            self._bytes += num_bytes if fits and not self._given_up else 0
+        self._wait_s -= time.monotonic() - began
+        if not fits:
+            self.give_up("the weight store's disk was too slow (weights.store_wait_s)")
+        return not self._given_up
+
+    def put(self, copies: "list[_Copy]") -> None:
+        self._waiting.put(copies)
+
+    def stream(self, device: torch.device) -> Any:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    def _write(self) -> None:
+        try:
+            self._write_all()
+        except Exception as error:  # whatever it is, the draft says it and the update goes on
+            self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))
+        if self._given_up:
+            self._draft.fail(self._given_up)
+
+    def _write_all(self) -> None:
+        shard: list[RawTensor] = []
+        while not self._given_up and (copies := self._waiting.get()) is not None:
+            shard += [copy.on_host() for copy in copies]
+            if sum(tensor.num_bytes for tensor in shard) >= SHARD_BYTES:
+                self._add(shard)
+                shard = []
+        if self._given_up:
+            return
+        if shard:
+            self._add(shard)
+        self._draft.complete_from(self._base, self._expected)
+        self._draft.finish()
+
+    def _add(self, shard: list[RawTensor]) -> None:
+        self._draft.add(shard)
+        with self._room:
+            self._bytes -= sum(tensor.num_bytes for tensor in shard)
+            self._room.notify_all()
+
+
+class _Copy:
+    """A tensor's copy in host memory, or on its way there until `done`."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, digest: str, done: Any) -> None:
+        self._name = name
+        self._tensor = tensor
+        self._digest = digest
+        self._done = done
+
+    def on_host(self) -> RawTensor:
+        if self._done is not None:
+            self._done.synchronize()
+        return raw_tensor(self._name, self._tensor, self._digest)
+
+
+class _Copying:
+    def __init__(self, scribe: Scribe, tensors: Sequence[tuple[str, torch.Tensor, Any]]) -> None:
+        self._scribe = scribe
+        self._tensors = tensors
+        self._device = next((tensor.device for _, tensor, _ in tensors if tensor.is_cuda), None)
+
+    def __enter__(self) -> None:
+        if not self._scribe.has_room(sum(tensor.nbytes for _, tensor, _ in self._tensors)):
+            self._device = None
+            return
+        if self._device is None:
+            self._scribe.put([_Copy(name, t.clone(), _known(digest), None) for name, t, digest in self._tensors])
+            return
+        stream = self._scribe.stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            pinned = [
+                (name, torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True), digest)
+                for name, t, digest in self._tensors
+            ]
+            done = torch.cuda.Event()
+            done.record(stream)
+        self._scribe.put([_Copy(name, copy, _known(digest), done) for name, copy, digest in pinned])
+
+    def __exit__(self, *_: object) -> None:
+        if self._device is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._scribe.stream(self._device))
+
+
+def _known(digest: Any) -> str:
+    """The store's digest of a tensor on a GPU is made from its copy."""
+    return digest if isinstance(digest, str) else ""
+
+
+def _told(total: int) -> str:
+    return f"sum64:{total & (1 << 64) - 1:016x}"

@@ -1,0 +1,238 @@
+"""The fleet's weight versions in the store: asked for off the event loop, and never in the way of an update.
+
+Where there is no store, or it has no room, the fleet goes on without, and `report` says why.
+"""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from engines.engine import Json
+from engines.errors import DeadlineExceeded, StoreFailed
+from engines.weight_store import Manifest, WeightStore, check_bytes, is_whole
+from gateway.config import WeightsConfig
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+AUTO = "auto"
+_POLL_S = 0.05
+_SHARED_MEMORY = Path("/dev/shm")
+_COPIES = 2
+
+
+class Snapshots:
+    """The store of one gateway. `checkpoint` is the folder of version 0, where there is one here."""
+
+    def __init__(self, config: WeightsConfig, app: str, checkpoint: str = "") -> None:
+        self._config = config
+        self._folder = _folder(config.store, app) if config.store is not None else None
+        self._checkpoint = Path(checkpoint) if checkpoint and Path(checkpoint).is_dir() else None
+        self._store: WeightStore | None = None
+        self._why_not = "weights.store is null" if config.store is None else "not open yet"
+        self._keeping: asyncio.Task[None] | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    async def open(self) -> None:
+        """Find the store, or the reason to go without."""
+        if self._folder is None:
+            return
+        try:
+            self._store = await self._aside(WeightStore, self._folder)
+            self._why_not = ""
+            size = (
+                sum(path.stat().st_size for path in self._checkpoint.glob("*.safetensors")) if self._checkpoint else 0
+            )
+            await self._check_room(size)
+        except StoreFailed as error:
+            self._go_without(str(error))
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        if self._store is not None:
+            await self._aside(self._store.close)
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when there is a new version to load."""
+        self._listeners.append(listener)
+
+    def report(self) -> Json:
+        """As `status` shows it. `reason` says why versions are not kept; empty where they are."""
+        return {
+            "folder": str(self._folder) if self._folder else None,
+            "versions": self._store.versions if self._store else [],
+            "reason": self._why_not,
+        }
+
+    @property
+    def folder(self) -> Path:
+        """Where trainers write drafts. Raises `StoreFailed` where there is no store."""
+        return self._open_store().folder
+
+    def base(self, version: int) -> str:
+        """The folder of a version's weights, to complete the next from; "" where there is none."""
+        if version == 0:
+            return str(self._checkpoint or "")
+        return str(self._store.path(version)) if self._store and self._store.has(version) else ""
+
+    async def draft(self, served: int, num_bytes: int) -> Path | None:
+        """A folder for the next version of about `num_bytes`; None where the fleet goes on without it."""
+        store = self._store
+        if store is None:
+            return None
+        try:
+            if self._keeping is not None:
+                await asyncio.wait([self._keeping], timeout=self._config.store_wait_s)
+            if self._keeping is not None and not self._keeping.done():
+                log.warning("no snapshot", reason="the version before is still being written (weights.store_wait_s)")
+                return None
+            # While a version is written only the one that is served is kept beside it.
+            await self._aside(store.prune, served, 1)
+            if not await self._check_room(num_bytes):
+                return None
+            return await self._aside(store.draft)
+        except StoreFailed as error:
+            log.error("no snapshot", reason=str(error))
+            return None
+
+    async def discard(self, draft: Path | None) -> None:
+        if draft is not None and self._store is not None:
+            await self._aside(self._store.discard, draft)
+
+    def keep(self, draft: Path, version: int, incarnations: Sequence[str], digests: dict[str, str]) -> None:
+        """In the background: wait until the draft is whole, and make it `version`, which these engines hold.
+
+        `digests` are what all of them received: what was written must be that.
+        """
+        self._keeping = asyncio.create_task(
+            self._keep(draft, version, incarnations, digests), name=f"keep version {version}"
+        )
+
+    async def promote(self, name: str, version: int, manifest: Manifest) -> Path:
+        """Make the draft that a trainer wrote `version`."""
+        store = self._open_store()
+        return await self._aside(store.promote, store.named(name), version, self._checkpoint)
+
+    async def checked(self, name: str) -> Manifest:
+        """The manifest of a trainer's draft, whose bytes are what it says. Raises `InvalidRequest` where not."""
+        return await self._aside(check_bytes, self._open_store().named(name))
+
+    async def withdraw(self, version: int) -> None:
+        """Remove a version that came to nothing."""
+        if self._store is not None:
+            await self._aside(self._store.remove, version)
+
+    async def settle(self, served: int) -> None:
+        """Keep the last versions and tell those who wait for one."""
+        if self._store is not None:
+            await self._aside(self._store.prune, served)
+        for listener in self._listeners:
+            listener()
+
+    async def note_holders(self, version: int, incarnations: Iterable[str]) -> None:
+        if self._store is not None and self._store.has(version):
+            with contextlib.suppress(StoreFailed):  # it is of use after a restart of ours alone
+                for incarnation in incarnations:
+                    await self._aside(self._store.note_holder, version, incarnation)
+
+    async def last_held_by(self, incarnation: str) -> int:
+        """The last version that this engine was noted to hold, by us or by the gateway before us; 0 if none."""
+        return await self._aside(self._store.last_held_by, incarnation) if self._store else 0
+
+    @asynccontextmanager
+    async def reading(self, version: int, holders: Iterable[str]) -> AsyncIterator[Path]:
+        """The folder of a version, which stays meanwhile. Raises `StoreFailed` where it is not there.
+
+        `holders` are incarnations of engines that hold the version: they vouch for one from before our start.
+        """
+        store = self._open_store()
+        for incarnation in holders:
+            if store.has(version) or await self._aside(store.adopt, version, incarnation):
+                break
+        with store.reading(version) as path:
+            yield path
+
+    async def _keep(self, draft: Path, version: int, incarnations: Sequence[str], digests: dict[str, str]) -> None:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._config.load_timeout_s):
+                while not await self._aside(is_whole, draft):  # noqa: ASYNC110 another process writes it
+                    await asyncio.sleep(_POLL_S)
+            await self._aside(_check_digests, draft, digests)
+            store = self._open_store()
+            await self._aside(store.promote, draft, version, self._checkpoint)
+            await self.note_holders(version, incarnations)
+            log.info("version kept", version=version, seconds=round(time.monotonic() - began, 3))
+        except (StoreFailed, TimeoutError) as error:
+            reason = (
+                str(error) or f"it was not written within {self._config.load_timeout_s:g} s (weights.load_timeout_s)"
+            )
+            log.error("version not kept", version=version, reason=reason)
+            await self.discard(draft)
+        except BaseException:
+            await self.discard(draft)
+            raise
+        await self.settle(version)
+
+    async def _check_room(self, num_bytes: int) -> bool:
+        store = self._open_store()
+        if await self._aside(store.has_room_for, _COPIES * num_bytes):
+            self._why_not = ""
+            return True
+        self._go_without(
+            f"{store.folder} has no room for {_COPIES} copies of {num_bytes / 1e9:.3g} GB: make room, name a larger "
+            "place in weights.store, or say null"
+        )
+        return False
+
+    def _go_without(self, reason: str) -> None:
+        if reason != self._why_not:
+            log.warning("no weight store: replicas that lose their weights wait for the next update", reason=reason)
+        self._why_not = reason
+
+    def _open_store(self) -> WeightStore:
+        if self._store is None:
+            raise StoreFailed(f"there is no weight store: {self._why_not}")
+        return self._store
+
+    async def _aside(self, call: Callable[..., T], *arguments: object) -> T:
+        """The call in a thread; what the file system has against it as `StoreFailed`."""
+        try:
+            return await asyncio.to_thread(call, *arguments)
+        except OSError as error:
+            raise StoreFailed(f"the weight store failed: {error}") from error
+
+
+async def bounded(wait: Awaitable[T], timeout_s: float, what: str) -> T:
+    """The wait's result; `DeadlineExceeded` with `what` when it takes longer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await wait
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{what} within {timeout_s:g} s") from error
+
+
+def _folder(configured: str, app: str) -> Path:
+    if configured != AUTO:
+        return Path(configured)
+    place = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return place / f"rollout-gateway-{os.getuid()}-{app}"
+
+
+def _check_digests(draft: Path, received: dict[str, str]) -> None:
+    """What a GPU received is told by sums that the store does not have; there is nothing to compare then."""
+    for name, tensor in Manifest.read(draft).tensors.items():
+        kind = tensor.digest.partition(":")[0]
+        if name in received and received[name].partition(":")[0] == kind and received[name] != tensor.digest:
+            raise StoreFailed(f"tensor {name!r} was written with other bytes than were received")

@@ -1,0 +1,174 @@
+"""What is seen of an update on its way into a model: digests on CPU and, in the arithmetic that GPUs do, elsewhere."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from engines import tensor_bytes, weight_tee
+from engines.errors import StoreFailed
+from engines.tensor_bytes import digest_on_host, sum_on_device
+from engines.weight_store import Draft, Manifest, WeightStore, check_bytes, is_whole
+from engines.weight_tee import Scribe, WeightTee
+
+SOON_S = 10.0
+
+
+class PlayedModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
+        self.loaded |= {name: tensor.clone() for name, tensor in weights}
+        return {name for name, _ in weights}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStore:
+    return WeightStore(tmp_path / "store")
+
+
+def scribe(store: WeightStore, names: Sequence[str] = (), base: Path | None = None, wait_s: float = 5.0) -> Scribe:
+    return Scribe(store.draft(), "m", base, names, wait_s)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {"w": torch.randn(5, 3, dtype=torch.bfloat16), "b": torch.randn(7), "odd": torch.ones(3, dtype=torch.uint8)}
+
+
+def test_the_model_loads_what_it_did_before_and_the_tee_tells_digests() -> None:
+    model, sent = PlayedModel(), tensors()
+    tee = WeightTee(model)
+    assert model.load_weights(iter(sent.items())) == set(sent)
+    assert tee.close() == {name: digest_on_host(tensor) for name, tensor in sent.items()}
+    assert all(torch.equal(model.loaded[name], tensor) for name, tensor in sent.items())
+    assert "load_weights" not in vars(model)
+
+
+def test_one_wrong_bit_changes_the_digest_of_its_tensor_alone() -> None:
+    sent = tensors()
+    other = {name: tensor.clone() for name, tensor in sent.items()}
+    other["w"].view(torch.int16)[2, 1] ^= 1
+    digests = []
+    for each in (sent, other):
+        model = PlayedModel()
+        tee = WeightTee(model)
+        model.load_weights(list(each.items()))
+        digests.append(tee.close())
+    assert [name for name in sent if digests[0][name] != digests[1][name]] == ["w"]
+
+
+def test_the_scribe_writes_what_was_received_chunk_by_chunk(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_tee, "SHARD_BYTES", 30)
+    model, sent, writer = PlayedModel(), tensors(), scribe(store)
+    tee = WeightTee(model, writer)
+    chunk = {name: tensor.clone() for name, tensor in sent.items()}
+    for name, tensor in chunk.items():
+        model.load_weights([(name, tensor)])
+        tensor.zero_()  # the receiver uses its buffer again
+    digests = tee.close()
+    assert writer.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    assert is_whole(draft)
+    manifest = check_bytes(draft)
+    assert {name: one.digest for name, one in manifest.tensors.items()} == digests
+    assert len({one.file for one in manifest.tensors.values()}) == 2
+    from safetensors.torch import load_file
+
+    found = {name: tensor for file in draft.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
+
+
+def test_what_never_comes_is_taken_from_the_base(store: WeightStore) -> None:
+    model, sent, first = PlayedModel(), tensors(), scribe(store)
+    tee = WeightTee(model, first)
+    model.load_weights(list(sent.items()))
+    tee.close()
+    assert first.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    base = store.promote(draft, 1, None)
+    second = scribe(store, list(sent), base)
+    tee = WeightTee(model, second)
+    model.load_weights([("b", sent["b"] + 1)])
+    tee.close()
+    assert second.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    before, after = Manifest.read(base).tensors, check_bytes(draft).tensors
+    assert [name for name in sent if before[name].digest != after[name].digest] == ["b"]
+
+
+def test_a_dropped_update_leaves_a_draft_that_says_so(store: WeightStore) -> None:
+    model, writer = PlayedModel(), scribe(store)
+    tee = WeightTee(model, writer)
+    model.load_weights(list(tensors().items()))
+    tee.drop()
+    assert writer.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    with pytest.raises(StoreFailed, match="aborted"):
+        is_whole(draft)
+
+
+def test_the_transfer_does_not_wait_for_a_slow_disk_beyond_the_bound(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_tee, "SHARD_BYTES", 1)
+    monkeypatch.setattr(weight_tee, "_BUDGET_BYTES", 40)
+    gate = weight_tee.threading.Event()
+    monkeypatch.setattr(Draft, "add", lambda *_: gate.wait(SOON_S))
+    model, sent, writer = PlayedModel(), tensors(), scribe(store, wait_s=0.2)
+    tee = WeightTee(model, writer)
+    for _ in range(3):
+        model.load_weights(list(sent.items()))
+    digests = tee.close()
+    gate.set()
+    assert digests.keys() == sent.keys()
+    assert writer.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    with pytest.raises(StoreFailed, match=r"too slow \(weights\.store_wait_s\)"):
+        is_whole(draft)
+
+
+def test_a_full_disk_costs_the_draft_and_not_the_update(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise StoreFailed("no space")
+
+    monkeypatch.setattr(Draft, "add", full)
+    model, sent, writer = PlayedModel(), tensors(), scribe(store)
+    tee = WeightTee(model, writer)
+    model.load_weights(list(sent.items()))
+    assert tee.close().keys() == sent.keys()
+    assert writer.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    with pytest.raises(StoreFailed, match="no space"):
+        is_whole(draft)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 1000])
+def test_the_sum_of_a_device_sees_each_byte_and_its_place(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_bytes, "_BLOCK", 16)
+    tensor_bytes._factors.cache_clear()
+    content = torch.arange(size, dtype=torch.int32).mul(2654435761).view(torch.uint8)[:size].clone()
+    sums = {int(sum_on_device(content))}
+    for place in range(size):
+        changed = content.clone()
+        changed[place] ^= 1
+        sums.add(int(sum_on_device(changed)))
+    for place in range(4, size - size % 4, 4):
+        changed = content.clone()
+        changed[:4], changed[place : place + 4] = content[place : place + 4], content[:4]
+        sums.add(int(sum_on_device(changed)))
+    assert len(sums) == 1 + size + max(0, size // 4 - 1)
+    assert int(sum_on_device(torch.cat([content, content.new_zeros(1)]))) not in sums
+    tensor_bytes._factors.cache_clear()
+
+
+def test_the_sum_of_a_device_takes_tensors_that_lie_anywhere() -> None:
+    packed = torch.randint(0, 256, (103,), dtype=torch.uint8)
+    assert int(sum_on_device(packed[3:99])) == int(sum_on_device(packed[3:99].clone()))

@@ -5,7 +5,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,11 @@ FAST = {"gateway": {"port": 0}, "fleet": {"probe_interval_s": 0.2, "lost_after_s
 
 @dataclass(frozen=True)
 class RealFleet:
-    """A gateway's URL and the replicas behind it."""
+    """A gateway's URL and the replicas behind it. `restart` starts the engine of one anew, as Serve would."""
 
     url: str
     replicas: list[ReplicaInfo]
+    restart: Callable[[int], None]
 
     def call(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
         """Status and decoded reply, whatever the status. A `bytes` body is sent as it is."""
@@ -64,7 +65,9 @@ def fleet(model: Path, log_dir: Path, num_replicas: int = 2) -> Iterator[RealFle
 def app(groups: Mapping[str, EngineConfig], **sections: Any) -> Iterator[RealFleet]:
     """Engine groups behind a gateway, without Ray: nobody starts a replica anew. `sections` go into the config."""
     engines = {name: group.model_dump() for name, group in groups.items()}
-    config = Config.model_validate({"engines": engines, **FAST, **sections})
+    store = str(Path(next(iter(groups.values())).log_dir) / "store")
+    weights = {"store": store} | sections.pop("weights", {})
+    config = Config.model_validate({"engines": engines, **FAST, "weights": weights, **sections})
     servers = [_server(name, group, index) for name, group in groups.items() for index in range(group.num_replicas)]
     with asyncio.Runner() as runner:
         try:
@@ -73,10 +76,14 @@ def app(groups: Mapping[str, EngineConfig], **sections: Any) -> Iterator[RealFle
             async def discover() -> list[ReplicaInfo]:
                 return replicas
 
+            def restart(index: int) -> None:
+                runner.run(servers[index].stop())
+                replicas[index] = runner.run(servers[index].start())
+
             listener = Listener(config, discover)
             url = listener.start()
             try:
-                yield RealFleet(url, replicas)
+                yield RealFleet(url, replicas, restart)
             finally:
                 listener.stop()
         finally:

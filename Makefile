@@ -6,7 +6,7 @@ EXTRAS := --extra serve --extra cpu --extra trl --extra load --extra demo --extr
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-sglang check format test test-unit test-vllm test-sglang test-ray test-all test-slow demo \
-  loadtest lock clean
+  loadtest chaos lock clean
 
 help: ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -61,6 +61,10 @@ loadtest: setup ## Trainer-shaped batches with Locust against the demo's engines
 	@mkdir -p out/loadtest
 	@$(if $(URL),$(LOCUST) --host $(URL),$(BIN)/python -m loadtests.fleet -c examples/tiny-cpu.yaml gateway.port=0 \
 	  engine.log_dir=out/loadtest/engines -- $(LOCUST) --host {url})
+
+chaos: setup ## Hurt a fleet of simulated engines in every known way and count what its clients lost
+	@mkdir -p out
+	@$(BIN)/python -m loadtests.chaos --json out/chaos.json
 
 lock: setup ## Resolve what pyproject.toml asks for, keeping pins that fit (UPGRADE=--upgrade renews all)
 	@$(BIN)/python scripts/lock.py $(EXTRAS) $(UPGRADE)

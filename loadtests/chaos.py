@@ -1,0 +1,174 @@
+"""Hurts a fleet in every way that is known and counts what its clients lost: `make chaos`.
+
+    python -m loadtests.chaos [--replicas 3] [--fault "replica killed after the commit"] [--json out.json]
+
+The application runs as in production, on Ray Serve with engines, gateway and clients in processes of their own; engines
+are simulated, so that every token can be checked (`witness.py`). Each fault of `faults.py` meets a whole fleet under
+load, and the fleet must be whole again, with a new update on all replicas, before the next. The last line is
+`lost N, duplicated N, stale N, hung N`; the exit status is 1 where one of them is not 0, or a fleet did not recover.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from engines.config import SimConfig
+from engines.server import free_port
+from gateway.config import Config
+from loadtests.faults import FAULTS, CallFailed, Hung, Trainer, World, until
+from loadtests.witness import Tally, Witness
+
+_SIM = SimConfig(decode_step_s=0.004)
+_CLIENTS = 4
+_BOUND_S = 60.0
+_UP_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One fault: the longest time in which nothing was delivered, seconds until all replicas held a new version, and
+    what clients saw."""
+
+    fault: str
+    silence_s: float
+    whole_again_s: float
+    tally: Tally
+    problem: str = ""
+
+
+def chaos_config(replicas: int) -> Config:
+    """Watched closely, so that a run takes minutes. The port is fixed: a restarted gateway takes the same."""
+    return Config.model_validate(
+        {
+            "name": "chaos",
+            "engine": {
+                "kind": "sim", "model": "sim", "num_replicas": replicas, "num_cpus": 0.1, "stop_timeout_s": 1,
+                "sim": _SIM.model_dump(),
+            },
+            "gateway": {"port": free_port(), "queue_timeout_s": _BOUND_S / 2, "generate_timeout_s": _BOUND_S / 2},
+            "fleet": {"discover_interval_s": 0.2, "probe_interval_s": 0.2, "probe_timeout_s": 2, "lost_after_s": 4},
+            "weights": {
+                "init_timeout_s": 10, "drain_timeout_s": 20, "transfer_timeout_s": 10, "control_timeout_s": 10,
+                "idle_timeout_s": 4,
+            },
+        }
+    )  # fmt: skip
+
+
+@contextmanager
+def running(config: Config) -> Iterator[str]:
+    """The application on a Ray of its own; yields the rollout URL."""
+    import ray
+    from ray import serve
+
+    from gateway.app import build
+
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": free_port()})
+        serve.run(build(config), name=config.name)
+        yield f"http://127.0.0.1:{config.gateway.port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+async def hurt(url: str, replicas: int, faults: Sequence[str]) -> list[Outcome]:
+    """Every fault in turn, each on a fleet that is whole."""
+    witness = Witness(url, _SIM, num_clients=_CLIENTS, bound_s=_BOUND_S)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
+        world = World(url, Trainer(url, witness, session))
+        await until(lambda: _serve(world, replicas), _UP_S, "the fleet to come up")
+        outcomes = []
+        for name in faults:
+            outcomes.append(await _meet(name, world, witness, replicas))
+            _say(outcomes[-1])
+            if outcomes[-1].problem:
+                break  # the next fault has to meet a whole fleet
+        return outcomes
+
+
+async def _meet(name: str, world: World, witness: Witness, replicas: int) -> Outcome:
+    witness.start()
+    problem, hung, whole_again_s = "", 0, float("nan")
+    try:
+        await world.trainer.join()
+        await world.trainer.update()
+        witness.hurt_now()
+        hurt_at = time.monotonic()
+        await FAULTS[name](world)
+        await until(lambda: _updates(world, replicas), _UP_S, "an update on all replicas after the fault")
+        whole_again_s = time.monotonic() - hurt_at
+    except Hung as error:
+        problem, hung = str(error), 1
+    except CallFailed as error:
+        problem = str(error)
+    tally = await witness.stop()
+    tally.hung += hung
+    silence_s = witness.longest_silence_s
+    return Outcome(fault=name, silence_s=silence_s, whole_again_s=whole_again_s, tally=tally, problem=problem)
+
+
+async def _serve(world: World, replicas: int) -> bool:
+    return [replica["state"] for replica in await world.replicas()] == ["SERVING"] * replicas
+
+
+async def _updates(world: World, replicas: int) -> bool:
+    """A trainer that starts anew brings a version to a fleet that is complete."""
+    if len(await world.replicas()) < replicas:
+        return False
+    await world.trainer.join()
+    await world.trainer.update()
+    return await _serve(world, replicas)
+
+
+def _say(outcome: Outcome) -> None:
+    tally = outcome.tally
+    times = f"silent {outcome.silence_s:5.1f} s  whole again {outcome.whole_again_s:5.1f} s"
+    print(
+        f"{outcome.fault:<40} {times}  {tally.delivered:5} delivered  {tally.failed} failed  {outcome.problem}",
+        flush=True,
+    )
+    for reason in tally.reasons:
+        print("   ", reason)
+
+
+def _report(outcomes: Sequence[Outcome], replicas: int) -> dict[str, Any]:
+    return {
+        "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "replicas": replicas,
+        "faults": [dataclasses.asdict(outcome) for outcome in outcomes],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m loadtests.chaos", description=__doc__.splitlines()[0])
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--fault", action="append", choices=list(FAULTS), help="this one alone; repeat for more")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome")
+    args = parser.parse_args(argv)
+    faults = args.fault or list(FAULTS)
+    with running(chaos_config(args.replicas)) as url:
+        outcomes = asyncio.run(hurt(url, args.replicas, faults))
+    if args.json:
+        args.json.write_bytes(orjson.dumps(_report(outcomes, args.replicas), option=orjson.OPT_INDENT_2))
+    total = Tally()
+    for outcome in outcomes:
+        total.add(outcome.tally)
+    print(f"lost {total.lost}, duplicated {total.duplicated}, stale {total.stale}, hung {total.hung}")
+    is_whole = len(outcomes) == len(faults) and not any(outcome.problem for outcome in outcomes)
+    return 0 if total.is_clean and is_whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ RolloutGatewayError
 ├── NotAllowed                the key is missing, wrong, or not an admin key
 ├── StoreFailed               the weight store cannot keep or give a version: disk full, folder gone
 ├── DeadlineExceeded          a bounded wait ran out; says for what
+├── GatewayUnreachable        no gateway answers at the rollout URL, or the connection broke before the reply
 ├── EngineError               one replica's engine misbehaved; names the replica
 │   ├── EngineStartFailed     it never came up; says why, and carries its last words
 │   ├── EngineUnreachable     the connection failed or broke: the work may be done elsewhere
@@ -59,6 +60,14 @@ class DeadlineExceeded(RolloutGatewayError):
 
 class StoreFailed(RolloutGatewayError):
     """The weight store cannot keep or give a version."""
+
+
+class GatewayUnreachable(RolloutGatewayError):
+    """A client's connection to the gateway failed or broke. `arrived` False where the request cannot have got there."""
+
+    def __init__(self, message: str, *, arrived: bool = True) -> None:
+        super().__init__(message)
+        self.arrived = arrived
 
 
 class EngineError(RolloutGatewayError):

@@ -17,13 +17,12 @@ from engines.errors import (
     EngineFailed,
     EngineRefused,
     InvalidRequest,
-    NotAllowed,
     RolloutGatewayError,
     WeightUpdateFailed,
 )
 from engines.types import EngineKind, PauseMode
 from gateway.access import Access
-from gateway.api import error_body, status_of
+from gateway.api import body_of, error_body, status_of
 from gateway.config import Config
 from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
@@ -302,8 +301,7 @@ async def _send_events(request: web.Request, chunks: AsyncGenerator[Json]) -> we
     except RolloutGatewayError as error:
         if not response.prepared:
             raise
-        body = error_body(str(error), status_of(error))
-        await response.write(b"data: " + orjson.dumps(body) + b"\n\n")
+        await response.write(b"data: " + orjson.dumps(body_of(error)) + b"\n\n")
     finally:
         await chunks.aclose()
     if not response.prepared:
@@ -314,18 +312,10 @@ async def _send_events(request: web.Request, chunks: AsyncGenerator[Json]) -> we
 
 
 def _error_reply(error: RolloutGatewayError) -> web.Response:
-    if isinstance(error, EngineRefused) and error.body:
-        return reply(error.body, error.status)
     status = status_of(error)
-    if isinstance(error, EngineError | WeightUpdateFailed | DeadlineExceeded):
+    if isinstance(error, EngineError | WeightUpdateFailed | DeadlineExceeded) and not isinstance(error, EngineRefused):
         log.warning("request failed", status=status, error=str(error))
-    body = error_body(str(error), status, param=getattr(error, "param", None), kind=_error_kind(error))
-    return reply(body, status)
-
-
-def _error_kind(error: RolloutGatewayError) -> str | None:
-    """vLLM's name of the error where it has one, ours elsewhere."""
-    return None if isinstance(error, InvalidRequest | NotAllowed) else type(error).__name__
+    return reply(body_of(error), status)
 
 
 def _section(body: Json, key: str) -> Json:

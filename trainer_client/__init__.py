@@ -1,1 +1,22 @@
-"""What a trainer imports. Loads neither ray nor torch; `trainer_client.trl` loads torch where tensors are sent."""
+"""What a trainer imports. Loads neither ray nor torch; senders load torch, where tensors are sent."""
+
+from trainer_client.batch import Batch
+from trainer_client.blocking import BlockingBatch, BlockingRolloutClient
+from trainer_client.client import RolloutClient
+from trainer_client.progress import Progress, progress_bar
+from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
+from trainer_client.sampling import SamplingParams
+
+__all__ = [
+    "Batch",
+    "BlockingBatch",
+    "BlockingRolloutClient",
+    "Completion",
+    "Outcome",
+    "Progress",
+    "Rollout",
+    "RolloutClient",
+    "SamplingParams",
+    "WeightSpan",
+    "progress_bar",
+]

@@ -1,0 +1,106 @@
+"""The blocking client does what the asynchronous one does, from a thread without an event loop."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from engines.errors import DeadlineExceeded, InvalidRequest, WeightUpdateConflict
+from tests.rig import Rig, StartRig
+from trainer_client import BlockingRolloutClient, Outcome, Progress, SamplingParams
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+SOON_S = 5.0
+TOKENS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(n=2, max_tokens=100, ignore_eos=True)
+
+
+def client_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "rollout client"]
+
+
+async def idle(rig: Rig) -> bool:
+    _, status = await rig.get("/status")
+    return not any(replica["samples_in_flight"] for replica in status["replicas"])
+
+
+async def test_rollouts_are_gathered_and_iterated(rig: Rig) -> None:
+    def work() -> None:
+        told: list[Progress] = []
+        with BlockingRolloutClient(rig.url) as client:
+            client.wait_ready(timeout_s=SOON_S)
+            rollouts = client.generate(PROMPTS, TOKENS, on_progress=told.append).gather()
+            assert [rollout.prompt_index for rollout in rollouts] == [0, 1, 2]
+            batch = client.generate(PROMPTS, TOKENS)
+            assert sorted((c.prompt_index, c.sample_index) for c in batch) == [
+                (prompt, sample) for prompt in range(3) for sample in range(2)
+            ]
+            assert batch.is_done
+            assert {rollout.prompt_index for rollout in batch.rollouts()} == {0, 1, 2}
+            assert (client.weight_version(), client.status()["ready"]) == (0, True)
+            assert client.world_size(timeout_s=SOON_S) == 2
+        assert [progress.delivered for progress in told] == [1, 2, 3]
+
+    await asyncio.to_thread(work)
+    assert not client_threads()
+
+
+async def test_generation_goes_on_while_the_caller_does_something_else(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01})
+
+    def work() -> None:
+        with BlockingRolloutClient(rig.url) as client:
+            batch = client.generate(PROMPTS, TOKENS)
+            assert not batch.is_done
+            deadline = time.monotonic() + SOON_S
+            while not batch.is_done and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert batch.progress.delivered == 3
+
+    await asyncio.to_thread(work)
+
+
+async def test_a_loop_that_is_left_cancels_what_runs(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.05})
+
+    def work() -> None:
+        with BlockingRolloutClient(rig.url) as client:
+            batch = client.generate([*PROMPTS, [1]], LONG)
+            batch.cancel(3)
+            for rollout in batch.rollouts():
+                assert rollout.outcome is Outcome.CANCELLED
+                break
+            assert {rollout.outcome for rollout in batch.gather()} == {Outcome.CANCELLED}
+            assert client.generate(PROMPTS, LONG).num_prompts == 3  # cancelled by the client's end
+
+    await asyncio.to_thread(work)
+    async with asyncio.timeout(SOON_S):
+        while not await idle(rig):
+            await asyncio.sleep(0.02)
+
+
+async def test_errors_reach_the_caller(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.05})
+
+    def work() -> None:
+        with BlockingRolloutClient(rig.url) as client:
+            with pytest.raises(InvalidRequest, match="prompts is empty"):
+                client.generate([], TOKENS)
+            with pytest.raises(InvalidRequest, match=r"prompt\[0\] is empty"):
+                client.generate([[]], TOKENS).gather()
+            with pytest.raises(DeadlineExceeded, match=r"timeout_s = 0\.2"):
+                list(client.generate(PROMPTS, LONG, timeout_s=0.2))
+            with pytest.raises(WeightUpdateConflict, match="no transfer group"):
+                client.start_weight_update(timeout_s=SOON_S)
+
+    await asyncio.to_thread(work)
+
+
+async def test_a_closed_client_closes_again_without_harm(rig: Rig) -> None:
+    def work() -> None:
+        client = BlockingRolloutClient(rig.url)
+        client.close()
+        client.close()
+
+    await asyncio.to_thread(work)

@@ -1,0 +1,436 @@
+"""The client against a gateway over simulated engines, and against servers that fail in ways a gateway may."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from engines.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    GatewayUnreachable,
+    InvalidRequest,
+    NotAllowed,
+    UnknownModel,
+    WeightUpdateConflict,
+)
+from engines.server import free_port
+from gateway.api import error_body
+from tests.rig import MAX_MODEL_LEN, Rig, StartRig
+from trainer_client import Outcome, Progress, Rollout, RolloutClient, SamplingParams, WeightSpan
+from trainer_client.client import KEY_VARIABLE, URL_VARIABLE
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+SOON_S = 5.0
+SLOW = {"decode_step_s": 0.05}
+TOKENS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(n=2, max_tokens=100, ignore_eos=True)
+
+Answer = Callable[[int], Awaitable[web.Response]]
+
+
+@pytest.fixture
+async def client(rig: Rig) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(rig.url) as client:
+        yield client
+
+
+async def in_flight(rig: Rig) -> int:
+    _, status = await rig.get("/status")
+    return sum(replica["samples_in_flight"] for replica in status["replicas"]) + int(status["queue_length"])
+
+
+async def until_in_flight(rig: Rig, expected: Callable[[int], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not expected(await in_flight(rig)):
+            await asyncio.sleep(0.02)
+
+
+# Results
+
+
+async def test_rollouts_come_in_the_order_of_their_prompts_with_aligned_arrays(client: RolloutClient) -> None:
+    rollouts = await client.generate(PROMPTS, TOKENS).gather()
+    assert [rollout.prompt_index for rollout in rollouts] == [0, 1, 2]
+    for rollout, prompt in zip(rollouts, PROMPTS, strict=True):
+        assert rollout.outcome is Outcome.DELIVERED
+        assert rollout.prompt_token_ids is not None
+        assert rollout.prompt_token_ids.tolist() == prompt
+        assert [completion.sample_index for completion in rollout.completions] == [0, 1]
+        for completion in rollout.completions:
+            assert completion.logprobs is not None
+            assert completion.token_ids.dtype == np.int32
+            assert completion.logprobs.dtype == np.float32
+            assert len(completion.token_ids) == len(completion.logprobs) == 8
+            assert np.all(completion.logprobs <= 0)
+            assert completion.finish_reason == "length"
+            assert completion.spans == (WeightSpan(0, 0, 8),)
+            assert completion.oldest_version == 0
+
+
+async def test_the_same_tokens_come_as_from_the_url_itself(rig: Rig, client: RolloutClient) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    rollouts = await client.generate(PROMPTS, greedy).gather()
+    reply = await rig.complete(PROMPTS, temperature=0, logprobs=0)
+    for rollout, choice in zip(rollouts, reply["choices"], strict=True):
+        (completion,) = rollout.completions
+        assert completion.token_ids.tolist() == choice["token_ids"]
+        assert completion.logprobs is not None
+        assert completion.logprobs.tolist() == pytest.approx(choice["logprobs"]["token_logprobs"])
+        assert completion.text == choice["text"]
+
+
+async def test_text_and_arrays_are_prompts_too(client: RolloutClient) -> None:
+    rollouts = await client.generate(["two words", np.array([5, 6, 7]), (8, 9)], TOKENS).gather()
+    assert rollouts[0].prompt_token_ids is not None
+    assert rollouts[0].prompt_token_ids.dtype == np.int32
+    assert [r.prompt_token_ids.tolist() for r in rollouts[1:] if r.prompt_token_ids is not None] == [[5, 6, 7], [8, 9]]
+
+
+async def test_without_logprobs_there_are_none(client: RolloutClient) -> None:
+    (rollout,) = await client.generate(PROMPTS[:1], SamplingParams(max_tokens=4, logprobs=False)).gather()
+    assert rollout.completions[0].logprobs is None
+
+
+async def test_spans_name_the_version_that_an_update_made(rig: Rig, client: RolloutClient) -> None:
+    await rig.open_group()
+    await rig.update()
+    (rollout,) = await client.generate(PROMPTS[:1], TOKENS).gather()
+    assert rollout.completions[0].spans == (WeightSpan(1, 0, 8),)
+    assert await client.weight_version() == 1
+
+
+# As they end
+
+
+async def test_a_short_completion_is_told_of_before_a_long_one_ends(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.02})
+    async with RolloutClient(rig.url) as client:
+        long = client.generate(PROMPTS[:1], LONG)
+        short = client.generate(PROMPTS[1:], TOKENS)
+        async with asyncio.timeout(SOON_S):
+            seen = Counter([completion.prompt_index async for completion in short])
+        assert seen == {0: 2, 1: 2}
+        assert not long.is_done
+
+
+async def test_every_completion_is_told_once_whoever_asks(client: RolloutClient) -> None:
+    batch = client.generate(PROMPTS * 20, TOKENS)
+    seen = Counter([(completion.prompt_index, completion.sample_index) async for completion in batch])
+    assert seen == {(prompt, sample): 1 for prompt in range(60) for sample in range(2)}
+    assert [rollout.prompt_index for rollout in await batch.gather()] == list(range(60))
+
+
+async def test_progress_is_told_after_each_prompt(client: RolloutClient) -> None:
+    told: list[Progress] = []
+    await client.generate(PROMPTS, TOKENS, on_progress=told.append).gather()
+    assert [(progress.delivered, progress.tokens) for progress in told] == [(1, 16), (2, 32), (3, 48)]
+    assert {progress.num_prompts for progress in told} == {3}
+
+
+async def test_no_more_prompts_are_asked_for_than_max_in_flight(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01})
+    most = 0
+    async with RolloutClient(rig.url, max_in_flight=2) as client:
+        batch = client.generate(PROMPTS * 4, TOKENS)
+        while not batch.is_done:
+            most = max(most, await in_flight(rig))
+        assert most == 2 * TOKENS.n
+
+
+# Cancelling
+
+
+async def test_a_cancelled_prompt_ends_alone_and_leaves_its_engine(start_rig: StartRig) -> None:
+    rig = await start_rig(sim=SLOW)
+    async with RolloutClient(rig.url) as client:
+        batch = client.generate(PROMPTS, LONG)
+        await until_in_flight(rig, lambda samples: samples == 6)
+        batch.cancel(1)
+        await until_in_flight(rig, lambda samples: samples == 4)
+        ended = await anext(batch.rollouts())
+        assert (ended.prompt_index, ended.outcome, ended.completions) == (1, Outcome.CANCELLED, ())
+
+
+async def test_who_stops_iterating_cancels_what_runs(start_rig: StartRig) -> None:
+    rig = await start_rig(sim=SLOW)
+    async with RolloutClient(rig.url) as client:
+        batch = client.generate([*PROMPTS, [1]], LONG)
+        batch.cancel(3)
+        async for rollout in batch.rollouts():
+            assert rollout.prompt_index == 3
+            break
+        await until_in_flight(rig, lambda samples: samples == 0)
+        async with asyncio.timeout(SOON_S):
+            rollouts = await batch.gather()
+        assert {rollout.outcome for rollout in rollouts} == {Outcome.CANCELLED}
+
+
+async def test_a_gather_that_is_cancelled_cancels_its_batch(start_rig: StartRig) -> None:
+    rig = await start_rig(sim=SLOW)
+    async with RolloutClient(rig.url) as client:
+        gathering = asyncio.create_task(client.generate(PROMPTS, LONG).gather())
+        await until_in_flight(rig, lambda samples: samples == 6)
+        gathering.cancel()
+        await until_in_flight(rig, lambda samples: samples == 0)
+
+
+async def test_closing_the_client_cancels_its_batches(start_rig: StartRig) -> None:
+    rig = await start_rig(sim=SLOW)
+    async with RolloutClient(rig.url) as client:
+        client.generate(PROMPTS, LONG)
+        await until_in_flight(rig, lambda samples: samples == 6)
+    await until_in_flight(rig, lambda samples: samples == 0)
+
+
+async def test_a_prompt_that_is_not_there_cannot_be_cancelled(client: RolloutClient) -> None:
+    async with client.generate(PROMPTS, TOKENS) as batch:
+        with pytest.raises(IndexError, match="prompt_index = 3"):
+            batch.cancel(3)
+
+
+# Errors
+
+
+async def test_a_refused_prompt_is_named_by_its_place_in_the_batch(client: RolloutClient) -> None:
+    too_long = [5] * MAX_MODEL_LEN
+    with pytest.raises(InvalidRequest, match=r"^prompt\[1\] has 128 tokens.*max_model_len") as refused:
+        await client.generate([PROMPTS[0], too_long], TOKENS).gather()
+    assert refused.value.param == "prompt"
+
+
+async def test_kept_failures_stand_beside_what_was_delivered(client: RolloutClient) -> None:
+    batch = client.generate([PROMPTS[0], [], PROMPTS[1]], TOKENS, failures="keep")
+    rollouts = await batch.gather()
+    outcomes = [rollout.outcome for rollout in rollouts]
+    assert outcomes == [Outcome.DELIVERED, Outcome.FAILED, Outcome.DELIVERED]
+    assert isinstance(rollouts[1].error, InvalidRequest)
+    assert "prompt[1] is empty" in str(rollouts[1].error)
+    assert (batch.progress.delivered, batch.progress.failed) == (2, 1)
+
+
+async def test_an_unknown_model_is_that_here_too(rig: Rig) -> None:
+    async with RolloutClient(rig.url, model="other") as client:
+        with pytest.raises(UnknownModel, match="'other' is not served here") as refused:
+            await client.generate(PROMPTS, TOKENS).gather()
+    assert refused.value.param == "model"
+
+
+async def test_keys_open_what_they_open(start_rig: StartRig) -> None:
+    rig = await start_rig(gateway={"inference_keys": ["generate"], "admin_keys": ["all"], "trusted_networks": []})
+    async with RolloutClient(rig.url) as client:
+        with pytest.raises(NotAllowed) as unknown:
+            await client.generate(PROMPTS, TOKENS).gather()
+        assert not unknown.value.known
+    async with RolloutClient(rig.url, api_key="generate") as client:
+        assert len(await client.generate(PROMPTS, TOKENS).gather()) == 3
+        with pytest.raises(NotAllowed) as known:
+            await client.start_weight_update()
+        assert known.value.known
+    async with RolloutClient(rig.url, api_key="all") as client:
+        assert await client.world_size() == 2
+
+
+async def test_url_and_key_may_stand_in_the_environment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(URL_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match="give url, or set ROLLOUT_URL"):
+        RolloutClient()
+    monkeypatch.setenv(URL_VARIABLE, f"{rig.url}/")
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    async with RolloutClient() as client:
+        assert client.url == rig.url
+        assert len(await client.generate(PROMPTS, TOKENS).gather()) == 3
+
+
+@pytest.mark.parametrize("prompts", ["one string", [], [[[1, 2]]], [3], [[1.5]], [None]])
+async def test_prompts_of_a_wrong_form_are_refused_before_anything_is_sent(client: RolloutClient, prompts: Any) -> None:
+    with pytest.raises(InvalidRequest, match="prompts") as refused:
+        client.generate(prompts, TOKENS)
+    assert refused.value.param == "prompts"
+
+
+async def test_weight_errors_are_those_of_the_gateway(client: RolloutClient) -> None:
+    with pytest.raises(WeightUpdateConflict, match="there is no transfer group"):
+        await client.start_weight_update()
+
+
+async def test_a_wait_that_runs_out_says_which_and_how_long(start_rig: StartRig) -> None:
+    rig = await start_rig(sim=SLOW)
+    async with RolloutClient(rig.url) as client:
+        with pytest.raises(DeadlineExceeded, match=r"prompt\[0\]: no completions within timeout_s = 0.3"):
+            await client.generate(PROMPTS[:1], LONG, timeout_s=0.3).gather()
+    await until_in_flight(rig, lambda samples: samples == 0)
+
+
+# Ready
+
+
+async def test_ready_is_when_the_fleet_is(client: RolloutClient) -> None:
+    await client.wait_ready(timeout_s=SOON_S)
+    assert [card["id"] for card in await client.models()] == ["sim"]
+    assert (await client.status())["ready"]
+
+
+async def test_what_is_missing_is_named_when_the_wait_for_it_runs_out(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=1)
+    await rig.replicas[0].kill()
+    await rig.until({"engine-0": "SUSPECT"})
+    async with RolloutClient(rig.url) as client:
+        with pytest.raises(DeadlineExceeded, match=r"not ready after 0\.3 s: . of 1 replicas are there"):
+            await client.wait_ready(timeout_s=0.3)
+
+
+async def test_a_gateway_that_does_not_exist_is_waited_for_and_named() -> None:
+    async with RolloutClient(f"http://127.0.0.1:{free_port()}") as client:
+        with pytest.raises(DeadlineExceeded, match=r"not ready after 0.3 s: .*not reached"):
+            await client.wait_ready(timeout_s=0.3)
+
+
+# Trying again
+
+
+class Played:
+    """A gateway that answers /v1/completions and /start_weight_update as told: `answers` by the number of the call."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.request_ids: list[str] = []
+        self._answer = answer
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._handle)
+        app.router.add_post("/start_weight_update", self._handle)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+
+    async def __aenter__(self) -> "Played":
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        self.request_ids.append(request.headers.get("X-Request-Id", ""))
+        call = len(self.request_ids)
+        if (response := await self._answer(call)) is not None:
+            return response
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_client.client._FIRST_PAUSE_S", 0.01)
+
+
+def whole() -> web.Response:
+    choices = [{"index": i, "token_ids": [7], "text": "7", "finish_reason": "stop"} for i in range(TOKENS.n)]
+    return web.json_response({"choices": choices})
+
+
+async def rollout_of(url: str, **options: Any) -> Rollout:
+    async with RolloutClient(url, **options) as client:
+        (rollout,) = await client.generate(PROMPTS[:1], TOKENS).gather()
+        return rollout
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("status", [502, 503, 504, None], ids=["502", "503", "504", "the connection breaks"])
+async def test_a_prompt_is_asked_for_again_under_the_same_id(status: int | None) -> None:
+    async def second_time(call: int) -> Any:
+        if call == 2:
+            return whole()
+        return web.json_response(error_body("passing", status), status=status) if status else None
+
+    async with Played(second_time) as gateway:
+        rollout = await rollout_of(gateway.url)
+    assert rollout.attempts == 2
+    assert len(rollout.completions) == TOKENS.n
+    assert gateway.request_ids == [rollout.request_id] * 2
+
+
+@pytest.mark.usefixtures("quick")
+async def test_the_last_attempt_tells_its_error() -> None:
+    async def never(call: int) -> web.Response:
+        return web.json_response(error_body("replica a: died", 502, kind="EngineFailed"), status=502)
+
+    async with Played(never) as gateway:
+        with pytest.raises(EngineError, match=r"^prompt\[0\]: replica a: died \(after 3 attempts\)$"):
+            await rollout_of(gateway.url, attempts=3)
+    assert len(gateway.request_ids) == 3
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("status", [400, 401, 404, 409, 413, 424, 500])
+async def test_what_would_be_the_same_again_is_asked_once(status: int) -> None:
+    async def refuse(call: int) -> web.Response:
+        return web.json_response(error_body("no", status), status=status)
+
+    async with Played(refuse) as gateway:
+        with pytest.raises(Exception, match="no"):
+            await rollout_of(gateway.url)
+    assert len(gateway.request_ids) == 1
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("choices", [[], [{"index": 0, "token_ids": [7], "finish_reason": "stop"}]])
+async def test_a_reply_without_all_samples_is_not_delivered(choices: list[Any]) -> None:
+    async def short(call: int) -> web.Response:
+        return web.json_response({"choices": choices})
+
+    async with Played(short) as gateway:
+        with pytest.raises(EngineError, match=f"2 completions were asked for, and {len(choices)} came"):
+            await rollout_of(gateway.url, attempts=2)
+    assert len(gateway.request_ids) == 2
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("status", [503, None], ids=["503", "the connection breaks"])
+async def test_a_weight_call_that_may_have_arrived_is_made_once(status: int | None) -> None:
+    async def answer(call: int) -> Any:
+        return web.json_response({}, status=status) if status else None
+
+    async with Played(answer) as gateway, RolloutClient(gateway.url) as client:
+        with pytest.raises(GatewayUnreachable):
+            await client.start_weight_update()
+    assert len(gateway.request_ids) == 1
+
+
+async def test_a_weight_call_without_an_answer_ends_in_time() -> None:
+    async def silence(call: int) -> web.Response:
+        await asyncio.sleep(SOON_S)
+        return web.json_response({})
+
+    began = time.monotonic()
+    async with Played(silence) as gateway, RolloutClient(gateway.url) as client:
+        with pytest.raises(DeadlineExceeded, match=r"no answer to /start_weight_update within 0\.2 s"):
+            await client.start_weight_update(timeout_s=0.2)
+    assert time.monotonic() - began < SOON_S
+    assert len(gateway.request_ids) == 1
+
+
+async def test_a_replica_that_dies_costs_no_completion(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.02})
+    async with RolloutClient(rig.url) as client:
+        batch = client.generate(PROMPTS * 4, SamplingParams(n=2, max_tokens=40, ignore_eos=True))
+        await until_in_flight(rig, lambda samples: samples == 24)
+        await rig.replicas[0].kill()
+        rollouts = await batch.gather()
+    assert [rollout.prompt_index for rollout in rollouts] == list(range(12))
+    assert all(len(c.token_ids) == 40 for rollout in rollouts for c in rollout.completions)
+
+
+def test_importing_the_client_loads_neither_torch_nor_ray_nor_pydantic() -> None:
+    heavy = "{'torch', 'vllm', 'ray', 'trl', 'transformers', 'pydantic', 'fastapi', 'rich', 'requests'}"
+    program = f"import sys, trainer_client; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

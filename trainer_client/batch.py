@@ -1,0 +1,133 @@
+"""Prompts under way: their rollouts as they end, all of them together, and the way to call them off."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from trainer_client.progress import OnProgress, Progress
+from trainer_client.results import Completion, Outcome, Rollout
+
+Failures = Literal["raise", "keep"]
+"""`raise`: the first prompt that fails ends the batch with its error. `keep`: it is a rollout whose outcome says so."""
+RunPrompt = Callable[[int], Coroutine[Any, Any, Rollout]]
+
+
+class Batch:
+    """The rollouts of one call of `generate`, which run from that moment on. Each is told of once.
+
+    Iterate completions (`async for completion in batch`) or rollouts (`batch.rollouts()`) as they end, or wait for all
+    (`await batch.gather()`). Who stops iterating, or whose wait is cancelled, cancels what still runs; a batch that
+    nobody iterates runs to its end.
+    """
+
+    def __init__(
+        self, request_id: str, num_prompts: int, run: RunPrompt, failures: Failures, on_progress: OnProgress | None
+    ) -> None:
+        self.request_id = request_id
+        self.num_prompts = num_prompts
+        self._failures = failures
+        self._on_progress = on_progress
+        self._began = time.monotonic()
+        self._ended: list[Rollout] = []
+        self._news = asyncio.Event()
+        self._outcomes: Counter[Outcome] = Counter()
+        self._tokens = 0
+        self._tasks: list[asyncio.Task[Rollout]] = []
+        for index in range(num_prompts):
+            task = asyncio.create_task(run(index), name=f"{request_id}-{index}")
+            task.add_done_callback(partial(self._settle, index))
+            self._tasks.append(task)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._ended) == self.num_prompts
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(
+            num_prompts=self.num_prompts,
+            delivered=self._outcomes[Outcome.DELIVERED],
+            failed=self._outcomes[Outcome.FAILED],
+            cancelled=self._outcomes[Outcome.CANCELLED],
+            tokens=self._tokens,
+            seconds=time.monotonic() - self._began,
+        )
+
+    def __aiter__(self) -> AsyncGenerator[Completion]:
+        return self._completions()
+
+    async def rollouts(self) -> AsyncGenerator[Rollout]:
+        """Rollouts as they end, failed and cancelled ones too; the first failure is raised where failures="raise"."""
+        try:
+            for place in range(self.num_prompts):
+                while len(self._ended) <= place:
+                    self._news.clear()
+                    await self._news.wait()
+                rollout = self._ended[place]
+                if rollout.error is not None and self._failures == "raise":
+                    raise rollout.error
+                yield rollout
+        finally:
+            self.cancel()
+
+    async def gather(self) -> list[Rollout]:
+        """All rollouts, in the order of their prompts."""
+        return sorted([rollout async for rollout in self.rollouts()], key=lambda rollout: rollout.prompt_index)
+
+    def cancel(self, prompt_index: int | None = None) -> None:
+        """Call off what still runs: of one prompt, or of all. The engines stop working on it."""
+        tasks: Sequence[asyncio.Task[Rollout]] = self._tasks
+        if prompt_index is not None:
+            if not 0 <= prompt_index < self.num_prompts:
+                raise IndexError(f"prompt_index = {prompt_index} is none of this batch's {self.num_prompts} prompts")
+            tasks = [self._tasks[prompt_index]]
+        for task in tasks:
+            task.cancel()
+
+    async def aclose(self) -> None:
+        """Cancel what runs, and return when it has ended."""
+        self.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def __aenter__(self) -> "Batch":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _completions(self) -> AsyncGenerator[Completion]:
+        rollouts = self.rollouts()
+        try:
+            async for rollout in rollouts:
+                for completion in rollout.completions:
+                    yield completion
+        finally:
+            await rollouts.aclose()
+
+    def _settle(self, index: int, task: "asyncio.Task[Rollout]") -> None:
+        """One of the prompts has ended, in whatever way. A task that never began to run comes here too."""
+        if task.cancelled():
+            rollout = self._without_completions(index, Outcome.CANCELLED)
+        elif error := task.exception():
+            if not isinstance(error, Exception):
+                raise error
+            rollout = self._without_completions(index, Outcome.FAILED, error)
+        else:
+            rollout = task.result()
+        self._ended.append(rollout)
+        self._outcomes[rollout.outcome] += 1
+        self._tokens += sum(len(completion.token_ids) for completion in rollout.completions)
+        self._news.set()
+        if self._on_progress is not None:
+            self._on_progress(self.progress)
+
+    def _without_completions(self, index: int, outcome: Outcome, error: Exception | None = None) -> Rollout:
+        return Rollout(
+            request_id=f"{self.request_id}-{index}",
+            prompt_index=index,
+            outcome=outcome,
+            error=error,
+        )

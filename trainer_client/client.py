@@ -1,0 +1,287 @@
+"""The rollout URL from a trainer's side: prompts in, completions out as they end, and the weight calls.
+
+Every prompt is a request of its own: it ends, fails, is tried again and is called off by itself, and costs the gateway
+less than chunks of all prompts in one stream (docs/benchmarks.md).
+"""
+
+import asyncio
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    GatewayUnreachable,
+    InvalidRequest,
+    RolloutGatewayError,
+)
+from engines.types import PauseMode
+from gateway.api import error_of, status_of
+from trainer_client.batch import Batch, Failures
+from trainer_client.http import GatewayHttp, Json
+from trainer_client.progress import OnProgress
+from trainer_client.results import Rollout, read_rollout
+from trainer_client.sampling import SamplingParams
+
+URL_VARIABLE = "ROLLOUT_URL"
+KEY_VARIABLE = "ROLLOUT_API_KEY"
+
+Prompt = str | Sequence[int] | Any
+"""Text, or token ids: a list, or an array or tensor with one dimension."""
+
+_PASSING = (502, 503, 504)
+"""Statuses after which the same prompt may do better: the gateway has given up on it, so nothing runs twice."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+_LOOK_S = 0.5
+_ASK_TIMEOUT_S = 30.0
+_CONTROL_TIMEOUT_S = 120.0
+_WEIGHTS_TIMEOUT_S = 600.0
+
+
+class RolloutClient:
+    """Asynchronous client of one gateway; `BlockingRolloutClient` is the same for a trainer without an event loop.
+
+    `url` and `api_key` may stand in the environment, as ROLLOUT_URL and ROLLOUT_API_KEY; the key is sent as bearer.
+    `model` is the policy unless named. At most `max_in_flight` prompts are asked for at the same time, each on a
+    connection of its own: the engines should have work for all their `max_num_seqs`, and no more connections are of
+    use. A prompt is asked for up to `attempts` times where the connection fails or the gateway answers 502, 503 or 504.
+
+    Errors are the classes of engines/errors.py, as the gateway raised them. It belongs to the event loop that first
+    uses it.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        max_in_flight: int = 512,
+        attempts: int = 5,
+    ) -> None:
+        for name, value in (("max_in_flight", max_in_flight), ("attempts", attempts)):
+            if value < 1:
+                raise InvalidRequest(f"{name} = {value!r} must be at least 1", param=name)
+        self.url = _checked_url(url or os.environ.get(URL_VARIABLE, ""))
+        self._http = GatewayHttp(self.url, api_key if api_key is not None else os.environ.get(KEY_VARIABLE, ""))
+        self._model = model
+        self._attempts = attempts
+        self._room = asyncio.Semaphore(max_in_flight)
+        self._batches: list[Batch] = []
+
+    async def close(self) -> None:
+        """Cancel what runs and drop the connections."""
+        await asyncio.gather(*(batch.aclose() for batch in self._batches))
+        await self._http.close()
+
+    async def __aenter__(self) -> "RolloutClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        timeout_s: float = 3600.0,
+        failures: Failures = "raise",
+        on_progress: OnProgress | None = None,
+    ) -> Batch:
+        """Begin `sampling.n` completions of each prompt. Must be called with the event loop running.
+
+        `timeout_s` bounds every prompt, counted from now; one that is not there then fails with `DeadlineExceeded`.
+        `on_progress` is called on the loop, after each prompt.
+        """
+        sampling = sampling or SamplingParams()
+        checked = [_checked_prompt(index, prompt) for index, prompt in enumerate(_checked_prompts(prompts))]
+        rest = sampling.body() | ({"model": self._model} if self._model else {})
+        request_id = uuid.uuid4().hex
+        deadline = asyncio.get_running_loop().time() + timeout_s
+
+        async def run(index: int) -> Rollout:
+            body = {"prompt": [checked[index]], **rest}
+            asking = _Asking(f"{request_id}-{index}", index, body, sampling.n, timeout_s)
+            return await self._rollout(asking, deadline)
+
+        batch = Batch(request_id, len(checked), run, failures, on_progress)
+        self._batches = [other for other in self._batches if not other.is_done] + [batch]
+        return batch
+
+    async def wait_ready(self, timeout_s: float = 600.0) -> None:
+        """Returns when the fleet is complete and serving; `DeadlineExceeded` says what was missing."""
+        loop = asyncio.get_running_loop()
+        deadline, seen = loop.time() + timeout_s, "nothing was answered"
+        while (left := deadline - loop.time()) > 0:
+            try:
+                status, body = await self._http.answer("GET", "/health", timeout_s=min(left, _ASK_TIMEOUT_S))
+            except (GatewayUnreachable, DeadlineExceeded) as error:
+                seen = str(error)
+            else:
+                if status == 200:
+                    return
+                if status < 500:
+                    raise error_of(status, body)
+                seen = _states(body)
+            await asyncio.sleep(min(_LOOK_S, max(0.0, deadline - loop.time())))
+        raise DeadlineExceeded(f"{self.url} is not ready after {timeout_s:g} s: {seen}")
+
+    async def status(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
+        """The gateway's /status: replicas with their states, queues, the weight version."""
+        return await self._http.call("GET", "/status", timeout_s=timeout_s)
+
+    async def models(self, timeout_s: float = _ASK_TIMEOUT_S) -> list[Json]:
+        """Model cards, the policy first."""
+        listed = await self._http.call("GET", "/v1/models", timeout_s=timeout_s)
+        return list(listed["data"])
+
+    async def weight_version(self, timeout_s: float = _ASK_TIMEOUT_S) -> int:
+        """The version that the fleet serves."""
+        told = await self._http.call("GET", "/weight_info", timeout_s=timeout_s)
+        return int(told["weight_version"])
+
+    # Weight calls. None is made twice, except where it cannot have arrived: a second one would meet a broadcast that
+    # is over.
+
+    async def world_size(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> int:
+        """Workers that a transfer group needs room for, beside the trainer."""
+        return int((await self._control("GET", "/get_world_size", None, timeout_s))["world_size"])
+
+    async def init_weight_transfer(self, init_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
+        """Have the engines join the trainer's group; answers when they have."""
+        await self._control("POST", "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s)
+
+    async def start_weight_update(self, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
+        """Open the next version; answers when rollouts in flight have ended."""
+        await self._control("POST", "/start_weight_update", {}, timeout_s)
+
+    async def update_weights(self, update_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
+        """Have the engines receive the tensors announced; answers when they have."""
+        await self._control("POST", "/update_weights", {"update_info": update_info}, timeout_s)
+
+    async def finish_weight_update(
+        self, canary_logprobs: Sequence[float] | None = None, timeout_s: float = _WEIGHTS_TIMEOUT_S
+    ) -> int | None:
+        """Commit. Returns the version now served, or None of a server that counts none."""
+        body = {} if canary_logprobs is None else {"canary_logprobs": [float(value) for value in canary_logprobs]}
+        version = (await self._control("POST", "/finish_weight_update", body, timeout_s)).get("weight_version")
+        return None if version is None else int(version)
+
+    async def canary_token_ids(self, timeout_s: float = _ASK_TIMEOUT_S) -> list[int]:
+        """The tokens whose log-probs, by the trainer's new weights, may go with `finish_weight_update`."""
+        return list((await self._control("GET", "/v1/weight_canary", None, timeout_s))["token_ids"])
+
+    async def pause(self, mode: PauseMode = PauseMode.KEEP, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
+        """Stop the policy's generation; `mode` says what becomes of completions in flight."""
+        await self._control("POST", f"/pause?mode={PauseMode(mode)}", None, timeout_s)
+
+    async def resume(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> None:
+        """Go on after `pause`."""
+        await self._control("POST", "/resume", None, timeout_s)
+
+    async def _control(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
+        for attempt in range(1, self._attempts + 1):
+            try:
+                return await self._http.call(method, path, body, timeout_s=timeout_s)
+            except GatewayUnreachable as error:
+                if error.arrived or attempt == self._attempts:
+                    raise
+                await asyncio.sleep(_pause_after(attempt))
+        raise AssertionError("the loop returns or raises")
+
+    async def _rollout(self, asking: "_Asking", deadline: float) -> Rollout:
+        """One prompt's completions, by whichever attempt brings them. Raises what the last one met."""
+        last: RolloutGatewayError | None = None
+        try:
+            async with asyncio.timeout_at(deadline), self._room:
+                for attempt in range(1, self._attempts + 1):
+                    try:
+                        return await self._ask(asking, attempt)
+                    except RolloutGatewayError as error:
+                        if status_of(error) not in _PASSING or attempt == self._attempts:
+                            raise asking.naming(error, attempt) from error.__cause__
+                        last = error
+                    await asyncio.sleep(_pause_after(attempt))
+        except TimeoutError as error:
+            met = f"; the attempt before it: {last}" if last else ""
+            raise DeadlineExceeded(
+                f"prompt[{asking.index}]: no completions within timeout_s = {asking.timeout_s:g}{met}"
+            ) from error
+        raise AssertionError("the loop returns or raises")
+
+    async def _ask(self, asking: "_Asking", attempt: int) -> Rollout:
+        reply = await self._http.call(
+            "POST", "/v1/completions", asking.body, timeout_s=None, request_id=asking.request_id
+        )
+        return read_rollout(reply, asking.request_id, asking.index, asking.n, attempts=attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """One prompt of a batch as the gateway is asked for it."""
+
+    request_id: str
+    index: int
+    body: Json
+    n: int
+    timeout_s: float
+
+    def naming(self, error: RolloutGatewayError, attempts: int) -> RolloutGatewayError:
+        """The same error with the prompt it is about: to the gateway it was the only one of its request."""
+        message = str(error)
+        own = message.replace("prompt[0]", f"prompt[{self.index}]")
+        tried = f" (after {attempts} attempts)" if attempts > 1 else ""
+        error.args = ((own if own != message else f"prompt[{self.index}]: {message}") + tried,)
+        return error
+
+
+def _pause_after(attempt: int) -> float:
+    return min(_FIRST_PAUSE_S * 2.0 ** (attempt - 1), _LONGEST_PAUSE_S)
+
+
+def _checked_url(url: str) -> str:
+    if not url:
+        raise ConfigError(f"no rollout URL: give url, or set {URL_VARIABLE}, such as http://127.0.0.1:8100")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"url = {url!r} must begin with http:// or https://")
+    return url.rstrip("/")
+
+
+def _checked_prompts(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str):
+        raise InvalidRequest("prompts is one string: give a list of prompts", param="prompts")
+    if len(prompts) == 0:
+        raise InvalidRequest("prompts is empty: there is nothing to generate", param="prompts")
+    return prompts
+
+
+def _checked_prompt(index: int, prompt: Prompt) -> str | list[int]:
+    """As JSON has it."""
+    if isinstance(prompt, str):
+        return prompt
+    token_ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    token_ids = list(token_ids) if isinstance(token_ids, Sequence) else token_ids
+    if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
+        raise InvalidRequest(
+            f"prompts[{index}] is {_shown(prompt)}: give text, or a flat sequence of whole numbers", param="prompts"
+        )
+    return token_ids
+
+
+def _shown(prompt: Prompt) -> str:
+    return f"a {type(prompt).__name__} ({str(prompt)[:60]})"
+
+
+def _states(body: Any) -> str:
+    """What a /health that is not ready says of the replicas."""
+    if not isinstance(body, dict) or "replicas" not in body:
+        return f"/health says {str(body)[:200]}"
+    states = [
+        f"{replica['replica_id']} {replica['state']}" + (f" ({reason})" if (reason := replica.get("reason")) else "")
+        for replica in body["replicas"]
+    ]
+    return f"{len(states)} of {body.get('replicas_expected')} replicas are there: {', '.join(states) or 'none'}"

@@ -1,0 +1,76 @@
+"""The client's side of the wire: one call to the rollout URL, and the one door where its failures become ours."""
+
+from typing import Any
+
+import aiohttp
+import orjson
+
+from engines.errors import DeadlineExceeded, GatewayUnreachable, RolloutGatewayError
+from gateway.api import error_of
+
+Json = dict[str, Any]
+
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class GatewayHttp:
+    """Pooled connections to one gateway, `api_key` as bearer. Their number is bounded by who calls."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        self.url = url
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def call(
+        self, method: str, path: str, body: Json | None = None, *, timeout_s: float | None, request_id: str = ""
+    ) -> Json:
+        """The JSON object answered. Raises the gateway's own error, or as `answer` does.
+
+        `timeout_s` is None where the caller bounds the wait.
+        """
+        status, reply = await self.answer(method, path, body, timeout_s=timeout_s, request_id=request_id)
+        if status >= 400:
+            raise error_of(status, reply)
+        return reply if isinstance(reply, dict) else {"value": reply}
+
+    async def answer(
+        self, method: str, path: str, body: Json | None = None, *, timeout_s: float | None, request_id: str = ""
+    ) -> tuple[int, Any]:
+        """Status and body of whatever is answered. Raises `GatewayUnreachable` or `DeadlineExceeded`."""
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if request_id:
+            headers["X-Request-Id"] = request_id
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        try:
+            async with self._opened().request(
+                method, self.url + path, data=data, headers=headers, timeout=timeout
+            ) as response:
+                return response.status, self._decoded(path, response.status, await response.read())
+        except (aiohttp.ClientError, ConnectionError) as error:
+            # First, since a connection that does not come about is a TimeoutError too.
+            arrived = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+            what = f"{path}: {error or type(error).__name__}"
+            raise GatewayUnreachable(f"{self.url} is not reached: {what}", arrived=arrived) from error
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s or 0:g} s") from error
+
+    def _opened(self) -> aiohttp.ClientSession:
+        """A session belongs to the running loop, so the first call opens it."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), headers=self._headers
+            )
+        return self._session
+
+    def _decoded(self, path: str, status: int, content: bytes) -> Any:
+        try:
+            return orjson.loads(content) if content else {}
+        except orjson.JSONDecodeError as error:
+            if status < 400:
+                raise RolloutGatewayError(f"{self.url}{path} answered no JSON: {content[:200]!r}") from error
+            return content[:500].decode(errors="replace")

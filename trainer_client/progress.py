@@ -1,0 +1,45 @@
+"""How far a batch is: what a progress callback is told, and a bar that shows it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A batch at the moment when one of its rollouts ended."""
+
+    num_prompts: int
+    delivered: int
+    failed: int
+    cancelled: int
+    tokens: int
+    """Of completions delivered."""
+    seconds: float
+    """Since the batch began."""
+
+    @property
+    def ended(self) -> int:
+        return self.delivered + self.failed + self.cancelled
+
+
+OnProgress = Callable[[Progress], object]
+
+
+@contextmanager
+def progress_bar(description: str = "rollouts") -> Iterator[OnProgress]:
+    """A bar on the terminal's standard error for as long as the block runs; give what it yields as `on_progress`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    with Bar(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(description, total=None, rate="")
+
+        def show(progress: Progress) -> None:
+            rate = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
+            lost = f", {progress.failed} failed" if progress.failed else ""
+            bar.update(task, total=progress.num_prompts, completed=progress.ended, rate=rate + lost)
+
+        yield show

@@ -1,0 +1,70 @@
+"""How completions are drawn: the parameters that every engine here knows, by vLLM's names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines.errors import InvalidRequest
+
+_ALWAYS = ("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sent with their default too: an engine would otherwise put what the model's own generation config says."""
+_WHERE_SET = ("min_tokens", "seed", "ignore_eos")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """`n` completions of each prompt, of at most `max_tokens` tokens. Refuses what no engine takes: `InvalidRequest`.
+
+    The defaults draw from the model's own distribution, so that log-probabilities are the policy's. `top_k` 0 is all
+    tokens. `seed` makes the samples of a prompt the same again. `extra` holds fields of /v1/completions that have no
+    name here, such as `structured_outputs`.
+    """
+
+    n: int = 1
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise InvalidRequest(f"stop = {self.stop!r} is one string: give a list of strings", param="stop")
+        for name, least in (("n", 1), ("max_tokens", 1), ("top_k", 0), ("min_tokens", 0), ("temperature", 0)):
+            if getattr(self, name) < least:
+                raise InvalidRequest(f"{name} = {getattr(self, name)!r} must be at least {least}", param=name)
+        if not 0 < self.top_p <= 1:
+            raise InvalidRequest(f"top_p = {self.top_p!r} must be above 0 and at most 1", param="top_p")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens = {self.min_tokens} is more than max_tokens = {self.max_tokens}", param="min_tokens"
+            )
+        if self.n > 1 and self.temperature == 0:
+            raise InvalidRequest(f"n = {self.n} with temperature = 0 would repeat one completion: use n = 1", param="n")
+        if taken := sorted(_OWN & set(self.extra)):
+            raise InvalidRequest(f"extra has {taken[0]!r}, which the client sets itself", param=f"extra.{taken[0]}")
+
+    def body(self) -> dict[str, Any]:
+        """Its fields in a body of /v1/completions."""
+        body: dict[str, Any] = {name: getattr(self, name) for name in _ALWAYS}
+        body |= {name: value for name in _WHERE_SET if (value := getattr(self, name))}
+        if self.seed is not None:
+            body["seed"] = self.seed
+        if self.stop:
+            body["stop"] = list(self.stop)
+        if self.stop_token_ids:
+            body["stop_token_ids"] = list(self.stop_token_ids)
+        if self.logprobs:
+            body["logprobs"] = 0  # of the sampled token alone
+        return body | {"return_token_ids": True, **self.extra}
+
+
+_OWN = {"prompt", "stream", "model", "return_token_ids", *SamplingParams.__dataclass_fields__} - {"extra"}

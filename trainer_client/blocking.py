@@ -62,6 +62,9 @@ class BlockingRolloutClient:
         prompts: Sequence[Prompt],
         sampling: SamplingParams | None = None,
         *,
+        min_version: int | None = None,
+        max_staleness: int | None = None,
+        sessions: Sequence[str] | None = None,
         timeout_s: float = 3600.0,
         failures: Failures = "raise",
         on_progress: OnProgress | None = None,
@@ -70,7 +73,14 @@ class BlockingRolloutClient:
 
         async def begin() -> Batch:
             return self._client.generate(
-                prompts, sampling, timeout_s=timeout_s, failures=failures, on_progress=on_progress
+                prompts,
+                sampling,
+                min_version=min_version,
+                max_staleness=max_staleness,
+                sessions=sessions,
+                timeout_s=timeout_s,
+                failures=failures,
+                on_progress=on_progress,
             )
 
         return BlockingBatch(self._wait(begin()), self)

@@ -34,6 +34,7 @@ Prompt = str | Sequence[int] | Any
 
 _PASSING = (502, 503, 504)
 """Statuses after which the same prompt may do better: the gateway has given up on it, so nothing runs twice."""
+_COMPLETIONS = "/v1/completions"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _LOOK_S = 0.5
 _ASK_TIMEOUT_S = 30.0
@@ -88,24 +89,33 @@ class RolloutClient:
         prompts: Sequence[Prompt],
         sampling: SamplingParams | None = None,
         *,
+        min_version: int | None = None,
+        max_staleness: int | None = None,
+        sessions: Sequence[str] | None = None,
         timeout_s: float = 3600.0,
         failures: Failures = "raise",
         on_progress: OnProgress | None = None,
     ) -> Batch:
         """Begin `sampling.n` completions of each prompt. Must be called with the event loop running.
 
+        `min_version` is the least weight version that may make them, `max_staleness` how far it may be behind the
+        newest when they begin. `sessions` names the conversation of each prompt, whose turns go to one replica.
         `timeout_s` bounds every prompt, counted from now; one that is not there then fails with `DeadlineExceeded`.
         `on_progress` is called on the loop, after each prompt.
         """
         sampling = sampling or SamplingParams()
         checked = [_checked_prompt(index, prompt) for index, prompt in enumerate(_checked_prompts(prompts))]
-        rest = sampling.body() | ({"model": self._model} if self._model else {})
+        if sessions is not None and len(sessions) != len(checked):
+            raise InvalidRequest(f"sessions names {len(sessions)} for {len(checked)} prompts", param="sessions")
+        asked = {"model": self._model, "min_version": min_version, "max_staleness": max_staleness}
+        rest = sampling.body() | {key: value for key, value in asked.items() if value is not None}
         request_id = uuid.uuid4().hex
         deadline = asyncio.get_running_loop().time() + timeout_s
 
         async def run(index: int) -> Rollout:
             body = {"prompt": [checked[index]], **rest}
-            asking = _Asking(f"{request_id}-{index}", index, body, sampling.n, timeout_s)
+            session = sessions[index] if sessions else ""
+            asking = _Asking(f"{request_id}-{index}", session, index, body, sampling.n, timeout_s)
             return await self._rollout(asking, deadline)
 
         batch = Batch(request_id, len(checked), run, failures, on_progress)
@@ -214,9 +224,7 @@ class RolloutClient:
         raise AssertionError("the loop returns or raises")
 
     async def _ask(self, asking: "_Asking", attempt: int) -> Rollout:
-        reply = await self._http.call(
-            "POST", "/v1/completions", asking.body, timeout_s=None, request_id=asking.request_id
-        )
+        reply = await self._http.call("POST", _COMPLETIONS, asking.body, timeout_s=None, headers=asking.headers)
         return read_rollout(reply, asking.request_id, asking.index, asking.n, attempts=attempt)
 
 
@@ -225,10 +233,15 @@ class _Asking:
     """One prompt of a batch as the gateway is asked for it."""
 
     request_id: str
+    session: str
     index: int
     body: Json
     n: int
     timeout_s: float
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"X-Request-Id": self.request_id} | ({"X-Session-ID": self.session} if self.session else {})
 
     def naming(self, error: RolloutGatewayError, attempts: int) -> RolloutGatewayError:
         """The same error with the prompt it is about: to the gateway it was the only one of its request."""

@@ -1,5 +1,6 @@
 """The client's side of the wire: one call to the rollout URL, and the one door where its failures become ours."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -26,29 +27,40 @@ class GatewayHttp:
             await self._session.close()
 
     async def call(
-        self, method: str, path: str, body: Json | None = None, *, timeout_s: float | None, request_id: str = ""
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        timeout_s: float | None,
+        headers: Mapping[str, str] | None = None,
     ) -> Json:
         """The JSON object answered. Raises the gateway's own error, or as `answer` does.
 
         `timeout_s` is None where the caller bounds the wait.
         """
-        status, reply = await self.answer(method, path, body, timeout_s=timeout_s, request_id=request_id)
+        status, reply = await self.answer(method, path, body, timeout_s=timeout_s, headers=headers)
         if status >= 400:
             raise error_of(status, reply)
         return reply if isinstance(reply, dict) else {"value": reply}
 
     async def answer(
-        self, method: str, path: str, body: Json | None = None, *, timeout_s: float | None, request_id: str = ""
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        timeout_s: float | None,
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Any]:
         """Status and body of whatever is answered. Raises `GatewayUnreachable` or `DeadlineExceeded`."""
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        if request_id:
-            headers["X-Request-Id"] = request_id
+        sent = {"Content-Type": "application/json"} if body is not None else {}
+        sent.update(headers or {})
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         try:
             async with self._opened().request(
-                method, self.url + path, data=data, headers=headers, timeout=timeout
+                method, self.url + path, data=data, headers=sent, timeout=timeout
             ) as response:
                 return response.status, self._decoded(path, response.status, await response.read())
         except (aiohttp.ClientError, ConnectionError) as error:

@@ -108,6 +108,27 @@ async def test_spans_name_the_version_that_an_update_made(rig: Rig, client: Roll
     assert await client.weight_version() == 1
 
 
+async def test_a_prompt_waits_for_the_weights_that_it_asks_for(rig: Rig, client: RolloutClient) -> None:
+    await rig.open_group()
+    batch = client.generate(PROMPTS[:1], TOKENS, min_version=1)
+    await asyncio.sleep(0.1)
+    assert not batch.is_done
+    await rig.update()
+    (rollout,) = await batch.gather()
+    assert rollout.completions[0].oldest_version == 1
+    with pytest.raises(InvalidRequest, match="max_staleness = -1"):
+        await client.generate(PROMPTS[:1], TOKENS, max_staleness=-1).gather()
+
+
+async def test_the_turns_of_a_session_go_to_one_replica(rig: Rig, client: RolloutClient) -> None:
+    for _ in range(4):
+        await client.generate(PROMPTS[:1], TOKENS, sessions=["agent-1"]).gather()
+    _, status = await rig.get("/status")
+    assert sorted(replica["samples_placed"] for replica in status["replicas"]) == [0, 4 * TOKENS.n]
+    with pytest.raises(InvalidRequest, match="sessions names 1 for 3 prompts"):
+        client.generate(PROMPTS, TOKENS, sessions=["agent-1"])
+
+
 # As they end
 
 

@@ -4,6 +4,7 @@ RolloutGatewayError
 ├── ConfigError               the configuration is wrong; names file, line, key and remedy
 ├── InvalidRequest            the client's request is wrong; names the field
 │   ├── UnknownModel          no such model here
+│   ├── UnknownRoute          no replica's engine has what the route needs
 │   └── BodyTooLarge          over the limit in bytes
 ├── NotAllowed                the key is missing, wrong, or not an admin key
 ├── StoreFailed               the weight store cannot keep or give a version: disk full, folder gone
@@ -40,6 +41,10 @@ class InvalidRequest(RolloutGatewayError):
 
 class UnknownModel(InvalidRequest):
     """No replica serves the model asked for."""
+
+
+class UnknownRoute(InvalidRequest):
+    """No replica's engine has what the route needs."""
 
 
 class BodyTooLarge(InvalidRequest):

@@ -34,6 +34,8 @@ from gateway.weights import WeightCoordinator
 from gateway.wire.chat import Chat
 from gateway.wire.completions import Completions
 from gateway.wire.json_body import read_object, reply
+from gateway.wire.sglang_generate import SglangGenerate
+from gateway.wire.token_generation import TokenGeneration, lacking
 
 log = structlog.get_logger()
 
@@ -41,6 +43,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID = "X-Request-Id"
 _ASK_TIMEOUT_S = 60.0
+_HEALTH_TIMEOUT_S = 20.0
 
 
 class GatewayServer:
@@ -56,6 +59,8 @@ class GatewayServer:
         self._weights = WeightCoordinator(config.weights, fleet, self._scheduler, metrics, self._snapshots)
         self._completions = Completions(config.gateway, fleet, self._scheduler)
         self._chat = Chat(config.gateway, fleet, self._scheduler)
+        self._tokens = TokenGeneration(config.gateway, fleet, self._scheduler)
+        self._sglang = SglangGenerate(self._completions)
 
     def application(self) -> web.Application:
         app = web.Application(
@@ -74,6 +79,14 @@ class GatewayServer:
         post("/detokenize", self._for_inference(self._pass_through))
         post("/v1/completions", self._for_inference(self._create_completions))
         post("/v1/chat/completions", self._for_inference(self._create_chat_completion))
+        post("/v1/completions/render", self._for_inference(self._render))
+        post("/v1/chat/completions/render", self._for_inference(self._render))
+        post("/inference/v1/generate", self._for_inference(self._generate_tokens))
+        post("/inference/v1/abort_requests", self._for_inference(self._abort_requests))
+        post("/generate", self._for_inference(self._generate_in_sglangs_words))
+        get("/health_generate", self._for_inference(self._health_generate))
+        get("/model_info", self._for_inference(self._model_info))
+        get("/get_model_info", self._for_inference(self._model_info))
         get("/get_world_size", self._for_admin(self._world_size))
         post("/init_weight_transfer_engine", self._for_admin(self._init_weights))
         post("/start_weight_update", self._for_admin(self._start_weights))
@@ -162,6 +175,56 @@ class GatewayServer:
         answer = await self._chat.generate(rollout, body)
         self._count_tokens(rollout.model, answer)
         return reply(answer)
+
+    async def _render(self, request: web.Request) -> web.Response:
+        """The token ids and sampling parameters of a request, for /inference/v1/generate."""
+        body = await read_object(request)
+        model = self._fleet.models.asked(body.get("model"))
+        replicas = [replica for replica in self._fleet.alive if replica.info.model == model]
+        replica = next((replica for replica in replicas if request.path in replica.info.capabilities), None)
+        if replica is None:
+            raise lacking(request.path, replicas)
+        return reply(await replica.engine.ask("POST", request.path, body, _ASK_TIMEOUT_S))
+
+    async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
+        body = await read_object(request)
+        rollout = self._tokens.decode(body, _request_id(request), session_of(request.headers, body))
+        if body.get("stream"):
+            return await _send_events(request, self._tokens.stream(rollout, body))
+        answer = await self._tokens.generate(rollout, body)
+        self._count_tokens(rollout.model, answer)
+        return reply(answer)
+
+    async def _abort_requests(self, request: web.Request) -> web.Response:
+        await self._tokens.abort((await read_object(request)).get("request_ids"))
+        return web.Response()
+
+    async def _generate_in_sglangs_words(self, request: web.Request) -> web.StreamResponse:
+        body = await read_object(request)
+        batch = self._sglang.decode(body, _request_id(request), session_of(request.headers, body))
+        if body.get("stream"):
+            return await _send_events(request, self._sglang.stream(batch))
+        answers, usage = await self._sglang.generate(batch)
+        self._count_tokens(batch.model, {"usage": usage})
+        return reply(answers)
+
+    async def _health_generate(self, request: web.Request) -> web.Response:
+        """SGLang's check that tokens come out: 200 when one did."""
+        prompts = self._completions.decode({"prompt": "a", "max_tokens": 1}, _request_id(request))
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                await self._completions.generate(prompts)
+        except (TimeoutError, EngineError, DeadlineExceeded) as error:
+            why = str(error) or f"no token within {_HEALTH_TIMEOUT_S:g} s"
+            return reply(error_body(f"{why}: see /status", 503), 503)
+        return web.Response()
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        """SGLang's description of the policy."""
+        card = await self._model_card(self._fleet.models.first)
+        path = card.get("root") or card["id"]
+        described = {"model_path": path, "tokenizer_path": path, "is_generation": True}
+        return reply(described | {"preferred_sampling_params": None, "weight_version": str(self._fleet.version)})
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return reply({"weight_version": str(self._fleet.version)})

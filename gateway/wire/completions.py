@@ -42,10 +42,11 @@ class Completions:
         self._fleet = fleet
         self._scheduler = scheduler
 
-    def decode(self, body: Json, request_id: str, session: str = "") -> list[Prompt]:
+    def decode(self, body: Json, request_id: str, session: str = "", first: int = 0) -> list[Prompt]:
         """The prompts of a request. Raises `InvalidRequest` before any replica has work, naming field and prompt.
 
         A turn of `session` has one prompt; many are no turn of anything, and are spread over all replicas.
+        Prompts are numbered from `first` on.
         """
         model = self._fleet.models.asked(body.get("model"))
         n = check_sampling(body, self._config.max_n)
@@ -54,7 +55,7 @@ class Completions:
         fresh = read_freshness(body, self._fleet, model)
         rest = {key: value for key, value in body.items() if key not in ("prompt", "stream", *FIELDS)}
         prompts, values = [], _prompt_list(body)
-        for index, value in enumerate(values):
+        for index, value in enumerate(values, first):
             length = _checked_length(index, value, max_len)
             limit = body.get("max_tokens") or body.get("max_completion_tokens") or _DEFAULT_MAX_TOKENS
             tokens = length + n * min(limit, max_len or limit)

@@ -1,0 +1,99 @@
+"""POST /generate of SGLang's dialect, for trainers that speak it: answered by engines of any kind, as completions."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from engines.engine import Json
+from gateway.wire.completions import Completions, Prompt, Usage
+from gateway.wire.sglang_words import Asked, answer, asked_prompts
+from gateway.wire.spans import StreamSpans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The prompts of one body. The reply is a list where they came as one, or have several samples."""
+
+    asked: list[Asked]
+    prompts: list[Prompt]
+    is_batch: bool
+
+    @property
+    def n(self) -> int:
+        return self.prompts[0].rollout.n
+
+    @property
+    def model(self) -> str:
+        return self.prompts[0].rollout.model
+
+    @property
+    def is_list(self) -> bool:
+        return self.is_batch or self.n > 1
+
+
+class SglangGenerate:
+    """Puts SGLang's bodies to `Completions`, each prompt with its own sampling parameters."""
+
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+
+    def decode(self, body: Json, request_id: str, session: str = "") -> Batch:
+        """Raises `InvalidRequest` before any replica has work."""
+        asked, is_batch = asked_prompts(body, request_id)
+        session = "" if is_batch else session
+        prompts = [
+            self._completions.decode(one.body, one.rid, session, first=index)[0] for index, one in enumerate(asked)
+        ]
+        return Batch(asked=asked, prompts=prompts, is_batch=is_batch)
+
+    async def generate(self, batch: Batch) -> tuple[Json | list[Json], Json]:
+        """The reply and its usage. The first prompt that an engine refuses ends the others, as in SGLang."""
+        began = time.monotonic()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._completions.generate([prompt])) for prompt in batch.prompts]
+        except* Exception as errors:
+            raise errors.exceptions[0] from None
+        seconds, usage, answers = time.monotonic() - began, Usage(), []
+        for index, (asked, task) in enumerate(zip(batch.asked, tasks, strict=True)):
+            reply = task.result()
+            usage.add_chunk(index, reply.get("usage"))
+            answers += [answer(asked, choice, reply.get("usage"), seconds) for choice in reply["choices"]]
+        return answers if batch.is_list else answers[0], usage.total()
+
+    async def stream(self, batch: Batch) -> AsyncGenerator[Json]:
+        """Chunks that tell each sample from its start, as SGLang's do; `index` says which, where there are several."""
+        began, samples = time.monotonic(), [_Sample() for _ in range(len(batch.prompts) * batch.n)]
+        spans = StreamSpans()
+        async with aclosing(self._completions.stream(batch.prompts)) as chunks:
+            async for chunk in chunks:
+                for choice in chunk["choices"]:
+                    index = choice["index"]
+                    spans.stamp(choice, len(choice.get("token_ids") or ()))
+                    asked, sample = batch.asked[index // batch.n], samples[index]
+                    sample.add(choice)
+                    told = answer(asked, sample.choice, None, time.monotonic() - began)
+                    yield told | {"index": index} if batch.is_list else told
+
+
+class _Sample:
+    """One sample as far as its chunks have told it."""
+
+    def __init__(self) -> None:
+        self.choice: Json = {"text": "", "token_ids": [], "logprobs": None, "prompt_token_ids": None}
+
+    def add(self, choice: Json) -> None:
+        so_far = self.choice
+        grown: dict[str, Any] = {
+            "text": so_far["text"] + choice["text"],
+            "token_ids": so_far["token_ids"] + (choice.get("token_ids") or []),
+            "prompt_token_ids": so_far["prompt_token_ids"] or choice.get("prompt_token_ids"),
+            "logprobs": so_far["logprobs"],
+        }
+        if (found := choice.get("logprobs")) is not None:
+            before = so_far["logprobs"] or {"token_logprobs": [], "top_logprobs": []}
+            grown["logprobs"] = {key: before[key] + (found.get(key) or []) for key in before}
+        self.choice = choice | grown

@@ -79,8 +79,8 @@ def error_body(message: str, status: int, *, param: str | None = None, kind: str
 def _class_of(status: int, param: Any) -> type[errors.RolloutGatewayError]:
     if status in (401, 403):
         return errors.NotAllowed
-    if status == 404 and param != "model":
-        return errors.InvalidRequest  # a route that is not there, rather than a model
+    if status == 404:
+        return errors.UnknownModel if param == "model" else errors.UnknownRoute
     by_status = {code: cls for cls, code in _STATUS.items()}
     return by_status.get(status) or (errors.InvalidRequest if 400 <= status < 500 else errors.RolloutGatewayError)
 

@@ -9,6 +9,7 @@ THROUGH_THE_WIRE: list[errors.RolloutGatewayError] = [
     errors.InvalidRequest("n = 0 is wrong", param="n"),
     errors.InvalidRequest("no field is at fault"),
     errors.UnknownModel("model 'x' is not served here", param="model"),
+    errors.UnknownRoute("/inference/v1/generate: replica engine-1 knows no token ids"),
     errors.BodyTooLarge("the body is over gateway.max_body_bytes"),
     errors.NotAllowed("missing or wrong key", known=False),
     errors.NotAllowed("this key may generate only", known=True),
@@ -41,7 +42,7 @@ def test_an_engines_refusal_is_the_clients_invalid_request() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "expected"),
     [
-        (404, {"detail": "Not Found"}, errors.InvalidRequest),
+        (404, {"detail": "Not Found"}, errors.UnknownRoute),
         (404, error_body("no such model", 404, param="model"), errors.UnknownModel),
         (422, {"detail": [{"loc": ["n"]}]}, errors.InvalidRequest),
         (502, "<html>Bad Gateway</html>", errors.EngineError),

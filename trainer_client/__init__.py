@@ -3,7 +3,7 @@
 from trainer_client.batch import Batch
 from trainer_client.blocking import BlockingBatch, BlockingRolloutClient
 from trainer_client.client import RolloutClient
-from trainer_client.progress import Progress, progress_bar
+from trainer_client.progress import Progress, WeightProgress, progress_bar, weight_bar
 from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
 from trainer_client.sampling import SamplingParams
 
@@ -17,6 +17,8 @@ __all__ = [
     "Rollout",
     "RolloutClient",
     "SamplingParams",
+    "WeightProgress",
     "WeightSpan",
     "progress_bar",
+    "weight_bar",
 ]

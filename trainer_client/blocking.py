@@ -94,6 +94,9 @@ class BlockingRolloutClient:
     def models(self) -> list[Json]:
         return self._wait(self._client.models())
 
+    def server_info(self) -> Json:
+        return self._wait(self._client.server_info())
+
     def weight_version(self) -> int:
         return self._wait(self._client.weight_version())
 
@@ -109,7 +112,7 @@ class BlockingRolloutClient:
     def update_weights(self, update_info: Json, timeout_s: float) -> None:
         self._wait(self._client.update_weights(update_info, timeout_s))
 
-    def finish_weight_update(self, canary_logprobs: Sequence[float] | None, timeout_s: float) -> int | None:
+    def finish_weight_update(self, canary_logprobs: Sequence[float] | None, timeout_s: float) -> int:
         return self._wait(self._client.finish_weight_update(canary_logprobs, timeout_s))
 
     def canary_token_ids(self) -> list[int]:

@@ -149,6 +149,10 @@ class RolloutClient:
         listed = await self._http.call("GET", "/v1/models", timeout_s=timeout_s)
         return list(listed["data"])
 
+    async def server_info(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
+        """What the policy's engines say of their configuration (`vllm_config`)."""
+        return await self._http.call("GET", "/server_info?config_format=json", timeout_s=timeout_s)
+
     async def weight_version(self, timeout_s: float = _ASK_TIMEOUT_S) -> int:
         """The version that the fleet serves."""
         told = await self._http.call("GET", "/weight_info", timeout_s=timeout_s)
@@ -175,11 +179,13 @@ class RolloutClient:
 
     async def finish_weight_update(
         self, canary_logprobs: Sequence[float] | None = None, timeout_s: float = _WEIGHTS_TIMEOUT_S
-    ) -> int | None:
-        """Commit. Returns the version now served, or None of a server that counts none."""
+    ) -> int:
+        """Commit. Returns the version now served."""
         body = {} if canary_logprobs is None else {"canary_logprobs": [float(value) for value in canary_logprobs]}
-        version = (await self._control("POST", "/finish_weight_update", body, timeout_s)).get("weight_version")
-        return None if version is None else int(version)
+        reply = await self._control("POST", "/finish_weight_update", body, timeout_s)
+        if "weight_version" not in reply:
+            raise RolloutGatewayError(f"{self.url} has updated, but tells no weight version: it is no gateway")
+        return int(reply["weight_version"])
 
     async def canary_token_ids(self, timeout_s: float = _ASK_TIMEOUT_S) -> list[int]:
         """The tokens whose log-probs, by the trainer's new weights, may go with `finish_weight_update`."""

@@ -18,6 +18,7 @@ from engines.vllm_engine import release
 # distribution named vllm, which the CPU build is not.
 _CLI = ("vllm.entrypoints.cli.main", "serve")
 _SERVER = ("vllm.entrypoints.launchers.api_server.entry", "--model")
+_SPANS = "engines.vllm_spans.VersionSpans"
 
 VLLM_WORKER = "engines.vllm_worker.WeightWorker"
 """What vLLM's workers are extended with, where rollout-gateway is installed beside vLLM."""
@@ -130,6 +131,8 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("weight_transfer_config", {"backend": backend}, "weight_transfer"),
         _argument("worker_extension_cls", VLLM_WORKER if vllm.has_plugin and not config.frozen else None),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
+        # Which weights made which tokens of a completion.
+        _argument("middleware", _SPANS if vllm.has_plugin and release(vllm.version) >= (0, 32) else None),
         # /render and /inference/v1/generate
         _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),
         *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),

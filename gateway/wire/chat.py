@@ -12,6 +12,7 @@ from gateway.wire.completions import (
     asked_of_engine,
     check_replica,
     check_sampling,
+    number_versions,
     stamp_versions,
     versioned_salt,
     with_usage_rule,
@@ -80,4 +81,5 @@ class Chat:
         async for replica, chunk in self._scheduler.stream(rollout, call):
             for choice in chunk["choices"]:
                 choice["weight_version"] = replica.weight_version
+                number_versions(choice)
             yield with_usage_rule(chunk, body) if chunk["choices"] else chunk

@@ -153,6 +153,7 @@ class Completions:
             for choice in chunk["choices"]:
                 choice["index"] += prompt.index * prompt.rollout.n
                 choice["weight_version"] = replica.weight_version
+                number_versions(choice)
             yield chunk
 
 
@@ -234,13 +235,18 @@ def stamp_versions(answer: Json, began: int | None, ended: int | None) -> None:
     that the engine alone knows: both versions are named, without limits.
     """
     for choice in answer["choices"]:
-        if spans := choice.get("weight_versions"):
-            for span in spans:
-                span["version"] = version_number(span["version"])
+        if choice.get("weight_versions"):
+            number_versions(choice)
         elif began == ended:
             choice["weight_versions"] = [{"version": began, "start": 0, "end": _token_count(answer, choice)}]
         else:
             choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in (began, ended)]
+
+
+def number_versions(choice: Json) -> None:
+    """The engine's own spans, with our numbers in the place of its labels."""
+    for span in choice.get("weight_versions") or ():
+        span["version"] = version_number(span["version"])
 
 
 def _token_count(answer: Json, choice: Json) -> int | None:

@@ -102,9 +102,15 @@ def test_the_cuda_build_runs_vllm_serve_on_loopback() -> None:
         "pipeline-parallel-size": "1",
         "data-parallel-size": "1",
         "weight-transfer-config": '{"backend": "nccl"}',
+        "middleware": "engines.vllm_spans.VersionSpans",
         "enable-scale-out": "",
     }
     assert run.env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def test_spans_are_asked_only_of_a_vllm_that_counts_them(installed: dict[str, str]) -> None:
+    installed["vllm"] = "0.26.0"
+    assert "middleware" not in flags(command())
 
 
 def test_the_distribution_of_the_cpu_build_cannot_run_vllm_serve(installed: dict[str, str]) -> None:

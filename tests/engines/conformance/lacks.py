@@ -47,7 +47,7 @@ LACKS = (
     ),
     Lack(
         "spans",
-        _is(EngineKind.VLLM),
+        lambda subject: subject.kind is EngineKind.VLLM and _numbers(subject.info.engine_version) < (0, 32),
         "its completions tell no weight versions; the gateway makes spans of what it knows of updates",
     ),
     Lack(

@@ -1,0 +1,110 @@
+"""Has vLLM's API server tell which weight version made which tokens of a completion (vLLM 0.32 and later).
+
+vLLM counts this itself, exactly, but tells it on /inference/v1/generate alone. Here each choice of /v1/completions and
+/v1/chat/completions that more than one version made gets `weight_versions`, a list of {version, start, end}. Any other
+is left as it is, and costs nothing: whoever sent the request knows its one version.
+"""
+
+import functools
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+Json = dict[str, Any]
+Spans = dict[int, list[Json]]
+"""By the index of a choice."""
+
+_MARK = "_tells_version_spans"
+
+
+class VersionSpans:
+    """ASGI middleware that passes everything on: the one place where vLLM takes code into each of its API servers."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+        from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+        from vllm.outputs import CompletionOutput
+
+        self._app = app
+        if "weight_versions" in CompletionOutput.__dataclass_fields__ and not hasattr(OpenAIServingCompletion, _MARK):
+            tell_spans(OpenAIServingCompletion, OpenAIServingChat)
+            setattr(OpenAIServingCompletion, _MARK, True)
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+
+def tell_spans(completions: Any, chats: Any) -> None:
+    """Wrap the methods of vLLM's serving classes that turn outputs into replies."""
+    whole, stream, chat = (
+        completions.request_output_to_completion_response,
+        completions.completion_stream_generator,
+        chats.chat_completion_full_generator,
+    )
+
+    @functools.wraps(whole)
+    def completion(self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any) -> Any:
+        response = whole(self, final_res_batch, *args, **kwargs)
+        _add(response.choices, mixed(output for result in final_res_batch for output in result.outputs))
+        return response
+
+    @functools.wraps(stream)
+    async def completion_chunks(
+        self: Any, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[str]:
+        spans: Spans = {}
+
+        async def noted() -> AsyncIterator[Any]:
+            async for prompt_index, result in result_generator:
+                first = prompt_index * (request.n or 1)
+                spans.update({first + index: found for index, found in mixed(result.outputs, by_index=True).items()})
+                yield prompt_index, result
+
+        async for event in stream(self, request, engine_inputs, noted(), *args, **kwargs):
+            yield with_spans(event, spans) if spans else event
+
+    @functools.wraps(chat)
+    async def conversation(self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
+        last: list[Any] = []
+
+        async def noted() -> AsyncIterator[Any]:
+            async for result in result_generator:
+                last[:] = result.outputs
+                yield result
+
+        response = await chat(self, request, noted(), *args, **kwargs)
+        _add(getattr(response, "choices", ()), mixed(last, by_index=True))
+        return response
+
+    completions.request_output_to_completion_response = completion
+    completions.completion_stream_generator = completion_chunks
+    chats.chat_completion_full_generator = conversation
+
+
+def mixed(outputs: Iterable[Any], *, by_index: bool = False) -> Spans:
+    """Spans of those outputs that more than one version made, by their place or, where they come singly, by index."""
+    return {
+        output.index if by_index else place: [
+            {"version": span.version, "start": span.start, "end": span.end} for span in output.weight_versions
+        ]
+        for place, output in enumerate(outputs)
+        if len(output.weight_versions or ()) > 1
+    }
+
+
+def with_spans(event: str, spans: Spans) -> str:
+    """A streamed event, with the spans of choices that end in it; those told are taken out of `spans`."""
+    head, _, data = event.partition("data: ")
+    if head or not data.startswith("{"):
+        return event
+    chunk = json.loads(data)
+    for choice in chunk.get("choices", ()):
+        if choice.get("finish_reason") and (found := spans.pop(choice["index"], None)):
+            choice["weight_versions"] = found
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+def _add(choices: Iterable[Any], spans: Spans) -> None:
+    for choice in choices:
+        if found := spans.get(choice.index):
+            choice.weight_versions = found

@@ -1,0 +1,108 @@
+"""A weight update in the middle of completions, which a pause keeps: where the boundary lies, on real vLLM on CPU."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+pytest.importorskip("trl")
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl.generation import vllm_client
+
+from engines.server import free_port
+from examples.tiny_model.train import COMMITTED
+from tests.real_vllm import REQUEST_TIMEOUT_S, RealFleet, app, engine_config
+from trainer_client import trl as gloo_trl
+
+pytestmark = pytest.mark.vllm
+
+LONG = 480
+SAMPLED = {"model": str(COMMITTED), "max_tokens": LONG, "temperature": 1.0, "seed": 11, "ignore_eos": True}
+COMPLETION = SAMPLED | {"prompt": [2, 8, 6, 7, 3], "return_token_ids": True}
+CHAT = SAMPLED | {"messages": [{"role": "user", "content": "312"}], "return_token_ids": True, "max_tokens": LONG - 30}
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+    with app({"policy": engine_config(COMMITTED, tmp_path_factory.mktemp("logs"))}) as running:
+        yield running
+
+
+def other_weights() -> Any:
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(COMMITTED), dtype=torch.float32)
+
+
+def asked(real: RealFleet) -> list[Any]:
+    """The choices of a whole completion, of a group, of a chat and of a stream, all in flight together."""
+
+    def choices(path: str, body: Any) -> Any:
+        status, reply = real.call(path, body)
+        assert status == 200, reply
+        return reply["choices"]
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [
+            pool.submit(choices, "/v1/completions", COMPLETION),
+            pool.submit(choices, "/v1/completions", COMPLETION | {"n": 2}),
+            pool.submit(choices, "/v1/chat/completions", CHAT),
+            pool.submit(streamed, real, COMPLETION),
+        ]
+        return [choice for future in futures for choice in future.result()]
+
+
+def streamed(real: RealFleet, body: Any) -> list[Any]:
+    data = json.dumps(body | {"stream": True}).encode()
+    request = urllib.request.Request(f"{real.url}/v1/completions", data, {"Content-Type": "application/json"})
+    token_ids: list[int] = []
+    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+        for event in response.read().decode().split("\n\n"):
+            if event.startswith("data: {"):
+                for choice in json.loads(event.removeprefix("data: "))["choices"]:
+                    token_ids += choice.get("token_ids") or []
+                    last = choice
+    return [last | {"token_ids": token_ids}]
+
+
+def test_every_completion_that_an_update_falls_into_tells_the_exact_token(real: RealFleet) -> None:
+    before = [choice["token_ids"] for choice in asked(real)]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
+        client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=60.0)
+        client.init_communicator("cpu")
+        flying = pool.submit(asked, real)
+        time.sleep(0.5)
+        assert real.call("/pause?mode=keep", {})[0] == 200
+        client.update_model_params(other_weights())
+        assert real.call("/resume", {})[0] == 200
+        after = flying.result()
+        client.close_communicator()
+
+    assert len(after) == 5
+    for old, choice in zip(before, after, strict=True):
+        first, second = choice["weight_versions"]
+        print(choice["weight_versions"])
+        assert (first["version"], second["version"]) == (0, 1)
+        assert (first["start"], second["end"]) == (0, len(choice["token_ids"]))
+        boundary = first["end"]
+        assert 0 < boundary == second["start"] < second["end"]
+        # Up to the boundary the old weights would have said the same, and from there on they would not.
+        assert choice["token_ids"][:boundary] == old[:boundary]
+        differs = next(i for i, pair in enumerate(zip(choice["token_ids"], old, strict=True)) if pair[0] != pair[1])
+        assert boundary <= differs < boundary + 4
+    record = real.call("/v1/weight_updates")[1]["weight_updates"][0]
+    print(record)
+    assert record["end"] == "committed"
+    (replica,) = record["replicas"].values()
+    assert replica["canary"]["result"] == "no peer"

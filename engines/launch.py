@@ -132,7 +132,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("worker_extension_cls", VLLM_WORKER if vllm.has_plugin and not config.frozen else None),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
         # Which weights made which tokens of a completion.
-        _argument("middleware", _SPANS if vllm.has_plugin and release(vllm.version) >= (0, 32) else None),
+        _argument("middleware", _SPANS if _counts_spans(vllm) and not config.frozen else None),
         # /render and /inference/v1/generate
         _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),
         *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
@@ -202,6 +202,11 @@ def _installed_vllm(interpreter: Interpreter) -> _Vllm:
                 has_plugin=interpreter.is_ours or "rollout-gateway" in versions,
             )
     raise _not_installed(interpreter, "vllm", "vLLM", "'rollout-gateway[vllm]' or [cpu]")
+
+
+def _counts_spans(vllm: _Vllm) -> bool:
+    """Whether it knows which weights made which tokens, and has our code that tells it."""
+    return vllm.has_plugin and release(vllm.version) >= (0, 32)
 
 
 def _installed_sglang(interpreter: Interpreter) -> str:

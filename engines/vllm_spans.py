@@ -7,6 +7,7 @@ is left as it is, and costs nothing: whoever sent the request knows its one vers
 
 import functools
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -21,17 +22,24 @@ class VersionSpans:
     """ASGI middleware that passes everything on: the one place where vLLM takes code into each of its API servers."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-        from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-        from vllm.outputs import CompletionOutput
-
         self._app = app
-        if "weight_versions" in CompletionOutput.__dataclass_fields__ and not hasattr(OpenAIServingCompletion, _MARK):
-            tell_spans(OpenAIServingCompletion, OpenAIServingChat)
-            setattr(OpenAIServingCompletion, _MARK, True)
+        try:
+            _install()
+        except (ImportError, AttributeError) as error:
+            # Another vLLM than we know: it serves as well without, and the gateway names versions without limits.
+            logging.getLogger("vllm.rollout_gateway").warning("completions will tell no version spans: %s", error)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         await self._app(scope, receive, send)
+
+
+def _install() -> None:
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    if not hasattr(OpenAIServingCompletion, _MARK):
+        tell_spans(OpenAIServingCompletion, OpenAIServingChat)
+        setattr(OpenAIServingCompletion, _MARK, True)
 
 
 def tell_spans(completions: Any, chats: Any) -> None:

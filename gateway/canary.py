@@ -101,6 +101,7 @@ class Canary:
                 elsewhere=self._accepted_elsewhere(peers, version),
                 trainers=given,
                 trainers_before=self._trainers,
+                busy=busy,
             )
         for replica, reading in readings.items():
             if findings[replica].may_serve:

@@ -6,6 +6,7 @@ its peers, which should be noise, and between a replica and itself before the up
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -15,10 +16,10 @@ from engines.engine import Json
 
 Key = TypeVar("Key")
 
-# Healthy replicas differ by about the noise; a few times as much is still theirs. The previous version must lie farther
-# than that from the new one to be told from it.
+# Healthy replicas differ by about the noise, and two measurements of noise by a good part of it: three times as much is
+# still theirs. The previous version is told from the new one when half way to it leaves room for twice the noise.
 _NOISES = 3.0
-_TOLD_APART = 2.0
+_TOLD_APART = 4.0
 # Engines compute log-probs in float32: where no noise shows, this much of it would.
 _ROUNDING = 1e-5
 
@@ -84,14 +85,17 @@ def judge(
     elsewhere: Sequence[Reading] = (),
     trainers: tuple[float, ...] | None = None,
     trainers_before: tuple[float, ...] | None = None,
+    busy: bool = False,
 ) -> dict[Key, Finding]:
     """A finding for each of `readings`, which are of peers at one version.
 
-    `previous` are their readings before the update, `elsewhere` accepted ones of more peers at this version.
+    `previous` are their readings before the update, `elsewhere` accepted ones of more peers at this version. `busy`
+    where rollouts ran beside the canary.
     """
     moved = {key: distance(readings[key].logprobs, previous[key].logprobs) for key in readings if key in previous}
     scale = Scale.of([*readings.values(), *previous.values()], moved.values())
     stale = {key for key, value in moved.items() if scale.is_told_apart and value <= scale.still}
+    stale |= set() if busy else _frozen(readings, moved, previous)
     current = {key: reading.logprobs for key, reading in readings.items() if key not in stale}
     known = [other.logprobs for other in elsewhere]
     centre = _centre([*known, *current.values()], scale.tolerance)
@@ -128,7 +132,8 @@ class Scale:
 
     @classmethod
     def of(cls, readings: Iterable[Reading], moved: Collection[float]) -> "Scale":
-        noise = max((reading.noise for reading in readings), default=0.0)
+        # The middle of all: broken weights may be very noisy, and must not widen what is tolerated of them.
+        noise = statistics.median_high(reading.noise for reading in readings)
         return cls(max(noise, _ROUNDING), statistics.median_high(moved) if moved else None)
 
     @property
@@ -156,10 +161,21 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     return statistics.fmean(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
+def _frozen(readings: Mapping[Key, Reading], moved: Mapping[Key, float], previous: Mapping[Key, Reading]) -> set[Key]:
+    """Those that say bit for bit what they said before, while peers that had said the very same moved on together.
+
+    However small the update: idle engines that agree to the last bit compute alike, so only their weights can differ.
+    """
+    moves = Counter((previous[key].logprobs, readings[key].logprobs) for key, value in moved.items() if value > 0)
+    moved_on = {before for (before, _), count in moves.items() if count > 1}
+    return {key for key, value in moved.items() if value == 0 and previous[key].logprobs in moved_on}
+
+
 def _is_stale(finding: Finding) -> str:
     return (
-        f"it still holds the previous version: its canary moved by {_said(finding.to_previous)} nats a token, which is "
-        f"noise (tolerance {_said(finding.tolerance)}), while its peers moved on and are {_said(finding.to_peers)} away"
+        f"it still holds the previous version: its canary moved by {_said(finding.to_previous)} nats a token (noise "
+        f"{_said(finding.noise)}, tolerance {_said(finding.tolerance)}), while its peers moved on and are "
+        f"{_said(finding.to_peers)} away"
     )
 
 

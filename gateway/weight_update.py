@@ -27,9 +27,9 @@ class Phase(StrEnum):
 class WeightUpdate:
     """An update in progress, and its record afterwards.
 
-    `seconds` are by step (drain, transfer, commit, canary); what is missing to the whole is the trainer's own time
-    between its calls. `replicas` say by replica id what became of it there. `draft` is where its tensors are written
-    for the weight store.
+    `seconds` are by step (drain, transfer, digests, commit, canary); what is missing to the whole is the trainer's own
+    time between its calls. `replicas` say by replica id what became of it there. `draft` is where its tensors are
+    written for the weight store.
     """
 
     version: int

@@ -191,9 +191,14 @@ class WeightCoordinator:
                 return self._fleet.version
             self._canary.check_length(canary_logprobs)
             update.phase = Phase.VERIFYING
-            with update.timed("commit"):
+            with update.timed("digests"):
                 try:
                     digests = await self._receipts(group)
+                except BaseException as error:
+                    await self._abort(str(error) or type(error).__name__)
+                    raise
+            with update.timed("commit"):
+                try:
                     await self._on_all(
                         group.members,
                         lambda replica: replica.engine.finish_weight_update(

@@ -109,6 +109,9 @@ def test_the_cuda_build_runs_vllm_serve_on_loopback() -> None:
 
 
 def test_spans_are_asked_only_of_a_vllm_that_counts_them(installed: dict[str, str]) -> None:
+    installed["vllm"] = "0.32.0"
+    assert "middleware" in flags(command())
+    assert "middleware" not in flags(command(frozen=True))
     installed["vllm"] = "0.26.0"
     assert "middleware" not in flags(command())
 

@@ -67,19 +67,39 @@ def test_an_update_that_changes_nothing_is_unchanged_and_not_failed() -> None:
 
 
 def test_the_tolerance_never_reaches_half_way_to_the_previous_version() -> None:
-    """Noise alone would allow 0.03 here, and the previous version is 0.04 away."""
-    new = near(OLD, 0.04)
-    findings = judge({"a": reading(new), "b": reading(new), "c": reading(near(new, 0.025))}, before("a", "b", "c"))
-    assert findings["a"].tolerance == pytest.approx(0.02)
+    """Noise alone would allow 0.03 here, and the previous version is 0.05 away."""
+    new = near(OLD, 0.05)
+    findings = judge({"a": reading(new), "b": reading(new), "c": reading(near(new, 0.028))}, before("a", "b", "c"))
+    assert findings["a"].tolerance == pytest.approx(0.025)
     assert results(findings) == {"a": "verified", "b": "verified", "c": "failed"}
 
 
 def test_the_previous_version_never_passes_where_the_update_can_be_told_from_noise() -> None:
     for noise in (0.0, 0.001, 0.01, 0.1):
-        for times in (2.1, 3.0, 10.0, 100.0):
+        for times in (4.1, 6.0, 10.0, 100.0):
             new = near(OLD, times * max(noise, 1e-5))
             found = judge({"a": reading(new, noise), "b": reading(OLD, noise)}, before("a", "b"))
             assert found["b"].result is Result.FAILED, (noise, times)
+
+
+def test_a_replica_that_says_its_old_words_to_the_last_bit_is_found_however_small_the_update() -> None:
+    new = near(OLD, 0.001)  # a tenth of the noise
+    readings = {"a": reading(new), "b": reading(new), "c": reading(OLD)}
+    assert results(judge(readings, before("a", "b", "c"))) == {"a": "unchanged", "b": "unchanged", "c": "failed"}
+    assert results(judge(readings, before("a", "b", "c"), busy=True)) == dict.fromkeys("abc", "unchanged")
+
+
+def test_replicas_that_never_agreed_to_the_last_bit_are_not_held_to_it() -> None:
+    previous = {"a": reading(near(OLD, 0.01), version=0), "b": reading(OLD, version=0)}
+    readings = {"a": reading(near(OLD, 0.011)), "b": reading(OLD)}
+    assert results(judge(readings, previous)) == {"a": "unchanged", "b": "unchanged"}
+
+
+def test_a_replica_of_broken_weights_does_not_widen_what_is_tolerated() -> None:
+    readings = {"a": reading(NEW), "b": reading(NEW), "c": reading(vector(3), noise=50.0)}
+    assert results(judge(readings, before("a", "b", "c"))) == {"a": "verified", "b": "verified", "c": "failed"}
+    pair = {"a": reading(NEW), "c": reading(vector(3), noise=50.0)}
+    assert results(judge(pair, before("a", "c")))["c"] == "failed"
 
 
 def test_a_replica_alone_says_that_it_has_no_peer() -> None:

@@ -45,6 +45,7 @@ class Canary:
         self._groups = groups
         self._accepted: WeakKeyDictionary[Replica, Reading] = WeakKeyDictionary()
         self._trainers: tuple[float, ...] | None = None
+        self._checked: tuple[dict[Replica, Reading], tuple[float, ...] | None] = {}, None
         self._token_ids: list[int] | None = None
 
     @property
@@ -82,7 +83,7 @@ class Canary:
     async def check(
         self, replicas: Sequence[Replica], version: int, *, trainers: Sequence[float] | None = None, busy: bool = False
     ) -> dict[Replica, Finding]:
-        """What each replica's log-probs at `version` say of its weights.
+        """What each replica's log-probs at `version` say of its weights; call `accept` where the update holds.
 
         `trainers` are the trainer's own log-probs of `token_ids`, one less than there are tokens. `busy` where rollouts
         run meanwhile: a replica that does not answer in time is then unverified and not failed.
@@ -103,11 +104,17 @@ class Canary:
                 trainers_before=self._trainers,
                 busy=busy,
             )
-        for replica, reading in readings.items():
-            if findings[replica].may_serve:
-                self._accepted[replica] = reading
-        self._trainers = given
+        self._checked = (
+            {replica: reading for replica, reading in readings.items() if findings[replica].may_serve},
+            given,
+        )
         return findings
+
+    def accept(self) -> None:
+        """The update just checked holds: the next one is compared with its log-probs."""
+        readings, self._trainers = self._checked
+        self._accepted.update(readings)
+        self._checked = {}, None
 
     async def admit(self, replica: Replica, version: int) -> Finding:
         """What the log-probs of a replica say that was brought to `version` by itself, while its peers serve."""

@@ -138,15 +138,11 @@ class WeightCoordinator:
             self._scheduler.close_gate(_UPDATE)
             self._update = update = WeightUpdate(self._fleet.version + 1, group.transport)
             self._fleet.update_to = update.version
-            with update.timed("drain"):
-                try:
-                    # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what
-                    # becomes of rollouts in flight when it chose the mode of the pause.
-                    if not self.is_paused:
-                        await self._scheduler.drained(self._config.drain_timeout_s)
-                except BaseException as error:
-                    await self._abort(str(error) or type(error).__name__)
-                    raise
+            async with self._step(update, "drain"):
+                # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what becomes of
+                # rollouts in flight when it chose the mode of the pause.
+                if not self.is_paused:
+                    await self._scheduler.drained(self._config.drain_timeout_s)
 
     async def receive(self, update_info: Json) -> None:
         """Have every replica of the group receive the tensors that the trainer is about to send."""
@@ -159,18 +155,14 @@ class WeightCoordinator:
                 await self._abort(str(error))
                 await self._close_group()
                 raise
-            with update.timed("transfer"):
-                try:
-                    if update.phase is Phase.OPEN:
-                        await self._begin(update, group)
-                    await self._on_all(
-                        group.members,
-                        lambda replica: replica.engine.update_weights(update_info, self._config.transfer_timeout_s),
-                        self._config.transfer_timeout_s,
-                    )
-                except BaseException as error:
-                    await self._abort(str(error) or type(error).__name__, leaves_group=True)
-                    raise
+            async with self._step(update, "transfer", leaves_group=True):
+                if update.phase is Phase.OPEN:
+                    await self._begin(update, group)
+                await self._on_all(
+                    group.members,
+                    lambda replica: replica.engine.update_weights(update_info, self._config.transfer_timeout_s),
+                    self._config.transfer_timeout_s,
+                )
             update.receive(update_info)
 
     def canary_token_ids(self) -> list[int]:
@@ -191,30 +183,17 @@ class WeightCoordinator:
                 return self._fleet.version
             self._canary.check_length(canary_logprobs)
             update.phase = Phase.VERIFYING
-            with update.timed("digests"):
-                try:
-                    digests = await self._receipts(group)
-                except BaseException as error:
-                    await self._abort(str(error) or type(error).__name__)
-                    raise
-            with update.timed("commit"):
-                try:
-                    await self._on_all(
-                        group.members,
-                        lambda replica: replica.engine.finish_weight_update(
-                            update.version, self._config.control_timeout_s
-                        ),
-                        self._config.control_timeout_s,
-                    )
-                except BaseException as error:
-                    await self._abort(str(error) or type(error).__name__)
-                    raise
-            with update.timed("canary"):
-                try:
-                    findings = await self._verify(update, group, canary_logprobs)
-                except BaseException as error:
-                    await self._abort(str(error) or type(error).__name__)
-                    raise
+            async with self._step(update, "digests"):
+                digests = await self._receipts(group)
+            async with self._step(update, "commit"):
+                timeout_s = self._config.control_timeout_s
+                await self._on_all(
+                    group.members,
+                    lambda replica: replica.engine.finish_weight_update(update.version, timeout_s),
+                    timeout_s,
+                )
+            async with self._step(update, "canary"):
+                findings = await self._verify(update, group, canary_logprobs)
             self._commit(update, group, findings)
             await self._keep(update, digests)
             return update.version
@@ -267,6 +246,16 @@ class WeightCoordinator:
             if time.monotonic() - update.touched_at > self._config.idle_timeout_s:
                 async with self._exclusively("idle watch"):
                     await self._abort(f"no word from the trainer for {self._config.idle_timeout_s:g} s")
+
+    @asynccontextmanager
+    async def _step(self, update: WeightUpdate, name: str, *, leaves_group: bool = False) -> AsyncIterator[None]:
+        """A step of the update, timed. Where it fails the update is aborted."""
+        try:
+            with update.timed(name):
+                yield
+        except BaseException as error:
+            await self._abort(str(error) or type(error).__name__, leaves_group=leaves_group)
+            raise
 
     async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
         """From here on engines are overwritten: none of them counts as holding any version until the commit."""
@@ -364,6 +353,7 @@ class WeightCoordinator:
         )
 
     def _commit(self, update: WeightUpdate, group: TransferGroup, findings: dict[Replica, Finding]) -> None:
+        self._canary.accept()
         self._fleet.version = update.version
         fenced = {replica: finding for replica, finding in findings.items() if not finding.may_serve}
         for replica in group.members:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from engines.errors import EngineRefused
+from engines.sim_model import SimModel, read, weights_key
 from gateway.canary import canary_token_ids
 from tests.rig import Json, Rig, StartRig
 
@@ -199,6 +200,23 @@ async def test_a_trainer_that_sends_its_log_probs_has_them_compared(rig: Rig) ->
     status, reply = await finished(rig, {"canary_logprobs": moved})
     assert status == 424
     assert "as the trainer's" in reply["error"]["message"]
+
+
+async def test_an_update_that_was_aborted_is_nothing_to_compare_the_next_with(rig: Rig) -> None:
+    await rig.open_group()
+    model, token_ids = SimModel.of(rig.sim), (await rig.get("/v1/weight_canary"))[1]["token_ids"]
+
+    def logprobs(version: str) -> list[float]:
+        contexts = [read(token_ids[:end]) for end in range(1, len(token_ids))]
+        key = weights_key(version)
+        return [model.logprob(c, t, key) for c, t in zip(contexts, token_ids[1:], strict=True)]
+
+    assert (await finished(rig, {"canary_logprobs": logprobs("1")}))[0] == 200
+    wrong = [-value for value in logprobs("1")]
+    status, reply = await finished(rig, {"canary_logprobs": wrong})
+    assert (status, "as the trainer's" in reply["error"]["message"]) == (424, True)
+    assert (await finished(rig, {"canary_logprobs": logprobs("2")}))[1].get("weight_version") == 2
+    assert set((await rig.states()).values()) == {"SERVING"}
 
 
 @pytest.mark.parametrize("wrong", ["x", [1.0], [None] * 63, ["1"] * 63])

@@ -197,7 +197,7 @@ class GatewayServer:
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
         await self._tokens.abort((await read_object(request)).get("request_ids"))
-        return web.Response()
+        return reply({})
 
     async def _generate_in_sglangs_words(self, request: web.Request) -> web.StreamResponse:
         body = await read_object(request)
@@ -217,7 +217,7 @@ class GatewayServer:
         except (TimeoutError, EngineError, DeadlineExceeded) as error:
             why = str(error) or f"no token within {_HEALTH_TIMEOUT_S:g} s"
             return reply(error_body(f"{why}: see /status", 503), 503)
-        return web.Response()
+        return reply({})
 
     async def _model_info(self, request: web.Request) -> web.Response:
         """SGLang's description of the policy."""

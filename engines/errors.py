@@ -13,6 +13,7 @@ RolloutGatewayError
 ├── EngineError               one replica's engine misbehaved; names the replica
 │   ├── EngineStartFailed     it never came up; says why, and carries its last words
 │   ├── EngineUnreachable     the connection failed or broke: the work may be done elsewhere
+│   │   └── EngineGone        nobody listens there any more
 │   ├── EngineRefused         it answered 4xx: the request is at fault, another replica would say the same
 │   └── EngineFailed          it answered 5xx or nonsense
 └── WeightUpdateError         a weight call failed
@@ -94,6 +95,10 @@ class EngineStartFailed(EngineError):
 
 class EngineUnreachable(EngineError):
     """The connection to the engine failed, broke or went silent."""
+
+
+class EngineGone(EngineUnreachable):
+    """Nobody listens where the engine was: its process has ended."""
 
 
 class EngineRefused(EngineError):

@@ -9,7 +9,7 @@ import aiohttp
 import orjson
 
 from engines.engine import Engine, Json
-from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
+from engines.errors import DeadlineExceeded, EngineFailed, EngineGone, EngineRefused, EngineUnreachable
 
 # vLLM and SGLang close an idle connection after 5 s: one used again in that moment would look like a dead engine.
 _KEEPALIVE_S = 4.0
@@ -86,7 +86,8 @@ class HttpEngine(Engine, ABC):
                 yield response
         except (aiohttp.ClientError, ConnectionError) as error:
             # First, since a connection that does not come about is a TimeoutError too.
-            raise EngineUnreachable(f"{path}: {error or type(error).__name__}", replica_id=self.replica_id) from error
+            kind = EngineGone if _is_refused(error) else EngineUnreachable
+            raise kind(f"{path}: {error or type(error).__name__}", replica_id=self.replica_id) from error
         except TimeoutError as error:
             raise DeadlineExceeded(f"replica {self.replica_id}: no answer to {path} within {timeout_s:g} s") from error
 
@@ -106,6 +107,11 @@ class HttpEngine(Engine, ABC):
         except orjson.JSONDecodeError as error:
             raise EngineFailed(f"{path} answered no JSON: {content[:200]!r}", replica_id=self.replica_id) from error
         return reply if isinstance(reply, dict) else {"value": reply}
+
+
+def _is_refused(error: BaseException) -> bool:
+    """A busy server lets connections wait; only where nobody listens are they refused."""
+    return isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError)
 
 
 class _Response(aiohttp.ClientResponse):

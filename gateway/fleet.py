@@ -13,8 +13,8 @@ from typing import TypeVar
 import structlog
 
 from engines.engine import Engine
-from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineFailed, EngineUnreachable
-from engines.types import ReplicaInfo, ReplicaState
+from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineFailed, EngineGone, EngineUnreachable
+from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.config import Config
 from gateway.models import Models
 from gateway.routing import Rollout
@@ -345,20 +345,28 @@ class Fleet:
         """Probe one replica until it is lost."""
         while replica.state is not ReplicaState.LOST:
             await asyncio.sleep(self._config.probe_interval_s)
-            try:
-                await replica.engine.health(self._config.probe_timeout_s)
-            except (EngineError, DeadlineExceeded) as error:
-                self.suspect(replica, str(error))
-                answers = False
-            else:
-                answers = True
-            if answers and replica.listed:
+            failure = await self._probe(replica)
+            if failure is None and replica.listed:
                 self._vouched(replica)
-            elif answers:
-                self.suspect(replica, "Serve no longer lists it")
-            # Two witnesses are enough: Serve lists it no more, and it does not answer.
-            if self._is_overdue(replica) or not (answers or replica.listed):
+            else:
+                self.suspect(replica, str(failure) if failure else "Serve no longer lists it")
+            if self._is_lost(replica, failure):
                 self.set_state(replica, ReplicaState.LOST, replica.reason)
+
+    async def _probe(self, replica: Replica) -> EngineError | DeadlineExceeded | None:
+        try:
+            await replica.engine.health(self._config.probe_timeout_s)
+        except (EngineError, DeadlineExceeded) as error:
+            return error
+        return None
+
+    def _is_lost(self, replica: Replica, failure: EngineError | DeadlineExceeded | None) -> bool:
+        """Two witnesses are enough: Serve lists it no more, and it does not answer.
+
+        Of ours one is, where nobody listens any more: a successor takes another port. A server of others may come back.
+        """
+        has_ended = isinstance(failure, EngineGone) and replica.info.kind is not EngineKind.EXTERNAL
+        return has_ended or self._is_overdue(replica) or (failure is not None and not replica.listed)
 
     def _vouched(self, replica: Replica) -> None:
         if replica.state is ReplicaState.SUSPECT:

@@ -416,16 +416,19 @@ class WeightCoordinator:
             log.warning("a replica stays SUSPECT", seconds=self._config.control_timeout_s)
 
     async def _whole_group(self) -> TransferGroup:
+        """The open group. An update whose group has lost a member is over, whichever call finds out."""
         group = self._group
         if group is None:
             raise WeightUpdateConflict("there is no transfer group: call /init_weight_transfer_engine first")
         await self._settled()
         if (gone := group.broken_by) is not None:
-            raise WeightUpdateFailed(
+            error = WeightUpdateFailed(
                 f"the transfer group is broken: replica {gone.replica_id} left it ({gone.state}: {gone.reason}); call "
                 "/init_weight_transfer_engine to form a new group",
                 replica_id=gone.replica_id,
             )
+            await self._abort(str(error))
+            raise error
         return group
 
     def _check_tensors(self, update_info: Json, group: TransferGroup) -> None:

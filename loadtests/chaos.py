@@ -87,18 +87,18 @@ async def hurt(url: str, replicas: int, faults: Sequence[str]) -> list[Outcome]:
     """Every fault in turn, each on a fleet that is whole."""
     witness = Witness(url, _SIM, num_clients=_CLIENTS, bound_s=_BOUND_S)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
-        world = World(url, Trainer(url, witness, session))
-        await until(lambda: _serve(world, replicas), _UP_S, "the fleet to come up")
+        world = World(url, Trainer(url, witness, session), replicas)
+        await until(world.serves, _UP_S, "the fleet to come up")
         outcomes = []
         for name in faults:
-            outcomes.append(await _meet(name, world, witness, replicas))
+            outcomes.append(await _meet(name, world, witness))
             _say(outcomes[-1])
             if outcomes[-1].problem:
                 break  # the next fault has to meet a whole fleet
         return outcomes
 
 
-async def _meet(name: str, world: World, witness: Witness, replicas: int) -> Outcome:
+async def _meet(name: str, world: World, witness: Witness) -> Outcome:
     witness.start()
     problem, hung, whole_again_s = "", 0, float("nan")
     try:
@@ -107,7 +107,7 @@ async def _meet(name: str, world: World, witness: Witness, replicas: int) -> Out
         witness.hurt_now()
         hurt_at = time.monotonic()
         await FAULTS[name](world)
-        await until(lambda: _updates(world, replicas), _UP_S, "an update on all replicas after the fault")
+        await until(lambda: _updates(world), _UP_S, "an update on all replicas after the fault")
         whole_again_s = time.monotonic() - hurt_at
     except Hung as error:
         problem, hung = str(error), 1
@@ -119,17 +119,13 @@ async def _meet(name: str, world: World, witness: Witness, replicas: int) -> Out
     return Outcome(fault=name, silence_s=silence_s, whole_again_s=whole_again_s, tally=tally, problem=problem)
 
 
-async def _serve(world: World, replicas: int) -> bool:
-    return [replica["state"] for replica in await world.replicas()] == ["SERVING"] * replicas
-
-
-async def _updates(world: World, replicas: int) -> bool:
+async def _updates(world: World) -> bool:
     """A trainer that starts anew brings a version to a fleet that is complete."""
-    if len(await world.replicas()) < replicas:
+    if len(await world.replicas()) < world.size:
         return False
     await world.trainer.join()
     await world.trainer.update()
-    return await _serve(world, replicas)
+    return await world.serves()
 
 
 def _say(outcome: Outcome) -> None:

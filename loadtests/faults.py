@@ -20,6 +20,7 @@ from loadtests.witness import Witness
 Json = dict[str, Any]
 
 _RETRY_S = 0.2
+_UNAIDED_S = 90.0
 _TENSORS = {"names": ["weight"], "dtype_names": ["float32"], "shapes": [[4, 4]]}
 
 
@@ -85,6 +86,11 @@ class World:
 
     url: str
     trainer: Trainer
+    size: int
+
+    async def serves(self) -> bool:
+        """Whether every replica does."""
+        return [replica["state"] for replica in await self.replicas()] == ["SERVING"] * self.size
 
     async def replicas(self) -> list[Json]:
         """As /status tells of them, those that serve first."""
@@ -122,8 +128,11 @@ async def killed_during(world: World) -> None:
 
 
 async def killed_after(world: World) -> None:
+    """Its successor starts with the checkpoint, and has to find the current version without the trainer."""
     await world.trainer.update()
-    os.kill(await world.engine_pid(), signal.SIGKILL)
+    pid = await world.engine_pid()
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: _is_replaced(world, pid), _UNAIDED_S, "a successor with the current weights")
 
 
 async def wedged_during(world: World) -> None:
@@ -136,8 +145,10 @@ async def wedged_during(world: World) -> None:
 
 
 async def trainer_dies(world: World) -> None:
+    """Nobody ends its update: the fleet has to, and to go back to the version before."""
     await world.trainer.start()
     await world.trainer.send()
+    await until(world.serves, _UNAIDED_S, "the fleet to serve again without its trainer")
 
 
 async def gateway_killed(world: World) -> None:
@@ -167,6 +178,10 @@ async def new_session(world: World) -> None:
     await world.trainer.send()
     await world.trainer.join()
     await world.trainer.update()
+
+
+async def _is_replaced(world: World, pid: int) -> bool:
+    return await world.serves() and not psutil.pid_exists(pid)
 
 
 FAULTS: dict[str, Fault] = {

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from tests.rig import Rig, StartRig
+from engines.types import ReplicaState
+from tests.rig import FAST_WATCH, Rig, StartRig
 
 
 async def test_health_is_503_until_the_fleet_is_complete(start_rig: StartRig) -> None:
@@ -99,3 +100,13 @@ async def test_a_rollout_that_no_replica_takes_in_time_is_told_why(start_rig: St
     status, reply = await rig.post("/v1/completions", {"model": "sim", "prompt": [5]})
     assert status == 504
     assert "gateway.queue_timeout_s" in reply["error"]["message"]
+
+
+async def test_a_replica_that_refuses_connections_has_ended_and_is_lost_at_once(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=2, fleet=FAST_WATCH | {"lost_after_s": 60.0})
+    victim = rig.fleet.replicas[0]
+    await rig.replicas[0].kill()
+    async with asyncio.timeout(5):
+        while victim.state is not ReplicaState.LOST:
+            await asyncio.sleep(0.02)
+    assert "Cannot connect" in victim.reason

@@ -177,6 +177,21 @@ async def test_a_broken_group_is_refused_with_the_remedy(rig: Rig) -> None:
     assert "engine-0" in reply["error"]["message"]
 
 
+@pytest.mark.parametrize("call", ["/update_weights", "/finish_weight_update"])
+async def test_an_update_whose_group_lost_a_member_is_over_and_the_others_serve(rig: Rig, call: str) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    if call == "/finish_weight_update":
+        await rig.post("/update_weights", {"update_info": rig.tensors})
+    await rig.replicas[0].kill()
+    await rig.until({"engine-1": (await rig.states())["engine-1"]})
+    status, reply = await rig.post(call, {"update_info": rig.tensors})
+    assert status == 424
+    assert "engine-0" in reply["error"]["message"]
+    await rig.until({"engine-1": "SERVING"})
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 0
+
+
 async def test_a_probe_that_comes_late_does_not_break_the_group(rig: Rig) -> None:
     await rig.open_group()
     rig.fleet.suspect(rig.fleet.replicas[0], "a probe came late")

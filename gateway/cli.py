@@ -16,6 +16,11 @@ from rich.table import Table
 
 from engines.errors import ConfigError, RolloutGatewayError
 from gateway.config import Config
+from gateway.doctor.finding import Severity
+from gateway.doctor.report import as_json as findings_as_json
+from gateway.doctor.report import print_findings
+from gateway.doctor.rules import examine
+from gateway.doctor.subject import subject_of
 from gateway.explanation import Explanation, explain_engines
 from gateway.load import Setting, explain, load
 from gateway.progress import shown
@@ -149,6 +154,50 @@ def explain_command(context: typer.Context, config: File = None, as_json: AsJson
 def schema_command() -> None:
     """Print the JSON schema of the configuration, for editors."""
     _print_json(Config.model_json_schema())
+
+
+@app.command("doctor", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
+def doctor_command(
+    context: typer.Context,
+    config: File = None,
+    verl: Annotated[
+        Path | None, typer.Option("--verl", metavar="FILE", help="verl: YAML, or a script with Hydra overrides.")
+    ] = None,
+    trl: Annotated[
+        Path | None, typer.Option("--trl", metavar="FILE", help="TRL: YAML, JSON, or Python with a GRPOConfig(...).")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="FILE", help="A verl configuration known to be good.")
+    ] = None,
+    trl_processes: Annotated[int, typer.Option("--trl-processes", min=1, help="Training processes of TRL.")] = 1,
+    gpu_gib: Annotated[float, typer.Option("--gpu-gib", min=1, help="Memory of one GPU.")] = 80.0,
+    show_all: Annotated[bool, typer.Option("--all", help="Show what is fine, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what in configurations costs speed, memory or truth. Exit code 1 when something hurts, 2 on bad input."""
+    try:
+        if not (config or context.args or verl or trl):
+            raise ConfigError("nothing to examine: give -c FILE, --verl FILE or --trl FILE")
+        ours = config or context.args
+        subject = subject_of(
+            config=load(config, context.args) if ours else None,
+            settings=explain(config, context.args) if ours else None,
+            verl=verl,
+            trl=trl,
+            trl_processes=trl_processes,
+            against=against,
+            gpu_gib=gpu_gib,
+        )
+    except ConfigError as error:
+        print(f"rollout-gateway: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    findings = examine(subject)
+    if as_json:
+        _print_json(findings_as_json(findings))
+    else:
+        print_findings(Console(), findings, with_fine=show_all)
+    if any(finding.severity is Severity.HURTS for finding in findings):
+        raise typer.Exit(1)
 
 
 def _print_running(found: Running) -> None:

@@ -53,14 +53,11 @@ class Source:
 
 def from_file(path: Path) -> Source:
     """A plain tree, or a Serve deploy document whose application's `args` is the tree."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    text = read_text(path)
     if path.suffix == ".toml":
         tree, lines = _read_toml(path, text)
     elif path.suffix in (".yaml", ".yml", ".json"):
-        tree, lines = _read_yaml(path, text)
+        tree, lines = read_yaml(path, text)
     else:
         raise ConfigError(f"{path}: the name must end in .yaml, .yml, .json or .toml")
     if "applications" in tree:
@@ -70,7 +67,15 @@ def from_file(path: Path) -> Source:
     return Source(origin="file", tree=tree, places={key: f"{path}:{line}" for key, line in lines.items()})
 
 
-def _read_yaml(path: Path, text: str) -> tuple[Tree, dict[Key, int]]:
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_yaml(path: Path, text: str) -> tuple[Tree, dict[Key, int]]:
+    """The tree, and the line of each of its keys."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         lines = dict(_yaml_lines(path, root)) if root else {}

@@ -1,0 +1,82 @@
+"""Prints what a trainer may be told, with its defaults, for the doctor to read: the keys of verl's own configuration,
+or the fields of TRL's GRPOConfig.
+
+    python -m scripts.trainer_keys verl FOLDER_OF_THE_PACKAGE > gateway/doctor/known/verl-0.9.1.json
+    python -m scripts.trainer_keys trl > gateway/doctor/known/trl-1.16.0.json
+
+Of verl nothing is imported: its composed YAML files and the dataclasses in its source are read.
+"""
+
+import ast
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# The default trainer first: where several trainers have a key, its default counts.
+_COMPOSED = (
+    "_generated_ppo_trainer.yaml",
+    "_generated_ppo_megatron_trainer.yaml",
+    "_generated_ppo_veomni_trainer.yaml",
+    "_generated_ppo_torchtitan_trainer.yaml",
+)
+# A dataclass with fields that the composed files leave out, which Hydra takes with a leading plus; and people build it
+# by themselves, with defaults of its own.
+_SECTION, _FILE, _CLASS = "actor_rollout_ref.rollout", "workers/config/rollout.py", "RolloutConfig"
+
+
+def verl_keys(package: Path) -> dict[str, Any]:
+    """`keys` by dotted name with their defaults; `added`, names that Hydra wants a plus for; `rollout_config`, the
+    defaults of that class."""
+    keys: dict[str, Any] = {}
+    for name in _COMPOSED:
+        tree = yaml.safe_load((package / "trainer" / "config" / name).read_text(encoding="utf-8"))
+        for key, value in _leaves(tree):
+            keys.setdefault(key, value)
+    rollout = dict(_fields(package / _FILE, _CLASS))
+    names = (f"{_SECTION}.{field}" for field in rollout)
+    added = [name for name in names if not any(key == name or key.startswith(f"{name}.") for key in keys)]
+    return {"keys": keys, "added": added, "rollout_config": rollout}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _fields(path: Path, name: str) -> Iterator[tuple[str, Any]]:
+    """The plain fields of a dataclass in a source file; a default that is no literal is null."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef) or node.name != name:
+            continue
+        for field in node.body:
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                try:
+                    yield field.target.id, ast.literal_eval(field.value) if field.value else None
+                except ValueError:
+                    yield field.target.id, None
+
+
+def trl_fields() -> dict[str, Any]:
+    """The fields of the installed GRPOConfig; a default that JSON cannot hold is null."""
+    from trl import GRPOConfig
+
+    return {field.name: _default(field) for field in dataclasses.fields(GRPOConfig)}
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    value = getattr(field.default, "value", field.default)  # an enum's value
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+if __name__ == "__main__":
+    found = verl_keys(Path(sys.argv[2])) if sys.argv[1] == "verl" else trl_fields()
+    json.dump(found, sys.stdout, indent=1, sort_keys=True)
+    sys.stdout.write("\n")

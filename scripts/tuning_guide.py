@@ -1,0 +1,55 @@
+"""Prints docs/tuning.md from the doctor's rules: `python -m scripts.tuning_guide > docs/tuning.md`."""
+
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from gateway.doctor.engine_rules import ENGINE_RULES
+from gateway.doctor.length_rules import LENGTH_RULES
+from gateway.doctor.rule import Rule
+from gateway.doctor.trl_rules import TRL_RULES
+from gateway.doctor.verl_rules import VERL_RULES
+
+_WIDTH = 120
+_HEAD = """# Tuning
+
+What `rollout-gateway doctor` asks of a configuration, why, and where the answer comes from. This page is printed by
+`python -m scripts.tuning_guide > docs/tuning.md` from the tables of rules in `gateway/doctor/`.
+
+    rollout-gateway doctor -c FILE.yaml                       # ours
+    rollout-gateway doctor --verl train.sh                    # verl: YAML, or a script with Hydra overrides
+    rollout-gateway doctor -c FILE.yaml --trl train.py --trl-processes 4
+
+Files are read and never run. A finding `hurts`, is one to `consider`, or is `fine` (`--all` shows those). It tells the
+value, its file and line or `default`, the value to set, and the expected effect where one was measured. The exit code
+is 1 when something hurts and 2 when a file cannot be read; `--json` prints all findings. `--against FILE` compares
+lengths with a verl configuration that is known to be good; `--gpu-gib` is the memory of a GPU (80 unless given).
+
+Figures are those of [benchmarks.md](benchmarks.md): they hold for its models and machines, elsewhere they tell the
+direction.
+"""
+_SECTIONS = (
+    ("Lengths", LENGTH_RULES),
+    ("Engines", ENGINE_RULES),
+    ("verl", VERL_RULES),
+    ("TRL", TRL_RULES),
+)
+
+
+def page() -> str:
+    """The whole of docs/tuning.md."""
+    return "\n".join([_HEAD, *(line for title, rules in _SECTIONS for line in _section(title, rules))])
+
+
+def _section(title: str, rules: Sequence[Rule]) -> list[str]:
+    lines = [f"## {title}", ""]
+    for rule in rules:
+        lines += [f"### {rule.id}: {rule.asks}", ""]
+        wrong = [f"Wrong is: {rule.corrects}"] if rule.corrects else []
+        for text in (f"Reads {rule.reads}. {rule.why}", *wrong, f"Source: {rule.source}."):
+            lines += [textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False), ""]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,24 @@
+"""docs/tuning.md: what the doctor's rules say, and nothing else."""
+
+from pathlib import Path
+
+from gateway.doctor.rules import STATIC_RULES
+from scripts.tuning_guide import page
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_what_the_rules_make_it() -> None:
+    written = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    assert written == page(), "python -m scripts.tuning_guide > docs/tuning.md"
+
+
+def test_every_rule_is_on_it_once_and_says_why_and_from_where() -> None:
+    told = page()
+    ids = [rule.id for rule in STATIC_RULES]
+    assert len(set(ids)) == len(ids)
+    for rule in STATIC_RULES:
+        assert told.count(f"### {rule.id}: ") == 1
+        assert rule.why
+        assert rule.source
+        assert rule.asks.endswith("?")

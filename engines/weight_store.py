@@ -18,7 +18,7 @@ import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,12 +119,12 @@ class Draft:
     Every method raises `StoreFailed` where the disk is full or gone; the draft is worth nothing then.
     """
 
-    def __init__(self, folder: Path, model: str) -> None:
-        """In a folder that `WeightStore.draft` or `claim_draft` has made."""
+    def __init__(self, folder: Path, model: str, tensors: Mapping[str, StoredTensor] | None = None) -> None:
+        """In a folder that `WeightStore.draft` or `claim_draft` has made, with `tensors` already."""
         self.folder = folder
         self._model = model
-        self._tensors: dict[str, StoredTensor] = {}
-        self._num_files = 0
+        self._tensors = dict(tensors or {})
+        self._num_files = len({tensor.file for tensor in self._tensors.values()})
 
     @property
     def names(self) -> set[str]:
@@ -353,6 +353,16 @@ def claim_draft(store: Path) -> tuple[Path, int]:
         owner = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(owner, fcntl.LOCK_EX)
     return folder, owner
+
+
+def complete(draft: Path, base: Path | None, names: Iterable[str]) -> None:
+    """Add to a finished draft what of `names` it lacks, from the checkpoint or version in folder `base`."""
+    manifest = Manifest.read(draft)
+    if set(names) <= manifest.tensors.keys():
+        return
+    added = Draft(draft, manifest.model, manifest.tensors)
+    added.complete_from(base, names)
+    added.finish()
 
 
 def is_whole(draft: Path) -> bool:

@@ -3,6 +3,7 @@
 The tee stands before the model's `load_weights`, so it sees what any receiver hands over, gloo and NCCL alike.
 """
 
+import logging
 import queue
 import threading
 import time
@@ -15,6 +16,8 @@ import torch
 from engines.errors import RolloutGatewayError
 from engines.tensor_bytes import digest_on_host, raw_tensor, sum_on_device
 from engines.weight_store import SHARD_BYTES, Draft, RawTensor
+
+log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -29,6 +32,7 @@ class WeightTee:
         self._model = model
         self._scribe = scribe
         self._digests: dict[str, Any] = {}  # texts, and numbers that are still on a GPU
+        self._is_blind = False
         self._load: Callable[[Iterable[NamedTensor]], Any] = model.load_weights
         model.load_weights = self._load_and_see
 
@@ -54,9 +58,16 @@ class WeightTee:
 
     def _load_and_see(self, weights: Iterable[NamedTensor]) -> Any:
         tensors = list(weights)
-        for name, tensor in tensors:
-            self._digests[name] = sum_on_device(tensor) if tensor.is_cuda else digest_on_host(tensor)
-        if self._scribe is None:
+        try:
+            for name, tensor in tensors if not self._is_blind else ():
+                self._digests[name] = sum_on_device(tensor) if tensor.is_cuda else digest_on_host(tensor)
+        except RuntimeError as error:  # such as a GPU without the memory for it: the update is worth more
+            log.exception("digests of this update are given up")
+            self._is_blind = True
+            self._digests.clear()
+            if self._scribe is not None:
+                self._scribe.give_up(f"the worker could not digest what it received: {error}")
+        if self._scribe is None or self._is_blind:
             return self._load(tensors)
         # A copy from the GPU runs beside the load; the stream that uses the receiver's buffer again waits for it.
         with self._scribe.copying([(name, tensor, self._digests[name]) for name, tensor in tensors]):
@@ -181,6 +192,13 @@ class _Copying:
         self._device = next((tensor.device for _, tensor, _ in tensors if tensor.is_cuda), None)
 
     def __enter__(self) -> None:
+        try:
+            self._begin()
+        except RuntimeError as error:  # such as a host without the memory for it: the update is worth more
+            log.exception("the copy of this update is given up")
+            self._scribe.give_up(f"the worker could not copy what it received: {error}")
+
+    def _begin(self) -> None:
         if not self._scribe.has_room(sum(tensor.nbytes for _, tensor, _ in self._tensors)):
             self._device = None
             return

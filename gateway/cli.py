@@ -228,6 +228,8 @@ def _update(last: dict[str, Any]) -> str:
 def _print_fleet(fleet: dict[str, Any]) -> None:
     print(f"{'policy:':<24}{fleet['policy'] or 'none: every model is frozen'}")
     print(f"{'weight version:':<24}{fleet['weight_version']}")
+    if reason := fleet["weight_store"]["reason"]:
+        print(f"{'no weight store:':<24}{reason}")
     if last := fleet["last_weight_update"]:
         print(f"{'last update:':<24}{_update(last)}")
     for replica_id, reason in fleet["replicas_refused"].items():

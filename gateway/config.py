@@ -1,9 +1,10 @@
 """The configuration: one strict pydantic tree. How files, environment and command line become one is in `load.py`."""
 
 from ipaddress import ip_network
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, field_validator, model_validator
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
@@ -94,6 +95,13 @@ class WeightsConfig(_Section):
     """Longest wait for a replica's answer to start, finish, pause, resume or a cache reset."""
     idle_timeout_s: float = Field(600.0, gt=0)
     """Silence of a trainer in an open update after which it is aborted."""
+
+    @field_validator("store")
+    @classmethod
+    def _store_is_one_place(cls, store: str | None) -> str | None:
+        if store not in (None, "auto") and not Path(store).is_absolute():
+            raise ValueError(f"{store!r} is no absolute path, and the gateway runs in a folder of Ray's: give one")
+        return store
 
 
 class ServeConfig(_Section):

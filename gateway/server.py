@@ -94,6 +94,8 @@ class GatewayServer:
         post("/finish_weight_update", self._for_admin(self._finish_weights))
         get("/weight_info", self._for_inference(self._weight_info))
         get("/v1/weight_updates", self._for_inference(self._weight_updates))
+        post("/v1/weight_updates", self._for_admin(self._load_weights))
+        get("/v1/weight_store", self._for_admin(self._weight_store))
         get("/v1/weight_canary", self._for_inference(self._weight_canary))
         post("/reset_prefix_cache", self._for_admin(self._reset_prefix_cache))
         post("/pause", self._for_admin(self._pause))
@@ -260,6 +262,28 @@ class GatewayServer:
         body = await read_object(request, required=False)
         version = await self._weights.finish(_canary_logprobs(body))
         return reply({"message": "Weight update finished", "weight_version": version})
+
+    async def _load_weights(self, request: web.Request) -> web.Response:
+        """A version that a trainer has written into the store: `trainer_client.weights.WeightSender` does it."""
+        body = await read_object(request)
+        if body.get("transport") != "store":
+            raise InvalidRequest(
+                f"transport = {body.get('transport')!r} is not 'store', which is what this route takes; over a group "
+                "weights come with /init_weight_transfer_engine and the calls after it",
+                param="transport",
+            )
+        snapshot, version = body.get("snapshot"), body.get("version")
+        if not isinstance(snapshot, str):
+            raise InvalidRequest("snapshot must be the name of a draft's folder", param="snapshot")
+        if version is not None and (type(version) is not int or version < 1):
+            raise InvalidRequest(
+                f"version = {version!r} is no version: an integer from 1, or left out", param="version"
+            )
+        return reply({"weight_version": await self._weights.load(snapshot, version, _canary_logprobs(body))})
+
+    async def _weight_store(self, request: web.Request) -> web.Response:
+        """Where a trainer writes drafts, and for which model."""
+        return reply({"folder": str(self._snapshots.folder), "model": self._fleet.models.first})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         return reply({"success": await self._weights.reset_prefix_cache()})

@@ -17,7 +17,7 @@ import structlog
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, StoreFailed
-from engines.weight_store import Manifest, WeightStore, check_bytes, is_whole
+from engines.weight_store import Manifest, WeightStore, check_bytes, complete, is_whole
 from gateway.config import WeightsConfig
 
 log = structlog.get_logger()
@@ -119,14 +119,24 @@ class Snapshots:
             self._keep(draft, version, incarnations, digests), name=f"keep version {version}"
         )
 
-    async def promote(self, name: str, version: int, manifest: Manifest) -> Path:
-        """Make the draft that a trainer wrote `version`."""
-        store = self._open_store()
-        return await self._aside(store.promote, store.named(name), version, self._checkpoint)
+    async def announced(self, name: str) -> Json:
+        """Names, dtypes and shapes of the draft that a trainer wrote, whose bytes are what its manifest says.
 
-    async def checked(self, name: str) -> Manifest:
-        """The manifest of a trainer's draft, whose bytes are what it says. Raises `InvalidRequest` where not."""
-        return await self._aside(check_bytes, self._open_store().named(name))
+        Raises `InvalidRequest` where they are not, or there is no such draft.
+        """
+        manifest = await self._aside(check_bytes, self._open_store().named(name))
+        return {
+            "names": list(manifest.tensors),
+            "dtype_names": [tensor.dtype for tensor in manifest.tensors.values()],
+            "shapes": [tensor.shape for tensor in manifest.tensors.values()],
+        }
+
+    async def promote(self, name: str, version: int, served: int, names: Iterable[str]) -> Path:
+        """Make the draft that a trainer wrote `version`. What of `names` it lacks is as in version `served`."""
+        store, base = self._open_store(), self.base(served)
+        draft = store.named(name)
+        await self._aside(complete, draft, Path(base) if base else None, list(names))
+        return await self._aside(store.promote, draft, version, self._checkpoint)
 
     async def withdraw(self, version: int) -> None:
         """Remove a version that came to nothing."""
@@ -137,6 +147,7 @@ class Snapshots:
         """Keep the last versions and tell those who wait for one."""
         if self._store is not None:
             await self._aside(self._store.prune, served)
+            await self._aside(self._store.sweep)
         for listener in self._listeners:
             listener()
 
@@ -207,9 +218,13 @@ class Snapshots:
         return self._store
 
     async def _aside(self, call: Callable[..., T], *arguments: object) -> T:
-        """The call in a thread; what the file system has against it as `StoreFailed`."""
+        """The call in a thread; what the file system has against it, silence included, as `StoreFailed`."""
+        timeout_s = self._config.load_timeout_s
         try:
-            return await asyncio.to_thread(call, *arguments)
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.to_thread(call, *arguments)
+        except TimeoutError as error:
+            raise StoreFailed(f"the weight store did not answer within {timeout_s:g} s") from error
         except OSError as error:
             raise StoreFailed(f"the weight store failed: {error}") from error
 

@@ -24,6 +24,7 @@ from engines.errors import (
     WeightUpdateFailed,
 )
 from engines.types import Dialect, PauseMode, ReplicaState
+from gateway.announcement import check_tensors
 from gateway.canary import Canary
 from gateway.catch_up import CatchUp
 from gateway.config import WeightsConfig
@@ -130,26 +131,48 @@ class WeightCoordinator:
         """Open the next version: hold new rollouts back and let those in flight finish."""
         async with self._exclusively("start_weight_update"):
             group = await self._whole_group()
-            if self._update is not None:
-                raise WeightUpdateConflict(
-                    f"update to version {self._update.version} is open since {self._update.age_s:.1f} s: finish it, or "
-                    "call /init_weight_transfer_engine to abort it"
-                )
-            self._scheduler.close_gate(_UPDATE)
-            self._update = update = WeightUpdate(self._fleet.version + 1, group.transport)
-            self._fleet.update_to = update.version
-            async with self._step(update, "drain"):
-                # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what becomes of
-                # rollouts in flight when it chose the mode of the pause.
-                if not self.is_paused:
-                    await self._scheduler.drained(self._config.drain_timeout_s)
+            self._check_none_open()
+            await self._open(self._fleet.version + 1, group)
+
+    async def load(
+        self, snapshot: str, version: int | None = None, canary_logprobs: Sequence[float] | None = None
+    ) -> int:
+        """Bring all replicas to the version that a trainer wrote into the store. Returns it once they serve it.
+
+        Replicas of all kinds take it together. `version` is the next one unless given.
+        """
+        async with self._exclusively("v1/weight_updates"):
+            self._check_none_open()
+            group = TransferGroup(await self._loaders(), "store")
+            version = self._next_version(version)
+            self._canary.check_length(canary_logprobs)
+            announced = await self._snapshots.announced(snapshot)
+            for replica in group.members:
+                check_tensors(announced, replica.info, "snapshot")
+            await self._remember_canary(group.members)
+            update = await self._open(version, group)
+            try:
+                async with self._step(update, "transfer"):
+                    await self._load_all(update, group, snapshot)
+                    update.receive(announced)
+                update.phase = Phase.VERIFYING
+                async with self._step(update, "canary"):
+                    findings = await self._verify(update, group, canary_logprobs)
+            except BaseException:
+                await self._snapshots.withdraw(version)
+                raise
+            self._commit(update, group, findings)
+            await self._snapshots.note_holders(version, self._holders(version))
+            await self._snapshots.settle(version)
+            return version
 
     async def receive(self, update_info: Json) -> None:
         """Have every replica of the group receive the tensors that the trainer is about to send."""
         async with self._exclusively("update_weights"):
             update, group = self._open_update("update_weights"), await self._whole_group()
             try:
-                self._check_tensors(update_info, group)
+                for replica in group.members:
+                    check_tensors(update_info, replica.info, "update_info")
             except InvalidRequest as error:
                 # The trainer may already sit in its broadcast: leaving the group is what lets it go.
                 await self._abort(str(error))
@@ -257,16 +280,69 @@ class WeightCoordinator:
             await self._abort(str(error) or type(error).__name__, leaves_group=leaves_group)
             raise
 
-    async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
+    def _check_none_open(self) -> None:
+        if self._update is not None:
+            raise WeightUpdateConflict(
+                f"update to version {self._update.version} is open since {self._update.age_s:.1f} s: finish it, or "
+                "call /init_weight_transfer_engine to abort it"
+            )
+
+    async def _open(self, version: int, group: TransferGroup) -> WeightUpdate:
+        """Close the gate and wait for rollouts in flight."""
+        self._scheduler.close_gate(_UPDATE)
+        self._update = update = WeightUpdate(version, group.transport)
+        self._fleet.update_to = update.version
+        async with self._step(update, "drain"):
+            # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what becomes of
+            # rollouts in flight when it chose the mode of the pause.
+            if not self.is_paused:
+                await self._scheduler.drained(self._config.drain_timeout_s)
+        return update
+
+    async def _loaders(self) -> tuple[Replica, ...]:
+        """The replicas that load from the store."""
+        await self._settled()
+        members = tuple(replica for replica in self._policy() if replica.info.loads_snapshots)
+        if not members:
+            there = _names(self._policy()) or "nobody, see /health"
+            raise WeightUpdateConflict(f"no replica can load weights from a folder; there is {there}")
+        return members
+
+    def _next_version(self, asked: int | None) -> int:
+        if asked is not None and asked <= self._fleet.version:
+            raise WeightUpdateConflict(
+                f"version = {asked}, but the fleet is at {self._fleet.version} and versions only grow: leave it out"
+            )
+        return asked or self._fleet.version + 1
+
+    async def _load_all(self, update: WeightUpdate, group: TransferGroup, snapshot: str) -> None:
+        names = {tensor.name for replica in group.members for tensor in replica.info.tensors or ()}
+        path = await self._snapshots.promote(snapshot, update.version, self._fleet.version, names)
+        await self._overwrite(update, group)
+        timeout_s = self._config.load_timeout_s
+        await self._on_all(
+            group.members,
+            lambda replica: replica.engine.load_snapshot(str(path), update.version, timeout_s),
+            timeout_s,
+        )
+
+    async def _overwrite(self, update: WeightUpdate, group: TransferGroup) -> None:
         """From here on engines are overwritten: none of them counts as holding any version until the commit."""
-        scribe = next((replica for replica in group.members if replica.info.has_tee), None)
-        size = max(map(_checkpoint_bytes, group.members))
-        update.draft = await self._snapshots.draft(self._fleet.version, size) if scribe else None
         await self._catch_up.settled(self._config.control_timeout_s)
         update.phase = Phase.RECEIVING
         for replica in group.members:
             replica.weight_version = None
             self._fleet.set_state(replica, ReplicaState.UPDATING, f"update to version {update.version}")
+
+    def _holders(self, version: int) -> list[str]:
+        return [replica.info.incarnation for replica in self._fleet.policy if replica.weight_version == version]
+
+    async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
+        """Have every engine start its update, and one of them copy it into the store."""
+        scribe = next((replica for replica in group.members if replica.info.has_tee), None)
+        size = max(map(_checkpoint_bytes, group.members))
+        update.draft = await self._snapshots.draft(self._fleet.version, size) if scribe else None
+        await self._overwrite(update, group)
         timeout_s = self._config.control_timeout_s
         copy = self._copy(update, scribe) if scribe and update.draft else None
         await self._on_all(
@@ -298,8 +374,7 @@ class WeightCoordinator:
         if update.draft is None:
             await self._snapshots.settle(update.version)
             return
-        holders = [r.info.incarnation for r in self._fleet.policy if r.weight_version == update.version]
-        self._snapshots.keep(update.draft, update.version, holders, digests)
+        self._snapshots.keep(update.draft, update.version, self._holders(update.version), digests)
 
     async def _remember_canary(self, members: Sequence[Replica]) -> None:
         """What the canary says before the first update. A paused engine answers nothing, and is asked another time."""
@@ -431,16 +506,6 @@ class WeightCoordinator:
             raise error
         return group
 
-    def _check_tensors(self, update_info: Json, group: TransferGroup) -> None:
-        """Refuse tensors that the served model does not have, before anything is overwritten."""
-        names, shapes = update_info.get("names"), update_info.get("shapes")
-        if not (isinstance(names, list) and isinstance(shapes, list) and len(names) == len(shapes)):
-            raise InvalidRequest("update_info needs names and shapes, lists of equal length", param="update_info")
-        for replica in group.members:
-            if replica.info.tensors is not None:
-                expected = {tensor.name: list(tensor.shape) for tensor in replica.info.tensors}
-                _match_tensors(names, shapes, expected, replica.info.model)
-
     def _policy(self) -> list[Replica]:
         """The replicas that are updated and paused. Raises `WeightUpdateConflict` where all models are frozen."""
         if self._fleet.models.all_frozen:
@@ -568,18 +633,3 @@ def _rank_offsets(members: Sequence[Replica], init_info: Json) -> dict[Replica, 
         offsets[replica] = rank
         rank += replica.info.world_size
     return offsets
-
-
-def _match_tensors(names: list[str], shapes: list[list[int]], expected: dict[str, list[int]], model: str) -> None:
-    for name, shape in zip(names, shapes, strict=True):
-        if name not in expected:
-            raise InvalidRequest(
-                f"update_info.names has {name!r}, which model {model!r} does not have: send the tensors of the served "
-                "model under their checkpoint names",
-                param="update_info.names",
-            )
-        if list(shape) != expected[name]:
-            raise InvalidRequest(
-                f"update_info.shapes gives {list(shape)} for {name!r}, model {model!r} has {expected[name]}",
-                param="update_info.shapes",
-            )

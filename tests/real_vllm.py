@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -65,11 +66,12 @@ def fleet(model: Path, log_dir: Path, num_replicas: int = 2) -> Iterator[RealFle
 def app(groups: Mapping[str, EngineConfig], **sections: Any) -> Iterator[RealFleet]:
     """Engine groups behind a gateway, without Ray: nobody starts a replica anew. `sections` go into the config."""
     engines = {name: group.model_dump() for name, group in groups.items()}
-    store = str(Path(next(iter(groups.values())).log_dir) / "store")
-    weights = {"store": store} | sections.pop("weights", {})
+    # Beside others that serve the same app name on this machine.
+    store = tempfile.TemporaryDirectory(prefix="store-")
+    weights = {"store": store.name} | sections.pop("weights", {})
     config = Config.model_validate({"engines": engines, **FAST, "weights": weights, **sections})
     servers = [_server(name, group, index) for name, group in groups.items() for index in range(group.num_replicas)]
-    with asyncio.Runner() as runner:
+    with store, asyncio.Runner() as runner:
         try:
             replicas = runner.run(_start_all(servers))
 

@@ -172,3 +172,40 @@ def test_the_sum_of_a_device_sees_each_byte_and_its_place(size: int, monkeypatch
 def test_the_sum_of_a_device_takes_tensors_that_lie_anywhere() -> None:
     packed = torch.randint(0, 256, (103,), dtype=torch.uint8)
     assert int(sum_on_device(packed[3:99])) == int(sum_on_device(packed[3:99].clone()))
+
+
+def test_an_update_is_loaded_also_where_it_cannot_be_digested(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(_: torch.Tensor) -> str:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(weight_tee, "digest_on_host", out_of_memory)
+    model, sent, writer = PlayedModel(), tensors(), scribe(store)
+    tee = WeightTee(model, writer)
+    for named in sent.items():
+        model.load_weights([named])
+    assert tee.close() == {}
+    assert model.loaded.keys() == sent.keys()
+    assert writer.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    with pytest.raises(StoreFailed, match="could not digest what it received: no memory"):
+        is_whole(draft)
+
+
+def test_an_update_is_loaded_also_where_it_cannot_be_copied(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(weight_tee, "_Copy", out_of_memory)
+    model, sent, writer = PlayedModel(), tensors(), scribe(store)
+    tee = WeightTee(model, writer)
+    model.load_weights(list(sent.items()))
+    assert tee.close().keys() == sent.keys()
+    assert model.loaded.keys() == sent.keys()
+    assert writer.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    with pytest.raises(StoreFailed, match="could not copy what it received: no memory"):
+        is_whole(draft)

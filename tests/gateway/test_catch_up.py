@@ -41,7 +41,7 @@ async def kept(start: StartRig) -> Rig:
 
 
 async def until_kept(rig: Rig, versions: list[int]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await rig.get("/status"))[1]["weight_store"]["versions"] != versions:
             await asyncio.sleep(0.02)
 
@@ -140,6 +140,26 @@ async def test_a_replica_killed_after_the_transfer_leaves_the_fleet_at_the_versi
     await kept.until(BOTH_SERVE)
     assert await greedy(kept) == said
     assert await served_versions(kept) == {1}
+
+
+@pytest.mark.parametrize("call", ["update_weights", "finish_weight_update"])
+async def test_an_update_ends_at_the_first_call_after_a_replica_was_lost(kept: Rig, call: str) -> None:
+    said = await greedy(kept)
+    await begun(kept)
+    await kept.post("/update_weights", {"update_info": kept.tensors})
+    await kept.replicas[1].kill()
+    async with asyncio.timeout(5):
+        while "engine-1" in await kept.states():
+            await asyncio.sleep(0.02)
+    status, reply = await kept.post(f"/{call}", {"update_info": kept.tensors})
+    assert status == 424
+    assert "replica engine-1 left it" in reply["error"]["message"]
+    await kept.add_replica("engine-1")
+    await kept.until(BOTH_SERVE)
+    assert await greedy(kept) == said
+    await kept.open_group()
+    await kept.update()
+    assert await served_versions(kept) == {2}
 
 
 async def test_a_trainer_that_dies_in_the_middle_leaves_the_fleet_at_the_version_before(start: StartRig) -> None:

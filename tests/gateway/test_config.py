@@ -36,3 +36,10 @@ def test_unknown_keys_are_refused_everywhere(section: str) -> None:
 def test_every_key_has_a_json_schema() -> None:
     schema = Config.model_json_schema()
     assert set(schema["properties"]) == set(Config.model_fields)
+
+
+def test_the_weight_store_is_an_absolute_path() -> None:
+    assert Config.model_validate({"weights": {"store": "/mnt/weights"}}).weights.store == "/mnt/weights"
+    assert Config.model_validate({"weights": {"store": None}}).weights.store is None
+    with pytest.raises(ValidationError, match=r"weights\.store\n.*'weights' is no absolute path"):
+        Config.model_validate({"weights": {"store": "weights"}})

@@ -17,12 +17,14 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_client
 
 from engines.server import free_port
 from examples.tiny_model import task, train
 from tests.real_vllm import RealFleet, fleet, greedy_token_ids
 from trainer_client import trl as gloo_trl
+from trainer_client.weights import WeightSender
 
 pytestmark = pytest.mark.vllm
 
@@ -63,8 +65,6 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder = tmp_path_factory.mktemp("trained")
     model = AutoModelForCausalLM.from_pretrained(train.COMMITTED, dtype=torch.float32)
     torch.manual_seed(7)
@@ -154,3 +154,24 @@ def test_the_next_trainer_finds_a_whole_fleet(trained: Trained) -> None:
     status = trained.until_serving()
     assert status["weight_version"] == 2
     assert trained.all_say_version_1()  # the same weights under the next number
+
+
+def test_a_version_pushed_through_the_store_is_served_by_all_and_by_a_successor(
+    trained: Trained, tmp_path: Path
+) -> None:
+    torch.manual_seed(11)
+    named = [(name, tensor + 0.05 * torch.randn_like(tensor)) for name, tensor in trained.model.state_dict().items()]
+    trained.model.load_state_dict(dict(named))
+    began = time.monotonic()
+    assert WeightSender(trained.real.url, timeout_s=TIMEOUT_S).push(trained.model.named_parameters()) == 3
+    print(f"pushed in {time.monotonic() - began:.2f} s")
+    trained.model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(train.COMMITTED).save_pretrained(tmp_path)
+    expected = task.greedy_token_ids(str(tmp_path), list(islice(task.problems(seed=9), 8)))
+    assert expected != trained.expected
+    for info in trained.real.replicas:
+        assert greedy_token_ids(info.url, trained.prompts, task.MAX_ANSWER_TOKENS) == expected
+    kill(trained.real, 0)
+    trained.real.restart(0)
+    trained.until_serving()
+    assert greedy_token_ids(trained.real.replicas[0].url, trained.prompts, task.MAX_ANSWER_TOKENS) == expected

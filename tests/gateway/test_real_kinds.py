@@ -1,5 +1,6 @@
 """Real vLLM and real SGLang as replicas of one policy, with a frozen SGLang judge beside them, on CPU."""
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,7 @@ from engines.types import Dialect, EngineKind
 from examples.tiny_model.train import COMMITTED
 from tests import real_sglang, real_vllm
 from tests.engines.conformance.trainers import TorchBroadcasts
+from trainer_client.weights import WeightSender
 
 pytestmark = pytest.mark.sglang
 
@@ -158,6 +160,36 @@ def test_a_pause_holds_both_kinds_until_the_fleet_goes_on(real: real_vllm.RealFl
             held.result(timeout=0.5)
         assert real.call("/resume", {})[0] == 200
         assert held.result(timeout=real_vllm.REQUEST_TIMEOUT_S) == expected
+
+
+def is_greedy(model: Any, prompt: list[int], token_ids: list[int]) -> bool:
+    """Whether each token is the likeliest after those before it."""
+    with torch.no_grad():
+        scores = model(torch.tensor([prompt + token_ids])).logits[0]
+    return bool((scores[len(prompt) - 1 : -1].argmax(-1) == torch.tensor(token_ids)).all())
+
+
+def test_weights_pushed_through_the_store_reach_both_kinds_and_a_successor(real: real_vllm.RealFleet) -> None:
+    model = random_model()
+    judged = greedy(real, model="judge")
+    assert WeightSender(real.url, timeout_s=real_vllm.REQUEST_TIMEOUT_S).push(model.named_parameters()) == 1
+
+    def check() -> None:
+        before = placed(real)
+        for prompt, choice in zip(PROMPTS, complete(real), strict=True):
+            assert is_greedy(model, prompt, choice["token_ids"])
+            assert {span["version"] for span in choice["weight_versions"]} == {1}
+        assert all(placed(real)[replica_id] > before[replica_id] for replica_id in ("vllm-0", "sglang-0"))
+
+    check()
+    (index,) = (place for place, replica in enumerate(real.replicas) if replica.group == "sglang")
+    real.restart(index)
+    deadline = time.monotonic() + real_vllm.REQUEST_TIMEOUT_S
+    while [one["state"] for one in real.call("/status")[1]["replicas"]] != ["SERVING"] * 3:
+        assert time.monotonic() < deadline, real.call("/status")[1]
+        time.sleep(0.1)
+    check()
+    assert greedy(real, model="judge") == judged
 
 
 def test_an_external_sglang_server_is_spoken_to_as_our_own(

@@ -6,7 +6,7 @@ from gateway.cli import _update
 from gateway.metrics import Metrics
 from gateway.update_log import KEPT, UpdateLog
 from gateway.weight_update import Phase, WeightUpdate, num_bytes
-from tests.rig import Json, Rig, StartRig
+from tests.rig import FAST_WATCH, Json, Rig, StartRig
 
 
 async def records(rig: Rig) -> list[Json]:
@@ -32,7 +32,8 @@ async def test_an_update_leaves_a_record_with_steps_bytes_and_what_each_replica_
         assert replica["canary"]["to_peers"] <= replica["canary"]["tolerance"] < replica["canary"]["to_previous"]
 
 
-async def test_an_update_that_fails_leaves_a_record_with_its_error(rig: Rig) -> None:
+async def test_an_update_that_fails_leaves_a_record_with_its_error(start_rig: StartRig) -> None:
+    rig = await start_rig(fleet=FAST_WATCH | {"probe_interval_s": 5.0})  # the transfer finds the death, no probe
     await rig.open_group()
     await rig.post("/start_weight_update", {})
     await rig.replicas[0].kill()

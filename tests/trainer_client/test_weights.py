@@ -1,0 +1,212 @@
+"""A trainer that sends versions through the weight store to simulated replicas."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from engines.errors import GatewayUnreachable, InvalidRequest, StoreFailed, WeightUpdateConflict, WeightUpdateFailed
+from engines.sim_worker import SimWorker
+from engines.weight_store import Draft, check_bytes, claim_draft, raw
+from tests.rig import Rig, StartRig
+from trainer_client.weights import WeightSender
+
+SHAPES = {"w": [4, 4], "b": [4]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+async def rig(start_rig: StartRig, folder: Path) -> Rig:
+    return await start_rig(2, sim={"tensors": SHAPES}, weights={"store": str(folder)})
+
+
+def tensors(**changes: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    return list({**{name: torch.zeros(shape) for name, shape in SHAPES.items()}, **changes}.items())
+
+
+async def push(rig: Rig, named: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> int:
+    return await asyncio.to_thread(WeightSender(rig.url, timeout_s=10).push, named, version)
+
+
+def folders(store: Path) -> set[str]:
+    return {path.name for path in store.iterdir() if path.is_dir()}
+
+
+async def said(rig: Rig) -> tuple[set[int], set[tuple[int, ...]]]:
+    """Versions and tokens of what the fleet answers to one prompt, asked so often that every replica is."""
+    choices = (await rig.complete([[4, 5, 6]] * 8, temperature=0))["choices"]
+    versions = {span["version"] for choice in choices for span in choice["weight_versions"]}
+    return versions, {tuple(choice["token_ids"]) for choice in choices}
+
+
+async def announce(rig: Rig, **body: Any) -> tuple[int, Any]:
+    return await rig.post("/v1/weight_updates", {"transport": "store", **body})
+
+
+async def test_a_pushed_version_is_served_by_all_and_kept(rig: Rig, folder: Path) -> None:
+    _, before = await said(rig)
+    assert await push(rig, tensors()) == 1
+    versions, after = await said(rig)
+    assert versions == {1}
+    assert len(after) == 1
+    assert before != after
+    assert check_bytes(folder / "v1").version == 1
+    assert folders(folder) == {"v1"}
+    _, updates = await rig.get("/v1/weight_updates")
+    (record,) = updates["weight_updates"]
+    assert (record["transport"], record["end"], record["tensors"], record["bytes"]) == ("store", "committed", 2, 80)
+
+
+async def test_versions_only_grow(rig: Rig) -> None:
+    assert await push(rig, tensors(), version=7) == 7
+    with pytest.raises(WeightUpdateConflict, match="the fleet is at 7"):
+        await push(rig, tensors(), version=7)
+    assert await push(rig, tensors()) == 8
+
+
+async def test_a_replica_that_comes_back_serves_what_was_pushed(rig: Rig) -> None:
+    await push(rig, tensors())
+    before = await said(rig)
+    await rig.replicas[0].kill()
+    await rig.add_replica("engine-0")
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    assert await said(rig) == before
+
+
+async def test_what_is_left_out_stays_as_it_is(rig: Rig, folder: Path) -> None:
+    await push(rig, tensors())
+    assert await push(rig, [("b", torch.ones(4))]) == 2
+    before, after = check_bytes(folder / "v1").tensors, check_bytes(folder / "v2").tensors
+    assert [name for name in SHAPES if before[name].digest != after[name].digest] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"extra": torch.ones(2)}, "'extra', which model 'sim' does not have"),
+        ({"b": torch.ones(5)}, r"gives \[5\] for 'b'"),
+        ({"b": torch.ones(4, dtype=torch.int32)}, "gives 'int32' for 'b'"),
+    ],
+)
+async def test_tensors_of_another_model_are_refused_and_nothing_is_touched(
+    rig: Rig, folder: Path, named: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        await push(rig, tensors(**named))
+    assert (await said(rig))[0] == {0}
+    assert folders(folder) == set()
+    assert await push(rig, tensors()) == 1
+
+
+async def test_a_damaged_file_is_refused_by_the_tensors_name(rig: Rig, folder: Path) -> None:
+    draft, _ = claim_draft(folder)
+    written = Draft(draft, "sim")
+    written.add([raw(name, "float32", shape, bytes(4 * 4 * len(shape) ** 2)) for name, shape in SHAPES.items()])
+    written.finish()
+    file = draft / "model-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    status, reply = await announce(rig, snapshot=draft.name)
+    assert (status, reply["error"]["param"]) == (400, "snapshot")
+    assert "is damaged" in reply["error"]["message"]
+    assert (await said(rig))[0] == {0}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"snapshot": "../elsewhere"}, "snapshot"),
+        ({"snapshot": "/etc"}, "snapshot"),
+        ({"snapshot": "v1"}, "snapshot"),
+        ({"snapshot": 3}, "snapshot"),
+        ({}, "snapshot"),
+        ({"snapshot": "draft-x", "version": "next"}, "version"),
+        ({"snapshot": "draft-x", "version": 0}, "version"),
+        ({"snapshot": "draft-x", "version": True}, "version"),
+        ({"snapshot": "draft-x", "transport": "nccl"}, "transport"),
+    ],
+)
+async def test_an_announcement_that_makes_no_sense_is_refused(rig: Rig, body: dict[str, Any], param: str) -> None:
+    status, reply = await announce(rig, **body)
+    assert (status, reply["error"]["param"]) == (400, param)
+
+
+async def test_a_push_during_another_update_is_a_conflict(rig: Rig, folder: Path) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    with pytest.raises(WeightUpdateConflict, match="update to version 1 is open"):
+        await push(rig, tensors())
+    assert folders(folder) == set()
+
+
+async def test_a_replica_that_dies_while_it_loads_is_named_and_the_others_serve_the_version_before(
+    rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await push(rig, tensors())
+    _, before = await said(rig)
+    with monkeypatch.context() as slow:
+        slow.setattr(SimWorker, "_load", lambda *_: time.sleep(0.3))
+        pushing = asyncio.create_task(push(rig, tensors(), version=5))
+        await asyncio.sleep(0.2)
+        await rig.replicas[1].kill()
+        with pytest.raises(WeightUpdateFailed, match="engine-1"):
+            await pushing
+    await rig.add_replica("engine-1")
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    assert await said(rig) == ({1}, before)
+    assert folders(folder) == {"v1"}
+
+
+async def test_a_trainer_that_leaves_in_the_middle_leaves_the_version_before(
+    rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await push(rig, tensors())
+    before = await said(rig)
+    draft, _ = claim_draft(folder)
+    written = Draft(draft, "sim")
+    written.add([raw("b", "float32", [4], bytes(16))])
+    written.finish()
+    with monkeypatch.context() as slow:
+        slow.setattr(SimWorker, "_load", lambda *_: time.sleep(0.3))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await announce(rig, snapshot=draft.name)
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    assert await said(rig) == before
+    assert await push(rig, tensors()) == 2
+
+
+async def test_without_a_store_the_remedy_is_named(start_rig: StartRig) -> None:
+    rig = await start_rig(1)
+    with pytest.raises(StoreFailed, match=r"there is no weight store: weights\.store is null"):
+        await push(rig, tensors())
+
+
+async def test_a_store_that_is_not_shared_is_named(rig: Rig, tmp_path: Path) -> None:
+    sender = WeightSender(rig.url, folder=tmp_path / "not-there")
+    with pytest.raises(StoreFailed, match=r"share weights\.store"):
+        await asyncio.to_thread(sender.push, tensors())
+
+
+def test_a_gateway_that_is_not_there_is_an_error_at_once() -> None:
+    with pytest.raises(GatewayUnreachable, match="/v1/weight_store"):
+        WeightSender("http://127.0.0.1:9").push(tensors())
+
+
+def test_importing_the_sender_loads_no_torch() -> None:
+    check = "import sys, trainer_client.weights; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=30).returncode == 0

@@ -101,6 +101,14 @@ class EngineConfig(BaseModel):
     """fp8, awq, ...; what the checkpoint says unless given. Updates are then not checked against the checkpoint."""
     speculative_config: dict[str, Any] | None = None
     """Speculative decoding in vLLM's words: method, model, num_speculative_tokens, ..."""
+    enable_lora: bool = False
+    """True to take LoRA adapters at run time: POST /v1/load_lora_adapter. One copy and one API server only."""
+    max_loras: int = Field(1, ge=1)
+    """Adapters that the sequences of one batch may use. TRL's AsyncGRPO wants max_staleness + 2."""
+    max_cpu_loras: int | None = Field(None, ge=1)
+    """Adapters that one replica holds; max_loras unless given."""
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
+    """Largest rank of an adapter."""
     load_format: str | None = None
     """auto, safetensors, dummy, ...; the engine's default unless given."""
     seed: int = Field(0, ge=0)
@@ -176,6 +184,27 @@ class EngineConfig(BaseModel):
                 f"for them: set it to at most {1 / replicas:.2f}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _adapters_reach_every_copy(self) -> Self:
+        if not self.enable_lora:
+            return self
+        if self.kind is EngineKind.EXTERNAL:
+            raise ValueError("enable_lora is for engines that we start; an external vLLM needs --enable-lora itself")
+        for name in ("data_parallel_size", "api_server_count"):
+            if (count := getattr(self, name) or 1) > 1:
+                raise ValueError(
+                    f"{name} = {count} with enable_lora: the engine would load an adapter in one of them alone; raise "
+                    "num_replicas instead"
+                )
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(f"max_cpu_loras = {self.max_cpu_loras} must be at least max_loras = {self.max_loras}")
+        return self
+
+    @property
+    def num_adapters(self) -> int:
+        """LoRA adapters that a replica holds at a time; 0 where it takes none."""
+        return (self.max_cpu_loras or self.max_loras) if self.enable_lora else 0
 
     @property
     def world_size(self) -> int:

@@ -116,5 +116,17 @@ class Engine(ABC):
         """Forget cached prefixes; False when running requests hold them."""
 
     @abstractmethod
+    async def load_lora_adapter(self, name: str, path: str, timeout_s: float) -> None:
+        """Take the LoRA adapter in folder `path`; from here on requests choose it with `model` = `name`."""
+
+    @abstractmethod
+    async def unload_lora_adapter(self, name: str, timeout_s: float) -> None:
+        """Know the adapter no longer. One that it does not know is no error."""
+
+    @abstractmethod
+    async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
+        """The adapters it knows: path by name."""
+
+    @abstractmethod
     async def metrics(self, timeout_s: float) -> str:
         """The engine's own Prometheus page."""

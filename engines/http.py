@@ -42,6 +42,11 @@ class HttpEngine(Engine, ABC):
     async def metrics(self, timeout_s: float) -> str:
         return (await self._read("GET", "/metrics", None, timeout_s)).decode()
 
+    async def _known_adapters(self, timeout_s: float) -> dict[str, str]:
+        """vLLM and SGLang list adapters among the models, with the model beneath as their parent."""
+        cards = (await self._call("GET", "/v1/models", None, timeout_s)).get("data") or ()
+        return {str(card["id"]): str(card.get("root") or "") for card in cards if card.get("parent")}
+
     async def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         """The JSON object that the server answers on its own route `path`."""
         return self._decoded(path, await self._read(method, path, body, timeout_s))

@@ -83,7 +83,7 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
         check_extra(config.extra, f"SGLang {version}", known)
     arguments = [
         _argument("model_path", config.model, "model"),
-        *(_argument(lever.sglang, getattr(config, lever.name), lever.name, lever) for lever in LEVERS if lever.sglang),
+        *(_argument(lever.sglang, getattr(config, lever.name), lever.name, lever) for lever in _levers(config)),
         _argument("host", "127.0.0.1"),
         _argument("port", port),
         _argument("random_seed", seed, "seed"),
@@ -93,6 +93,16 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
         *(_sglang_extra(name, value) for name, value in config.extra.items()),
     ]
     return _command([interpreter.path, "-m", "sglang.launch_server"], arguments, env, config)
+
+
+def _levers(config: EngineConfig) -> list[Lever]:
+    """Those that this kind of engine has. Sizes of what is off are left out."""
+    has = [lever for lever in LEVERS if config.kind is not EngineKind.SGLANG or lever.sglang]
+    return [lever for lever in has if config.enable_lora or not lever.of_adapters]
+
+
+def _lora_levers(config: EngineConfig) -> list[Lever]:
+    return [lever for lever in _levers(config) if lever.of_adapters]
 
 
 def _refuse_vllms_levers(config: EngineConfig) -> None:
@@ -124,7 +134,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
             "gloo: pip install rollout-gateway there"
         )
     arguments = [
-        *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in LEVERS),
+        *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in _levers(config)),
         _argument("host", "127.0.0.1"),
         _argument("port", port),
         _argument("seed", seed, "seed"),
@@ -142,6 +152,8 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     entry = [interpreter.path, "-m", *(_CLI if vllm.has_cli else _SERVER), config.model]
     # The routes of weights, pause and cache are development routes of vLLM; its port stays on loopback.
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if config.enable_lora:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # its port stays on loopback
     if on_cpu:
         # One thread a replica: more of them spin against each other, and against the trainer, on shared cores.
         # Without dynamo the first batch with log-probabilities takes milliseconds and not twenty seconds.
@@ -161,6 +173,7 @@ def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("stream_interval", config.stream_interval, "stream_interval"),
         _argument("seed", seed, "seed"),
         _argument("world_size", config.world_size, "tensor_parallel_size"),
+        *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in _lora_levers(config)),
         _argument("sim", config.sim.model_dump(), "sim"),
         *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
     ]

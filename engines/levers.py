@@ -10,7 +10,7 @@ class Lever:
     Where SGLang has none of that meaning, `sglang` is empty and `instead` says what to use there.
 
     `off_by_default` marks a switch that engines know only as on: False leaves it out. `is_list` marks an argument whose
-    values stand one after the other.
+    values stand one after the other, `of_adapters` what engines are told only where `enable_lora` is on.
     """
 
     name: str
@@ -19,6 +19,7 @@ class Lever:
     instead: str = ""
     off_by_default: bool = False
     is_list: bool = False
+    of_adapters: bool = False
 
 
 # Our names are vLLM's wherever both engines mean the same. In the order in which a command line carries them.
@@ -62,6 +63,10 @@ LEVERS = (
     Lever(
         "speculative_config", vllm="speculative_config", instead="engine.extra.speculative_algorithm and its companions"
     ),
+    Lever("enable_lora", vllm="enable_lora", sglang="enable_lora", off_by_default=True, of_adapters=True),
+    Lever("max_loras", vllm="max_loras", sglang="max_loras_per_batch", of_adapters=True),
+    Lever("max_cpu_loras", vllm="max_cpu_loras", sglang="max_loaded_loras", of_adapters=True),
+    Lever("max_lora_rank", vllm="max_lora_rank", sglang="max_lora_rank", of_adapters=True),
     Lever("logprobs_mode", vllm="logprobs_mode", instead="nothing: its log-probabilities are of what was sampled from"),
     Lever("max_logprobs", vllm="max_logprobs", instead="nothing: it has no such limit"),
     Lever("stream_interval", vllm="stream_interval", sglang="stream_interval"),

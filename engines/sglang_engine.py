@@ -21,6 +21,9 @@
                                           or one of all of them with load_format = flattened_bucket
     POST /collective_rpc load_snapshot    /update_weights_from_disk
     POST /finish_weight_update            /end_weight_update where there is one, then /update_weight_version
+    POST /v1/load_lora_adapter            /load_lora_adapter
+    POST /v1/unload_lora_adapter          /unload_lora_adapter
+    model = an adapter's name             lora_path = that name
 
 vLLM's packed chunks cannot be received, nor can its rendezvous: a sender joins as rank 0 of a process group of torch's
 own, called "rollout_gateway", and says `packed: false`. SGLang takes distributed updates without data parallel only.
@@ -76,6 +79,8 @@ _ROUTES = {
     "/start_weight_update": _UPDATE_ROUTE,
     "/update_weights": _UPDATE_ROUTE,
     "/finish_weight_update": "/update_weight_version",
+    "/v1/load_lora_adapter": "/load_lora_adapter",
+    "/v1/unload_lora_adapter": "/unload_lora_adapter",
 }
 
 
@@ -87,6 +92,7 @@ class SglangEngine(HttpEngine):
         self._has_sessions = False
         self._load_format: str | None = None
         self._vocab_size: int | None = None
+        self._adapters: set[str] = set()
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         match path.partition("?")[0]:
@@ -113,8 +119,10 @@ class SglangEngine(HttpEngine):
         with self._in_vllms_words():
             await self._check_token_ids(body, timeout_s)
             if path == CHAT:
-                return chat_reply(await self._call("POST", path, chat_body(body) | {"stream": False}, timeout_s))
-            answer = await self._call("POST", "/generate", generate_body(body) | {"stream": False}, timeout_s)
+                asked = chat_body(body) | self._adapter_of(body) | {"stream": False}
+                return chat_reply(await self._call("POST", path, asked, timeout_s))
+            asked = generate_body(body) | self._adapter_of(body) | {"stream": False}
+            answer = await self._call("POST", "/generate", asked, timeout_s)
             # SGLang answers with a list where n is more than one.
             return CompletionReply(body).whole(answer.get("value", [answer]))
 
@@ -122,11 +130,12 @@ class SglangEngine(HttpEngine):
         with self._in_vllms_words():
             await self._check_token_ids(body, timeout_s)
             if path == CHAT:
-                async for chunk in self._events(path, chat_body(body) | {"stream": True}, timeout_s):
+                asked = chat_body(body) | self._adapter_of(body) | {"stream": True}
+                async for chunk in self._events(path, asked, timeout_s):
                     yield chunk
                 return
-            reply = CompletionReply(body)
-            async for answer in self._events("/generate", generate_body(body) | {"stream": True}, timeout_s):
+            reply, asked = CompletionReply(body), generate_body(body) | self._adapter_of(body) | {"stream": True}
+            async for answer in self._events("/generate", asked, timeout_s):
                 if (told := reply.chunk(answer)) is not None:
                     yield told
             if (body.get("stream_options") or {}).get("include_usage"):
@@ -213,6 +222,25 @@ class SglangEngine(HttpEngine):
         except EngineRefused:
             return False
         return True
+
+    async def load_lora_adapter(self, name: str, path: str, timeout_s: float) -> None:
+        await self._call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}, timeout_s)
+        self._adapters.add(name)
+
+    async def unload_lora_adapter(self, name: str, timeout_s: float) -> None:
+        # SGLang refuses a name that it does not know with the 400 that it has for everything.
+        if name in await self.lora_adapters(timeout_s):
+            await self._call("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s)
+        self._adapters.discard(name)
+
+    async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
+        known = await self._known_adapters(timeout_s)
+        self._adapters = set(known)
+        return known
+
+    def _adapter_of(self, body: Json) -> Json:
+        """SGLang's word for the adapter that `model` names."""
+        return {"lora_path": body["model"]} if body.get("model") in self._adapters else {}
 
     async def _check_token_ids(self, body: Json, timeout_s: float) -> None:
         """Refuse ids outside the vocabulary: SGLang does not look, and the whole server dies of one."""

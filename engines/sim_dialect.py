@@ -121,18 +121,30 @@ class Limits:
     logprob_noise: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that was loaded. `digest` is that of its folder, and stands for its weights."""
+
+    name: str
+    path: str
+    digest: str
+
+
 class Answer(ABC):
     """One request: its samples, and the replies that tell of them."""
 
     whole_kind: str
     chunk_kind: str
 
-    def __init__(self, body: SamplingBody, model: SimModel, model_name: str, limits: Limits) -> None:
+    def __init__(
+        self, body: SamplingBody, model: SimModel, model_name: str, limits: Limits, adapter: Adapter | None = None
+    ) -> None:
         self.body = body
         self.model = model
         self.model_name = model_name
         self.limits = limits
         self.created = int(time.time())
+        self.adapter = adapter
         self.prompts: list[list[int]] = []
         self.samples: list[Sample] = []
         self.reports: Queue[Sample] = Queue()
@@ -174,7 +186,9 @@ class Answer(ABC):
             raise InvalidRequest(
                 f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {self.body.min_tokens}."
             )
-        context, blocks = read(prompt), block_hashes(prompt, self.body.cache_salt)
+        # vLLM keys KV by an adapter's name and path, not by what the folder held when it was read.
+        key = f"{self.adapter.name} {self.adapter.path} " if self.adapter else ""
+        context, blocks = read(prompt), block_hashes(prompt, f"{key}{self.body.cache_salt}")
         self.prompts.append(prompt)
         for i in range(self.body.n):
             sample = Sample(
@@ -193,6 +207,7 @@ class Answer(ABC):
                 report_every=max(self.body.stream_interval or 1, self.limits.stream_interval),
                 report_at=1 if self.body.stream else sys.maxsize,
                 reports=self.reports,
+                adapter=self.adapter.digest if self.adapter else "",
             )
             self.samples.append(sample)
 
@@ -242,7 +257,8 @@ class Answer(ABC):
         """Teacher-forced log-probs of the prompt, with the weights that first read it."""
         if self.body.prompt_logprobs is None or not sample.version_starts:
             return None
-        weights, noise = self.model.key(sample.version_starts[0][0]), self.limits.logprob_noise
+        weights = self.model.key(sample.version_starts[0][0], sample.adapter)
+        noise = self.limits.logprob_noise
         told: list[Json | None] = [None]
         context = read(sample.prompt[:1])
         for token_id in sample.prompt[1:]:
@@ -260,7 +276,8 @@ class Answer(ABC):
         scores: list[dict[int, float]] = []
         for version, first, end in sample.spans:
             for token_id in sample.tokens[max(first, start) : max(end, start)]:
-                scores.append(self._scored(context, token_id, self.model.key(version), count))
+                weights = self.model.key(version, sample.adapter)
+                scores.append(self._scored(context, token_id, weights, count))
                 context = read((token_id,), context)
         return scores
 

@@ -57,9 +57,10 @@ class SimModel:
             context = read(tokens[-1:], context)
         return tokens
 
-    def key(self, version: str) -> int:
-        """The weights that this engine computes with when it says `version`."""
-        return weights_key(self.held.get(version, version))
+    def key(self, version: str, adapter: str = "") -> int:
+        """The weights that this engine computes with when it says `version`, under the adapter of this digest."""
+        held = self.held.get(version, version)
+        return weights_key(f"{held} under {adapter}" if adapter else held)
 
     def next_token(self, context: int, draw: int, weights: int, may_end: bool = True) -> int:
         """One token. Ends are as likely at every position, which makes lengths geometric."""

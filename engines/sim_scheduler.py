@@ -42,6 +42,7 @@ class Sample:
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     stop_reason: str | int | None = None
+    adapter: str = ""
 
     @property
     def held_tokens(self) -> int:
@@ -225,10 +226,12 @@ class SimScheduler:
     def _end_step(self) -> None:
         """One token for each running sample."""
         next_token = self._model.next_token
-        weights = self._model.key(self.version)
+        keys = {"": self._model.key(self.version)}
         ended = False
         for sample in self.running:
             made = len(sample.tokens) + 1
+            if (weights := keys.get(sample.adapter)) is None:
+                weights = keys[sample.adapter] = self._model.key(self.version, sample.adapter)
             may_end = not sample.ignore_eos and made > sample.min_tokens
             token_id = next_token(sample.context, sample.draw, weights, may_end)
             sample.tokens.append(token_id)

@@ -21,7 +21,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engines.config import SimConfig
 from engines.errors import InvalidRequest, StoreFailed, UnknownModel, WeightUpdateConflict
+from engines.sim_adapters import AdapterNotFound, SimAdapters
 from engines.sim_dialect import (
+    Adapter,
     Answer,
     ChatAnswer,
     ChatBody,
@@ -109,6 +111,16 @@ class TokenizeBody(BaseModel):
 class DetokenizeBody(BaseModel):
     model: str | None = None
     tokens: list[TokenId]
+
+
+class LoadAdapterBody(BaseModel):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(BaseModel):
+    lora_name: str
 
 
 class WeightSession:
@@ -217,9 +229,19 @@ class SchedulerMetrics(Collector):
 class SimServer:
     """The routes of one simulated replica."""
 
-    def __init__(self, model_name: str, sim: SimConfig, limits: Limits, *, max_num_seqs: int, world_size: int) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        sim: SimConfig,
+        limits: Limits,
+        *,
+        max_num_seqs: int,
+        world_size: int,
+        adapters: SimAdapters | None = None,
+    ) -> None:
         self._name = model_name
         self._last_held = CHECKPOINT_VERSION
+        self.adapters = adapters
         self.corrupt_after = sim.corrupt_after
         self._corrupt = sim.corrupt
         self._num_updates = 0
@@ -239,6 +261,9 @@ class SimServer:
     def app(self) -> web.Application:
         app = web.Application(middlewares=[_vllm_errors], client_max_size=_MAX_BODY_BYTES)
         app.cleanup_ctx.append(self._generate)
+        if self.adapters is not None:
+            app.router.add_post("/v1/load_lora_adapter", self.load_lora_adapter)
+            app.router.add_post("/v1/unload_lora_adapter", self.unload_lora_adapter)
         app.add_routes(
             [
                 web.post("/v1/completions", self.completions),
@@ -272,11 +297,13 @@ class SimServer:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request, CompletionBody)
-        return await self._reply(request, CompletionAnswer(body, self._model, self._name, self._limits))
+        adapter = self._adapter(body.model)
+        return await self._reply(request, CompletionAnswer(body, self._model, self._name, self._limits, adapter))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request, ChatBody)
-        return await self._reply(request, ChatAnswer(body, self._model, self._name, self._limits))
+        adapter = self._adapter(body.model)
+        return await self._reply(request, ChatAnswer(body, self._model, self._name, self._limits, adapter))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._read(request, TokenizeBody)
@@ -293,7 +320,23 @@ class SimServer:
     async def models(self, _: web.Request) -> web.Response:
         card = {"id": self._name, "object": "model", "created": self._started, "owned_by": "vllm"}
         card |= {"root": self._name, "parent": None, "max_model_len": self._limits.max_model_len}
-        return _json({"object": "list", "data": [card]})
+        adapters = self.adapters.listed if self.adapters else ()
+        others = [card | {"id": a.name, "root": a.path, "parent": self._name, "max_model_len": None} for a in adapters]
+        return _json({"object": "list", "data": [card, *others]})
+
+    async def load_lora_adapter(self, request: web.Request) -> web.Response:
+        assert self.adapters is not None
+        body = await _body(request, LoadAdapterBody)
+        if body.lora_name == self._name:
+            raise InvalidRequest(f"The lora adapter '{body.lora_name}' conflicts with a served base model.")
+        self.adapters.load(body.lora_name, body.lora_path, in_place=body.load_inplace)
+        return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_lora_adapter(self, request: web.Request) -> web.Response:
+        assert self.adapters is not None
+        body = await _body(request, UnloadAdapterBody)
+        self.adapters.unload(body.lora_name)
+        return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self._generation and not self._generation.done() else 503)
@@ -317,7 +360,7 @@ class SimServer:
             "model_config": model_config | {"max_model_len": self._limits.max_model_len, "max_logprobs": -1},
             "parallel_config": {"data_parallel_size": 1, "world_size": self._world_size},
             "weight_transfer_config": {"backend": "sim"},
-            "lora_config": None,
+            "lora_config": self.adapters and self.adapters.config,
         }
         as_json = request.query.get("config_format") == "json"
         return _json({"vllm_config": config if as_json else str(config), "vllm_env": {}, "system_env": {}})
@@ -413,9 +456,12 @@ class SimServer:
     async def _read(self, request: web.Request, kind: type[ModelBody]) -> ModelBody:
         """The body, when it names a model that is served here."""
         body = await _body(request, kind)
-        if body.model and body.model != self._name:
+        if body.model and body.model != self._name and self._adapter(body.model) is None:
             raise UnknownModel(f"The model `{body.model}` does not exist. Valid aliases: {self._name}.", param="model")
         return body
+
+    def _adapter(self, model: str | None) -> Adapter | None:
+        return self.adapters.get(model) if self.adapters and model else None
 
     async def _reply(self, request: web.Request, answer: Answer) -> web.StreamResponse:
         answer.fill(self._next_prompt_number)
@@ -493,7 +539,9 @@ async def _vllm_errors(
         return _error(400, "BadRequestError", str(error), error.param)
     except (ValidationError, orjson.JSONDecodeError) as error:
         return _error(400, "Bad Request", str(error))
-    except (WeightUpdateConflict, StoreFailed) as error:
+    except AdapterNotFound as error:
+        return _error(404, "NotFoundError", str(error))
+    except (WeightUpdateConflict, StoreFailed, OSError) as error:
         return _error(500, "InternalServerError", f"Call to collective_rpc method failed: {error}")
     except web.HTTPException as error:
         return _json({"detail": error.reason}, error.status)
@@ -514,6 +562,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, default=1, help="ranks it takes in a weight transfer group")
     parser.add_argument("--stream-interval", type=int, default=1, help="least tokens of a streamed chunk")
     parser.add_argument("--enable-prompt-tokens-details", action="store_true", help="tell of cached prompt tokens")
+    parser.add_argument("--enable-lora", action="store_true", help="take LoRA adapters at run time")
+    parser.add_argument("--max-loras", type=int, default=1)
+    parser.add_argument("--max-cpu-loras", type=int)
+    parser.add_argument("--max-lora-rank", type=int, default=16)
     parser.add_argument("--sim", type=SimConfig.model_validate_json, default=SimConfig(), help="SimConfig as JSON")
     arguments = parser.parse_args()
     if arguments.max_model_len is None:
@@ -521,6 +573,12 @@ def _arguments() -> argparse.Namespace:
     if arguments.max_model_len > arguments.sim.kv_tokens:
         parser.error(f"--max-model-len {arguments.max_model_len} does not fit in {arguments.sim.kv_tokens} KV tokens")
     return arguments
+
+
+def _adapters(arguments: argparse.Namespace) -> SimAdapters | None:
+    if not arguments.enable_lora:
+        return None
+    return SimAdapters(arguments.max_loras, arguments.max_lora_rank, arguments.max_cpu_loras)
 
 
 def main() -> None:
@@ -538,6 +596,7 @@ def main() -> None:
         limits,
         max_num_seqs=arguments.max_num_seqs,
         world_size=arguments.world_size,
+        adapters=_adapters(arguments),
     )
     time.sleep(arguments.sim.start_s)  # like vLLM, refuses connections while it loads
     web.run_app(

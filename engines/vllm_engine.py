@@ -110,6 +110,20 @@ class VllmEngine(HttpEngine):
     async def reset_prefix_cache(self, timeout_s: float) -> bool:
         return bool((await self.ask("POST", "/reset_prefix_cache", None, timeout_s)).get("success", True))
 
+    async def load_lora_adapter(self, name: str, path: str, timeout_s: float) -> None:
+        # Never in place: vLLM then reads the folder again for every batch, under requests that have begun.
+        await self._read("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, timeout_s)
+
+    async def unload_lora_adapter(self, name: str, timeout_s: float) -> None:
+        try:
+            await self._read("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s)
+        except EngineRefused as error:
+            if error.status != 404:
+                raise
+
+    async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
+        return await self._known_adapters(timeout_s)
+
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
         """The answers of all workers to a call of their method."""
         body = {"method": method, "kwargs": arguments, "timeout": timeout_s}

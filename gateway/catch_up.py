@@ -81,7 +81,9 @@ class CatchUp:
         self._look.set()
 
     def _is_behind(self, replica: Replica) -> bool:
-        return replica.state is ReplicaState.SYNCING and replica.info.loads_snapshots
+        """One that is SYNCING with the fleet's weights misses LoRA adapters, and is not ours."""
+        is_behind = replica.state is ReplicaState.SYNCING and replica.weight_version != self._fleet.version
+        return is_behind and replica.info.loads_snapshots
 
     def _start(self, replica: Replica, *, leaves_group: bool) -> None:
         if replica not in self._tasks:

@@ -93,6 +93,10 @@ class WeightsConfig(_Section):
     """Longest transfer of one /update_weights call."""
     control_timeout_s: float = Field(60.0, gt=0)
     """Longest wait for a replica's answer to start, finish, pause, resume or a cache reset."""
+    adapter_timeout_s: float = Field(120.0, gt=0)
+    """Longest load of a LoRA adapter on one replica."""
+    adapter_unload_timeout_s: float = Field(30.0, gt=0)
+    """Longest wait for the rollouts that use a LoRA adapter before it is unloaded."""
     idle_timeout_s: float = Field(600.0, gt=0)
     """Silence of a trainer in an open update after which it is aborted."""
 

@@ -6,15 +6,24 @@ States change here alone. What an update means for them is decided in `weights.p
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
 import structlog
 
 from engines.engine import Engine
-from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineFailed, EngineGone, EngineUnreachable
+from engines.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    EngineFailed,
+    EngineGone,
+    EngineUnreachable,
+    UnknownModel,
+)
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
+from gateway.adapters import Adapter, Adapters
 from gateway.config import Config
 from gateway.models import Models
 from gateway.routing import Rollout
@@ -34,7 +43,8 @@ Connect = Callable[[ReplicaInfo], Engine]
 class Replica:
     """One replica as the gateway sees it. `weight_version` is None where its weights are unknown.
 
-    A frozen one holds version 0, its checkpoint, for ever.
+    A frozen one holds version 0, its checkpoint, for ever. `adapters` are those that its engine knows, by name; None
+    is one that may be there and is not to be used.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
@@ -43,6 +53,7 @@ class Replica:
         self.frozen = frozen
         self.state = ReplicaState.STARTING
         self.weight_version: int | None = None
+        self.adapters: dict[str, Adapter | None] = {}
         self.load_tokens = 0
         self.load_samples = 0
         self.placed = 0
@@ -71,6 +82,9 @@ class Replica:
     @property
     def is_alive(self) -> bool:
         return self.state not in (ReplicaState.STARTING, ReplicaState.SUSPECT, ReplicaState.LOST)
+
+    def holds(self, adapter: Adapter) -> bool:
+        return self.adapters.get(adapter.name) is adapter
 
     @contextmanager
     def carrying(self, rollout: Rollout) -> Iterator[None]:
@@ -151,6 +165,7 @@ class Fleet:
         self.version = 0
         self.update_to: int | None = None
         self.models = Models(config.groups)
+        self.adapters = Adapters()
         self.refused: dict[str, str] = {}
         self._expected = {name: group.num_replicas for name, group in config.groups.items()}
         self._config = config.fleet
@@ -181,8 +196,28 @@ class Fleet:
         """The replicas whose weights are updated."""
         return [replica for replica in self.replicas if not replica.frozen]
 
-    def serving(self, model: str) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.can_serve and replica.info.model == model]
+    def serving(self, model: str, adapter: Adapter | None = None) -> list[Replica]:
+        """Those that take rollouts of `model`, or of one adapter of it."""
+        found = [replica for replica in self.replicas if replica.can_serve and replica.info.model == model]
+        return found if adapter is None else [replica for replica in found if replica.holds(adapter)]
+
+    def asked(self, name: object) -> tuple[str, Adapter | None]:
+        """The model that a request means by `name`, and the adapter of it where it names one.
+
+        Raises what `Models.asked` raises; `UnknownModel` tells of adapters too.
+        """
+        adapter = self.adapters.get(name)
+        if adapter is not None:
+            return self.models.first, adapter
+        try:
+            return self.models.asked(name), None
+        except UnknownModel as error:
+            adapters = ", ".join(adapter.name for adapter in self.adapters.loaded) or "none"
+            raise UnknownModel(f"{error}; LoRA adapters: {adapters}", param="model") from error
+
+    def missing_adapters(self, replica: Replica) -> list[Adapter]:
+        """Those that the policy serves and this replica of it does not hold."""
+        return [] if replica.frozen else [one for one in self.adapters.loaded if not replica.holds(one)]
 
     @property
     def target_version(self) -> int:
@@ -267,6 +302,10 @@ class Fleet:
         there = Counter(replica.info.group for replica in self.alive)
         missing = any(there[group] < expected for group, expected in self._expected.items())
         self._incomplete_since = (self._incomplete_since or time.monotonic()) if missing else None
+        self.notify()
+
+    def notify(self) -> None:
+        """Tell listeners that replicas may take what they could not take before."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         for listener in self._listeners:
@@ -298,7 +337,10 @@ class Fleet:
     def settle(self, replica: Replica, reason: str) -> None:
         """SERVING where it is frozen or holds the policy's version, SYNCING where it does not."""
         current = replica.frozen or replica.weight_version == self.version
-        if not current and not replica.info.takes_weights:
+        missing = self.missing_adapters(replica)
+        if current and missing:
+            current, reason = False, f"loads LoRA adapters: {', '.join(adapter.name for adapter in missing)}"
+        elif not current and not replica.info.takes_weights:
             reason = (
                 f"{replica.info.url} cannot take weights: it holds those it came with, and the fleet is at version "
                 f"{self.version}"
@@ -317,6 +359,7 @@ class Fleet:
         replica = Replica(info, self._connect(info), frozen=self.models.is_frozen(info.group))
         try:
             version = await self._held_by(replica)
+            adapters = await self._adapters_of(replica)
         except BaseException as error:
             await replica.engine.close()
             if not isinstance(error, EngineError | DeadlineExceeded):
@@ -325,6 +368,7 @@ class Fleet:
             return
         self._replicas[info.replica_id] = replica
         replica.weight_version = version
+        self._take_over(replica, adapters)
         self.learn(version or 0)
         self.settle(replica, "joined")
         self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {info.replica_id}")
@@ -340,6 +384,20 @@ class Fleet:
             await replica.engine.health(self._config.probe_timeout_s)
             return 0
         return await replica.engine.weight_version(self._config.probe_timeout_s)
+
+    async def _adapters_of(self, replica: Replica) -> dict[str, str]:
+        if replica.frozen or "/v1/load_lora_adapter" not in replica.info.capabilities:
+            return {}
+        return await replica.engine.lora_adapters(self._config.probe_timeout_s)
+
+    def _take_over(self, replica: Replica, adapters: Mapping[str, str]) -> None:
+        """Adapters that a gateway before this one loaded, or the server's owner, are served. One whose name was loaded
+        here is loaded again, since nobody knows of which load it is."""
+        for name, path in adapters.items():
+            adapter = None if self.adapters.was_loaded(name) else Adapter(name, path, load_id=time.time_ns())
+            replica.adapters[name] = adapter
+            if adapter is not None:
+                self.adapters.add(adapter)
 
     async def _watch(self, replica: Replica) -> None:
         """Probe one replica until it is lost."""

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from gateway.adapters import Adapter
+
 # `max_samples` is twice what an engine runs at once: a quarter of it is half of its batch.
 _LIGHT_SHARE = 0.25
 _OVERLOADED_SHARES = 1.5
@@ -15,12 +17,14 @@ class Rollout:
 
     `min_version` is the least weight version that may make it, `max_staleness` how far that may be behind the newest.
     `session` names the conversation that it is a turn of, if it is one.
+    `adapter` is that of the model's LoRA adapters which makes its tokens; None for the model alone.
     """
 
     request_id: str
     model: str
     n: int
     tokens: int
+    adapter: Adapter | None = None
     min_version: int = 0
     max_staleness: int | None = None
     session: str = ""

@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,6 +22,10 @@ from gateway.sessions import Sessions
 log = structlog.get_logger()
 
 T = TypeVar("T")
+
+
+def _using(rollout: Rollout) -> AbstractContextManager[None]:
+    return rollout.adapter.used() if rollout.adapter else nullcontext()
 
 
 @dataclass(eq=False)
@@ -77,35 +81,37 @@ class Scheduler:
     async def run(self, rollout: Rollout, call: Callable[[Replica], Awaitable[T]]) -> T:
         """The call's result from the first replica that gives one."""
         avoid: set[str] = set()
-        while True:
-            async with self._placed(rollout, avoid) as replica:
-                try:
-                    return await replica.unless_lost(call(replica))
-                except EngineRefused:
-                    raise
-                except EngineError as error:
-                    self._failed(rollout, replica, error, avoid)
+        with _using(rollout):
+            while True:
+                async with self._placed(rollout, avoid) as replica:
+                    try:
+                        return await replica.unless_lost(call(replica))
+                    except EngineRefused:
+                        raise
+                    except EngineError as error:
+                        self._failed(rollout, replica, error, avoid)
 
     async def stream(
         self, rollout: Rollout, call: Callable[[Replica], AsyncGenerator[Json]]
     ) -> AsyncGenerator[tuple[Replica, Json]]:
         """Chunks of the first replica that gives any. What has begun is not begun again elsewhere."""
         avoid: set[str] = set()
-        while True:
-            begun = False
-            async with self._placed(rollout, avoid) as replica, aclosing(call(replica)) as chunks:
-                try:
-                    while (chunk := await replica.unless_lost(anext(chunks, None))) is not None:
-                        await replica.unless_lost(replica.vouched())
-                        begun = True
-                        yield replica, chunk
-                    return
-                except EngineRefused:
-                    raise
-                except EngineError as error:
-                    if begun:
+        with _using(rollout):
+            while True:
+                begun = False
+                async with self._placed(rollout, avoid) as replica, aclosing(call(replica)) as chunks:
+                    try:
+                        while (chunk := await replica.unless_lost(anext(chunks, None))) is not None:
+                            await replica.unless_lost(replica.vouched())
+                            begun = True
+                            yield replica, chunk
+                        return
+                    except EngineRefused:
                         raise
-                    self._failed(rollout, replica, error, avoid)
+                    except EngineError as error:
+                        if begun:
+                            raise
+                        self._failed(rollout, replica, error, avoid)
 
     def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, avoid: set[str]) -> None:
         """Note a failure; raise it when there was one too many."""
@@ -178,7 +184,8 @@ class Scheduler:
 
     def _able(self, waiter: _Waiter, model: str) -> list[Replica]:
         """Replicas that may take a rollout: fresh ones, and of these others than it has failed on, if there are any."""
-        fresh = fresh_enough(waiter.rollout, self._fleet.serving(model), self._fleet.target_of(model))
+        serving = self._fleet.serving(model, waiter.rollout.adapter)
+        fresh = fresh_enough(waiter.rollout, serving, self._fleet.target_of(model))
         return [replica for replica in fresh if replica.replica_id not in waiter.avoid] or fresh
 
     def _is_closed(self, model: str) -> bool:

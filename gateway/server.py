@@ -22,6 +22,8 @@ from engines.errors import (
 )
 from engines.types import EngineKind, PauseMode
 from gateway.access import Access
+from gateway.adapter_coordinator import AdapterCoordinator
+from gateway.adapters import Adapter
 from gateway.api import body_of, error_body, status_of
 from gateway.config import Config
 from gateway.fleet import Fleet, Replica
@@ -57,6 +59,7 @@ class GatewayServer:
         self._scheduler = Scheduler(config.gateway, fleet, metrics)
         self._snapshots = Snapshots(config.weights, config.name, _checkpoint(config))
         self._weights = WeightCoordinator(config.weights, fleet, self._scheduler, metrics, self._snapshots)
+        self._adapters = AdapterCoordinator(config.weights, fleet)
         self._completions = Completions(config.gateway, fleet, self._scheduler)
         self._chat = Chat(config.gateway, fleet, self._scheduler)
         self._tokens = TokenGeneration(config.gateway, fleet, self._scheduler)
@@ -97,6 +100,8 @@ class GatewayServer:
         post("/v1/weight_updates", self._for_admin(self._load_weights))
         get("/v1/weight_store", self._for_admin(self._weight_store))
         get("/v1/weight_canary", self._for_inference(self._weight_canary))
+        post("/v1/load_lora_adapter", self._for_admin(self._load_adapter))
+        post("/v1/unload_lora_adapter", self._for_admin(self._unload_adapter))
         post("/reset_prefix_cache", self._for_admin(self._reset_prefix_cache))
         post("/pause", self._for_admin(self._pause))
         post("/resume", self._for_admin(self._resume))
@@ -110,6 +115,7 @@ class GatewayServer:
         tasks = [
             asyncio.create_task(self._fleet.run(), name="watch fleet"),
             asyncio.create_task(self._weights.run(), name="watch update"),
+            asyncio.create_task(self._adapters.run(), name="watch adapters"),
         ]
         yield
         for task in tasks:
@@ -147,17 +153,20 @@ class GatewayServer:
         """What an engine of each model says of it, the policy first: TRL takes the first for its own."""
         first = self._fleet.models.first
         others = (self._model_card_if_up(model) for model in self._fleet.models.names if model != first)
-        cards = await asyncio.gather(self._model_card(first), *others)
-        return reply({"object": "list", "data": [card for card in cards if card]})
+        base, *cards = await asyncio.gather(self._model_card(first), *others)
+        adapters = [_adapter_card(adapter, base) for adapter in self._fleet.adapters.loaded if base]
+        return reply({"object": "list", "data": [*(card for card in (base, *cards) if card), *adapters]})
 
     async def _retrieve_model(self, request: web.Request) -> web.Response:
-        return reply(await self._model_card(self._fleet.models.asked(request.match_info["model"])))
+        model, adapter = self._fleet.asked(request.match_info["model"])
+        card = await self._model_card(model)
+        return reply(_adapter_card(adapter, card) if adapter else card)
 
     async def _pass_through(self, request: web.Request) -> web.Response:
         """What one engine says, all engines of its model would say."""
         body = await read_object(request) if request.method == "POST" else None
-        models = self._fleet.models
-        replica = self._any_replica(models.first if body is None else models.asked(body.get("model")))
+        model, adapter = (self._fleet.models.first, None) if body is None else self._fleet.asked(body.get("model"))
+        replica = self._any_replica(model, adapter)
         return reply(await replica.engine.ask(request.method, request.path_qs, body, _ASK_TIMEOUT_S))
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
@@ -181,7 +190,7 @@ class GatewayServer:
     async def _render(self, request: web.Request) -> web.Response:
         """The token ids and sampling parameters of a request, for /inference/v1/generate."""
         body = await read_object(request)
-        model = self._fleet.models.asked(body.get("model"))
+        model, _ = self._fleet.asked(body.get("model"))
         replicas = [replica for replica in self._fleet.alive if replica.info.model == model]
         replica = next((replica for replica in replicas if request.path in replica.info.capabilities), None)
         if replica is None:
@@ -285,6 +294,22 @@ class GatewayServer:
         """Where a trainer writes drafts, and for which model."""
         return reply({"folder": str(self._snapshots.folder), "model": self._fleet.models.first})
 
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await read_object(request)
+        in_place = body.get("load_inplace", False)
+        if type(in_place) is not bool:
+            raise InvalidRequest(f"load_inplace = {in_place!r} is neither true nor false", param="load_inplace")
+        if body.get("is_3d_lora_weight"):
+            raise InvalidRequest("is_3d_lora_weight is not passed on to engines", param="is_3d_lora_weight")
+        name = _text(body, "lora_name")
+        await self._adapters.load(name, _text(body, "lora_path"), in_place=in_place)
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        name = _text(await read_object(request), "lora_name")
+        await self._adapters.unload(name)
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         return reply({"success": await self._weights.reset_prefix_cache()})
 
@@ -367,9 +392,9 @@ class GatewayServer:
             log.warning("model not listed", model=model, error=str(error))
             return None
 
-    def _any_replica(self, model: str) -> Replica:
+    def _any_replica(self, model: str, adapter: Adapter | None = None) -> Replica:
         of_model = [replica for replica in self._fleet.alive if replica.info.model == model]
-        replica = next(iter(self._fleet.serving(model) or of_model), None)
+        replica = next(iter(self._fleet.serving(model, adapter) or of_model), None)
         if replica is None:
             raise DeadlineExceeded(f"no replica of {model!r} is up yet: see /health")
         return replica
@@ -398,6 +423,12 @@ async def _send_events(request: web.Request, chunks: AsyncGenerator[Json]) -> we
     return response
 
 
+def _adapter_card(adapter: Adapter, base: Json) -> Json:
+    """As vLLM lists an adapter: its folder as root, the model beneath as parent."""
+    own = {"id": adapter.name, "root": adapter.path, "parent": base["id"], "max_model_len": None}
+    return {**base, **own}
+
+
 def _error_reply(error: RolloutGatewayError) -> web.Response:
     status = status_of(error)
     if isinstance(error, EngineError | WeightUpdateFailed | DeadlineExceeded) and not isinstance(error, EngineRefused):
@@ -416,6 +447,13 @@ def _checkpoint(config: Config) -> str:
     """The checkpoint of the policy; "" where only somebody else's server knows it."""
     ours = (group for group in config.groups.values() if not group.frozen and group.kind is not EngineKind.EXTERNAL)
     return next((group.model for group in ours), "")
+
+
+def _text(body: Json, key: str) -> str:
+    text = body.get(key)
+    if not isinstance(text, str) or not text:
+        raise InvalidRequest(f"the body needs {key!r}, a text that is not empty; it is {text!r}", param=key)
+    return text
 
 
 def _canary_logprobs(body: Json) -> list[float] | None:

@@ -1,6 +1,7 @@
 """What is going on, as one JSON document: read by people, by `rollout-gateway status`, and by the control plane."""
 
 from engines.engine import Json
+from gateway.adapters import Adapter
 from gateway.fleet import Fleet, Replica
 from gateway.scheduler import Scheduler
 from gateway.snapshots import Snapshots
@@ -25,10 +26,17 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
         "gate_closed_for": scheduler.closed_for,
         "queue_length": sum(queues.values()),
         "models": [{"model": m, "frozen": m != models.policy, "queue_length": n} for m, n in queues.items()],
+        "adapters": [_adapter_report(adapter, fleet) for adapter in fleet.adapters.loaded],
         "replicas_expected": fleet.expected,
         "replicas_refused": fleet.refused,
         "replicas": [_replica_report(replica) for replica in fleet.replicas],
     }
+
+
+def _adapter_report(adapter: Adapter, fleet: Fleet) -> Json:
+    holders = [replica.replica_id for replica in fleet.policy if replica.holds(adapter)]
+    own = {"name": adapter.name, "path": adapter.path, "version": adapter.version}
+    return own | {"rollouts": adapter.users, "replicas": holders}
 
 
 def _replica_report(replica: Replica) -> Json:

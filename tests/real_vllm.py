@@ -36,13 +36,18 @@ class RealFleet:
 
     def call(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
         """Status and decoded reply, whatever the status. A `bytes` body is sent as it is."""
+        status, text = self.text(path, body, method)
+        return status, json.loads(text)
+
+    def text(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, str]:
+        """Status and reply, whatever the status."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
-                return response.status, json.load(response)
+                return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
+            return error.code, error.read().decode()
 
     def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The decoded chunks of a streamed reply, which has to end as one should."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -10,9 +11,11 @@ from aiohttp import web
 
 from engines.config import EngineConfig, SimConfig
 from engines.external import ExternalServer
+from engines.sim_adapters import SimAdapters
 from engines.sim_dialect import Limits
 from engines.sim_server import SimServer
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
+from gateway.adapter_coordinator import LOAD_ROUTE
 from gateway.config import Config
 from gateway.fleet import Fleet
 from gateway.listener import engine_client
@@ -29,7 +32,7 @@ class SimReplica:
     """One simulated engine with a listening port."""
 
     def __init__(
-        self, replica_id: str, seed: int, sim: SimConfig, *, group: str = "engine", model: str = "sim"
+        self, replica_id: str, seed: int, sim: SimConfig, *, group: str = "engine", model: str = "sim", loras: int = 0
     ) -> None:
         limits = Limits(
             max_model_len=MAX_MODEL_LEN,
@@ -38,7 +41,8 @@ class SimReplica:
             shows_cached_tokens=False,
             logprob_noise=sim.logprob_noise,
         )
-        self._server = SimServer(model, sim, limits, max_num_seqs=8, world_size=1)
+        adapters = SimAdapters(loras, max_lora_rank=16) if loras else None
+        self._server = SimServer(model, sim, limits, max_num_seqs=8, world_size=1, adapters=adapters)
         self._runner = web.AppRunner(self._server.app(), handler_cancellation=True, shutdown_timeout=0.01)
         self.info = ReplicaInfo(
             replica_id=replica_id,
@@ -53,7 +57,7 @@ class SimReplica:
             engine_version="0.32.0+sim",
             streams=True,
             has_tee=True,
-            capabilities=frozenset({"/init_weight_transfer_engine"}),
+            capabilities=frozenset({"/init_weight_transfer_engine"} | ({LOAD_ROUTE} if loras else set())),
             tensors=tuple(TensorMeta(name=n, dtype="float32", shape=tuple(s)) for n, s in sim.tensors.items()),
         )
 
@@ -70,6 +74,16 @@ class SimReplica:
     def heal(self) -> None:
         """From now on it takes updates as it should."""
         self._server.corrupt_after = None
+
+    def refuse_adapters(self) -> None:
+        """From now on it fails to load any LoRA adapter of more than rank 1, as a worker of vLLM's does: with 500."""
+        assert self._server.adapters is not None
+        self._server.adapters.config["max_lora_rank"] = 1
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the LoRA adapters that it knows."""
+        return [adapter.name for adapter in self._server.adapters.listed] if self._server.adapters else []
 
     async def kill(self) -> None:
         """Cut every connection and stop listening, as a process that dies does."""
@@ -113,6 +127,9 @@ class Rig:
                 continue
             for index in range(engine.num_replicas if replicas is None else 0):
                 await self.add_replica(f"{group}-{index}", seed=index)
+        return await self.listen()
+
+    async def listen(self) -> "Rig":
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
@@ -123,7 +140,8 @@ class Rig:
         group = replica_id.rpartition("-")[0]
         model = self.config.groups[group].served_name
         sim = SimConfig.model_validate(self.sim.model_dump() | self.odd.get(replica_id, {}))
-        replica = await SimReplica(replica_id, seed, sim, group=group, model=model).start()
+        loras = self.config.groups[group].num_adapters
+        replica = await SimReplica(replica_id, seed, sim, group=group, model=model, loras=loras).start()
         self.replicas = [other for other in self.replicas if other.info.replica_id != replica_id] + [replica]
         return replica
 
@@ -144,6 +162,16 @@ class Rig:
     async def post(self, path: str, body: Any = None, **kwargs: Any) -> tuple[int, Json]:
         async with self.client.post(self.url + path, json=body, **kwargs) as response:
             return response.status, await response.json()
+
+    async def load(self, name: str, path: Path, *, in_place: bool = False) -> tuple[int, str]:
+        """Status and text of the reply to TRL's call."""
+        body = {"lora_name": name, "lora_path": str(path), "load_inplace": in_place}
+        async with self.client.post(f"{self.url}/v1/load_lora_adapter", json=body) as response:
+            return response.status, await response.text()
+
+    async def unload(self, name: str) -> tuple[int, str]:
+        async with self.client.post(f"{self.url}/v1/unload_lora_adapter", json={"lora_name": name}) as response:
+            return response.status, await response.text()
 
     async def complete(self, prompt: Any, **sampling: Any) -> Json:
         """A completion that must succeed, with token ids."""

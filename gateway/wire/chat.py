@@ -12,6 +12,7 @@ from gateway.wire.completions import (
     asked_of_engine,
     check_replica,
     check_sampling,
+    name_adapter,
     number_versions,
     stamp_versions,
     versioned_salt,
@@ -35,7 +36,7 @@ class Chat:
         self._scheduler = scheduler
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
-        model = self._fleet.models.asked(body.get("model"))
+        model, adapter = self._fleet.asked(body.get("model"))
         n = check_sampling(body, self._config.max_n)
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
@@ -52,6 +53,7 @@ class Chat:
             min_version=fresh.min_version,
             max_staleness=fresh.max_staleness,
             session=session,
+            adapter=adapter,
         )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
@@ -60,8 +62,9 @@ class Chat:
         async def call(replica: Replica) -> Json:
             began = replica.weight_version
             check_replica(body, replica)
-            answer = await replica.engine.generate(PATH, asked_of_engine(body, began), self._config.generate_timeout_s)
-            stamp_versions(answer, began, await replica.vouched())
+            asked = asked_of_engine(body, began, rollout.adapter)
+            answer = await replica.engine.generate(PATH, asked, self._config.generate_timeout_s)
+            stamp_versions(answer, began, await replica.vouched(), rollout.adapter)
             if not body.get("return_token_ids"):
                 for choice in answer["choices"]:
                     choice["token_ids"] = None
@@ -75,11 +78,12 @@ class Chat:
 
         def call(replica: Replica) -> AsyncGenerator[Json]:
             check_replica(body, replica)
-            salted = {**body, "cache_salt": versioned_salt(body, replica.weight_version)}
+            salted = {**body, "cache_salt": versioned_salt(body, replica.weight_version, rollout.adapter)}
             return replica.engine.stream(PATH, salted, self._config.generate_timeout_s)
 
         async for replica, chunk in self._scheduler.stream(rollout, call):
             for choice in chunk["choices"]:
                 choice["weight_version"] = replica.weight_version
                 number_versions(choice)
+                name_adapter(choice, rollout.adapter)
             yield with_usage_rule(chunk, body) if chunk["choices"] else chunk

@@ -10,6 +10,7 @@ from typing import Any
 from engines.engine import Json
 from engines.errors import EngineRefused, InvalidRequest
 from engines.vllm_engine import version_number
+from gateway.adapters import Adapter
 from gateway.config import GatewayConfig
 from gateway.fleet import Fleet, Replica
 from gateway.routing import Rollout
@@ -48,7 +49,7 @@ class Completions:
         A turn of `session` has one prompt; many are no turn of anything, and are spread over all replicas.
         Prompts are numbered from `first` on.
         """
-        model = self._fleet.models.asked(body.get("model"))
+        model, adapter = self._fleet.asked(body.get("model"))
         n = check_sampling(body, self._config.max_n)
         lengths = [replica.info.max_model_len for replica in self._fleet.alive if replica.info.model == model]
         max_len = min((length for length in lengths if length is not None), default=None)
@@ -67,6 +68,7 @@ class Completions:
                 min_version=fresh.min_version,
                 max_staleness=fresh.max_staleness,
                 session=session if len(values) == 1 else "",
+                adapter=adapter,
             )
             prompts.append(Prompt(request_id, index, rollout, {**rest, "prompt": value}))
         return prompts
@@ -123,7 +125,7 @@ class Completions:
                 answer = await self._answer(prompt, replica)
             except EngineRefused as error:
                 raise _naming_prompt(error, prompt.index) from error
-            stamp_versions(answer, began, await replica.vouched())
+            stamp_versions(answer, began, await replica.vouched(), prompt.rollout.adapter)
             for choice in answer["choices"]:
                 if not prompt.body.get("return_token_ids"):
                     choice |= {"token_ids": None, "prompt_token_ids": None}
@@ -132,7 +134,8 @@ class Completions:
         return await self._scheduler.run(prompt.rollout, call)
 
     async def _answer(self, prompt: Prompt, replica: Replica) -> Json:
-        body, timeout_s = asked_of_engine(prompt.body, replica.weight_version), self._config.generate_timeout_s
+        body = asked_of_engine(prompt.body, replica.weight_version, prompt.rollout.adapter)
+        timeout_s = self._config.generate_timeout_s
         if not is_read_streamed(body, replica.info):
             return await replica.engine.generate(PATH, body, timeout_s)
         chunks = replica.engine.stream(PATH, body | {"stream_options": {"include_usage": True}}, timeout_s)
@@ -143,7 +146,7 @@ class Completions:
             check_replica(prompt.body, replica)
             body = {
                 **prompt.body,
-                "cache_salt": versioned_salt(prompt.body, replica.weight_version),
+                "cache_salt": versioned_salt(prompt.body, replica.weight_version, prompt.rollout.adapter),
                 "stream_options": {**(prompt.body.get("stream_options") or {}), "include_usage": True},
             }
             return replica.engine.stream(PATH, body, self._config.generate_timeout_s)
@@ -154,6 +157,7 @@ class Completions:
                 choice["index"] += prompt.index * prompt.rollout.n
                 choice["weight_version"] = replica.weight_version
                 number_versions(choice)
+                name_adapter(choice, prompt.rollout.adapter)
             yield chunk
 
 
@@ -208,14 +212,28 @@ def with_usage_rule(chunk: Json, body: Json) -> Json:
     return chunk | {"usage": chunk.get("usage")} if wants_usage(body) else chunk
 
 
-def asked_of_engine(body: Json, version: int | None) -> Json:
+def asked_of_engine(body: Json, version: int | None, adapter: Adapter | None = None) -> Json:
     """The body for the engine: with token ids always, since a span has to know how many tokens there are."""
-    return {**body, "cache_salt": versioned_salt(body, version), "return_token_ids": True}
+    return {**body, "cache_salt": versioned_salt(body, version, adapter), "return_token_ids": True}
 
 
-def versioned_salt(body: Json, version: int | None) -> str:
-    """Prefix KV is shared among prompts of one weight version only: KV of other weights would be a silent mixture."""
-    return f"{body.get('cache_salt') or ''}v{version}"
+def versioned_salt(body: Json, version: int | None, adapter: Adapter | None = None) -> str:
+    """Prefix KV is shared among prompts of one weight version only: KV of other weights would be a silent mixture.
+
+    An adapter's name does not tell two loads of it apart, and that with its path is all that vLLM 0.32 goes by.
+    """
+    loaded = f"a{adapter.load_id}" if adapter else ""
+    return f"{body.get('cache_salt') or ''}v{version}{loaded}"
+
+
+def name_adapter(choice: Json, adapter: Adapter | None) -> None:
+    """Tokens of an adapter are of its version; a span keeps the model's own as `base_version`."""
+    if adapter is None:
+        return
+    if "weight_version" in choice:
+        choice["weight_version"] = adapter.version
+    for span in choice.get("weight_versions") or ():
+        span |= {"version": adapter.version, "base_version": span["version"], "adapter": adapter.name}
 
 
 def check_replica(body: Json, replica: Replica) -> None:
@@ -228,7 +246,7 @@ def check_replica(body: Json, replica: Replica) -> None:
         )
 
 
-def stamp_versions(answer: Json, began: int | None, ended: int | None) -> None:
+def stamp_versions(answer: Json, began: int | None, ended: int | None, adapter: Adapter | None = None) -> None:
     """Say which weights made the tokens of each choice: in the engine's words where it says so itself.
 
     Otherwise one span where the version was the same at both ends. Where it was not, the update fell inside, at a token
@@ -241,6 +259,7 @@ def stamp_versions(answer: Json, began: int | None, ended: int | None) -> None:
             choice["weight_versions"] = [{"version": began, "start": 0, "end": _token_count(answer, choice)}]
         else:
             choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in (began, ended)]
+        name_adapter(choice, adapter)
 
 
 def number_versions(choice: Json) -> None:

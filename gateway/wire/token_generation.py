@@ -15,7 +15,7 @@ from gateway.fleet import Fleet, Replica
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
 from gateway.wire import completions
-from gateway.wire.completions import check_sampling, stamp_versions, versioned_salt
+from gateway.wire.completions import check_sampling, name_adapter, stamp_versions, versioned_salt
 from gateway.wire.freshness import read_freshness, without_freshness
 from gateway.wire.spans import StreamSpans
 from gateway.wire.token_words import completion_body, token_chunk, token_reply
@@ -43,7 +43,7 @@ class TokenGeneration:
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
         """Raises `InvalidRequest` for what no engine would take, `UnknownRoute` where none knows token ids."""
-        model = self._fleet.models.asked(body.get("model"))
+        model, adapter = self._fleet.asked(body.get("model"))
         for field in _REFUSED:
             if body.get(field):
                 raise InvalidRequest(f"{field} is refused here: send token_ids and sampling_params alone", param=field)
@@ -65,6 +65,7 @@ class TokenGeneration:
             min_version=fresh.min_version,
             max_staleness=fresh.max_staleness,
             session=session,
+            adapter=adapter,
         )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
@@ -76,7 +77,7 @@ class TokenGeneration:
             else:
                 completed = completion_body(asked, replica.info)
                 answer = token_reply(await replica.engine.generate(completions.PATH, completed, timeout_s), asked)
-            stamp_versions(answer, began, await replica.vouched())
+            stamp_versions(answer, began, await replica.vouched(), rollout.adapter)
             return answer
 
         return await self._scheduler.run(rollout, call)
@@ -93,6 +94,7 @@ class TokenGeneration:
             for choice in chunk["choices"]:
                 choice["weight_version"] = replica.weight_version
                 spans.stamp(choice, len(choice["token_ids"] or ()))
+                name_adapter(choice, rollout.adapter)
             yield chunk
 
     async def abort(self, request_ids: Any) -> None:
@@ -124,7 +126,7 @@ class TokenGeneration:
                 f"{PATH}: replica {replica.replica_id} runs {replica.info.engine_version} at {replica.info.url}, which "
                 "knows no token ids; send text to /v1/completions, or serve the model with vLLM or SGLang",
             )
-        salt = versioned_salt(body, replica.weight_version)
+        salt = versioned_salt(body, replica.weight_version, rollout.adapter)
         return without_freshness(body) | {"request_id": rollout.request_id, "cache_salt": salt}
 
     def _room(self, model: str) -> int | None:

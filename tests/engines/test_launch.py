@@ -297,6 +297,33 @@ def test_a_simulated_engine_needs_no_vllm() -> None:
     assert gpus_per_replica(config(kind="sim")) == 0
 
 
+def test_an_engine_hears_of_adapters_where_it_takes_them_alone() -> None:
+    told = command(enable_lora=True, max_loras=6, max_lora_rank=32)
+    assert "--enable-lora" in told.argv
+    given = flags(told)
+    assert (given["max-loras"], given["max-lora-rank"]) == ("6", "32")
+    assert "max-cpu-loras" not in given
+    assert told.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    untold = command(max_loras=6)
+    assert not any("lora" in flag for flag in flags(untold))
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in untold.env
+
+
+@pytest.mark.parametrize(
+    ("levers", "named"),
+    [
+        ({"data_parallel_size": 2}, "data_parallel_size = 2"),
+        ({"api_server_count": 3}, "api_server_count = 3"),
+        ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras = 2"),
+        ({"kind": "external", "url": "http://127.0.0.1:1"}, "an external vLLM"),
+        ({"max_lora_rank": 24}, "max_lora_rank"),
+    ],
+)
+def test_adapters_that_some_copy_would_not_get_are_refused(levers: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        config(enable_lora=True, **levers)
+
+
 def test_the_simulated_server_understands_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     sim = {"mean_tokens": 3, "tensors": {"head": [2, 2]}}
     levers = {"max_model_len": 64, "max_num_seqs": 3, "stream_interval": 2, "tensor_parallel_size": 2, "sim": sim}
@@ -305,6 +332,10 @@ def test_the_simulated_server_understands_its_command(monkeypatch: pytest.Monkey
     assert understood == {
         "host": "127.0.0.1",
         "port": 8123,
+        "enable_lora": False,
+        "max_loras": 1,
+        "max_cpu_loras": None,
+        "max_lora_rank": 16,
         "model": "m",
         "max_model_len": 64,
         "max_num_seqs": 3,

@@ -49,6 +49,7 @@ class FakeSglang:
         self.has_sessions = True
         self.own_ids = "response_token_ids"
         self.flush_status = 200
+        self.knows_v1 = False
         self.app = web.Application()
         self.app.router.add_route("*", "/{path:.*}", self._handle)
 
@@ -77,6 +78,9 @@ class FakeSglang:
                 return web.json_response({"paths": paths | ({"/begin_weight_update": {}} if self.has_sessions else {})})
             case "/server_info":
                 return web.json_response({"version": "0.5.23", "tp_size": 2, "pp_size": 3, "model_path": "m"})
+            case "/v1/models":
+                adapters = [{"id": "v1", "root": "/a/v1", "parent": "m"}] if self.knows_v1 else []
+                return web.json_response({"data": [{"id": "m", "root": "m"}, *adapters]})
             case "/model_info":
                 return web.json_response({"weight_version": "default"})
             case "/v1/loads":
@@ -380,3 +384,29 @@ async def test_packed_chunks_are_refused_before_anybody_waits(
     with pytest.raises(EngineRefused, match="SGLang cannot receive vLLM's packed chunks"):
         await engine.open_weight_group({**GROUP, **said}, TIMEOUT_S)
     assert server.asked == []
+
+
+async def test_an_adapter_is_chosen_by_the_model_that_names_it(server: FakeSglang, engine: SglangEngine) -> None:
+    await engine.load_lora_adapter("v1", "/a/v1", TIMEOUT_S)
+    assert server.asked[-1] == ("/load_lora_adapter", {"lora_name": "v1", "lora_path": "/a/v1"})
+    await generate(engine, model="v1")
+    assert server.generated["lora_path"] == "v1"
+    await generate(engine, model="m")
+    assert "lora_path" not in server.generated
+    chat = {"model": "v1", "messages": [{"role": "user", "content": "hi"}]}
+    await engine.generate("/v1/chat/completions", chat, TIMEOUT_S)
+    assert server.asked[-1][1]["lora_path"] == "v1"
+
+
+async def test_adapters_that_an_earlier_client_loaded_are_known_and_unloaded(
+    server: FakeSglang, engine: SglangEngine
+) -> None:
+    server.knows_v1 = True
+    assert await engine.lora_adapters(TIMEOUT_S) == {"v1": "/a/v1"}
+    await generate(engine, model="v1")
+    assert server.generated["lora_path"] == "v1"
+    await engine.unload_lora_adapter("v1", TIMEOUT_S)
+    assert server.asked[-1] == ("/unload_lora_adapter", {"lora_name": "v1"})
+    server.knows_v1 = False
+    await engine.unload_lora_adapter("v1", TIMEOUT_S)
+    assert server.paths().count("/unload_lora_adapter") == 1

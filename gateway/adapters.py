@@ -1,0 +1,76 @@
+"""The LoRA adapters of the policy: which are loaded, what they are called, and who still uses them."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engines.errors import UnknownModel
+
+_VERSIONED = re.compile(r"(\d+)$")
+
+
+class Adapter:
+    """One load of one adapter.
+
+    `version` is the number that its name ends in, as in "trl-policy-v7"; of a name without one, how many times that
+    name was loaded here. `load_id` differs for every load, so that KV of one is never taken for another's.
+    """
+
+    def __init__(self, name: str, path: str, *, load_id: int, loads: int = 1) -> None:
+        self.name = name
+        self.path = path
+        self.load_id = load_id
+        numbered = _VERSIONED.search(name)
+        self.version = int(numbered[1]) if numbered else loads
+        self.users = 0
+        self.is_leaving = False
+        self.unused = asyncio.Event()
+        self.unused.set()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """By one rollout, from its place in the queue on. Raises `UnknownModel` where it was unloaded meanwhile."""
+        if self.is_leaving:
+            raise UnknownModel(f"the LoRA adapter {self.name!r} was unloaded", param="model")
+        self.users += 1
+        self.unused.clear()
+        try:
+            yield
+        finally:
+            self.users -= 1
+            if not self.users:
+                self.unused.set()
+
+
+class Adapters:
+    """The adapters that every serving replica of the policy holds, and requests may name."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Adapter] = {}
+        self._loads: dict[str, int] = {}
+
+    @property
+    def loaded(self) -> list[Adapter]:
+        return list(self._loaded.values())
+
+    def get(self, name: object) -> Adapter | None:
+        return self._loaded.get(name) if isinstance(name, str) else None
+
+    def was_loaded(self, name: str) -> bool:
+        """Whether it was ever loaded here, also where it was unloaded since."""
+        return name in self._loads
+
+    def next_load(self, name: str) -> int:
+        """How many times `name` will have been loaded with the load that comes now."""
+        return self._loads.get(name, 0) + 1
+
+    def add(self, adapter: Adapter) -> None:
+        self._loads[adapter.name] = self.next_load(adapter.name)
+        self._loaded[adapter.name] = adapter
+
+    def remove(self, adapter: Adapter) -> None:
+        """From here on no request finds it; those that do already go on."""
+        adapter.is_leaving = True
+        if self._loaded.get(adapter.name) is adapter:
+            del self._loaded[adapter.name]

@@ -1,0 +1,173 @@
+"""LoRA adapters on real vLLM replicas (CPU) behind a gateway, driven by TRL's own AsyncGRPO client."""
+
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("trl")
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+import torch
+from accelerate import PartialState
+from transformers import AutoModelForCausalLM
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+from examples.tiny_model.train import COMMITTED
+from tests.adapters import write_adapter
+from tests.real_vllm import REQUEST_TIMEOUT_S, START_TIMEOUT_S, RealFleet, app, engine_config
+
+pytestmark = pytest.mark.vllm
+
+MODEL = str(COMMITTED)
+LAYERS, HIDDEN, INNER = 4, 128, 384
+PROMPT = [2, 8, 6, 7, 3]
+MAX_STALENESS = 1
+SCALE = 0.3
+"""Added to every weight of the module: enough to change greedy tokens."""
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+    levers = {"num_replicas": 2, "enable_lora": True, "max_loras": MAX_STALENESS + 2, "max_lora_rank": 8}
+    engine = engine_config(COMMITTED, tmp_path_factory.mktemp("logs")).model_copy(update=levers)
+    with app({"engine": engine}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(real: RealFleet) -> VLLMClient:
+    PartialState(cpu=True)  # its logger wants one
+    return VLLMClient(real.url)
+
+
+def adapter(folder: Path, scale: float) -> Path:
+    """One that changes what the tiny model says."""
+    return write_adapter(folder, rank=4, layers=LAYERS, sizes=(HIDDEN, INNER), module="mlp.up_proj", scale=scale)
+
+
+def ask(url: str, path: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+        return json.load(response)
+
+
+def greedy(url: str, model: str) -> list[int]:
+    body = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    return list(ask(url, "/v1/completions", body | {"return_token_ids": True})["choices"][0]["token_ids"])
+
+
+def merged(scale: float) -> list[int]:
+    """What transformers says of the model with the adapter of this scale merged into it."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight += scale
+    ids = torch.tensor([PROMPT])
+    for _ in range(8):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return list(ids[0, len(PROMPT) :].tolist())
+
+
+def on_each(real: RealFleet, model: str) -> list[list[int]]:
+    return [greedy(replica.url, model) for replica in real.replicas]
+
+
+def listed(url: str) -> list[Any]:
+    return [card["id"] for card in ask(url, "/v1/models")["data"]]
+
+
+def test_trl_finds_what_it_asks_of_a_server_before_it_syncs_adapters(client: VLLMClient) -> None:
+    client.wait_for_server_ready()
+    info = client.get_server_info()
+    assert info["lora_config"]["max_loras"] >= MAX_STALENESS + 2
+    assert info["lora_config"]["max_lora_rank"] == 8
+    assert info["parallel_config"]["data_parallel_size"] == 1
+
+
+def test_versions_change_both_replicas_and_the_model_beneath_stays_as_it_is(
+    real: RealFleet, client: VLLMClient, tmp_path: Path
+) -> None:
+    base = greedy(real.url, MODEL)
+    seen = [base]
+    for version, scale in ((1, SCALE), (2, -SCALE)):
+        name = f"trl-policy-v{version}"
+        folder = adapter(tmp_path / name, scale)
+        client.pause()
+        client.load_lora_adapter(name, str(folder))
+        client.resume()
+        tokens = greedy(real.url, name)
+        assert tokens == merged(scale)
+        assert tokens not in seen
+        seen.append(tokens)
+        assert on_each(real, name) == [tokens, tokens]
+        assert on_each(real, MODEL) == [base, base]
+    assert greedy(real.url, "trl-policy-v1") == seen[1]
+    assert listed(real.url) == [MODEL, "trl-policy-v1", "trl-policy-v2"]
+    client.unload_lora_adapter("trl-policy-v1")
+    client.unload_lora_adapter("trl-policy-v1")  # a name that is not there is no error to TRL
+    assert real.call("/v1/completions", {"model": "trl-policy-v1", "prompt": PROMPT})[0] == 404
+    assert [listed(replica.url) for replica in real.replicas] == [[MODEL, "trl-policy-v2"]] * 2
+    assert greedy(real.url, "trl-policy-v2") == seen[2]
+    client.unload_lora_adapter("trl-policy-v2")
+
+
+def test_a_folder_loaded_again_with_other_weights_shares_no_kv_with_the_first(
+    real: RealFleet, client: VLLMClient, tmp_path: Path
+) -> None:
+    prompt = {"prompt": [2, *[5 + i % 10 for i in range(64)], 3], "model": "again", "temperature": 0, "max_tokens": 8}
+    prompt |= {"ignore_eos": True, "return_token_ids": True}
+
+    def tokens(url: str) -> list[int]:
+        return list(ask(url, "/v1/completions", prompt)["choices"][0]["token_ids"])
+
+    folder = adapter(tmp_path / "again", SCALE)
+    client.load_lora_adapter("again", str(folder))
+    first = [tokens(real.url) for _ in range(4)]
+    other = adapter(tmp_path / "other", -SCALE)
+    (folder / "adapter_model.safetensors").write_bytes((other / "adapter_model.safetensors").read_bytes())
+    body = {"lora_name": "again", "lora_path": str(folder), "load_inplace": True}
+    assert real.text("/v1/load_lora_adapter", body)[0] == 200
+    second = [tokens(real.url) for _ in range(4)]
+    client.unload_lora_adapter("again")
+    # Under a name of its own nothing can have been left of the first.
+    client.load_lora_adapter("fresh", str(other))
+    prompt["model"] = "fresh"
+    assert second == [tokens(real.url)] * 4
+    assert second != first
+    client.unload_lora_adapter("fresh")
+
+
+def test_an_adapter_that_vllm_cannot_load_is_on_neither_replica(
+    real: RealFleet, client: VLLMClient, tmp_path: Path
+) -> None:
+    wrong = write_adapter(tmp_path / "wrong", rank=4, layers=1, module="mlp.no_such_projection")
+    with pytest.raises(Exception, match=r"Request failed: 424, .*replica engine-"):
+        client.load_lora_adapter("wrong", str(wrong))
+    assert [listed(replica.url) for replica in real.replicas] == [[MODEL]] * 2
+    assert len(greedy(real.url, MODEL)) == 8
+
+
+def test_the_successor_of_a_killed_engine_has_the_adapter_before_it_serves(
+    real: RealFleet, client: VLLMClient, tmp_path: Path
+) -> None:
+    client.load_lora_adapter("trl-policy-v3", str(adapter(tmp_path / "v3", SCALE)))
+    tokens = greedy(real.url, "trl-policy-v3")
+    os.kill(real.replicas[1].pid, signal.SIGKILL)
+    assert greedy(real.url, "trl-policy-v3") == tokens
+    real.restart(1)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while [replica["state"] for replica in ask(real.url, "/status")["replicas"]] != ["SERVING", "SERVING"]:
+        assert time.monotonic() < deadline, ask(real.url, "/status")
+        time.sleep(0.2)
+    assert listed(real.replicas[1].url) == [MODEL, "trl-policy-v3"]
+    assert on_each(real, "trl-policy-v3") == [tokens, tokens]
+    client.unload_lora_adapter("trl-policy-v3")

@@ -91,19 +91,27 @@ class NcclChannel:
 
     def _open(self) -> None:
         torch.cuda.set_device(self._device)
-        try:
+        engine = _engine_class()
+        if hasattr(engine, "trainer_init"):
+            self._group = engine.trainer_init(self._info)
+        else:
             from vllm.distributed.weight_transfer.nccl_common import trainer_init
-        except ImportError:  # before 0.28
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-            trainer_init = NCCLWeightTransferEngine.trainer_init
-        self._group = trainer_init(self._info)
+            self._group = trainer_init(self._info)
 
     def _broadcast(self, tensors: Iterator[NamedTensor]) -> None:
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
         torch.cuda.set_device(self._device)
-        packed_nccl_broadcast_producer(tensors, self._group, 0, lambda named: named[1].to(self._device))
+        there = ((name, tensor.to(self._device)) for name, tensor in tensors)
+        engine = _engine_class()
+        if hasattr(engine, "trainer_send_weights"):
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs
+
+            sent_how = NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
+            engine.trainer_send_weights(iterator=there, trainer_args=sent_how)
+        else:
+            from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+            packed_nccl_broadcast_producer(there, self._group, 0, lambda named: named[1])
         torch.cuda.synchronize(self._device)
 
     def _bounded(self, work: Callable[[], None], purpose: str) -> None:
@@ -134,3 +142,12 @@ class NcclChannel:
             if isinstance(failed[0], RuntimeError):  # NCCL's, CUDA's and the store's
                 raise WeightUpdateFailed(f"the NCCL group broke: {failed[0]}") from failed[0]
             raise failed[0]
+
+
+def _engine_class() -> Any:
+    """vLLM's NCCL transfer, which up to 0.27 had the trainer's side as static helpers."""
+    try:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"weights over NCCL need vLLM 0.26 or later beside the trainer: {error}") from error
+    return NCCLWeightTransferEngine

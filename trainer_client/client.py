@@ -1,7 +1,7 @@
 """The rollout URL from a trainer's side: prompts in, completions out as they end, and the weight calls.
 
-Every prompt is a request of its own: it ends, fails, is tried again and is called off by itself, and costs the gateway
-less than chunks of all prompts in one stream (docs/benchmarks.md).
+Every prompt is a request of its own: it ends, fails, is tried again and is called off by itself. That costs the gateway
+about what chunks of all prompts in one stream cost, which do none of it (docs/benchmarks.md).
 """
 
 import asyncio

@@ -208,12 +208,20 @@ class SchedulerMetrics(Collector):
         yield self._counter("prefix_cache_queries", "Tokens looked up.", scheduler.cache.queried_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found.", scheduler.cache.hit_tokens)
         yield self._counter("num_preemptions", "Requests sent back to wait.", scheduler.preemptions)
+        yield self._cache_config()
         finished = CounterMetricFamily(
             "vllm:request_success", "Requests that ended.", labels=[*self._labels, "finished_reason"]
         )
         for reason, count in scheduler.finished.items():
             finished.add_metric([*self._labels.values(), reason], count)
         yield finished
+
+    def _cache_config(self) -> Metric:
+        """As vLLM tells its KV cache: in the labels."""
+        labels = {"engine": "0", "block_size": "1", "num_gpu_blocks": str(self._kv_tokens)}
+        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=list(labels))
+        family.add_metric(list(labels.values()), 1)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))

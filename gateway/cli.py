@@ -14,9 +14,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from engines.errors import ConfigError, RolloutGatewayError
+from engines.errors import ConfigError, GatewayUnreachable, RolloutGatewayError
 from gateway.config import Config
 from gateway.doctor.finding import Severity
+from gateway.doctor.live import look
 from gateway.doctor.report import as_json as findings_as_json
 from gateway.doctor.report import print_findings
 from gateway.doctor.rules import examine
@@ -169,6 +170,8 @@ def doctor_command(
     against: Annotated[
         Path | None, typer.Option("--against", metavar="FILE", help="A verl configuration known to be good.")
     ] = None,
+    url: Annotated[str, typer.Option("--url", metavar="URL", help="A running gateway's rollout URL.")] = "",
+    key: Annotated[str, typer.Option("--key", help="Its key, as env:NAME or file:PATH.")] = "",
     trl_processes: Annotated[int, typer.Option("--trl-processes", min=1, help="Training processes of TRL.")] = 1,
     gpu_gib: Annotated[float, typer.Option("--gpu-gib", min=1, help="Memory of one GPU.")] = 80.0,
     show_all: Annotated[bool, typer.Option("--all", help="Show what is fine, too.")] = False,
@@ -176,8 +179,8 @@ def doctor_command(
 ) -> None:
     """Say what in configurations costs speed, memory or truth. Exit code 1 when something hurts, 2 on bad input."""
     try:
-        if not (config or context.args or verl or trl):
-            raise ConfigError("nothing to examine: give -c FILE, --verl FILE or --trl FILE")
+        if not (config or context.args or verl or trl or url):
+            raise ConfigError("nothing to examine: give -c FILE, --verl FILE, --trl FILE or --url URL")
         ours = config or context.args
         subject = subject_of(
             config=load(config, context.args) if ours else None,
@@ -186,9 +189,10 @@ def doctor_command(
             trl=trl,
             trl_processes=trl_processes,
             against=against,
+            live=look(url, key) if url else None,
             gpu_gib=gpu_gib,
         )
-    except ConfigError as error:
+    except (ConfigError, GatewayUnreachable) as error:
         print(f"rollout-gateway: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
     findings = examine(subject)

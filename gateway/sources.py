@@ -26,7 +26,8 @@ SERVE_IMPORT_PATH = "gateway.app:build"
 _TOML_PART = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
 
 Key = tuple[str | int, ...]
-Origin = Literal["default", "file", "env", "cli"]
+# "live" is a running server.
+Origin = Literal["default", "file", "env", "cli", "live"]
 Tree = dict[str, Any]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gateway.doctor.engine_rules import ENGINE_RULES
 from gateway.doctor.length_rules import LENGTH_RULES
+from gateway.doctor.live_rules import LIVE_RULES
 from gateway.doctor.rule import Rule
 from gateway.doctor.trl_rules import TRL_RULES
 from gateway.doctor.verl_rules import VERL_RULES
@@ -19,6 +20,7 @@ What `rollout-gateway doctor` asks of a configuration, why, and where the answer
     rollout-gateway doctor -c FILE.yaml                       # ours
     rollout-gateway doctor --verl train.sh                    # verl: YAML, or a script with Hydra overrides
     rollout-gateway doctor -c FILE.yaml --trl train.py --trl-processes 4
+    rollout-gateway doctor --url http://127.0.0.1:8100        # what runs: settings of engines and what they did
 
 Files are read and never run. A finding `hurts`, is one to `consider`, or is `fine` (`--all` shows those). It tells the
 value, its file and line or `default`, the value to set, and the expected effect where one was measured. The exit code
@@ -33,6 +35,7 @@ _SECTIONS = (
     ("Engines", ENGINE_RULES),
     ("verl", VERL_RULES),
     ("TRL", TRL_RULES),
+    ("A running gateway", LIVE_RULES),
 )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from gateway.config import Config
 from gateway.doctor.engine_view import EngineView, gateway_engines, trl_engine, verl_engine
+from gateway.doctor.live import Live
 from gateway.doctor.trl_file import TrlFile, read_trl
 from gateway.doctor.verl_file import VerlFile, read_verl
 from gateway.doctor.workload import Workload, trl_workload, verl_workload
@@ -22,6 +23,7 @@ class Subject:
     trl: TrlFile | None = None
     trl_processes: int = 1
     against: Workload | None = None
+    live: Live | None = None
     gpu_gib: float = 80.0
 
     def samples_per_replica(self, engine: EngineView) -> int | None:
@@ -39,12 +41,14 @@ def subject_of(
     trl: Path | None = None,
     trl_processes: int = 1,
     against: Path | None = None,
+    live: Live | None = None,
     gpu_gib: float = 80.0,
 ) -> Subject:
     """Reads the files. Raises `ConfigError` where one cannot be read; of verl and TRL, verl tells the workload."""
     verl_file = read_verl(verl) if verl else None
     trl_file = read_trl(trl) if trl else None
     found = [verl_engine(verl_file) if verl_file else None]
+    found += [live.engine() if live else None]
     found += [trl_engine(trl_file.values, trl_processes) if trl_file else None]
     workload = Workload()
     if trl_file:
@@ -59,5 +63,6 @@ def subject_of(
         trl=trl_file,
         trl_processes=trl_processes,
         against=verl_workload(read_verl(against)) if against else None,
+        live=live,
         gpu_gib=gpu_gib,
     )

@@ -345,6 +345,19 @@ class WeightStore:
             raise StoreFailed(f"{self.folder} belongs to user {status.st_uid}: give another folder in weights.store")
 
 
+def remove_store(folder: Path) -> bool:
+    """Remove a whole store with its versions; False where there is none, or a gateway keeps it."""
+    if not folder.is_dir():
+        return False
+    try:
+        store = WeightStore(folder)
+    except StoreFailed:
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    store.close()
+    return True
+
+
 def claim_draft(store: Path) -> tuple[Path, int]:
     """A new draft folder, and the descriptor that marks its writer as alive until closed."""
     folder = store / f"{_DRAFT}{uuid.uuid4().hex}"

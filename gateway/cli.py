@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.errors import ConfigError, GatewayUnreachable, RolloutGatewayError
+from engines.weight_store import remove_store
 from gateway.config import Config
 from gateway.doctor.finding import Severity
 from gateway.doctor.live import look
@@ -27,6 +28,7 @@ from gateway.load import Setting, explain, load
 from gateway.progress import shown
 from gateway.serve_api import ask_control_plane
 from gateway.serve_config import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
+from gateway.snapshots import in_memory
 from gateway.up import Running, down, running, up
 
 DEFAULT_NAME = str(Config.model_fields["name"].default)
@@ -80,6 +82,8 @@ def down_command(name: Name = DEFAULT_NAME, config: File = None) -> None:
     name = load(config).name if config else name
     with shown(Console(stderr=True)) as report:
         removed = down(name, report)
+        # Where the gateway ran on another node, its memory is freed by the next run there.
+        remove_store(in_memory(name))
     print(f"{name} is down" if removed else f"nothing to do: {name} does not run")
 
 

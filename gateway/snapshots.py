@@ -35,7 +35,7 @@ class Snapshots:
 
     def __init__(self, config: WeightsConfig, app: str, checkpoint: str = "") -> None:
         self._config = config
-        self._folder = _folder(config.store, app) if config.store is not None else None
+        self._folder = None if config.store is None else in_memory(app) if config.store == AUTO else Path(config.store)
         self._checkpoint = Path(checkpoint) if checkpoint and Path(checkpoint).is_dir() else None
         self._store: WeightStore | None = None
         self._why_not = "weights.store is null" if config.store is None else "not open yet"
@@ -238,9 +238,8 @@ async def bounded(wait: Awaitable[T], timeout_s: float, what: str) -> T:
         raise DeadlineExceeded(f"{what} within {timeout_s:g} s") from error
 
 
-def _folder(configured: str, app: str) -> Path:
-    if configured != AUTO:
-        return Path(configured)
+def in_memory(app: str) -> Path:
+    """The store of an app that names none."""
     place = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     return place / f"rollout-gateway-{os.getuid()}-{app}"
 

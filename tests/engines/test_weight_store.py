@@ -10,7 +10,17 @@ import pytest
 
 from engines import weight_store
 from engines.errors import InvalidRequest, StoreFailed
-from engines.weight_store import MANIFEST, Draft, Manifest, RawTensor, WeightStore, check_bytes, is_whole, raw
+from engines.weight_store import (
+    MANIFEST,
+    Draft,
+    Manifest,
+    RawTensor,
+    WeightStore,
+    check_bytes,
+    is_whole,
+    raw,
+    remove_store,
+)
 
 
 def tensor(name: str, fill: int, size: int = 16) -> RawTensor:
@@ -262,3 +272,13 @@ def test_a_tensor_that_comes_twice_in_two_files_is_refused(store: WeightStore) -
     draft.add([tensor("a", 1)])
     with pytest.raises(StoreFailed, match="'a' came twice"):
         draft.add([tensor("a", 2)])
+
+
+def test_a_store_is_removed_unless_a_gateway_keeps_it(store: WeightStore) -> None:
+    store.promote(written(store, 1), 1, None)
+    assert not remove_store(store.folder)
+    assert store.path(1).is_dir()
+    store.close()
+    assert remove_store(store.folder)
+    assert not store.folder.exists()
+    assert not remove_store(store.folder)

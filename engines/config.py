@@ -131,6 +131,8 @@ class EngineConfig(BaseModel):
     """Folder of the engines' log files, one a start."""
     start_timeout_s: float = Field(900.0, gt=0)
     """Longest start before it counts as failed."""
+    drain_timeout_s: float = Field(600.0, ge=0)
+    """Longest that a replica which is removed goes on with its rollouts; what is left is generated anew elsewhere."""
     stop_timeout_s: float = Field(10.0, gt=0)
     """Grace between asking an engine to end and killing its process group."""
     sim: SimConfig = SimConfig()

@@ -74,7 +74,7 @@ def _engine_group(name: str, config: EngineConfig) -> serve.Application:
         max_constructor_retry_count=1,
         health_check_period_s=2,
         health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=config.stop_timeout_s + _SHUTDOWN_SLACK_S,
+        graceful_shutdown_timeout_s=config.drain_timeout_s + config.stop_timeout_s + _SHUTDOWN_SLACK_S,
         max_ongoing_requests=100,
     )(EngineReplica).bind(config, name)
 
@@ -97,6 +97,14 @@ class Gateway:
         self._serve_loop = asyncio.get_running_loop()
         self._listener = Listener(config, self._discover)
         await asyncio.to_thread(self._listener.start)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve calls this when `rollout-gateway scale` has changed how many replicas there are to be."""
+        await self._listener.expect(user_config.get("num_replicas") or {})
+
+    async def drain(self, replica_id: str) -> int:
+        """Give a replica that Serve removes no new rollouts; the number of samples that it still has."""
+        return await self._listener.drain(replica_id)
 
     def url(self) -> str:
         return self._listener.url

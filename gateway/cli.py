@@ -1,4 +1,4 @@
-"""The console script `rollout-gateway`: up, down, status, config, build. None of it imports ray."""
+"""The console script `rollout-gateway`: up, down, scale, status, config, build. None of it imports ray."""
 
 import json
 import shlex
@@ -26,6 +26,7 @@ from gateway.doctor.subject import subject_of
 from gateway.explanation import Explanation, explain_engines
 from gateway.load import Setting, explain, load
 from gateway.progress import shown
+from gateway.scale import scale
 from gateway.serve_api import ask_control_plane
 from gateway.serve_config import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
 from gateway.snapshots import in_memory
@@ -85,6 +86,21 @@ def down_command(name: Name = DEFAULT_NAME, config: File = None) -> None:
         # Where the gateway ran on another node, its memory is freed by the next run there.
         remove_store(in_memory(name))
     print(f"{name} is down" if removed else f"nothing to do: {name} does not run")
+
+
+@app.command("scale")
+def scale_command(
+    num_replicas: Annotated[int, typer.Argument(metavar="N", help="Replicas that the group is to have.")],
+    group: Annotated[str | None, typer.Option("--group", help="Engine group, where there are several.")] = None,
+    name: Name = DEFAULT_NAME,
+    config: File = None,
+    timeout_s: Annotated[float | None, typer.Option("--timeout-s", help="Longest wait for the replicas.")] = None,
+) -> None:
+    """Add or remove replicas while the others go on. Holds until the next `up`, which deploys what its file says."""
+    name = load(config).name if config else name
+    with shown(Console(stderr=True)) as report:
+        found = scale(name, num_replicas, report, group, timeout_s)
+    _print_running(found)
 
 
 @app.command("status")

@@ -36,6 +36,9 @@ T = TypeVar("T")
 # that the last rollouts of a batch go to whoever is free.
 _OVERCOMMIT = 2
 
+_LEAVES = "Serve removes it; it finishes what it has"
+_NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT, ReplicaState.LOST)
+
 Discover = Callable[[], Awaitable[list[ReplicaInfo]]]
 Connect = Callable[[ReplicaInfo], Engine]
 
@@ -60,6 +63,7 @@ class Replica:
         self.idle = asyncio.Event()
         self.idle.set()
         self.listed = True
+        self.is_leaving = False
         self.suspect_since: float | None = None
         self.reason = ""
         self._before_suspect, self._reason_before = ReplicaState.STARTING, ""
@@ -81,7 +85,7 @@ class Replica:
 
     @property
     def is_alive(self) -> bool:
-        return self.state not in (ReplicaState.STARTING, ReplicaState.SUSPECT, ReplicaState.LOST)
+        return self.state not in _NOT_THERE
 
     def holds(self, adapter: Adapter) -> bool:
         return self.adapters.get(adapter.name) is adapter
@@ -299,10 +303,29 @@ class Fleet:
         replica.enter(state, reason)
         if state is ReplicaState.LOST:
             self._forget(replica)
+        self._look_who_is_missing()
+        self.notify()
+
+    def expect(self, num_replicas: Mapping[str, int]) -> None:
+        """So many replicas of these engine groups there are to be from now on."""
+        self._expected |= {group: count for group, count in num_replicas.items() if group in self._expected}
+        self._look_who_is_missing()
+        self.notify()
+
+    def drain(self, replica_id: str) -> int:
+        """Give a replica that Serve removes no new rollouts. The number of samples that it still has."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return 0
+        replica.is_leaving = True
+        if replica.state not in (ReplicaState.SUSPECT, ReplicaState.LOST):
+            self.set_state(replica, ReplicaState.DRAINING, _LEAVES)
+        return replica.load_samples
+
+    def _look_who_is_missing(self) -> None:
         there = Counter(replica.info.group for replica in self.alive)
         missing = any(there[group] < expected for group, expected in self._expected.items())
         self._incomplete_since = (self._incomplete_since or time.monotonic()) if missing else None
-        self.notify()
 
     def notify(self) -> None:
         """Tell listeners that replicas may take what they could not take before."""
@@ -335,7 +358,10 @@ class Fleet:
         replica.drop_calls()
 
     def settle(self, replica: Replica, reason: str) -> None:
-        """SERVING where it is frozen or holds the policy's version, SYNCING where it does not."""
+        """SERVING where it is frozen or holds the policy's version, SYNCING where not; DRAINING where it is leaving."""
+        if replica.is_leaving:
+            self.set_state(replica, ReplicaState.DRAINING, _LEAVES)
+            return
         current = replica.frozen or replica.weight_version == self.version
         missing = self.missing_adapters(replica)
         if current and missing:
@@ -406,6 +432,8 @@ class Fleet:
             failure = await self._probe(replica)
             if failure is None and replica.listed:
                 self._vouched(replica)
+            elif failure is None and replica.is_leaving:
+                self.settle(replica, "")
             else:
                 self.suspect(replica, str(failure) if failure else "Serve no longer lists it")
             if self._is_lost(replica, failure):

@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import uvloop
 from aiohttp import web
@@ -16,6 +17,8 @@ from gateway.config import Config
 from gateway.fleet import Fleet
 from gateway.metrics import Metrics
 from gateway.server import GatewayServer
+
+T = TypeVar("T")
 
 _START_TIMEOUT_S = 60.0
 _SHUTDOWN_TIMEOUT_S = 5.0
@@ -32,6 +35,7 @@ class Listener:
         self._discover = discover
         self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, str]] = Future()
         self._server: GatewayServer | None = None
+        self._fleet: Fleet | None = None
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
 
     def start(self) -> str:
@@ -49,14 +53,34 @@ class Listener:
 
     async def status(self) -> Json:
         """The status report, from any loop."""
-        loop = self._started.result(_START_TIMEOUT_S)[0]
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._status(), loop))
+        return await self._there(self._status())
+
+    async def expect(self, num_replicas: Mapping[str, int]) -> None:
+        """So many replicas of these engine groups there are to be from now on; from any loop."""
+        await self._there(self._expect(num_replicas))
+
+    async def drain(self, replica_id: str) -> int:
+        """Give a replica no new rollouts; the number of samples that it still has. From any loop."""
+        return await self._there(self._drain(replica_id))
 
     def stop(self) -> None:
         loop, stopping, _ = self._started.result(_START_TIMEOUT_S)
         if self._thread.is_alive():
             loop.call_soon_threadsafe(stopping.set)
             self._thread.join(2 * _SHUTDOWN_TIMEOUT_S)
+
+    async def _there(self, call: Coroutine[Any, Any, T]) -> T:
+        """The call's result, on the thread's own loop."""
+        loop = self._started.result(_START_TIMEOUT_S)[0]
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
+
+    async def _expect(self, num_replicas: Mapping[str, int]) -> None:
+        assert self._fleet is not None
+        self._fleet.expect(num_replicas)
+
+    async def _drain(self, replica_id: str) -> int:
+        assert self._fleet is not None
+        return self._fleet.drain(replica_id)
 
     async def _status(self) -> Json:
         assert self._server is not None
@@ -73,7 +97,7 @@ class Listener:
 
     async def _serve(self) -> None:
         config, stopping = self._config, asyncio.Event()
-        fleet = Fleet(
+        self._fleet = fleet = Fleet(
             config,
             discover=self._discover,
             connect=lambda info: engine_client(config, info),

@@ -66,6 +66,13 @@ class ServeApi:
         others = _deployed(self.details(), without=names)
         self._put({**document, "applications": [*document["applications"], *others]})
 
+    def redeploy(self, name: str, application: Mapping[str, Any]) -> None:
+        """Deploy one application of those that run with what is changed in it; the others stay as they are."""
+        details = self.details()
+        others = _deployed(details, without={name})
+        document = {key: details[key] for key in ("proxy_location", "http_options")}
+        self._put({**document, "applications": [application, *others]})
+
     def delete(self, name: str) -> None:
         """Remove one application; the last one takes Serve with it."""
         details = self.details()

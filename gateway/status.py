@@ -43,6 +43,7 @@ def _replica_report(replica: Replica) -> Json:
     info = replica.info
     return {
         "replica_id": info.replica_id,
+        "group": info.group,
         "state": replica.state,
         "reason": replica.reason,
         "weight_version": replica.weight_version,

@@ -26,7 +26,7 @@ _RAY_START_TIMEOUT_S = 120.0
 _RAY_STOP_TIMEOUT_S = 30.0
 _DELETE_TIMEOUT_S = 120.0
 # What placing replicas and Serve's own start may take on top of the engines' start.
-_DEPLOY_SLACK_S = 120.0
+DEPLOY_SLACK_S = 120.0
 _POLL_S = 0.5
 _RAY_GCS_PORT = 6379
 
@@ -158,7 +158,7 @@ def _start_ray(state: State, api: ServeApi, report: Report) -> None:
         )
     state.ray_pid, state.ray_started_at = process.pid, _started_at(process.pid)
     state.write()
-    _wait_until(lambda: _answers(process, api, log), _RAY_START_TIMEOUT_S, f"Ray to start; its output is in {log}")
+    wait_until(lambda: _answers(process, api, log), _RAY_START_TIMEOUT_S, f"Ray to start; its output is in {log}")
 
 
 def _answers(process: "subprocess.Popen[bytes]", api: ServeApi, log: Path) -> bool:
@@ -226,7 +226,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def _deploy_timeout_s(config: Config) -> float:
-    return max(group.start_timeout_s for group in config.groups.values()) + _DEPLOY_SLACK_S
+    return max(group.start_timeout_s for group in config.groups.values()) + DEPLOY_SLACK_S
 
 
 def _wait_until_running(
@@ -241,13 +241,13 @@ def _wait_until_running(
             return False
         report.replicas(starts_of(seen, config.groups))
         if seen["status"] == "DEPLOY_FAILED":  # UNHEALTHY is not the end: Serve goes on restarting
-            raise DeployFailed(_last_words(seen) or f"Serve gave up on {config.name} and does not say why")
+            raise DeployFailed(last_words(seen) or f"Serve gave up on {config.name} and does not say why")
         return bool(seen["status"] == "RUNNING")
 
     try:
-        _wait_until(settled, timeout_s, "the application to run")
+        wait_until(settled, timeout_s, "the application to run")
     except DeadlineExceeded as error:
-        raise DeployFailed(f"{error}; Serve says: {describe(seen)} {_last_words(seen)}") from error
+        raise DeployFailed(f"{error}; Serve says: {describe(seen)} {last_words(seen)}") from error
 
 
 def _wait_until_ready(found: Running, timeout_s: float) -> None:
@@ -260,7 +260,7 @@ def _wait_until_ready(found: Running, timeout_s: float) -> None:
             raise DeployFailed(f"replica {replica_id} does not fit in: {reason}")
         return ask_control_plane(url, "/health") is not None
 
-    _wait_until(met, timeout_s, "the gateway to meet all replicas")
+    wait_until(met, timeout_s, "the gateway to meet all replicas")
 
 
 def describe(application: Mapping[str, Any]) -> str:
@@ -279,7 +279,7 @@ def replica_states(application: Mapping[str, Any]) -> dict[str, str]:
     return counted
 
 
-def _last_words(application: Mapping[str, Any]) -> str:
+def last_words(application: Mapping[str, Any]) -> str:
     """What went wrong, by our own errors where there are any; else all that Serve says."""
     found = {name: deployment["message"] for name, deployment in application.get("deployments", {}).items()}
     messages = {"": application.get("message", ""), **found}
@@ -312,7 +312,7 @@ def running(name: str) -> Running | None:
         control_url = ""
     return Running(
         status=application["status"],
-        message=_last_words(application),
+        message=last_words(application),
         rollout_url=(ask_control_plane(control_url, "/url") or {}).get("url", "") if control_url else "",
         control_url=control_url,
         replicas=replica_states(application),
@@ -336,7 +336,7 @@ def _delete(api: ServeApi, name: str, report: Report) -> bool:
             return False
         report.step(f"removing {name}")
         api.delete(name)
-        _wait_until(lambda: api.application(name) is None, _DELETE_TIMEOUT_S, f"Serve to remove {name}")
+        wait_until(lambda: api.application(name) is None, _DELETE_TIMEOUT_S, f"Serve to remove {name}")
     except ClusterUnreachable:
         return False
     return True
@@ -346,7 +346,7 @@ def _stop_ray(state: State) -> None:
     assert state.ray_pid is not None
     os.kill(state.ray_pid, signal.SIGTERM)
     try:
-        _wait_until(lambda: not state.ray_lives, _RAY_STOP_TIMEOUT_S, "Ray to stop")
+        wait_until(lambda: not state.ray_lives, _RAY_STOP_TIMEOUT_S, "Ray to stop")
     except DeadlineExceeded:
         os.killpg(state.ray_pid, signal.SIGKILL)
 
@@ -361,7 +361,8 @@ def _started_at(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def _wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Raises `DeadlineExceeded` that says for what it waited."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -56,7 +56,8 @@ class TransferGroup:
 
     @property
     def broken_by(self) -> Replica | None:
-        return next((replica for replica in self.members if replica.state is ReplicaState.LOST), None)
+        gone = (ReplicaState.DRAINING, ReplicaState.LOST)
+        return next((replica for replica in self.members if replica.state in gone), None)
 
 
 class WeightCoordinator:

@@ -1,12 +1,17 @@
 """What a LoRA adapter's folder says of itself, in PEFT's form, read without loading a tensor."""
 
 import json
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.checkpoint import read_tensors
 from engines.errors import InvalidRequest
+from engines.types import TensorMeta
 
+_PREFIX = "base_model.model."
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
@@ -17,6 +22,25 @@ class AdapterFolder:
 
     path: Path
     rank: int
+    tensors: tuple[TensorMeta, ...]
+
+    def check_fits(self, model: Sequence[TensorMeta]) -> None:
+        """Raises `InvalidRequest` where a module has other sizes than the model's: vLLM 0.32 takes such an adapter.
+
+        Modules that the model does not have are left to the engine, which knows what it can adapt.
+        """
+        shapes = {tensor.name: tensor.shape for tensor in model}
+        for tensor in self.tensors:
+            module, _, part = tensor.name.removeprefix(_PREFIX).rpartition(".lora_")
+            whole = shapes.get(f"{module}.weight")
+            if whole is None or part not in ("A.weight", "B.weight"):
+                continue
+            axis = 1 if part == "A.weight" else 0
+            if tensor.shape[axis] != whole[axis]:
+                raise _refused(
+                    f"{self.path}: {tensor.name} has the shape {list(tensor.shape)}, which does not fit {module} of "
+                    f"the served model, {list(whole)}: is it another model's adapter?"
+                )
 
 
 def read_adapter(path: Path) -> AdapterFolder:
@@ -31,7 +55,14 @@ def read_adapter(path: Path) -> AdapterFolder:
                 f"{path} has no {name}: save the adapter with PEFT's save_pretrained (safe_serialization=True), and "
                 "name the folder that the files are in"
             )
-    return AdapterFolder(path, _rank(path / CONFIG_NAME))
+    return AdapterFolder(path, _rank(path / CONFIG_NAME), _tensors(path))
+
+
+def _tensors(path: Path) -> tuple[TensorMeta, ...]:
+    try:
+        return read_tensors(str(path)) or ()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise _refused(f"{path / WEIGHTS_NAME} is no whole safetensors file: {error!r}") from error
 
 
 def _rank(file: Path) -> int:

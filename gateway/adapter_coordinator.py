@@ -229,6 +229,8 @@ class AdapterCoordinator:
                 "the engines with a larger one",
                 param="lora_path",
             )
+        for replica in ours:
+            found.check_fits(replica.info.tensors or ())
 
     def _check_unused(self, name: str) -> None:
         for replica in self._holders(name):

@@ -7,6 +7,7 @@ import pytest
 
 from engines.adapter_folder import CONFIG_NAME, WEIGHTS_NAME, read_adapter
 from engines.errors import InvalidRequest
+from engines.types import TensorMeta
 from tests.adapters import write_adapter
 
 
@@ -39,3 +40,21 @@ def test_a_config_without_a_rank_is_refused(tmp_path: Path, config: str) -> None
     (folder / CONFIG_NAME).write_text(config)
     with pytest.raises(InvalidRequest, match=CONFIG_NAME):
         read_adapter(folder)
+
+
+def test_an_adapter_fits_the_model_whose_modules_have_its_sizes(tmp_path: Path) -> None:
+    found = read_adapter(write_adapter(tmp_path / "v1", sizes=(4, 6), module="mlp.up_proj"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    found.check_fits([TensorMeta(name=name, dtype="float32", shape=(6, 4))])
+    found.check_fits([TensorMeta(name="model.norm.weight", dtype="float32", shape=(4,))])
+    for shape in ((6, 5), (7, 4)):
+        with pytest.raises(InvalidRequest, match=r"does not fit model\.layers\.0\.mlp\.up_proj of the served model"):
+            found.check_fits([TensorMeta(name=name, dtype="float32", shape=shape)])
+
+
+def test_a_torn_safetensors_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "v1")
+    for torn in (b"", b"\x10\x00\x00\x00\x00\x00\x00\x00{"):
+        (folder / WEIGHTS_NAME).write_bytes(torn)
+        with pytest.raises(InvalidRequest, match=f"{WEIGHTS_NAME} is no whole safetensors file"):
+            read_adapter(folder)

@@ -156,6 +156,20 @@ def test_an_adapter_that_vllm_cannot_load_is_on_neither_replica(
     assert len(greedy(real.url, MODEL)) == 8
 
 
+def test_an_adapter_of_another_size_is_refused_which_vllm_alone_takes(
+    real: RealFleet, client: VLLMClient, tmp_path: Path
+) -> None:
+    wrong = write_adapter(tmp_path / "wrong", rank=4, layers=1, sizes=(7, 7), module="mlp.up_proj", scale=1.0)
+    with pytest.raises(Exception, match=r"Request failed: 400, .*is it another model's adapter"):
+        client.load_lora_adapter("wrong", str(wrong))
+    body = json.dumps({"lora_name": "wrong", "lora_path": str(wrong)}).encode()
+    for route in ("load_lora_adapter", "unload_lora_adapter"):
+        url = f"{real.replicas[0].url}/v1/{route}"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+            assert response.status == 200
+
+
 def test_the_successor_of_a_killed_engine_has_the_adapter_before_it_serves(
     real: RealFleet, client: VLLMClient, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,6 +152,42 @@ def test_a_stream_tells_the_tokens_of_the_whole(real: real_vllm.RealFleet) -> No
     assert told == greedy(real)
 
 
+def test_sglang_takes_token_ids_in_vllms_dialect(real: real_vllm.RealFleet) -> None:
+    """The judge is SGLang, which lacks the route: it is asked in words of completions."""
+    sampling = {"max_tokens": 6, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+    body = {"model": "judge", "token_ids": PROMPTS[0], "sampling_params": sampling}
+    status, reply = real.call("/inference/v1/generate", body)
+    assert status == 200, reply
+    choice = reply["choices"][0]
+    assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
+    assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 6}]
+    chunks = real.stream("/inference/v1/generate", body)
+    streamed = [told for chunk in chunks for told in chunk["choices"]]
+    assert [token_id for told in streamed for token_id in told["token_ids"]] == choice["token_ids"]
+    assert streamed[-1]["weight_versions"] == [{"version": 0, "start": 0, "end": 6}]
+
+
+def test_sglangs_own_dialect_says_through_the_gateway_what_sglang_says(real: real_vllm.RealFleet) -> None:
+    judge = next(replica for replica in real.replicas if replica.model == "judge")
+    sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": PROMPTS[:2], "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    body["top_logprobs_num"] = 2
+    status, ours = real.call("/generate", body | {"model": "judge"})
+    assert status == 200, ours
+    _, theirs = replace(real, url=judge.url).call("/generate", body)
+    for mine, own in zip(ours, theirs, strict=True):
+        assert (mine["text"], mine["output_ids"]) == (own["text"], own["output_ids"])
+        for key in ("prompt_tokens", "completion_tokens", "finish_reason"):
+            assert mine["meta_info"][key] == own["meta_info"][key]
+        for key in ("input_token_logprobs", "output_token_logprobs"):
+            assert _ids(mine["meta_info"][key]) == _ids(own["meta_info"][key])
+            assert _values(mine["meta_info"][key]) == pytest.approx(_values(own["meta_info"][key]), abs=1e-4)
+        for key in ("input_top_logprobs", "output_top_logprobs"):
+            assert [top and _ids(top) for top in mine["meta_info"][key]] == [
+                top and _ids(top) for top in own["meta_info"][key]
+            ]
+
+
 def test_a_pause_holds_both_kinds_until_the_fleet_goes_on(real: real_vllm.RealFleet) -> None:
     expected = greedy(real)
     assert real.call("/pause?mode=keep", {})[0] == 200
@@ -219,3 +256,11 @@ def test_an_external_sglang_server_takes_weights_tensor_by_tensor(theirs: real_v
     sender.update(AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32))
     assert greedy(theirs) == before, "the weights that it came with, sent back"
     sender.close()
+
+
+def _ids(entries: list[Any]) -> list[int]:
+    return [entry[1] for entry in entries]
+
+
+def _values(entries: list[Any]) -> list[float]:
+    return [entry[0] for entry in entries if entry[0] is not None]

@@ -7,6 +7,7 @@
     json_schema, regex, ebnf, structural_tag      structured_outputs
     no_stop_trim                                  include_stop_str_in_output
     extra_key                                     cache_salt
+    lora_path                                     model
     return_logprob, top_logprobs_num k            logprobs k
     logprob_start_len >= 0                        prompt_logprobs k, from that token on
 
@@ -44,7 +45,7 @@ _PROMPT = ("text", "input_ids")
 _READ = frozenset(
     {
         *_PROMPT, "sampling_params", "rid", "stream", "return_logprob", "logprob_start_len", "top_logprobs_num",
-        "return_prompt_token_ids", "extra_key", "log_metrics", "session_id", "user",
+        "return_prompt_token_ids", "extra_key", "lora_path", "log_metrics", "session_id", "user",
     }
 )  # fmt: skip
 # Ours and vLLM's, said to the completions as they are.
@@ -112,7 +113,7 @@ def answer(asked: Asked, choice: Json, usage: Json | None, seconds: float) -> Js
 
 _DEFAULT_OF: Json = {
     "sampling_params": None, "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0,
-    "return_prompt_token_ids": False, "extra_key": None,
+    "return_prompt_token_ids": False, "extra_key": None, "lora_path": None,
 }  # fmt: skip
 
 
@@ -129,6 +130,8 @@ def _asked(body: Json, prompt: Any, rid: str, own: Json) -> Asked:
     wanted: Json = {key: body[key] for key in _PASSED if body.get(key) is not None}
     wanted |= _sampling(sampling | {"max_new_tokens": 1} if no_tokens else sampling)
     wanted |= {"prompt": prompt, "return_token_ids": True, "stream": bool(body.get("stream"))}
+    if own["lora_path"]:
+        wanted["model"] = own["lora_path"]
     if own["extra_key"] is not None:
         wanted["cache_salt"] = own["extra_key"]
     asked = Asked(

@@ -73,6 +73,19 @@ async def test_completions_say_the_adapters_version_and_the_models_beneath(rig: 
     ]
 
 
+async def test_every_dialect_asks_for_an_adapter_by_its_name(rig: Rig, tmp_path: Path) -> None:
+    await rig.load("trl-policy-v7", write_adapter(tmp_path / "v7"))
+    adapted, limit = await greedy(rig, "trl-policy-v7"), {"temperature": 0, "ignore_eos": True}
+    by_name = {"model": "trl-policy-v7", "token_ids": PROMPT, "sampling_params": limit | {"max_tokens": 12}}
+    _, tokens = await rig.post("/inference/v1/generate", by_name)
+    assert tokens["choices"][0]["token_ids"] == adapted
+    assert tokens["choices"][0]["weight_versions"][0]["version"] == 7
+    by_path = {"lora_path": "trl-policy-v7", "input_ids": PROMPT, "sampling_params": limit | {"max_new_tokens": 12}}
+    _, generated = await rig.post("/generate", by_path)
+    assert generated["output_ids"] == adapted
+    assert generated["meta_info"]["weight_version"] == "7"
+
+
 async def test_a_name_without_a_number_counts_its_loads(rig: Rig, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "policy")
     await rig.load("policy", folder)

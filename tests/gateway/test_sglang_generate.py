@@ -155,7 +155,6 @@ async def test_what_trainers_send_by_habit_changes_nothing(rig: Rig) -> None:
         ({"sampling_params": {"stop_regex": "a"}}, "stop_regex"),
         ({"return_hidden_states": True}, "return_hidden_states"),
         ({"image_data": ["http://a"]}, "image_data"),
-        ({"lora_path": "adapter"}, "lora_path"),
         ({"top_logprobs_num": "2"}, "top_logprobs_num"),
         ({"return_logprob": True, "logprob_start_len": 0, "stream": True}, "logprob_start_len"),
     ],
@@ -170,6 +169,12 @@ async def test_one_bad_prompt_ends_the_batch_and_is_named(rig: Rig) -> None:
     status, reply = await rig.post("/generate", {"input_ids": [[5], [6, -1]]})
     assert status == 400
     assert reply["error"]["message"].startswith("prompt[1]: ")
+
+
+async def test_an_adapter_is_named_by_its_path(rig: Rig) -> None:
+    status, reply = await rig.post("/generate", {"input_ids": IDS, "lora_path": "adapter"})
+    assert (status, reply["error"]["param"]) == (404, "model")
+    assert "'adapter'" in reply["error"]["message"]
 
 
 async def test_turns_of_an_agent_stick_to_a_replica(rig: Rig) -> None:

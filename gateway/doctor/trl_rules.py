@@ -83,7 +83,9 @@ def _sampling(values: Values, subject: Subject) -> Iterator[Found]:
 
 def _precision(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at("bf16")
-    if setting.value is False and values.at("fp16").value is not True:
+    if values.is_true("use_cpu"):
+        yield fine(setting, "on CPU, where float32 is as good")
+    elif setting.value is False and values.at("fp16").value is not True:
         yield hurts(
             setting, "training in float32: twice the memory, and another rounding than the engine's", "bf16=True"
         )
@@ -168,7 +170,7 @@ TRL_RULES = (
     Rule(
         id="trl-precision",
         asks="Does training run in two bytes?",
-        reads="bf16, fp16",
+        reads="bf16, fp16, use_cpu",
         why="Memory decides the batch size, and engines compute in bfloat16.",
         source=f"{TRL_CODE}: bf16 unless told otherwise",
         check=of_trl(_precision),

@@ -113,7 +113,7 @@ def test_engine_rules(tmp_path: Path, rule: str, engine: dict[str, Any], severit
 
 def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) -> None:
     found = ours(tmp_path, device="cpu", enforce_eager=True, dtype="float32", kv_cache_memory_bytes=1 << 26)
-    assert not {one.rule for one in found} & {"cuda-graphs", "gpu-memory", "dtype", "tensor-parallel", "api-servers"}
+    assert not {one.rule for one in found} & {"cuda-graphs", "gpu-memory", "dtype", "max-num-seqs", "api-servers"}
 
 
 @pytest.mark.parametrize(
@@ -242,6 +242,7 @@ def test_verl_rules(tmp_path: Path, rule: str, key: str, given: dict[str, Any], 
         ("trl-sampling", {"generation_kwargs": {"seed": 1}}, HURTS),
         ("trl-correction", {"vllm_importance_sampling_correction": False}, CONSIDER),
         ("trl-precision", {"bf16": False}, HURTS),
+        ("trl-precision", {"bf16": False, "use_cpu": True}, FINE),
         ("trl-gradient-checkpointing", {"gradient_checkpointing": False}, CONSIDER),
         ("trl-liger", {}, CONSIDER),
         ("trl-liger", {"use_liger_kernel": True}, FINE),

@@ -1,0 +1,61 @@
+"""What the doctor says of real vLLM: that a step's token budget bounds no sequences, and what a running one tells."""
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from examples.tiny_model.train import COMMITTED
+from gateway.doctor.live import look
+from gateway.doctor.rules import examine
+from gateway.doctor.subject import subject_of
+from tests.real_vllm import RealFleet, app, engine_config
+
+pytestmark = pytest.mark.vllm
+
+BUDGET, SEQUENCES = 64, 16
+PROMPT, RESPONSE = 40, 300
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+    small = {"max_num_batched_tokens": BUDGET, "max_num_seqs": SEQUENCES, "stream_interval": 1}
+    config = engine_config(COMMITTED, tmp_path_factory.mktemp("logs")).model_copy(update=small)
+    with app({"policy": config}) as running:
+        yield running
+
+
+def test_sequences_far_longer_than_the_token_budget_run_at_the_same_time(real: RealFleet) -> None:
+    """The budget of a step holds not one of them. One after the other they would take SEQUENCES x RESPONSE steps."""
+    assert PROMPT + RESPONSE > 5 * BUDGET
+    body = {
+        "model": str(COMMITTED),
+        "prompt": [[3 + (i + j) % 8 for j in range(PROMPT)] for i in range(SEQUENCES)],
+        "max_tokens": RESPONSE,
+        "ignore_eos": True,
+    }
+    before = steps(real)
+    status, reply = real.call("/v1/completions", body)
+    assert status == 200
+    assert reply["usage"]["completion_tokens"] == SEQUENCES * RESPONSE
+    assert steps(real) - before < 2 * RESPONSE
+
+
+def steps(real: RealFleet) -> float:
+    """Steps that the engine has made, by its own count."""
+    return sum(one.value for one in look(real.url).samples if one.name == "vllm:iteration_tokens_total_count")
+
+
+def test_a_running_engine_tells_its_settings_and_what_it_did(real: RealFleet) -> None:
+    live = look(real.url)
+    engine = live.engine()
+    assert engine is not None
+    assert engine.on_cpu
+    told = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "stream_interval", "logprobs_mode")
+    assert [engine.value(lever) for lever in told] == [BUDGET, SEQUENCES, 512, 1, "processed_logprobs"]
+    assert engine.value("enable_chunked_prefill") is True
+    found = {one.rule: one for one in examine(subject_of(live=live))}
+    assert found["live-kv-capacity"].value > 0
+    assert found["max-num-batched-tokens"].place == f"{real.url}/server_info"
+    assert {"live-preemptions", "live-waiting", "live-replicas"} <= set(found)

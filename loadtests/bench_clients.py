@@ -46,9 +46,12 @@ class Client:
     route: str
     command: list[str]
     result: Path
+    python_path: str = ""
 
 
-def clients(load: Load, folder: Path, vllm_python: str, sglang_python: str | None) -> list[Client]:
+def clients(
+    load: Load, folder: Path, vllm_python: str, sglang_python: str | None, sglang_python_path: str = ""
+) -> list[Client]:
     """SGLang's are left out where there is no Python that has it."""
     common = {
         "base-url": load.url,
@@ -72,7 +75,7 @@ def clients(load: Load, folder: Path, vllm_python: str, sglang_python: str | Non
         result = folder / f"sglang-{backend}.jsonl"
         own = {"backend": backend, "dataset-name": "random-ids", "output-file": result}
         command = [sglang_python, "-m", "sglang.bench_serving", *_flags(common | own)]
-        found.append(Client(f"sglang.bench_serving --backend {backend}", route, command, result))
+        found.append(Client(f"sglang.bench_serving --backend {backend}", route, command, result, sglang_python_path))
     return found
 
 
@@ -88,6 +91,8 @@ def row(client: Client, result: dict[str, Any], prompts: int) -> str:
 def _run(client: Client) -> dict[str, Any]:
     """The client's own result. Raises `RuntimeError` with its last words where there is none."""
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    if client.python_path:
+        env["PYTHONPATH"] = client.python_path
     done = subprocess.run(client.command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode or not client.result.exists():
         words = (done.stdout + done.stderr)[-_SHOWN_OF_A_FAILURE:]
@@ -110,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens-out", type=int, default=32)
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--sglang-python", help="such as .venv-sglang/bin/python")
+    parser.add_argument("--sglang-python-path", default="", help="on CPU tests/sglang_cpu")
     args = parser.parse_args(argv)
     load = Load(
         url=args.url,
@@ -122,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = 0
     print("| client | route | answered | tokens | tokens/s | median TTFT, ms |\n| --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
-        for client in clients(load, Path(folder), args.vllm_python, args.sglang_python):
+        for client in clients(load, Path(folder), args.vllm_python, args.sglang_python, args.sglang_python_path):
             try:
                 result = _run(client)
             except (RuntimeError, subprocess.TimeoutExpired) as error:

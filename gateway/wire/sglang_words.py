@@ -48,6 +48,11 @@ _READ = frozenset(
         "return_prompt_token_ids", "extra_key", "lora_path", "log_metrics", "session_id", "user",
     }
 )  # fmt: skip
+# One for all prompts, or a list with one for each.
+_DEFAULT_OF: Json = {
+    "sampling_params": None, "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0,
+    "return_prompt_token_ids": False, "extra_key": None, "lora_path": None,
+}  # fmt: skip
 # Ours and vLLM's, said to the completions as they are.
 _PASSED = ("model", "priority", "min_version", "max_staleness")
 
@@ -111,12 +116,6 @@ def answer(asked: Asked, choice: Json, usage: Json | None, seconds: float) -> Js
     return told | {"prompt_token_ids": prompt_ids} if asked.return_prompt_token_ids else told
 
 
-_DEFAULT_OF: Json = {
-    "sampling_params": None, "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0,
-    "return_prompt_token_ids": False, "extra_key": None, "lora_path": None,
-}  # fmt: skip
-
-
 def _asked(body: Json, prompt: Any, rid: str, own: Json) -> Asked:
     sampling = own["sampling_params"] or {}
     if not isinstance(sampling, dict):
@@ -126,6 +125,8 @@ def _asked(body: Json, prompt: Any, rid: str, own: Json) -> Asked:
     for key, value, least in (("logprob_start_len", start, -1), ("top_logprobs_num", top, 0)):
         if type(value) is not int or value < least:
             raise InvalidRequest(f"{key} = {value!r} must be a whole number of at least {least}", param=key)
+    if "max_new_tokens" in sampling and sampling["max_new_tokens"] is None:
+        raise InvalidRequest("max_new_tokens = None: say how many, or leave it out for 128", param="max_new_tokens")
     no_tokens = type(sampling.get("max_new_tokens")) is int and sampling["max_new_tokens"] == 0
     wanted: Json = {key: body[key] for key in _PASSED if body.get(key) is not None}
     wanted |= _sampling(sampling | {"max_new_tokens": 1} if no_tokens else sampling)

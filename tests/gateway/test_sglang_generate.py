@@ -151,6 +151,7 @@ async def test_what_trainers_send_by_habit_changes_nothing(rig: Rig) -> None:
         ({"input_ids": [[5], [6]], "sampling_params": [{"n": 2}, {}]}, "n"),
         ({"sampling_params": "hot"}, "sampling_params"),
         ({"sampling_params": {"max_new_tokens": -1}}, "max_tokens"),
+        ({"sampling_params": {"max_new_tokens": None}}, "max_new_tokens"),
         ({"sampling_params": {"custom_params": {"a": 1}}}, "custom_params"),
         ({"sampling_params": {"stop_regex": "a"}}, "stop_regex"),
         ({"return_hidden_states": True}, "return_hidden_states"),

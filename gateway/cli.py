@@ -256,6 +256,9 @@ def _print_fleet(fleet: dict[str, Any]) -> None:
         print(f"{'no weight store:':<24}{reason}")
     if last := fleet["last_weight_update"]:
         print(f"{'last update:':<24}{_update(last)}")
+    for adapter in fleet["adapters"]:
+        held = f"version {adapter['version']}, on {len(adapter['replicas'])} replicas, {adapter['rollouts']} rollouts"
+        print(f"{'LoRA adapter:':<24}{adapter['name']}: {held}, from {adapter['path']}")
     for replica_id, reason in fleet["replicas_refused"].items():
         print(f"{'refused:':<24}{replica_id}: {reason}")
     columns = ["replica_id", "model", "state", "weight_version", "samples_in_flight", "gpu_ids", "reason", "url"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.cli import _print_fleet
 from tests.adapters import write_adapter
 from tests.rig import Rig, StartRig
 
@@ -103,6 +104,15 @@ async def test_models_lists_adapters_under_their_parent_behind_the_policy(rig: R
         ("sim", None, "sim"),
         ("v1", "sim", str(folder)),
     ]
+
+
+async def test_the_status_tells_which_adapters_are_served_and_from_where(
+    rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_adapter(tmp_path / "v3")
+    await rig.load("v3", folder)
+    _print_fleet((await rig.get("/status"))[1])
+    assert f"v3: version 3, on 2 replicas, 0 rollouts, from {folder}" in capsys.readouterr().out
 
 
 async def test_a_name_that_is_not_there_is_answered_with_those_that_are(rig: Rig, tmp_path: Path) -> None:

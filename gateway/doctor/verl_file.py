@@ -9,13 +9,15 @@ from typing import Any
 import yaml
 
 from engines.errors import ConfigError
-from gateway.doctor.known_keys import ROLLOUT, VerlKeys, verl_keys
+from gateway.doctor.known_keys import ROLLOUT, verl_keys
 from gateway.doctor.shell_script import Word, read_commands
 from gateway.doctor.values import Values
 from gateway.load import Setting
 from gateway.sources import Tree, read_text, read_yaml
 
 _OVERRIDE = re.compile(r"(\+{1,2}|~)?([A-Za-z_][\w-]*(?:\.[\w@-]+)*)=(.*)", re.DOTALL)
+# What a command that trains is called with.
+_TRAINER = re.compile(r"\bverl\b|\bmain_\w+")
 # In a file with several of them.
 _NOT_KEYS = ("defaults", "hydra")
 
@@ -55,17 +57,17 @@ def read_verl(path: Path) -> VerlFile:
 
 
 def _overrides(path: Path, text: str) -> Iterator[Override]:
-    seen = False
+    has_begun = False
     for command in read_commands(text):
         first = command.words[0].text
-        is_lost = seen and not command.is_list and "." in first.partition("=")[0] and bool(_OVERRIDE.fullmatch(first))
+        is_alone = not command.is_list and "." in first.partition("=")[0] and bool(_OVERRIDE.fullmatch(first))
         for word in command.words:
-            if found := _override(path, word, verl_keys(), is_lost):
-                seen = seen or not command.is_list
+            if found := _override(path, word, is_lost=is_alone and has_begun):
                 yield found
+        has_begun = has_begun or any(_TRAINER.search(word.text) for word in command.words)
 
 
-def _override(path: Path, word: Word, keys: VerlKeys, is_lost: bool) -> Override | None:
+def _override(path: Path, word: Word, *, is_lost: bool) -> Override | None:
     found = _OVERRIDE.fullmatch(word.text)
     if found is None:
         return None

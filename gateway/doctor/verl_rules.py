@@ -204,7 +204,7 @@ def _forward_pairs(values: Values) -> Iterator[tuple[str, str, bool]]:
         name, trained = "log_prob_micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu"
         critic = "forward_micro_batch_size_per_gpu"
     yield ROLLOUT + name, ACTOR + trained, False
-    if _reference_runs(values) or values.at(REF + name).origin != "default":
+    if _reference_runs(values) or values.has_any(REF + name):
         yield REF + name, ACTOR + trained, False
     yield f"critic.{critic}", f"critic.{trained}", True
 

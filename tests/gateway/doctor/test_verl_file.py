@@ -56,6 +56,16 @@ def test_overrides_behind_a_comment_are_lost_and_do_not_count(tmp_path: Path) ->
     assert file.values.at("data.max_prompt_length").value == 512
 
 
+def test_a_comment_right_behind_the_command_loses_all_of_them(tmp_path: Path) -> None:
+    text = "python -m verl.trainer.main_ppo \\\n # data\n data.seed=1 \\\n data.shuffle=False\n"
+    assert [one.is_lost for one in read_verl(script(tmp_path, text)).overrides] == [True, True]
+
+
+def test_overrides_without_a_command_are_a_list_of_them(tmp_path: Path) -> None:
+    file = read_verl(script(tmp_path, "data.seed=1\ndata.shuffle=False\n"))
+    assert [one.is_lost for one in file.overrides] == [False, False]
+
+
 def test_a_default_that_follows_another_key_has_that_ones_origin(tmp_path: Path) -> None:
     path = document(
         tmp_path, "data:\n  max_prompt_length: 77\nactor_rollout_ref:\n  actor:\n    use_dynamic_bsz: true\n"

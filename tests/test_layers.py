@@ -13,3 +13,10 @@ def test_importing_it_loads_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_command_line_needs_no_package_of_the_serve_extra() -> None:
+    extra = ("fastapi", "prometheus_client", "uvloop")
+    code = f"import sys, gateway.cli; print([name for name in {extra} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from engines.errors import ConfigError, GatewayUnreachable
 from engines.types import EngineKind
 from gateway.doctor.engine_view import EngineView
@@ -157,6 +155,13 @@ def _server_info(url: str, token: str) -> dict[str, Any] | None:
 
 
 def _samples(page: str) -> Iterator[Sample]:
+    # Of the serve extra: files are examined without it.
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError as error:
+        raise ConfigError(
+            "argument --url: prometheus-client is not installed: pip install 'rollout-gateway[serve]'"
+        ) from error
     for family in text_string_to_metric_families(page):
         yield from (Sample(one.name, one.labels, one.value) for one in family.samples)
 

@@ -207,7 +207,7 @@ class Rig:
         _, status = await self.get("/status")
         return {replica["replica_id"]: replica["state"] for replica in status["replicas"]}
 
-    async def until(self, states: dict[str, str], timeout_s: float = 5.0) -> None:
+    async def until(self, states: dict[str, str], timeout_s: float = 20.0) -> None:
         """Returns when the replicas are in these states."""
         async with asyncio.timeout(timeout_s):
             while await self.states() != states:

@@ -127,7 +127,12 @@ class Rig:
                 continue
             for index in range(engine.num_replicas if replicas is None else 0):
                 await self.add_replica(f"{group}-{index}", seed=index)
-        return await self.listen()
+        await self.listen()
+        # On a busy machine the first look may find an engine too slow to answer it.
+        async with asyncio.timeout(20):
+            while len(self.fleet.replicas) + len(self.fleet.refused) < len(self.replicas) + len(self.external):
+                await asyncio.sleep(0.02)
+        return self
 
     async def listen(self) -> "Rig":
         await self._runner.setup()

@@ -23,6 +23,7 @@ from engines.errors import (
     WeightUpdateConflict,
 )
 from engines.server import free_port
+from engines.types import PauseMode
 from gateway.api import error_body
 from tests.rig import MAX_MODEL_LEN, Rig, StartRig
 from trainer_client import Outcome, Progress, Rollout, RolloutClient, SamplingParams, WeightSpan
@@ -281,6 +282,21 @@ async def test_prompts_of_a_wrong_form_are_refused_before_anything_is_sent(clien
 async def test_weight_errors_are_those_of_the_gateway(client: RolloutClient) -> None:
     with pytest.raises(WeightUpdateConflict, match="there is no transfer group"):
         await client.start_weight_update()
+
+
+async def test_a_pause_holds_rollouts_back_until_the_resume(client: RolloutClient) -> None:
+    await client.pause(PauseMode.KEEP)
+    assert (await client.status())["paused"]
+    batch = client.generate(PROMPTS, TOKENS)
+    await asyncio.sleep(0.1)
+    assert not batch.is_done
+    await client.resume()
+    assert len(await batch.gather()) == 3
+
+
+async def test_a_trainer_may_score_the_canary_that_the_engines_score(rig: Rig, client: RolloutClient) -> None:
+    _, told = await rig.get("/v1/weight_canary")
+    assert await client.canary_token_ids() == told["token_ids"]
 
 
 async def test_a_wait_that_runs_out_says_which_and_how_long(start_rig: StartRig) -> None:

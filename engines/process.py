@@ -1,15 +1,20 @@
 """One engine server as a guarded child process with a log file. Knows commands and files, not protocols."""
 
 import asyncio
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 _LAST_WORDS_BYTES = 16_384
+# In the environment of every process of one start, also of those that engines put into sessions of their own.
+_MARK = "ROLLOUT_GATEWAY_ENGINE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class EngineProcess:
         self._command = command
         self._stop_timeout_s = stop_timeout_s
         self._guard: subprocess.Popen[bytes] | None = None
+        self._mark = uuid.uuid4().hex
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +55,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._command.env},
+                env={**os.environ, **self._command.env, _MARK: self._mark},
                 start_new_session=True,
             )
 
@@ -81,3 +87,13 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._guard.kill()
             self._guard.wait()
+        await asyncio.to_thread(_end_marked, self._mark)
+
+
+def _end_marked(mark: str) -> None:
+    """Kill what a guard left that was itself killed: workers hold GPU memory that a successor needs."""
+    sought = f"{_MARK}={mark}".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            if sought in environ.read_bytes().split(b"\0"):
+                os.kill(int(environ.parent.name), signal.SIGKILL)

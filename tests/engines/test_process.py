@@ -1,6 +1,7 @@
 """An engine process as its owner sees it: log, exit code, end."""
 
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -39,6 +40,16 @@ def until(is_reached: Callable[[], bool]) -> None:
     while not is_reached():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
+
+
+async def test_stop_ends_what_a_killed_guard_left(start_script: StartScript, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    process = start_script(f"setsid sh -c 'echo $$ > {pid_file}; exec sleep 60' & sleep 60")
+    until(lambda: pid_file.exists() and pid_file.read_text().strip() != "")
+    orphan = int(pid_file.read_text())
+    os.kill(process.pid, signal.SIGKILL)
+    await process.stop()
+    until(lambda: not Path(f"/proc/{orphan}").exists() or "Z" in Path(f"/proc/{orphan}/stat").read_text().split()[2])
 
 
 def test_before_its_start_it_has_neither_pid_nor_exit_code(tmp_path: Path) -> None:

@@ -117,12 +117,13 @@ def test_serve_tells_in_our_own_words_why_an_engine_did_not_come_up_and_does_not
     serve.delete("hopeless")
 
 
-def test_a_killed_engine_is_started_anew_and_waits_for_the_next_update(app: App) -> None:
+def test_a_killed_engine_is_started_anew_and_takes_the_current_version_before_it_serves(app: App) -> None:
     app.update()
     victim, survivor = app.replicas().values()
     os.kill(victim["pid"], signal.SIGKILL)
-    wait_until(lambda: app.states() == ["SERVING", "SYNCING"], RESTART_S)
+    wait_until(lambda: victim["pid"] not in [one["pid"] for one in app.replicas().values()], RESTART_S)
     assert app.replicas()[survivor["replica_id"]]["state"] == "SERVING"
+    wait_until(lambda: app.states() == ["SERVING", "SERVING"], RESTART_S)
     assert {choice["weight_versions"][0]["version"] for choice in app.complete()} == {1}
     app.update()
     assert app.states() == ["SERVING", "SERVING"]

@@ -23,7 +23,7 @@ import orjson
 
 from loadtests.clients import ClientPool, Outcome, Stream, total
 from loadtests.ratios import median_lower_bound, pair_ratios
-from loadtests.workloads import LengthMix, Workload
+from loadtests.workloads import LengthMix, Workload, parse_batch
 
 _BUSY_CLIENT = 0.8
 _ERRORS_SHOWN = 5
@@ -240,7 +240,7 @@ def _loads(args: argparse.Namespace) -> list[Load]:
         )
         return Load(name=name, streams=streams, is_batch=is_batch, rounds=args.rounds, workload=workload)
 
-    batches = [tuple(map(int, batch.split("x"))) for batch in args.batch]
+    batches = map(parse_batch, args.batch)
     return [
         *(load(str(streams), streams, 1, 1, is_batch=False) for streams in args.streams),
         *(load(f"{prompts}x{n}", 1, prompts, n, is_batch=True) for prompts, n in batches),

@@ -32,7 +32,7 @@ from gateway.load import load as load_config
 from loadtests.clients import ClientPool, Stream, total
 from loadtests.fleet import engine_servers, visible_gpus
 from loadtests.ratios import pair_ratios
-from loadtests.workloads import LengthMix, Workload
+from loadtests.workloads import LengthMix, Workload, parse_batch
 
 _CLIENTS = 2
 
@@ -240,7 +240,7 @@ def _loads(args: argparse.Namespace) -> list[Load]:
         )
         return Load(name=name, callers=callers, workload=workload)
 
-    batches = [tuple(map(int, batch.split("x"))) for batch in args.batch]
+    batches = map(parse_batch, args.batch)
     return [
         *(load(str(streams), streams, 1, 1) for streams in args.streams),
         *(load(f"{prompts}x{samples}", 1, prompts, samples) for prompts, samples in batches),

@@ -73,3 +73,9 @@ class Workload:
         if self.model:
             body["model"] = self.model
         return {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
+
+
+def parse_batch(text: str) -> tuple[int, int]:
+    """`64x8` as 64 prompts of 8 samples each."""
+    prompts, samples = map(int, text.split("x"))
+    return prompts, samples

@@ -95,7 +95,6 @@ class TokenGeneration:
                 choice["weight_version"] = replica.weight_version
                 spans.stamp(choice, len(choice["token_ids"] or ()))
                 name_adapter(choice, rollout.adapter)
-                name_adapter(choice, rollout.adapter)
             yield chunk
 
     async def abort(self, request_ids: Any) -> None:

@@ -91,9 +91,17 @@ def test_an_sglang_that_loses_its_port_while_it_loads_gets_another(
         somebody.listen()
         ports = iter([somebody.getsockname()[1], free_port()])
         monkeypatch.setattr(server, "free_port", lambda: next(ports))
-        with real_sglang.served(real_sglang.engine_config(COMMITTED, tmp_path)) as info:
-            assert len(list(tmp_path.iterdir())) == 2
-            assert info.url != f"http://127.0.0.1:{somebody.getsockname()[1]}"
+        url = asyncio.run(_url_once_started(real_sglang.engine_config(COMMITTED, tmp_path)))
+        assert len(list(tmp_path.iterdir())) == 2
+        assert url != f"http://127.0.0.1:{somebody.getsockname()[1]}"
+
+
+async def _url_once_started(config: EngineConfig) -> str:
+    engine = EngineServer(config, replica_id="engine-0", group="engine", index=0)
+    try:
+        return (await engine.start()).url
+    finally:
+        await engine.stop()
 
 
 def _first_line_of_failure(wrong: EngineConfig) -> str:

@@ -67,7 +67,7 @@ chaos: setup ## Hurt a fleet of simulated engines in every known way and count w
 	@$(BIN)/python -m loadtests.chaos --json out/chaos.json
 
 lock: setup ## Resolve what pyproject.toml asks for, keeping pins that fit (UPGRADE=--upgrade renews all)
-	@$(BIN)/python scripts/lock.py $(EXTRAS) $(UPGRADE)
+	@$(BIN)/python -m scripts.lock $(EXTRAS) $(UPGRADE)
 
 clean: ## Remove what tools left, both environments included
 	rm -rf .venv .venv-sglang .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info out

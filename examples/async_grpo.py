@@ -110,7 +110,8 @@ class Trainer:
         """Rewards against those of the other samples of the same prompt, and everything padded to one length."""
         problems = self.asked(step)
         drawn = [(rollout, completion) for rollout in rollouts for completion in rollout.completions]
-        length = max(len(r.prompt_token_ids) + len(c.token_ids) for r, c in drawn)
+        prompts = [rollout.prompt_token_ids for rollout, _ in drawn if rollout.prompt_token_ids is not None]
+        length = max(len(ids) + len(completion.token_ids) for ids, (_, completion) in zip(prompts, drawn, strict=True))
         shape = len(drawn), length
         lesson = Lesson(
             token_ids=torch.zeros(shape, dtype=torch.long),
@@ -121,10 +122,10 @@ class Trainer:
             rewards=torch.tensor([float(c.text == task.answer(problems[r.prompt_index])) for r, c in drawn]),
             advantages=torch.zeros(len(drawn)),
         )
-        for row, (rollout, completion) in enumerate(drawn):
-            start = len(rollout.prompt_token_ids)
+        for row, (prompt, (_, completion)) in enumerate(zip(prompts, drawn, strict=True)):
+            start = len(prompt)
             end = start + len(completion.token_ids)
-            lesson.token_ids[row, :start] = torch.from_numpy(rollout.prompt_token_ids)
+            lesson.token_ids[row, :start] = torch.from_numpy(prompt)
             lesson.token_ids[row, start:end] = torch.from_numpy(completion.token_ids)
             lesson.is_there[row, :end] = 1
             lesson.is_drawn[row, start:end] = True

@@ -249,7 +249,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "demo", help="folder for picture, model and logs")
     parser.add_argument("--no-sync", action="store_true", help="never send weights: the reward then stays flat")
-    args, args.overrides = parser.parse_known_args()
+    args, overrides = parser.parse_known_args()
+    args.overrides = overrides
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 

@@ -111,7 +111,7 @@ def report_steps(trainer: Any, num_steps: int) -> None:
     trainer.vllm_generation.sync_weights = syncing.timed(trainer.vllm_generation.sync_weights)
     client.generate = generating.timed(client.generate)
 
-    class StepReport(TrainerCallback):  # type: ignore[misc]
+    class StepReport(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
             if "reward" not in logs:
                 return

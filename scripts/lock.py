@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-import setup
+from scripts import setup
 
 UV = "uv==0.13.9"
 SGLANG = "sglang==0.5.23"

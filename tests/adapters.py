@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -30,7 +30,7 @@ def write_adapter(
     return folder
 
 
-def _write_safetensors(file: Path, tensors: dict[str, tuple[tuple[int, ...], Sequence[float]]]) -> None:
+def _write_safetensors(file: Path, tensors: Mapping[str, tuple[tuple[int, ...], Sequence[float]]]) -> None:
     header, data = {}, b""
     for name, (shape, values) in tensors.items():
         content = struct.pack(f"<{len(values)}f", *values)

@@ -42,8 +42,8 @@ def test_without_the_engines_word_nothing_is_refused() -> None:
 
 
 def test_the_answer_is_kept_per_version(ours: Interpreter) -> None:
-    assert installed_arguments("vllm-1.2", SCRIPT, ours) == {"help", "max-loras"}
-    assert installed_arguments("vllm-1.2", "raise SystemExit(1)", ours) == {"help", "max-loras"}
+    assert installed_arguments("vllm-1.2", SCRIPT, ours) == frozenset({"help", "max-loras"})
+    assert installed_arguments("vllm-1.2", "raise SystemExit(1)", ours) == frozenset({"help", "max-loras"})
     assert installed_arguments("vllm-1.3", "raise SystemExit(1)", ours) is None
 
 
@@ -55,7 +55,7 @@ def test_an_engine_that_does_not_tell_is_unknown(ours: Interpreter, script: str)
 def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ours = Interpreter(sys.executable, {"XDG_CACHE_HOME": str(tmp_path / "file")})
-    assert installed_arguments("vllm-1.2", SCRIPT, ours) == {"help", "max-loras"}
+    assert installed_arguments("vllm-1.2", SCRIPT, ours) == frozenset({"help", "max-loras"})
 
 
 @pytest.mark.vllm

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def close_all(groups: list[WeightGroup]) -> None:
         group.close()
 
 
-def error_of(future: "Future[object]", within_s: float) -> BaseException | None:
+def error_of(future: "Future[Any]", within_s: float) -> BaseException | None:
     return future.exception(timeout=within_s)
 
 

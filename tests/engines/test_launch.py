@@ -354,7 +354,7 @@ def test_the_simulated_engine_takes_extra_too() -> None:
 def test_vllm_understands_every_flag() -> None:
     cli_args = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
     argparse_utils = pytest.importorskip("vllm.utils.argparse_utils")
-    switches = {"enforce_eager": True, "enable_prefix_caching": False, "enable_chunked_prefill": True}
+    switches: dict[str, Any] = {"enforce_eager": True, "enable_prefix_caching": False, "enable_chunked_prefill": True}
     switches |= {"disable_log_stats": True, "cudagraph_capture_sizes": [1, 2, 8]}
     argv = list(command(port=8123, **{**LEVERS, "api_server_count": 1}, **switches).argv)
     parser = cli_args.make_arg_parser(argparse_utils.FlexibleArgumentParser())

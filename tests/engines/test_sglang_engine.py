@@ -74,7 +74,7 @@ class FakeSglang:
                 status = 400 if "error" in self.answers else 200
                 return web.json_response(self.answers, status=status)
             case "/openapi.json":
-                paths = {"/generate": {}, "/init_weights_update_group": {}}
+                paths: dict[str, object] = {"/generate": {}, "/init_weights_update_group": {}}
                 return web.json_response({"paths": paths | ({"/begin_weight_update": {}} if self.has_sessions else {})})
             case "/server_info":
                 return web.json_response({"version": "0.5.23", "tp_size": 2, "pp_size": 3, "model_path": "m"})
@@ -363,8 +363,8 @@ async def test_an_update_is_a_session_where_the_version_has_them(
     await engine.close_weight_group(TIMEOUT_S)
     update = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "flush_cache": False, "load_format": None}
     name = {"group_name": "rollout_gateway"}
-    session = [("/begin_weight_update", {"selector": "all"})], [("/end_weight_update", {})]
-    begun, ended = session if has_sessions else ([], [])
+    begun = [("/begin_weight_update", {"selector": "all"})] if has_sessions else []
+    ended: list[object] = [("/end_weight_update", {})] if has_sessions else []
     assert server.asked == [
         ("/openapi.json", {}),
         ("/init_weights_update_group", {**GROUP, **name, "backend": "gloo"}),

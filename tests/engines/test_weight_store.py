@@ -1,6 +1,7 @@
 """Weight versions in a folder: what is written is whole, what is whole is found, and what is dead goes away."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engines import weight_store
+from engines.checkpoint import read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.weight_store import (
     MANIFEST,
@@ -42,7 +43,7 @@ def written(store: WeightStore, fill: int, *names: str) -> Path:
 
 def file_bytes(folder: Path, name: str) -> bytes:
     file = Manifest.read(folder).tensors[name].file
-    (span,) = (span for span in weight_store.read_spans(folder)[file] if span.name == name)
+    (span,) = (span for span in read_spans(folder)[file] if span.name == name)
     return (folder / file).read_bytes()[span.begin : span.end]
 
 
@@ -189,7 +190,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(store: WeightStore, mon
     folder = store.draft()
     draft = Draft(folder, "m")
     draft.add([tensor("a", 1)])
-    monkeypatch.setattr(weight_store.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(StoreFailed, match=r"disk of the weight store is full.*weights\.store"):
         draft.add([tensor("b", 1)])
     store.discard(folder)
@@ -215,7 +216,9 @@ def test_a_damaged_file_is_found_by_its_digest(store: WeightStore) -> None:
         ({"file": "elsewhere.safetensors"}, "the manifest not"),
     ],
 )
-def test_a_manifest_that_does_not_fit_its_files_is_refused(store: WeightStore, change: dict, said: str) -> None:
+def test_a_manifest_that_does_not_fit_its_files_is_refused(
+    store: WeightStore, change: dict[str, object], said: str
+) -> None:
     folder = written(store, 1)
     tree = json.loads((folder / MANIFEST).read_text())
     tree["tensors"]["a"] |= change

@@ -1,6 +1,7 @@
 """What is seen of an update on its way into a model: digests on CPU and, in the arithmetic that GPUs do, elsewhere."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,10 @@ class PlayedModel(torch.nn.Module):
         super().__init__()
         self.loaded: dict[str, torch.Tensor] = {}
 
-    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
-        self.loaded |= {name: tensor.clone() for name, tensor in weights}
-        return {name for name, _ in weights}
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        arrived = {name: tensor.clone() for name, tensor in weights}
+        self.loaded |= arrived
+        return set(arrived)
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def test_the_transfer_does_not_wait_for_a_slow_disk_beyond_the_bound(
 ) -> None:
     monkeypatch.setattr(weight_tee, "SHARD_BYTES", 1)
     monkeypatch.setattr(weight_tee, "_BUDGET_BYTES", 40)
-    gate = weight_tee.threading.Event()
+    gate = threading.Event()
     monkeypatch.setattr(Draft, "add", lambda *_: gate.wait(SOON_S))
     model, sent, writer = PlayedModel(), tensors(), scribe(store, wait_s=0.2)
     tee = WeightTee(model, writer)

@@ -348,7 +348,7 @@ async def test_streams_and_conversations_take_the_adapter_too(rig: Rig, tmp_path
 
 async def test_token_generation_takes_the_adapter_and_one_model_may_be_looked_up(rig: Rig, tmp_path: Path) -> None:
     await rig.load("v4", write_adapter(tmp_path / "v4"))
-    body = {"model": "v4", "token_ids": PROMPT, "sampling_params": {"temperature": 0, "max_tokens": 12}}
+    body: dict[str, Any] = {"model": "v4", "token_ids": PROMPT, "sampling_params": {"temperature": 0, "max_tokens": 12}}
     body["sampling_params"] |= {"ignore_eos": True}
     status, reply = await rig.post("/inference/v1/generate", body)
     assert status == 200, reply

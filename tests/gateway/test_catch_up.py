@@ -1,6 +1,7 @@
 """Versions that survive: what replicas serve after deaths, damage, full disks and restarts, with a weight store."""
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,7 +215,7 @@ async def test_tensors_of_wrong_shape_leave_the_version_and_the_store_alone(kept
 def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The store's disk, whose free bytes can be set."""
     usage = SimpleNamespace(free=1 << 30)
-    monkeypatch.setattr(weight_store.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     return usage
 
 

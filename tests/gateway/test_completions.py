@@ -1,6 +1,7 @@
 """/v1/completions over a fleet: split by prompt, put together prompt-major, refused in the dialect's own form."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import orjson
 import pytest
@@ -130,7 +131,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(start_rig: Sta
 async def test_a_chunked_body_over_the_limit_is_refused_too(start_rig: StartRig) -> None:
     rig = await start_rig(gateway={"max_body_bytes": 1000})
 
-    async def chunks():  # type: ignore[no-untyped-def]
+    async def chunks() -> AsyncIterator[bytes]:
         for _ in range(20):
             yield b"x" * 100
 

@@ -21,8 +21,8 @@ async def connect() -> AsyncIterator[Callable[..., openai.AsyncOpenAI]]:
     clients: list[openai.AsyncOpenAI] = []
 
     def make(rig: Rig, **settings: Any) -> openai.AsyncOpenAI:
-        settings = {"api_key": "none", "max_retries": 0, "timeout": 10.0} | settings
-        clients.append(openai.AsyncOpenAI(base_url=f"{rig.url}/v1", **settings))
+        usual: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 10.0}
+        clients.append(openai.AsyncOpenAI(base_url=f"{rig.url}/v1", **usual | settings))
         return clients[-1]
 
     yield make

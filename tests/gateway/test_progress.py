@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from engines.config import EngineConfig
-from gateway import progress
 from gateway.progress import Start, shown, starts_of
 
 
@@ -55,7 +54,7 @@ def test_a_replica_without_a_node_waits_for_its_gpus(tmp_path: Path) -> None:
 def test_without_a_terminal_there_is_a_line_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     now = iter(range(1000))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now)) / 10)
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)) / 10)
     with shown(Console(file=out)) as report:
         report.step("deploying")
         report.step("deploying")
@@ -72,7 +71,7 @@ def test_without_a_terminal_there_is_a_line_per_change(monkeypatch: pytest.Monke
 def test_a_count_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     now = iter(range(0, 10_000, 4))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
     with shown(Console(file=out)) as report:
         for done in range(8):
             report.replicas([Start("engine-a1", f"loading weights {done}/8", 1.0)])

@@ -228,7 +228,7 @@ def test_turns_of_an_agent_find_their_prefix_in_the_cache(client: openai.OpenAI)
 
 
 def test_token_ids_in_and_out_with_the_engines_own_spans(real: RealFleet) -> None:
-    body = {"token_ids": IDS, "request_id": "mine"}
+    body: dict[str, Any] = {"token_ids": IDS, "request_id": "mine"}
     body["sampling_params"] = {"max_tokens": 7, "n": 2, "logprobs": 1, "seed": 3, "ignore_eos": True}
     status, reply = real.call(PATH, body | {"return_token_ids": True})
     assert status == 200, reply
@@ -287,7 +287,8 @@ def test_a_request_that_is_aborted_is_answered_with_what_it_has(real: RealFleet)
 
 def test_sglangs_generate_is_answered_by_vllm(real: RealFleet) -> None:
     sampling = {"max_new_tokens": 6, "ignore_eos": True, "sampling_seed": 2, "temperature": 0.9}
-    body = {"input_ids": [IDS, IDS[:5]], "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    body: dict[str, Any] = {"input_ids": [IDS, IDS[:5]], "sampling_params": sampling}
+    body |= {"return_logprob": True, "logprob_start_len": 0}
     status, replies = real.call("/generate", body | {"top_logprobs_num": 2})
     assert status == 200, replies
     for reply, ids in zip(replies, body["input_ids"], strict=True):

@@ -26,7 +26,7 @@ def prompt(*digits: int) -> list[int]:
 
 
 PROMPTS = [prompt(3, 1, 2), prompt(9, 8), prompt(4, 4, 0, 1), prompt(7, 5, 6)]
-COMPLETE = {"model": MODEL, "max_tokens": 8, "return_token_ids": True}
+COMPLETE: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")

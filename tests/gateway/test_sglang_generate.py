@@ -125,7 +125,7 @@ async def test_a_streamed_batch_says_which_sample_a_chunk_is_of(rig: Rig) -> Non
 
 
 async def test_what_trainers_send_by_habit_changes_nothing(rig: Rig) -> None:
-    habits = {
+    habits: dict[str, object] = {
         "image_data": None, "return_hidden_states": False, "lora_path": "", "logprob_start_len": -1,
         "return_routed_experts": False, "log_metrics": True, "modalities": [],
     }  # fmt: skip

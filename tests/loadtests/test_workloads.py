@@ -1,12 +1,14 @@
 """Workloads are the same on every machine and ask for what a trainer asks for."""
 
+from typing import Any
+
 import pytest
 
 from loadtests.workloads import LengthMix, Workload
 
 
-def workload(**changes: object) -> Workload:
-    values = {"prompts": 4, "samples": 2, "prompt_tokens": LengthMix.parse("16"), "max_tokens": 8}
+def workload(**changes: Any) -> Workload:
+    values: dict[str, Any] = {"prompts": 4, "samples": 2, "prompt_tokens": LengthMix.parse("16"), "max_tokens": 8}
     return Workload(**{**values, **changes})
 
 

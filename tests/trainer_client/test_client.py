@@ -35,7 +35,7 @@ SLOW = {"decode_step_s": 0.05}
 TOKENS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(n=2, max_tokens=100, ignore_eos=True)
 
-Answer = Callable[[int], Awaitable[web.Response]]
+Answer = Callable[[int], Awaitable[web.Response | None]]
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ async def test_a_kept_request_tells_which_version_made_which_tokens(engine: Subj
     if lack := lack_of("spans", engine):
         assert spans is None
         declared(lack)
+    assert spans is not None
     (one, start, middle), (other, also_middle, end) = [(span["version"], span["start"], span["end"]) for span in spans]
     assert (one, other) == ("9", "10")
     assert (start, end) == (0, engine.long)

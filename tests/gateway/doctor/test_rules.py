@@ -278,7 +278,7 @@ def test_the_trainers_prompt_batch_is_trls_formula(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_asks_another_port_than_the_gateways_hurts(tmp_path: Path) -> None:
-    asks = {"vllm_server_base_url": "http://127.0.0.1:8000"}
+    asks: dict[str, Any] = {"vllm_server_base_url": "http://127.0.0.1:8000"}
     assert severities(trl(tmp_path, with_ours=True, **asks), "trl-url") == [HURTS]
     asks = {"vllm_server_base_url": "http://127.0.0.1:8100"}
     assert severities(trl(tmp_path, with_ours=True, **asks), "trl-url") == []

@@ -176,21 +176,14 @@ def test_vllm_finds_the_plugin() -> None:
 
 @pytest.mark.vllm
 def test_a_real_engine_with_a_tied_head_answers_as_the_weights_sent_and_survives_a_bad_update(tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from examples.tiny_model import task, train
+    from tests import tied_model
     from trainer_client import trl as gloo_trl
 
-    def save(seed: int, name: str) -> Any:
-        torch.manual_seed(seed)
-        config = AutoConfig.from_pretrained(train.COMMITTED, tie_word_embeddings=True)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.save_pretrained(tmp_path / name)
-        AutoTokenizer.from_pretrained(train.COMMITTED).save_pretrained(tmp_path / name)
-        return model
-
-    save(1, "first")
-    second = save(2, "second")
+    tied_model.save(tmp_path / "first", seed=1)
+    second = tied_model.save(tmp_path / "second", seed=2)
     asked = list(islice(task.problems(seed=9), 8))
     tokenizer = AutoTokenizer.from_pretrained(train.COMMITTED)
     prompts = [task.prompt_token_ids(tokenizer, problem) for problem in asked]

@@ -48,21 +48,14 @@ def until_whole(draft: Path) -> None:
 
 
 def test_a_version_is_copied_as_it_arrives_and_loaded_again_also_over_an_update_that_broke_off(tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from examples.tiny_model import task, train
+    from tests import tied_model
     from trainer_client import trl as gloo_trl
 
-    def save(seed: int, name: str) -> Any:
-        torch.manual_seed(seed)
-        config = AutoConfig.from_pretrained(train.COMMITTED, tie_word_embeddings=True)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.save_pretrained(tmp_path / name)
-        AutoTokenizer.from_pretrained(train.COMMITTED).save_pretrained(tmp_path / name)
-        return model
-
-    save(1, "first")
-    second = save(2, "second")
+    tied_model.save(tmp_path / "first", seed=1)
+    second = tied_model.save(tmp_path / "second", seed=2)
     asked = list(islice(task.problems(seed=9), 8))
     prompts = [task.prompt_token_ids(AutoTokenizer.from_pretrained(train.COMMITTED), problem) for problem in asked]
     first_says, second_says = (task.greedy_token_ids(str(tmp_path / name), asked) for name in ("first", "second"))

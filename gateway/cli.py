@@ -1,4 +1,4 @@
-"""The console script `rollout-gateway`: up, down, scale, status, config, build. None of it imports ray."""
+"""The console script `rollout-gateway`: up, vllm-serve, down, scale, status, config, build. None of it imports ray."""
 
 import json
 import shlex
@@ -25,12 +25,14 @@ from gateway.doctor.rules import examine
 from gateway.doctor.subject import subject_of
 from gateway.explanation import Explanation, explain_engines
 from gateway.load import Setting, explain, load
+from gateway.node_gpus import read_gpus
 from gateway.progress import shown
 from gateway.scale import scale
 from gateway.serve_api import ask_control_plane
 from gateway.serve_config import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
 from gateway.snapshots import in_memory
-from gateway.up import Running, down, running, up
+from gateway.up import Running, down, running, stay, up
+from gateway.vllm_serve import HELP, read_command
 
 DEFAULT_NAME = str(Config.model_fields["name"].default)
 
@@ -70,11 +72,31 @@ def up_command(
     context: typer.Context,
     config: File = None,
     timeout_s: Annotated[float | None, typer.Option("--timeout-s", help="Longest wait for all replicas.")] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", metavar="0,1", help="GPUs of this node for the engines; the trainer gets the others."),
+    ] = None,
 ) -> None:
     """Start Ray if none runs, deploy, and return when every replica is ready."""
+    chosen = read_gpus(gpus) if gpus is not None else ()
     with shown(Console(stderr=True)) as report:
-        found = up(load(config, context.args), report, timeout_s)
+        found = up(load(config, context.args), report, timeout_s, chosen)
     _print_running(found)
+
+
+@app.command("vllm-serve", context_settings=WITH_OVERRIDES, add_help_option=False)
+def vllm_serve_command(context: typer.Context) -> None:
+    """Serve N vLLM replicas with the options of `trl vllm-serve`, until Ctrl-C."""
+    if "--help" in context.args:
+        print(HELP, end="")
+        return
+    asked = read_command(context.args)
+    with shown(Console(stderr=True)) as report:
+        found = up(asked.config, report, asked.timeout_s, asked.gpus)
+    _print_running(found)
+    if not asked.detach:
+        with shown(Console(stderr=True)) as report:
+            stay(asked.config.name, report)
 
 
 @app.command("down")

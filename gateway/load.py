@@ -36,6 +36,11 @@ def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str,
     return _validate(_sources(path, overrides, environ), _bases(path))
 
 
+def load_sources(sources: Sequence[Source]) -> Config:
+    """The configuration that trees give together, of which a later one wins. Relative paths start here."""
+    return _validate(sources, _bases(None))
+
+
 def explain(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> list[Setting]:
     """Every value of the same configuration with where it came from. Keys are hidden."""
     sources = _sources(path, overrides, environ)

@@ -8,9 +8,10 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,8 +19,9 @@ from urllib.parse import urlsplit
 from engines.diagnosis import last_error
 from engines.errors import DeadlineExceeded, RolloutGatewayError
 from gateway.config import Config
+from gateway.node_gpus import VISIBLE
 from gateway.progress import Report, starts_of
-from gateway.serve_api import ClusterUnreachable, ServeApi, ask_control_plane
+from gateway.serve_api import ClusterRefused, ClusterUnreachable, ServeApi, ask_control_plane
 from gateway.serve_config import serve_config, written_out_keys
 
 _RAY_START_TIMEOUT_S = 120.0
@@ -28,6 +30,8 @@ _DELETE_TIMEOUT_S = 120.0
 # What placing replicas and Serve's own start may take on top of the engines' start.
 DEPLOY_SLACK_S = 120.0
 _POLL_S = 0.5
+_STAY_POLL_S = 5.0
+_STAY_SILENCE_S = 60.0
 _RAY_GCS_PORT = 6379
 
 
@@ -57,6 +61,8 @@ class State:
     dashboard: str
     ray_pid: int | None = None
     ray_started_at: int | None = None
+    gpus: list[str] = field(default_factory=list)
+    """Those that Ray was started with, where the user chose."""
 
     @staticmethod
     def folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -82,16 +88,23 @@ class State:
         return self.ray_pid is not None and _started_at(self.ray_pid) == self.ray_started_at
 
 
-def up(config: Config, report: Report, timeout_s: float | None = None) -> Running:
-    """Start what is missing, deploy, and return when the application runs. A failure undoes what this call began."""
+def up(config: Config, report: Report, timeout_s: float | None = None, gpus: Sequence[str] = ()) -> Running:
+    """Start what is missing, deploy, and return when the application runs. A failure undoes what this call began.
+
+    `gpus` are those of this node that Ray may give to engines; all where none are named. Raises `ClusterRefused` when
+    a Ray runs already that was not started with them.
+    """
     api = ServeApi.from_environment()
     state = State.read(config.name)
     if state is None or state.dashboard != api.address or not state.ray_lives:
         state = State(name=config.name, dashboard=api.address)
     is_new = False
     try:
-        if not api.is_up():
+        if api.is_up():
+            _check_gpus(state, gpus)
+        else:
             is_new = True
+            state.gpus = list(gpus)
             _start_ray(state, api, report)
             api = ServeApi.from_environment()  # the token may be new
         before = api.application(config.name)
@@ -127,12 +140,52 @@ def down(name: str, report: Report) -> bool:
     return removed
 
 
+def stay(name: str, report: Report) -> None:
+    """Wait until the application is gone or somebody ends us, and then take down what there is of it.
+
+    Raises `ClusterUnreachable` when its Ray has been silent for a minute.
+    """
+    ended = threading.Event()
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = time.monotonic()
+    try:
+        while not ended.wait(_STAY_POLL_S):
+            try:
+                if running(name) is None:
+                    report.step(f"{name} was taken down")
+                    return
+                heard = time.monotonic()
+            except ClusterUnreachable:
+                if time.monotonic() - heard > _STAY_SILENCE_S:
+                    raise
+        down(name, report)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _undo(name: str, report: Report) -> None:
     report.step("undoing")
     try:
         down(name, report)
     except RolloutGatewayError as error:
         report.step(f"could not undo: {error}")
+
+
+def _check_gpus(state: State, gpus: Sequence[str]) -> None:
+    """A node's GPUs are fixed when its Ray starts, so others can be chosen only by starting it anew."""
+    if not gpus or (state.ray_lives and state.gpus == list(gpus)):
+        return
+    chosen = ",".join(gpus)
+    if state.ray_lives:
+        has = f"with GPUs {','.join(state.gpus)}" if state.gpus else "with all GPUs of the node"
+        remedy = f"rollout-gateway down --name {state.name}"
+    else:
+        has, remedy = "by somebody else", f"ray stop, or start it as {VISIBLE}={chosen} ray start --head"
+    raise ClusterRefused(
+        f"--gpus {chosen}: the Ray at {state.dashboard} was started {has}, and a running Ray keeps the GPUs it has; "
+        f"first run: {remedy}"
+    )
 
 
 def _start_ray(state: State, api: ServeApi, report: Report) -> None:
@@ -146,12 +199,13 @@ def _start_ray(state: State, api: ServeApi, report: Report) -> None:
             f"no Ray dashboard answers at {api.address}, and `up` starts Ray on this machine alone"
         )
     report.step("starting Ray")
-    environ = _ray_environment()
+    environ = _ray_environment() | ({VISIBLE: ",".join(state.gpus)} if state.gpus else {})
     log = State.folder() / f"{state.name}.ray.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     # --block keeps one process that owns all others of this node, so that `down` ends these and no other Ray's.
     command = [_script("ray"), "start", "--head", "--block", "--disable-usage-stats", f"--port={_gcs_port()}"]
     command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={where.port or 80}"]
+    command += [f"--num-gpus={len(state.gpus)}"] if state.gpus else []
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True

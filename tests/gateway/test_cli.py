@@ -6,7 +6,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -268,3 +269,54 @@ def judge_url() -> Iterator[str]:
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+@pytest.mark.ray
+def test_vllm_serve_stays_until_it_is_ended_and_takes_its_ray_down(cluster_shell: Shell) -> None:
+    shell, port = cluster_shell, free_port()
+    words = ["--model", "sim", "--engine.kind", "sim", "--replicas", "2", "--engine.num_cpus", "0.1"]
+    words += ["--port", str(port), "--serve.http_port", str(free_port()), "--gpus", "2,3"]
+    words += ["--engine.gpus_per_replica", "1"]
+    output = shell.folder / "output"
+    with output.open("w") as file:
+        serving = subprocess.Popen(
+            [SCRIPT, "vllm-serve", *words], cwd=shell.folder, env=shell.environ, stdout=file, stderr=file
+        )
+    try:
+        _wait_until(lambda: "rollout URL:" in output.read_text() or serving.poll() is not None, 200)
+        assert f"http://127.0.0.1:{port}" in output.read_text()
+        fleet = json.loads(shell.run("status", "--json").stdout)["fleet"]
+        assert sorted(replica["gpu_ids"] for replica in fleet["replicas"]) == [[2], [3]]
+
+        again = shell.run("up", "-c", "sim.yaml", "--gpus", "0,1", timeout_s=120)
+        assert again.returncode == 1
+        assert "was started with GPUs 2,3, and a running Ray keeps the GPUs it has" in again.stderr
+        assert "first run: rollout-gateway down" in again.stderr
+        assert len(json.loads(shell.run("status", "--json").stdout)["fleet"]["replicas"]) == 2
+
+        serving.terminate()
+        assert serving.wait(120) == 0, output.read_text()
+    finally:
+        serving.kill()
+        serving.wait()
+    assert shell.run("status").returncode == 1
+
+
+def test_vllm_serve_tells_its_options(shell: Shell) -> None:
+    done = shell.run("vllm-serve", "--help")
+    assert done.returncode == 0
+    assert "--replicas N" in done.stdout
+    assert "--max_model_len" in done.stdout
+
+
+def test_up_refuses_gpus_that_are_none(shell: Shell) -> None:
+    done = shell.run("up", "-c", "sim.yaml", "--gpus", "first")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "--gpus first: 'first' is no GPU" in done.stderr
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

@@ -1,0 +1,35 @@
+"""`--gpus 0,1`: the GPUs of this node that engines may have. The others are left to the trainer."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from engines.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+_ID = re.compile(r"\d+|(GPU|MIG)-[0-9a-fA-F-]+")
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def read_gpus(text: str, environ: Mapping[str, str] = os.environ, driver: Path = _DRIVER) -> tuple[str, ...]:
+    """The ids in `text`, as CUDA_VISIBLE_DEVICES would have them: numbers or UUIDs between commas.
+
+    Raises `ConfigError` for what is no id, for an id given twice, for a number that this machine does not have (where
+    the driver tells), and for one outside the CUDA_VISIBLE_DEVICES that a batch system has set.
+    """
+    ids = tuple(part.strip() for part in text.split(","))
+    for one in ids:
+        if not _ID.fullmatch(one):
+            raise ConfigError(f"--gpus {text}: {one!r} is no GPU: give numbers or UUIDs, such as --gpus 0,1")
+        if ids.count(one) > 1:
+            raise ConfigError(f"--gpus {text}: {one} is given twice")
+    present = len(list(driver.iterdir())) if driver.is_dir() else None
+    if present is not None and (missing := [one for one in ids if one.isdigit() and int(one) >= present]):
+        raise ConfigError(f"--gpus {text}: this machine has {present} GPUs, 0 to {present - 1}, and no {missing[0]}")
+    if (allowed := environ.get(VISIBLE)) is not None:
+        outside = [one for one in ids if one not in [part.strip() for part in allowed.split(",")]]
+        if outside:
+            raise ConfigError(f"--gpus {text}: {outside[0]} is not in {VISIBLE}={allowed}, which is all that is ours")
+    return ids

@@ -37,9 +37,8 @@ def test_what_trl_asks_for_is_what_our_keys_say() -> None:
 
 def test_the_options_are_those_of_the_installed_trl() -> None:
     script = pytest.importorskip("trl.scripts.vllm_serve")
-    assert [flag.name for flag in FLAGS] and {flag.name for flag in FLAGS} == {
-        one.name for one in dataclasses.fields(script.ScriptArguments)
-    }
+    assert [flag.name for flag in FLAGS]
+    assert {flag.name for flag in FLAGS} == {one.name for one in dataclasses.fields(script.ScriptArguments)}
     assert all(f"--{flag.name} " in HELP for flag in FLAGS)
 
 

@@ -8,7 +8,7 @@ Tensors never pass through this process: the trainer's transfer group joins the 
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -133,7 +133,7 @@ class WeightCoordinator:
         async with self._exclusively("start_weight_update"):
             group = await self._whole_group()
             self._check_none_open()
-            await self._open(self._fleet.version + 1, group)
+            await self._open(WeightUpdate(self._fleet.version + 1, group.transport))
 
     async def load(
         self, snapshot: str, version: int | None = None, canary_logprobs: Sequence[float] | None = None
@@ -144,28 +144,13 @@ class WeightCoordinator:
         """
         async with self._exclusively("v1/weight_updates"):
             self._check_none_open()
-            group = TransferGroup(await self._loaders(), "store")
-            version = self._next_version(version)
+            members = await self._loaders()
+            update = WeightUpdate(self._next_version(version), "store")
             self._canary.check_length(canary_logprobs)
             announced = await self._snapshots.announced(snapshot)
-            for replica in group.members:
-                check_tensors(announced, replica.info, "snapshot")
-            await self._remember_canary(group.members)
-            update = await self._open(version, group)
-            try:
-                async with self._step(update, "transfer"):
-                    await self._load_all(update, group, snapshot)
-                    update.receive(announced)
-                update.phase = Phase.VERIFYING
-                async with self._step(update, "canary"):
-                    findings = await self._verify(update, group, canary_logprobs)
-            except BaseException:
-                await self._snapshots.withdraw(version)
-                raise
-            self._commit(update, group, findings)
-            await self._snapshots.note_holders(version, self._holders(version))
-            await self._snapshots.settle(version)
-            return version
+            update.receive(announced)
+            await self._take(update, members, snapshot, announced, canary_logprobs)
+            return update.version
 
     async def receive(self, update_info: Json) -> None:
         """Have every replica of the group receive the tensors that the trainer is about to send."""
@@ -217,8 +202,8 @@ class WeightCoordinator:
                     timeout_s,
                 )
             async with self._step(update, "canary"):
-                findings = await self._verify(update, group, canary_logprobs)
-            self._commit(update, group, findings)
+                findings = await self._verify(update, group.members, canary_logprobs)
+            self._commit(update, group.members, findings)
             await self._keep(update, digests)
             return update.version
 
@@ -288,17 +273,42 @@ class WeightCoordinator:
                 "call /init_weight_transfer_engine to abort it"
             )
 
-    async def _open(self, version: int, group: TransferGroup) -> WeightUpdate:
+    async def _open(self, update: WeightUpdate) -> None:
         """Close the gate and wait for rollouts in flight."""
         self._scheduler.close_gate(_UPDATE)
-        self._update = update = WeightUpdate(version, group.transport)
+        self._update = update
         self._fleet.update_to = update.version
         async with self._step(update, "drain"):
             # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what becomes of
             # rollouts in flight when it chose the mode of the pause.
             if not self.is_paused:
                 await self._scheduler.drained(self._config.drain_timeout_s)
-        return update
+
+    async def _take(
+        self,
+        update: WeightUpdate,
+        members: Sequence[Replica],
+        snapshot: str,
+        announced: Json,
+        canary_logprobs: Sequence[float] | None,
+    ) -> None:
+        """Have these replicas load a draft of the store, which holds the tensors announced, and serve it together."""
+        for replica in members:
+            check_tensors(announced, replica.info, "snapshot")
+        await self._remember_canary(members)
+        await self._open(update)
+        try:
+            async with self._step(update, "load"):
+                members = await self._load_all(update, members, snapshot)
+            update.phase = Phase.VERIFYING
+            async with self._step(update, "canary"):
+                findings = await self._verify(update, members, canary_logprobs)
+        except BaseException:
+            await self._snapshots.withdraw(update.version)
+            raise
+        self._commit(update, members, findings)
+        await self._snapshots.note_holders(update.version, self._holders(update.version))
+        await self._snapshots.settle(update.version)
 
     async def _loaders(self) -> tuple[Replica, ...]:
         """The replicas that load from the store."""
@@ -316,22 +326,23 @@ class WeightCoordinator:
             )
         return asked or self._fleet.version + 1
 
-    async def _load_all(self, update: WeightUpdate, group: TransferGroup, snapshot: str) -> None:
-        names = {tensor.name for replica in group.members for tensor in replica.info.tensors or ()}
+    async def _load_all(self, update: WeightUpdate, members: Sequence[Replica], snapshot: str) -> tuple[Replica, ...]:
+        """Those that hold the draft's weights then. One that dies on the way costs the others nothing."""
+        names = {tensor.name for replica in members for tensor in replica.info.tensors or ()}
         path = await self._snapshots.promote(snapshot, update.version, self._fleet.version, names)
-        await self._overwrite(update, group)
+        await self._overwrite(update, members)
         timeout_s = self._config.load_timeout_s
-        await self._on_all(
-            group.members,
-            lambda replica: replica.engine.load_snapshot(str(path), update.version, timeout_s),
-            timeout_s,
-        )
 
-    async def _overwrite(self, update: WeightUpdate, group: TransferGroup) -> None:
+        async def load(replica: Replica) -> None:
+            await replica.engine.load_snapshot(str(path), update.version, timeout_s)
+
+        return await self._on_living(members, load, timeout_s)
+
+    async def _overwrite(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
         """From here on engines are overwritten: none of them counts as holding any version until the commit."""
         await self._catch_up.settled(self._config.control_timeout_s)
         update.phase = Phase.RECEIVING
-        for replica in group.members:
+        for replica in members:
             replica.weight_version = None
             self._fleet.set_state(replica, ReplicaState.UPDATING, f"update to version {update.version}")
 
@@ -343,7 +354,7 @@ class WeightCoordinator:
         scribe = next((replica for replica in group.members if replica.info.has_tee), None)
         size = max(map(_checkpoint_bytes, group.members))
         update.draft = await self._snapshots.draft(self._fleet.version, size) if scribe else None
-        await self._overwrite(update, group)
+        await self._overwrite(update, group.members)
         timeout_s = self._config.control_timeout_s
         copy = self._copy(update, scribe) if scribe and update.draft else None
         await self._on_all(
@@ -383,15 +394,13 @@ class WeightCoordinator:
             await self._canary.remember(members)
 
     async def _verify(
-        self, update: WeightUpdate, group: TransferGroup, canary_logprobs: Sequence[float] | None
+        self, update: WeightUpdate, members: Sequence[Replica], canary_logprobs: Sequence[float] | None
     ) -> dict[Replica, Finding]:
         """Canary findings of all members. Raises `WeightUpdateFailed` where too many fail for the policy."""
         if not self._canary.is_enabled:
             return {}
-        async with self._answering(group.members):
-            findings = await self._canary.check(
-                group.members, update.version, trainers=canary_logprobs, busy=self.is_paused
-            )
+        async with self._answering(members):
+            findings = await self._canary.check(members, update.version, trainers=canary_logprobs, busy=self.is_paused)
         for replica, finding in findings.items():
             update.replicas[replica.replica_id] = {"canary": finding.report()}
         self._check_policy(findings)
@@ -428,11 +437,11 @@ class WeightCoordinator:
             replica_id=replica.replica_id,
         )
 
-    def _commit(self, update: WeightUpdate, group: TransferGroup, findings: dict[Replica, Finding]) -> None:
+    def _commit(self, update: WeightUpdate, members: Sequence[Replica], findings: dict[Replica, Finding]) -> None:
         self._canary.accept()
         self._fleet.version = update.version
         fenced = {replica: finding for replica, finding in findings.items() if not finding.may_serve}
-        for replica in group.members:
+        for replica in members:
             if replica not in fenced:
                 replica.weight_version = update.version
         for replica, finding in fenced.items():
@@ -440,7 +449,7 @@ class WeightCoordinator:
         for replica in self._policy():
             if replica not in fenced:
                 self._fleet.settle(replica, f"version {update.version} committed")
-        self._end(update, group.members, Phase.COMMITTED)
+        self._end(update, members, Phase.COMMITTED)
 
     async def _abort(self, reason: str, *, leaves_group: bool = False) -> None:
         """End the open update, if any. Replicas that were being overwritten hold no known version and do not serve
@@ -552,24 +561,46 @@ class WeightCoordinator:
         """The call on all replicas at once. The first failure ends the wait for the others and names its replica."""
         if not replicas:
             raise WeightUpdateFailed("no replica is there to take the call: see /health")
-        results: dict[Replica, T] = {}
+        return await _together(self._on_one(replica, call, timeout_s) for replica in replicas)
 
-        async def one(replica: Replica) -> None:
+    async def _on_living(
+        self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]], timeout_s: float
+    ) -> tuple[Replica, ...]:
+        """The call on all replicas at once; those on which it came through. One that dies under it is left out."""
+
+        async def on_one(replica: Replica) -> Replica | None:
             try:
-                async with asyncio.timeout(timeout_s):
-                    results[replica] = await replica.unless_lost(call(replica))
-            except EngineError as error:
-                raise WeightUpdateFailed(str(error), replica_id=replica.replica_id) from error
-            except TimeoutError as error:
-                raise DeadlineExceeded(f"replica {replica.replica_id} did not answer within {timeout_s:g} s") from error
+                await self._on_one(replica, call, timeout_s)
+            except WeightUpdateFailed as error:
+                if not await self._is_dead(replica):
+                    raise
+                log.warning("the update goes on without a replica that died", error=str(error))
+                return None
+            return replica
 
+        living = tuple(filter(None, await _together(on_one(replica) for replica in replicas)))
+        if not living:
+            raise WeightUpdateFailed(f"every replica died under the call: {_names(replicas)}")
+        return living
+
+    async def _is_dead(self, replica: Replica) -> bool:
+        """Whether a replica that failed has ended, or wedged, and has not just refused."""
+        if replica.state is ReplicaState.LOST:
+            return True
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for replica in replicas:
-                    tasks.create_task(one(replica))
-        except* (WeightUpdateFailed, DeadlineExceeded) as group:
-            raise group.exceptions[0] from None
-        return [results[replica] for replica in replicas]
+            await replica.engine.health(self._config.control_timeout_s)
+        except (EngineError, DeadlineExceeded):
+            return True
+        return False
+
+    async def _on_one(self, replica: Replica, call: Callable[[Replica], Awaitable[T]], timeout_s: float) -> T:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await replica.unless_lost(call(replica))
+        except EngineError as error:
+            raise WeightUpdateFailed(str(error), replica_id=replica.replica_id) from error
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"replica {replica.replica_id} did not answer within {timeout_s:g} s") from error
 
     @asynccontextmanager
     async def _exclusively(self, call: str) -> AsyncIterator[None]:
@@ -586,6 +617,16 @@ class WeightCoordinator:
 
     def _timed(self, step: str) -> Any:
         return self._metrics.weight_update_seconds.labels(step).time()
+
+
+async def _together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of calls made at once. The first failure ends the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(call) for call in calls]
+    except* (WeightUpdateFailed, DeadlineExceeded) as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in running]
 
 
 def _checkpoint_bytes(replica: Replica) -> int:

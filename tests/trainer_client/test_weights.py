@@ -153,21 +153,39 @@ async def test_a_push_during_another_update_is_a_conflict(rig: Rig, folder: Path
     assert folders(folder) == set()
 
 
-async def test_a_replica_that_dies_while_it_loads_is_named_and_the_others_serve_the_version_before(
+async def test_a_replica_that_dies_while_it_loads_costs_the_others_nothing(
     rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await push(rig, tensors())
-    _, before = await said(rig)
     with monkeypatch.context() as slow:
         slow.setattr(SimWorker, "_load", lambda *_: time.sleep(0.3))
         pushing = asyncio.create_task(push(rig, tensors(), version=5))
         await asyncio.sleep(0.2)
         await rig.replicas[1].kill()
-        with pytest.raises(WeightUpdateFailed, match="engine-1"):
-            await pushing
+        assert await pushing == 5
+    versions, tokens = await said(rig)
+    assert versions == {5}
     await rig.add_replica("engine-1")
     await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
-    assert await said(rig) == ({1}, before)
+    assert await said(rig) == (versions, tokens)
+    assert folders(folder) == {"v1", "v5"}
+
+
+async def test_a_replica_that_cannot_load_is_named_and_all_serve_the_version_before(
+    rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await push(rig, tensors())
+    before, load = await said(rig), SimWorker._load
+
+    def fail_once(worker: SimWorker, path: str) -> None:
+        monkeypatch.setattr(SimWorker, "_load", load)
+        raise WeightUpdateConflict("it has no room for these weights")
+
+    monkeypatch.setattr(SimWorker, "_load", fail_once)
+    with pytest.raises(WeightUpdateFailed, match=r"replica engine-\d.*it has no room for these weights"):
+        await push(rig, tensors())
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    assert await said(rig) == before
     assert folders(folder) == {"v1"}
 
 

@@ -25,8 +25,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.tiny_model import task
-from trainer_client import BlockingBatch, BlockingRolloutClient, Completion, Rollout, SamplingParams
-from trainer_client.sender import GroupSender, named_tensors
+from trainer_client import (
+    BlockingBatch,
+    BlockingRolloutClient,
+    Completion,
+    Rollout,
+    SamplingParams,
+    WeightSender,
+)
 
 MODEL = Path(__file__).parent / "tiny_model" / "digit-sort"
 PROMPTS_PER_STEP = 32
@@ -56,7 +62,7 @@ class Lesson:
 class Trainer:
     """A model in float32 that learns from rollouts; `version` is that of its weights behind the URL."""
 
-    def __init__(self, args: argparse.Namespace, client: BlockingRolloutClient, sender: GroupSender) -> None:
+    def __init__(self, args: argparse.Namespace, client: BlockingRolloutClient, sender: WeightSender) -> None:
         torch.manual_seed(args.seed)
         self.client = client
         self.sender = sender
@@ -66,7 +72,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         self.problems = list(islice(task.problems(SEED_OF_PROBLEMS + args.seed), STEPS_PER_ROUND * PROMPTS_PER_STEP))
         # Engines may hold anything: from here on they and the trainer begin with the same.
-        self.version = sender.push(named_tensors(self.model))
+        self.version = sender.push(self.model)
 
     def train(self, num_steps: int) -> Iterator[dict[str, Any]]:
         """Step for step, with what is to be said of it."""
@@ -85,7 +91,7 @@ class Trainer:
             ratios = self.learn(lesson)
             learned = time.perf_counter()
             oldest = min(completion.oldest_version or 0 for rollout in rollouts for completion in rollout.completions)
-            staleness, self.version = self.version - oldest, self.sender.push(named_tensors(self.model))
+            staleness, self.version = self.version - oldest, self.sender.push(self.model)
             synced = time.perf_counter()
             seconds = {"wait_s": waited - began, "learn_s": learned - waited, "sync_s": synced - learned}
             yield {
@@ -191,7 +197,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    with BlockingRolloutClient(args.url) as client, GroupSender(client, timeout_s=args.timeout) as sender:
+    with BlockingRolloutClient(args.url) as client, WeightSender(client, timeout_s=args.timeout) as sender:
         client.wait_ready(args.timeout)
         trainer = Trainer(args, client, sender)
         for step in trainer.train(args.steps):

@@ -273,7 +273,7 @@ class GatewayServer:
         return reply({"message": "Weight update finished", "weight_version": version})
 
     async def _load_weights(self, request: web.Request) -> web.Response:
-        """A version that a trainer has written into the store: `trainer_client.weights.WeightSender` does it."""
+        """A version that a trainer has written into the store: `trainer_client.WeightSender` does it."""
         body = await read_object(request)
         if body.get("transport") != "store":
             raise InvalidRequest(

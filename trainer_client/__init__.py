@@ -6,6 +6,7 @@ from trainer_client.client import RolloutClient
 from trainer_client.progress import Progress, WeightProgress, progress_bar, weight_bar
 from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
 from trainer_client.sampling import SamplingParams
+from trainer_client.sender import WeightSender
 
 __all__ = [
     "Batch",
@@ -18,6 +19,7 @@ __all__ = [
     "RolloutClient",
     "SamplingParams",
     "WeightProgress",
+    "WeightSender",
     "WeightSpan",
     "progress_bar",
     "weight_bar",

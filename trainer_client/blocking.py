@@ -115,6 +115,14 @@ class BlockingRolloutClient:
     def finish_weight_update(self, canary_logprobs: Sequence[float] | None, timeout_s: float) -> int:
         return self._wait(self._client.finish_weight_update(canary_logprobs, timeout_s))
 
+    def weight_store(self) -> Json:
+        return self._wait(self._client.weight_store())
+
+    def load_weights(
+        self, snapshot: str, version: int | None, canary_logprobs: Sequence[float] | None, timeout_s: float
+    ) -> int:
+        return self._wait(self._client.load_weights(snapshot, version, canary_logprobs, timeout_s))
+
     def canary_token_ids(self) -> list[int]:
         return self._wait(self._client.canary_token_ids())
 

@@ -187,6 +187,23 @@ class RolloutClient:
             raise RolloutGatewayError(f"{self.url} has updated, but tells no weight version: it is no gateway")
         return int(reply["weight_version"])
 
+    async def weight_store(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
+        """Where the gateway keeps weight versions (`folder`), and of which `model`."""
+        return await self._control("GET", "/v1/weight_store", None, timeout_s)
+
+    async def load_weights(
+        self,
+        snapshot: str,
+        version: int | None = None,
+        canary_logprobs: Sequence[float] | None = None,
+        timeout_s: float = _WEIGHTS_TIMEOUT_S,
+    ) -> int:
+        """Have all replicas load the draft `snapshot` of the weight store. Returns the version once they serve it."""
+        body: Json = {"transport": "store", "snapshot": snapshot, "version": version}
+        if canary_logprobs is not None:
+            body["canary_logprobs"] = [float(value) for value in canary_logprobs]
+        return int((await self._control("POST", "/v1/weight_updates", body, timeout_s))["weight_version"])
+
     async def canary_token_ids(self, timeout_s: float = _ASK_TIMEOUT_S) -> list[int]:
         """The tokens whose log-probs, by the trainer's new weights, may go with `finish_weight_update`."""
         return list((await self._control("GET", "/v1/weight_canary", None, timeout_s))["token_ids"])

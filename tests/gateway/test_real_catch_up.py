@@ -23,8 +23,8 @@ from trl.generation import vllm_client
 from engines.server import free_port
 from examples.tiny_model import task, train
 from tests.real_vllm import RealFleet, fleet, greedy_token_ids
+from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import trl as gloo_trl
-from trainer_client.weights import WeightSender
 
 pytestmark = pytest.mark.vllm
 
@@ -163,7 +163,8 @@ def test_a_version_pushed_through_the_store_is_served_by_all_and_by_a_successor(
     named = [(name, tensor + 0.05 * torch.randn_like(tensor)) for name, tensor in trained.model.state_dict().items()]
     trained.model.load_state_dict(dict(named))
     began = time.monotonic()
-    assert WeightSender(trained.real.url, timeout_s=TIMEOUT_S).push(trained.model.named_parameters()) == 3
+    with BlockingRolloutClient(trained.real.url) as rollouts, WeightSender(rollouts, transport="store") as sender:
+        assert sender.push(trained.model) == 3
     print(f"pushed in {time.monotonic() - began:.2f} s")
     trained.model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(train.COMMITTED).save_pretrained(tmp_path)

@@ -19,7 +19,7 @@ from engines.types import Dialect, EngineKind
 from examples.tiny_model.train import COMMITTED
 from tests import real_sglang, real_vllm
 from tests.engines.conformance.trainers import TorchBroadcasts
-from trainer_client.weights import WeightSender
+from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.sglang
 
@@ -209,7 +209,8 @@ def is_greedy(model: Any, prompt: list[int], token_ids: list[int]) -> bool:
 def test_weights_pushed_through_the_store_reach_both_kinds_and_a_successor(real: real_vllm.RealFleet) -> None:
     model = random_model()
     judged = greedy(real, model="judge")
-    assert WeightSender(real.url, timeout_s=real_vllm.REQUEST_TIMEOUT_S).push(model.named_parameters()) == 1
+    with BlockingRolloutClient(real.url) as client, WeightSender(client, transport="store") as sender:
+        assert sender.push(model) == 1
 
     def check() -> None:
         before = placed(real)

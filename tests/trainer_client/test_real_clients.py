@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engines.errors import InvalidRequest
 from examples.tiny_model import task, train
 from tests.real_vllm import RealFleet, fleet
-from trainer_client import BlockingRolloutClient, Rollout, SamplingParams
-from trainer_client.sender import GroupSender, named_tensors
+from trainer_client import BlockingRolloutClient, Rollout, SamplingParams, WeightSender
 
 PROBLEMS = ["52", "901", "7364", "20418"]
 SAMPLING = SamplingParams(n=4, max_tokens=task.MAX_ANSWER_TOKENS)
@@ -72,8 +71,8 @@ def test_recorded_logprobs_are_the_models_before_and_after_a_push(client: Blocki
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.02)
-    with GroupSender(client, timeout_s=SOON_S) as sender:
-        version = sender.push(named_tensors(model))
+    with WeightSender(client, timeout_s=SOON_S) as sender:
+        version = sender.push(model)
     rollouts = drawn(client)
     assert {completion.oldest_version for rollout in rollouts for completion in rollout.completions} == {version}
     assert furthest_logprob(model, rollouts) < CLOSE
@@ -84,13 +83,13 @@ def test_a_push_of_another_models_tensors_is_refused_and_the_next_one_taken(
     client: BlockingRolloutClient, model: Any
 ) -> None:
     served = client.weight_version()
-    with GroupSender(client, timeout_s=SOON_S) as sender:
+    with WeightSender(client, timeout_s=SOON_S) as sender:
         began = time.monotonic()
         with pytest.raises(InvalidRequest, match=r"update_info\.names has 'other\.weight'"):
             sender.push([("other.weight", torch.zeros(2))])
         assert time.monotonic() - began < SOON_S / 2
         assert client.weight_version() == served
-        assert sender.push(named_tensors(model), version=served + 1) == served + 1
+        assert sender.push(model, version=served + 1) == served + 1
     assert furthest_logprob(model, drawn(client)) < CLOSE
 
 
@@ -98,13 +97,13 @@ def test_a_push_of_another_models_tensors_is_refused_and_the_next_one_taken(
 def test_a_push_after_a_replica_has_died_reaches_those_that_live(
     real: RealFleet, client: BlockingRolloutClient, model: Any
 ) -> None:
-    with GroupSender(client, timeout_s=SOON_S) as sender:
-        version = sender.push(named_tensors(model))
+    with WeightSender(client, timeout_s=SOON_S) as sender:
+        version = sender.push(model)
         os.kill(real.replicas[1].pid, signal.SIGKILL)
         deadline = time.monotonic() + SOON_S
         while states(client).get("engine-1") not in ("LOST", None) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert sender.push(named_tensors(model)) == version + 1
+        assert sender.push(model) == version + 1
     assert states(client)["engine-0"] == "SERVING"
     assert furthest_logprob(model, drawn(client)) < CLOSE
 

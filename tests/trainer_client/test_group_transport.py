@@ -1,4 +1,4 @@
-"""Our own sender against an HTTP server that plays a gateway, with receivers as threads of this process."""
+"""The sender over a group, against an HTTP server that plays a gateway, with receivers as threads of this process."""
 
 import threading
 import time
@@ -20,9 +20,8 @@ from engines.errors import (
 )
 from gateway.api import body_of, status_of
 from tests.played_gateway import Answer, PlayedGateway
-from trainer_client import BlockingRolloutClient, WeightProgress
+from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
 from trainer_client.channels import NcclChannel
-from trainer_client.sender import GroupSender, named_tensors
 
 SOON_S = 5.0
 TIMEOUT_S = 20.0
@@ -43,8 +42,8 @@ def client(gateway: PlayedGateway) -> Iterator[BlockingRolloutClient]:
 
 
 @pytest.fixture
-def sender(client: BlockingRolloutClient) -> Iterator[GroupSender]:
-    with GroupSender(client, timeout_s=TIMEOUT_S) as sender:
+def sender(client: BlockingRolloutClient) -> Iterator[WeightSender]:
+    with WeightSender(client, timeout_s=TIMEOUT_S) as sender:
         yield sender
 
 
@@ -60,16 +59,16 @@ def refusing(error: Any) -> Callable[[dict[str, Any]], Answer]:
     return lambda _: (status_of(error), body_of(error))
 
 
-def test_every_engine_holds_the_tensors_after_a_push(gateway: PlayedGateway, sender: GroupSender) -> None:
+def test_every_engine_holds_the_tensors_after_a_push(gateway: PlayedGateway, sender: WeightSender) -> None:
     trained = model()
-    assert sender.push(named_tensors(trained)) == 7
+    assert sender.push(trained) == 7
     for received in gateway.received:
         assert list(received) == ["0.weight", "1.weight", "1.bias"]
         assert all(torch.equal(received[name], weight) for name, weight in trained.named_parameters())
 
 
-def test_the_group_is_opened_once_for_many_pushes(gateway: PlayedGateway, sender: GroupSender) -> None:
-    sender.push(named_tensors(model()))
+def test_the_group_is_opened_once_for_many_pushes(gateway: PlayedGateway, sender: WeightSender) -> None:
+    sender.push(model())
     sender.push([("0.weight", torch.zeros(4, 3))])
     opening = ["/get_world_size", "/server_info", "/init_weight_transfer_engine"]
     assert gateway.calls == [*opening, *UPDATE, *UPDATE]
@@ -78,51 +77,51 @@ def test_the_group_is_opened_once_for_many_pushes(gateway: PlayedGateway, sender
 
 def test_tensors_are_sent_in_the_dtype_asked_for(gateway: PlayedGateway, client: BlockingRolloutClient) -> None:
     told: list[WeightProgress] = []
-    with GroupSender(client, dtype=torch.bfloat16, timeout_s=TIMEOUT_S, on_progress=told.append) as sender:
+    with WeightSender(client, dtype=torch.bfloat16, timeout_s=TIMEOUT_S, on_progress=told.append) as sender:
         sender.push([("a", torch.ones(2, 3)), ("b", torch.ones(5))])
     assert gateway.received[1]["a"].dtype == torch.bfloat16
     assert [(progress.tensors, progress.bytes, progress.num_bytes) for progress in told] == [(1, 12, 22), (2, 22, 22)]
 
 
 def test_a_version_that_is_not_the_next_one_is_refused_before_anything_moves(
-    gateway: PlayedGateway, sender: GroupSender
+    gateway: PlayedGateway, sender: WeightSender
 ) -> None:
     with pytest.raises(WeightUpdateConflict, match=r"version = 9 .* serves 6: the next is 7"):
-        sender.push(named_tensors(model()), version=9)
+        sender.push(model(), version=9)
     assert gateway.calls == ["/weight_info"]
-    assert sender.push(named_tensors(model()), version=7) == 7
+    assert sender.push(model(), version=7) == 7
 
 
-def test_no_tensors_are_no_update(gateway: PlayedGateway, sender: GroupSender) -> None:
+def test_no_tensors_are_no_update(gateway: PlayedGateway, sender: WeightSender) -> None:
     with pytest.raises(InvalidRequest, match="named_tensors is empty"):
         sender.push([])
     assert gateway.calls == []
 
 
 def test_a_refused_update_ends_the_broadcast_at_once_with_the_gateways_error(
-    gateway: PlayedGateway, sender: GroupSender
+    gateway: PlayedGateway, sender: WeightSender
 ) -> None:
     receive = gateway.answers["/update_weights"]
     gateway.answers["/update_weights"] = refusing(InvalidRequest("no such tensor", param="update_info.names"))
     began = time.monotonic()
     with pytest.raises(InvalidRequest, match="no such tensor") as refused:
-        sender.push(named_tensors(model()))
+        sender.push(model())
     assert refused.value.param == "update_info.names"
     assert time.monotonic() - began < SOON_S
     gateway.answers["/update_weights"] = receive
-    assert sender.push(named_tensors(model())) == 7, "the next push opens a new group"
+    assert sender.push(model()) == 7, "the next push opens a new group"
     assert gateway.calls.count("/init_weight_transfer_engine") == 2
 
 
-def test_a_refused_init_ends_the_rendezvous_at_once(gateway: PlayedGateway, sender: GroupSender) -> None:
+def test_a_refused_init_ends_the_rendezvous_at_once(gateway: PlayedGateway, sender: WeightSender) -> None:
     gateway.answers["/init_weight_transfer_engine"] = refusing(WeightUpdateConflict("another trainer is here"))
     began = time.monotonic()
     with pytest.raises(WeightUpdateConflict, match="another trainer is here"):
-        sender.push(named_tensors(model()))
+        sender.push(model())
     assert time.monotonic() - began < SOON_S
 
 
-def test_an_engine_that_cannot_load_is_named(gateway: PlayedGateway, sender: GroupSender) -> None:
+def test_an_engine_that_cannot_load_is_named(gateway: PlayedGateway, sender: WeightSender) -> None:
     def leave_instead(_: dict[str, Any]) -> Answer:
         gateway.groups[1].close("KeyError: 'lm_head'")
         gateway.groups[0].close()
@@ -131,25 +130,25 @@ def test_an_engine_that_cannot_load_is_named(gateway: PlayedGateway, sender: Gro
 
     gateway.answers["/update_weights"] = leave_instead
     with pytest.raises(WeightUpdateFailed, match="replica engine-1: KeyError: 'lm_head'") as failed:
-        sender.push(named_tensors(model()))
+        sender.push(model())
     assert failed.value.replica_id == "engine-1"
 
 
 def test_a_group_that_a_replica_left_is_formed_anew_before_anything_is_touched(
-    gateway: PlayedGateway, sender: GroupSender
+    gateway: PlayedGateway, sender: WeightSender
 ) -> None:
-    sender.push(named_tensors(model()))
+    sender.push(model())
     answers = iter([(424, body_of(WeightUpdateFailed("the transfer group is broken"))), (200, {"message": "started"})])
     gateway.answers["/start_weight_update"] = lambda _: next(answers)
-    assert sender.push(named_tensors(model())) == 7
+    assert sender.push(model()) == 7
     assert gateway.calls.count("/init_weight_transfer_engine") == 2
 
 
-def test_a_start_that_conflicts_is_not_tried_again(gateway: PlayedGateway, sender: GroupSender) -> None:
-    sender.push(named_tensors(model()))
+def test_a_start_that_conflicts_is_not_tried_again(gateway: PlayedGateway, sender: WeightSender) -> None:
+    sender.push(model())
     gateway.answers["/start_weight_update"] = refusing(WeightUpdateConflict("an update is open"))
     with pytest.raises(WeightUpdateConflict, match="an update is open"):
-        sender.push(named_tensors(model()))
+        sender.push(model())
     assert gateway.calls.count("/init_weight_transfer_engine") == 1
 
 
@@ -161,29 +160,29 @@ def test_engines_that_never_come_end_the_push_in_time(
         time.sleep(1.5)
         return 200, {"message": "late"}
 
-    with GroupSender(client, timeout_s=0.5) as sender:
+    with WeightSender(client, timeout_s=0.5) as sender:
         gateway.answers[route] = silence
         began = time.monotonic()
         with pytest.raises((WeightUpdateFailed, DeadlineExceeded), match=r"waited 0\.5 s|within 0\.5 s"):
-            sender.push(named_tensors(model()))
+            sender.push(model())
     assert time.monotonic() - began < SOON_S
     assert gateway.calls.count(route) == 1
 
 
-def test_engines_without_a_transport_of_ours_are_named(gateway: PlayedGateway, sender: GroupSender) -> None:
+def test_engines_without_a_transport_of_ours_are_named(gateway: PlayedGateway, sender: WeightSender) -> None:
     gateway.answers["/server_info"] = lambda _: (200, {"vllm_config": {"weight_transfer_config": None}})
     with pytest.raises(ConfigError, match="receive weights over None"):
-        sender.push(named_tensors(model()))
+        sender.push(model())
 
 
 def test_nccl_without_a_gpu_is_refused_before_a_group_is_opened(
     gateway: PlayedGateway, client: BlockingRolloutClient
 ) -> None:
     with (
-        GroupSender(client, backend="nccl", device="cpu") as sender,
+        WeightSender(client, transport="nccl", device="cpu") as sender,
         pytest.raises(ConfigError, match="device is 'cpu'"),
     ):
-        sender.push(named_tensors(model()))
+        sender.push(model())
     assert gateway.calls == ["/get_world_size"]
 
 

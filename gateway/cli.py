@@ -26,6 +26,7 @@ from gateway.doctor.subject import subject_of
 from gateway.explanation import Explanation, explain_engines
 from gateway.load import Setting, explain, load
 from gateway.node_gpus import read_gpus
+from gateway.plan.command import plan_command
 from gateway.progress import shown
 from gateway.scale import scale
 from gateway.serve_api import ask_control_plane
@@ -56,6 +57,9 @@ File = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Name = Annotated[str, typer.Option("--name", help="Name of the Serve application.")]
+
+
+app.command("plan")(plan_command)
 
 
 def main() -> None:

@@ -1,0 +1,212 @@
+"""The shape of a decoder-only model: parameters, KV cache and work of a token, read from Hugging Face's config.json."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.errors import ConfigError
+
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
+_ATTENTION = ("full_attention", "sliding_attention", "attention")
+# Models whose config.json leaves `tie_word_embeddings` out where it is true.
+_TIED = ("gemma",)
+_BIASED = ("qwen2",)  # and their config.json does not say so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture: each token takes `used` of `count` experts of `parameters` each, in every layer of `layers`."""
+
+    count: int
+    used: int
+    layers: int
+    parameters: float
+
+    @property
+    def all_parameters(self) -> float:
+        return self.layers * self.count * self.parameters
+
+    def touched(self, tokens: float) -> float:
+        """Parameters that a step of so many tokens reads: those of each expert that any token takes."""
+        missed: float = (1 - self.used / self.count) ** tokens
+        return self.all_parameters * (1 - missed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Counts are of the whole model, over all layers."""
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    """1 where all heads share one latent (MLA), which every GPU of a tensor parallel group then holds whole."""
+    kv_values: int
+    """Numbers that the KV cache holds of one token."""
+    attention_width: int
+    """Of a token's queries, over all layers: the work of looking at one token before it is 4 FLOPs for each."""
+    dense_parameters: float
+    """Those that every token is multiplied with: layers without their routed experts, and the head."""
+    embedding_parameters: float
+    """Of the input embedding where the head is another matrix: looked up, never multiplied."""
+    experts: Experts | None
+    weight_bytes_each: float
+    positions: int | None
+
+    @property
+    def parameters(self) -> float:
+        routed = self.experts.all_parameters if self.experts else 0.0
+        return self.dense_parameters + self.embedding_parameters + routed
+
+    @property
+    def active_parameters(self) -> float:
+        """Multiplied with for one token."""
+        experts = self.experts
+        return self.dense_parameters + (experts.layers * experts.used * experts.parameters if experts else 0.0)
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.parameters * self.weight_bytes_each
+
+    def read_bytes(self, tokens: float) -> float:
+        """Bytes of weights that a step of so many tokens reads."""
+        routed = self.experts.touched(tokens) if self.experts else 0.0
+        return (self.dense_parameters + routed) * self.weight_bytes_each
+
+    def kv_bytes(self, tensor_parallel: int) -> float:
+        """Of one token on each GPU of a tensor parallel group. Heads that are fewer than GPUs are held twice."""
+        return self.kv_values * 2.0 / min(tensor_parallel, self.kv_heads)
+
+    def fits_heads(self, tensor_parallel: int) -> bool:
+        """Whether heads can be dealt out evenly; the engines' own rule."""
+        kv = self.kv_heads
+        return self.heads % tensor_parallel == 0 and (kv % tensor_parallel == 0 or tensor_parallel % kv == 0)
+
+
+def read_shape(model: Path | None, given: Sequence[str] = ()) -> ModelShape:
+    """The shape of a checkpoint folder or config.json, with `KEY=VALUE` in its own words over it, or of those alone.
+
+    Raises `ConfigError` naming the key that is missing or wrong.
+    """
+    config: dict[str, Any] = {} if model is None else _read(model)
+    text = dict(config.get("text_config") or config) | dict(_pair(part) for part in given)
+    name = model.name if model and model.name != "config.json" else (model.parent.name if model else "model")
+    return shape_of(text, name, quantization=config.get("quantization_config"))
+
+
+def shape_of(config: Mapping[str, Any], name: str, *, quantization: Mapping[str, Any] | None = None) -> ModelShape:
+    """The shape that the keys of a config.json describe."""
+    if others := sorted({str(kind) for kind in config.get("layer_types") or ()} - set(_ATTENTION)):
+        raise ConfigError(f"{name}: layers of {', '.join(others)} keep no KV cache that is known here")
+    layers, hidden, heads = (
+        _whole(config, key, name) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    vocabulary, intermediate = (_whole(config, key, name) for key in ("vocab_size", "intermediate_size"))
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head = int(config.get("head_dim") or hidden // heads)
+    if config.get("kv_lora_rank"):
+        attention, kv_values, width = _latent(config, name, hidden, heads)
+        kv_heads = 1
+    else:
+        bias = (heads + 2 * kv_heads) * head if _has_bias(config) else 0
+        attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head + bias
+        kv_values, width = 2 * kv_heads * head, heads * head
+    experts, dense_mlp = _feed_forward(config, layers, hidden, intermediate)
+    tied = config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith(_TIED))
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        vocabulary=vocabulary,
+        heads=heads,
+        kv_heads=kv_heads,
+        kv_values=layers * kv_values,
+        attention_width=layers * width,
+        dense_parameters=layers * (attention + 2 * hidden) + dense_mlp + hidden + vocabulary * hidden,
+        embedding_parameters=0.0 if tied else float(vocabulary * hidden),
+        experts=experts,
+        weight_bytes_each=_weight_bytes(config, quantization),
+        positions=config.get("max_position_embeddings"),
+    )
+
+
+def _latent(config: Mapping[str, Any], name: str, hidden: int, heads: int) -> tuple[int, int, int]:
+    """Multi-head latent attention (DeepSeek-V2 and its kin): parameters, KV values and query width of a layer."""
+    rank, rope, nope, value = (
+        _whole(config, key, name) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    query_rank = config.get("q_lora_rank")
+    width = heads * (nope + rope)
+    query = query_rank * (hidden + width) if query_rank else hidden * width
+    parameters = query + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+    # Queries look at the latent itself while decoding.
+    return parameters, rank + rope, heads * (rank + rope)
+
+
+def _feed_forward(
+    config: Mapping[str, Any], layers: int, hidden: int, intermediate: int
+) -> tuple[Experts | None, float]:
+    """The routed experts, and the parameters that every token uses, of all layers."""
+    count = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
+    if not count:
+        return None, 3.0 * layers * hidden * intermediate
+    expert = int(config.get("moe_intermediate_size") or intermediate)
+    plain = int(config.get("first_k_dense_replace") or 0)
+    shared = int(config.get("shared_expert_intermediate_size") or 0)
+    shared += int(config.get("n_shared_experts") or 0) * expert
+    mixed = layers - plain
+    dense = 3.0 * hidden * (plain * intermediate + mixed * shared) + mixed * hidden * int(count)
+    used = int(config.get("num_experts_per_tok") or 1)
+    return Experts(count=int(count), used=used, layers=mixed, parameters=3.0 * hidden * expert), dense
+
+
+def _has_bias(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("attention_bias", config.get("model_type") in _BIASED))
+
+
+def _weight_bytes(config: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> float:
+    if quantization:
+        bits = quantization.get("bits") or quantization.get("weight_bits") or 8
+        return float(bits) / 8
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return 2.0 if dtype == "float32" else _BYTES.get(dtype, 2.0)  # engines load float32 checkpoints as bfloat16
+
+
+def _read(model: Path) -> dict[str, Any]:
+    path = model if model.is_file() else model / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"--model {str(model)!r}: {path} cannot be read: {error.strerror}; give a folder with config.json, or "
+            "numbers: --shape num_hidden_layers=28,hidden_size=3584,..."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"--model {str(model)!r}: {path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--model {str(model)!r}: {path} holds no object")
+    return found
+
+
+def _pair(part: str) -> tuple[str, Any]:
+    key, equals, value = part.partition("=")
+    if not equals:
+        raise ConfigError(f"--shape {part!r}: expected KEY=VALUE with a key of config.json, such as hidden_size=3584")
+    try:
+        return key.strip(), json.loads(value)
+    except ValueError:
+        return key.strip(), value
+
+
+def _whole(config: Mapping[str, Any], key: str, name: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        told = "is missing" if value is None else f"= {value!r} is no positive whole number"
+        raise ConfigError(f"{name}: {key} {told}; give it with --shape {key}=NUMBER")
+    return value

@@ -53,6 +53,10 @@ class Scheduler:
     def queue_length(self, model: str) -> int:
         return sum(not waiter.placed.done() for waiter in self._queues[model])
 
+    def waits(self, rollout: Rollout) -> bool:
+        """Whether it has no replica yet."""
+        return any(one.rollout is rollout and not one.placed.done() for one in self._queues[rollout.model])
+
     @property
     def closed_for(self) -> list[str]:
         """Why nothing of the policy is placed now; empty when the gate is open."""

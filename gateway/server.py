@@ -30,6 +30,7 @@ from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
 from gateway.scheduler import Scheduler
 from gateway.sessions import session_of
+from gateway.sglang_control import SglangControl
 from gateway.snapshots import Snapshots
 from gateway.status import status_report
 from gateway.weights import WeightCoordinator
@@ -63,7 +64,10 @@ class GatewayServer:
         self._completions = Completions(config.gateway, fleet, self._scheduler)
         self._chat = Chat(config.gateway, fleet, self._scheduler)
         self._tokens = TokenGeneration(config.gateway, fleet, self._scheduler)
-        self._sglang = SglangGenerate(self._completions)
+        self._sglang = SglangGenerate(self._completions, fleet)
+        self._sglang_control = SglangControl(
+            fleet, self._scheduler, self._weights, self._sglang, self._model_description
+        )
 
     def application(self) -> web.Application:
         app = web.Application(
@@ -106,6 +110,7 @@ class GatewayServer:
         post("/pause", self._for_admin(self._pause))
         post("/resume", self._for_admin(self._resume))
         get("/is_paused", self._for_admin(self._is_paused))
+        self._sglang_control.add_routes(app.router, self._for_inference, self._for_admin)
         app.cleanup_ctx.append(self._watching)
         return app
 
@@ -231,11 +236,14 @@ class GatewayServer:
         return reply({})
 
     async def _model_info(self, request: web.Request) -> web.Response:
+        return reply(await self._model_description())
+
+    async def _model_description(self) -> Json:
         """SGLang's description of the policy."""
         card = await self._model_card(self._fleet.models.first)
         path = card.get("root") or card["id"]
         described = {"model_path": path, "tokenizer_path": path, "is_generation": True}
-        return reply(described | {"preferred_sampling_params": None, "weight_version": str(self._fleet.version)})
+        return described | {"preferred_sampling_params": None, "weight_version": str(self._fleet.version)}
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return reply({"weight_version": str(self._fleet.version)})

@@ -2,14 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from engines.engine import Json
+from gateway.fleet import Fleet
+from gateway.routing import Rollout
 from gateway.wire.completions import Completions, Prompt, Usage
-from gateway.wire.sglang_words import Asked, answer, asked_prompts
+from gateway.wire.sglang_words import Asked, aborted_reply, answer, asked_prompts
 from gateway.wire.spans import StreamSpans
 
 
@@ -37,8 +39,16 @@ class Batch:
 class SglangGenerate:
     """Puts SGLang's bodies to `Completions`, each prompt with its own sampling parameters."""
 
-    def __init__(self, completions: Completions) -> None:
+    def __init__(self, completions: Completions, fleet: Fleet) -> None:
         self._completions = completions
+        self._fleet = fleet
+        self._running: dict[asyncio.Task[Json], tuple[str, Rollout]] = {}
+
+    def abort(self, of: Callable[[str, Rollout], bool]) -> None:
+        """End the prompts that `of` picks by id and rollout, and answer them without tokens. Streams are not asked."""
+        for task, asked in list(self._running.items()):
+            if of(*asked):
+                task.cancel()
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Batch:
         """Raises `InvalidRequest` before any replica has work."""
@@ -54,15 +64,21 @@ class SglangGenerate:
         began = time.monotonic()
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._completions.generate([prompt])) for prompt in batch.prompts]
+                tasks = [self._begun(group, *one) for one in zip(batch.asked, batch.prompts, strict=True)]
         except* Exception as errors:
             raise errors.exceptions[0] from None
         seconds, usage, answers = time.monotonic() - began, Usage(), []
         for index, (asked, task) in enumerate(zip(batch.asked, tasks, strict=True)):
-            reply = task.result()
+            reply = aborted_reply(batch.n, self._fleet.version) if task.cancelled() else task.result()
             usage.add_chunk(index, reply.get("usage"))
             answers += [answer(asked, choice, reply.get("usage"), seconds) for choice in reply["choices"]]
         return answers if batch.is_list else answers[0], usage.total()
+
+    def _begun(self, group: asyncio.TaskGroup, asked: Asked, prompt: Prompt) -> "asyncio.Task[Json]":
+        task = group.create_task(self._completions.generate([prompt]))
+        self._running[task] = (asked.rid, prompt.rollout)
+        task.add_done_callback(self._running.pop)
+        return task
 
     async def stream(self, batch: Batch) -> AsyncGenerator[Json]:
         """Chunks that tell each sample from its start, as SGLang's do; `index` says which, where there are several."""

@@ -116,6 +116,12 @@ def answer(asked: Asked, choice: Json, usage: Json | None, seconds: float) -> Js
     return told | {"prompt_token_ids": prompt_ids} if asked.return_prompt_token_ids else told
 
 
+def aborted_reply(n: int, version: int) -> Json:
+    """What /v1/completions would say of a prompt that was taken back before it had tokens."""
+    choice: Json = {"text": "", "token_ids": [], "logprobs": None, "finish_reason": "abort", "weight_version": version}
+    return {"choices": [dict(choice) for _ in range(n)]}
+
+
 def _asked(body: Json, prompt: Any, rid: str, own: Json) -> Asked:
     sampling = own["sampling_params"] or {}
     if not isinstance(sampling, dict):

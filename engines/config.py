@@ -33,6 +33,8 @@ class SimConfig(BaseModel):
     """Weight updates after which the engine holds other weights than it says; never unless given."""
     corrupt: Literal["previous", "garbage"] = "previous"
     """What it holds then: the weights from before the update, or none that any update brought."""
+    corrupt_loads: bool = False
+    """True where weights loaded from a folder are then other ones than it says."""
     logprob_noise: float = Field(0.0, ge=0)
     """Nats by which a prompt's log-probs differ when it is read beside others, as rounding does on real engines."""
 

@@ -252,6 +252,7 @@ class SimServer:
         self.adapters = adapters
         self.corrupt_after = sim.corrupt_after
         self._corrupt = sim.corrupt
+        self.corrupt_loads = sim.corrupt_loads
         self._num_updates = 0
         self._limits = limits
         self._world_size = world_size
@@ -440,6 +441,8 @@ class SimServer:
         version = (await _body(request, VersionBody)).new_version
         if version != MIXED:
             self._last_held = CHECKPOINT_VERSION if version == "0" else version
+            if self.corrupt_loads:
+                self._model.held[self._last_held] = f"garbage of {self._limits.seed}"
         self._scheduler.hold_version(MIXED if version == MIXED else self._last_held)
         return _json({"success": True, "new_version": version})
 

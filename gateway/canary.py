@@ -112,9 +112,13 @@ class Canary:
 
     def accept(self) -> None:
         """The update just checked holds: the next one is compared with its log-probs."""
-        readings, self._trainers = self._checked
-        self._accepted.update(readings)
+        self.accept_part()
+        self._trainers = self._checked[1]
         self._checked = {}, None
+
+    def accept_part(self) -> None:
+        """Replicas just checked serve already: those that take the same version after them are compared with them."""
+        self._accepted.update(self._checked[0])
 
     async def admit(self, replica: Replica, version: int) -> Finding:
         """What the log-probs of a replica say that was brought to `version` by itself, while its peers serve."""

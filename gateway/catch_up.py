@@ -1,10 +1,11 @@
 """Brings back replicas whose weights are not the fleet's: from the store, and to version 0 from the checkpoint.
 
 A replica is behind when it is SYNCING: started anew, joined late, or left in the middle by an update that was aborted.
+One that serves the version of a rolling update that came to nothing is ahead, and serves on until it is its turn.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from weakref import WeakKeyDictionary
 
@@ -41,6 +42,7 @@ class CatchUp:
         self._canary = canary
         self._is_paused = is_paused
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._ahead: set[Replica] = set()
         self._given_up: WeakKeyDictionary[Replica, int] = WeakKeyDictionary()
         self._look = asyncio.Event()
         fleet.on_change(self._look.set)
@@ -66,6 +68,15 @@ class CatchUp:
         for replica in replicas:
             self._start(replica, leaves_group=leaves_group)
 
+    def take_back(self, replicas: Iterable[Replica], width: int) -> None:
+        """Take these, which are ahead, back to the fleet's version, so many at a time."""
+        turns = asyncio.Semaphore(width)
+        self._ahead = {replica for replica in replicas if replica not in self._tasks}
+        for replica in self._ahead:
+            self._own(replica, self._take_back(replica, turns))
+        if not self._ahead:
+            self._fleet.end_roll()
+
     async def settled(self, timeout_s: float) -> None:
         """Returns when nobody is being brought back; `DeadlineExceeded` names who still is."""
         tasks = [task for task in self._tasks.values() if task is not asyncio.current_task()]
@@ -87,15 +98,35 @@ class CatchUp:
 
     def _start(self, replica: Replica, *, leaves_group: bool) -> None:
         if replica not in self._tasks:
-            task = asyncio.create_task(
-                self._bring_back(replica, leaves_group=leaves_group), name=f"catch up {replica.replica_id}"
-            )
-            self._tasks[replica] = task
-            task.add_done_callback(lambda _: self._ended(replica))
+            self._own(replica, self._bring_back(replica, leaves_group=leaves_group))
+
+    def _own(self, replica: Replica, work: Coroutine[None, None, None]) -> None:
+        self._tasks[replica] = task = asyncio.create_task(work, name=f"catch up {replica.replica_id}")
+        task.add_done_callback(lambda _: self._ended(replica))
 
     def _ended(self, replica: Replica) -> None:
         self._tasks.pop(replica, None)
         self._look.set()
+        if replica in self._ahead:
+            self._ahead.remove(replica)
+            if not self._ahead:
+                self._fleet.end_roll()
+
+    async def _take_back(self, replica: Replica, turns: asyncio.Semaphore) -> None:
+        async with turns:
+            if not replica.can_serve:
+                return  # gone; or out of service, and the watch over those behind sees to it
+            version = replica.weight_version
+            self._fleet.set_state(replica, ReplicaState.UPDATING, f"leaves version {version}, which was aborted")
+            try:
+                await bounded(replica.idle.wait(), self._config.drain_timeout_s, "its rollouts did not end")
+            except DeadlineExceeded as error:
+                log.warning("its rollouts are done elsewhere", replica=replica.replica_id, reason=str(error))
+            if replica.state is ReplicaState.UPDATING:
+                self._fleet.fence(replica, f"held version {version}, which was aborted")
+                # A gateway that is started anew may give the number again, to other weights.
+                await self._try(replica, replica.engine.reset_prefix_cache)
+                await self._bring_back(replica, leaves_group=False)
 
     async def _bring_back(self, replica: Replica, *, leaves_group: bool) -> None:
         if replica.weight_version is None:
@@ -123,6 +154,8 @@ class CatchUp:
         timeout_s = self._config.load_timeout_s
         async with self._source(replica, version) as path:
             replica.weight_version = None
+            replica.drop_calls()  # of a replica that was silent while the others went on
+            await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
             load = replica.engine.load_snapshot(path, version, timeout_s)
             await bounded(replica.unless_lost(load), timeout_s, f"replica {replica.replica_id} did not load {path}")
         # A paused engine answers nothing. It is asked with the next update.
@@ -152,16 +185,18 @@ class CatchUp:
 
     async def _clear(self, replica: Replica, *, leaves_group: bool) -> None:
         """End what the update left open. An engine that cannot take part in it is found out by its probes."""
-        timeout_s = self._config.control_timeout_s
         engine = replica.engine
         calls: list[Callable[[float], Awaitable[None]]] = [engine.drop_receipt, engine.abandon_weight_update]
         if leaves_group:
             calls.append(engine.close_weight_group)
         for call in calls:
-            try:
-                await call(timeout_s)
-            except (EngineError, DeadlineExceeded) as error:
-                log.warning("could not clear up", replica=replica.replica_id, error=str(error))
+            await self._try(replica, call)
+
+    async def _try(self, replica: Replica, call: Callable[[float], Awaitable[object]]) -> None:
+        try:
+            await call(self._config.control_timeout_s)
+        except (EngineError, DeadlineExceeded) as error:
+            log.warning("could not clear up", replica=replica.replica_id, error=str(error))
 
     def _give_up(self, replica: Replica, version: int, reason: str) -> None:
         self._given_up[replica] = version

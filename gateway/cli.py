@@ -268,8 +268,9 @@ def _update(last: dict[str, Any]) -> str:
     """One line: what was done, what it cost, what the canary found."""
     found = Counter((replica.get("canary") or {}).get("result", "not asked") for replica in last["replicas"].values())
     steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in last["seconds"].items())
+    way = f"{last['transport']}{', rolling,' * last['rolling']}"
     return (
-        f"version {last['version']} {last['end']} over {last['transport']} in {last['age_s']:.3f} s ({steps}), "
+        f"version {last['version']} {last['end']} over {way} in {last['age_s']:.3f} s ({steps}), "
         f"{last['bytes'] / 1e6:.1f} MB, canary: {', '.join(f'{n} {result}' for result, n in found.items()) or 'none'}"
         + (f"; {last['error']}" if last["error"] else "")
     )
@@ -280,6 +281,10 @@ def _print_fleet(fleet: dict[str, Any]) -> None:
     print(f"{'weight version:':<24}{fleet['weight_version']}")
     if reason := fleet["weight_store"]["reason"]:
         print(f"{'no weight store:':<24}{reason}")
+    if update := fleet["weight_update"]:
+        there = sum(replica["weight_version"] == update["version"] for replica in fleet["replicas"])
+        step = f"{update['phase']}, {there} replicas hold it, {update['age_s']:.1f} s"
+        print(f"{'update under way:':<24}version {update['version']} {step}")
     if last := fleet["last_weight_update"]:
         print(f"{'last update:':<24}{_update(last)}")
     for adapter in fleet["adapters"]:

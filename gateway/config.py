@@ -77,6 +77,12 @@ class WeightsConfig(_Section):
     """policy: quorum: least share of the replicas that must pass."""
     canary: CanaryConfig = CanaryConfig()
 
+    rolling: bool = False
+    """How a version in the store reaches the replicas, where the push does not say: True for one after the other, so
+    that tokens never stop, False for all at once, so that no two versions are ever served."""
+    rolling_width: int = Field(1, ge=1)
+    """Replicas that a rolling update takes out at a time; one serves on, where there are two."""
+
     store: str | None = "auto"
     """Folder that keeps the last two weight versions, for replicas that lose theirs; null keeps none, auto is a folder
     in memory, /dev/shm/rollout-gateway-USER-NAME."""

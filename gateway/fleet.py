@@ -142,7 +142,9 @@ class Replica:
             self.suspect_since = None
         self.state, self.reason = state, reason
         if state is ReplicaState.UPDATING:
-            self._steady.clear()
+            # One that only leaves for an update knows what makes its last tokens.
+            if self.weight_version is None:
+                self._steady.clear()
         elif state is not ReplicaState.SUSPECT:
             self._steady.set()
         if state is ReplicaState.LOST:
@@ -159,7 +161,8 @@ class Replica:
 
 class Fleet:
     """All replicas of all models. `version` is the policy's weight version: what its SERVING replicas hold.
-    `target_version` is the one that they are to hold: the next one while an update is under way.
+    `target_version` is the one that they are to hold: the next one while an update is under way. `rolling_to` is the
+    version that a rolling update brings, which replicas may serve beside `version` until it is over, or taken back.
 
     `refused` says why a replica did not come in, by its id. `discover` lists the replicas that Serve runs, `connect`
     makes the engine client of one.
@@ -168,6 +171,9 @@ class Fleet:
     def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
         self.version = 0
         self.update_to: int | None = None
+        self.rolling_to: int | None = None
+        self._begun = 0
+        self._spent = 0
         self.models = Models(config.groups)
         self.adapters = Adapters()
         self.refused: dict[str, str] = {}
@@ -226,6 +232,43 @@ class Fleet:
     @property
     def target_version(self) -> int:
         return self.version if self.update_to is None else self.update_to
+
+    @property
+    def next_version(self) -> int:
+        """The number of the next update. One whose tokens were delivered is never given again."""
+        return max(self.version, self._spent) + 1
+
+    def is_current(self, replica: Replica) -> bool:
+        """Whether a replica may serve with the weights that it holds."""
+        return replica.frozen or (
+            replica.weight_version is not None and replica.weight_version in (self.version, self.rolling_to)
+        )
+
+    @property
+    def serving_behind(self) -> int:
+        """Replicas of a rolling update that serve another version than the one that all are to hold."""
+        if self.rolling_to is None:
+            return 0
+        return sum(replica.can_serve and replica.weight_version != self.target_version for replica in self.policy)
+
+    def begin(self, version: int, *, rolling: bool = False) -> None:
+        """An update to this version is under way."""
+        self.update_to, self._begun = version, max(self._begun, version)
+        if rolling:
+            self.rolling_to = version
+
+    def serve_ahead(self, replica: Replica, version: int) -> None:
+        """A replica has taken the version of a rolling update before the others, and serves it."""
+        self._spent = max(self._spent, version)
+        replica.weight_version = version
+        self.settle(replica, f"loaded version {version}")
+
+    def end_roll(self) -> None:
+        """Nobody serves two versions any more: who does not hold `version` is behind."""
+        self.rolling_to = None
+        for replica in self.policy:
+            if replica.can_serve and not self.is_current(replica):
+                self.settle(replica, f"the fleet is at version {self.version}")
 
     def version_of(self, model: str) -> int:
         """The newest weight version of a model; a frozen one's is its checkpoint's."""
@@ -340,8 +383,9 @@ class Fleet:
             self.set_state(replica, ReplicaState.SUSPECT, reason)
 
     def learn(self, version: int) -> None:
-        """Only a gateway that was itself started anew meets weights newer than it knows of."""
-        if version > self.version:
+        """Only a gateway that was itself started anew meets weights newer than it knows of. A replica that comes back
+        with the version of an update that came to nothing here is no news."""
+        if version > max(self.version, self._begun):
             self.version = version
             for replica in self.policy:
                 if replica.can_serve:
@@ -358,11 +402,11 @@ class Fleet:
         replica.drop_calls()
 
     def settle(self, replica: Replica, reason: str) -> None:
-        """SERVING where it is frozen or holds the policy's version, SYNCING where not; DRAINING where it is leaving."""
+        """SERVING where its weights are current, SYNCING where not; DRAINING where it is leaving."""
         if replica.is_leaving:
             self.set_state(replica, ReplicaState.DRAINING, _LEAVES)
             return
-        current = replica.frozen or replica.weight_version == self.version
+        current = self.is_current(replica)
         missing = self.missing_adapters(replica)
         if current and missing:
             current, reason = False, f"loads LoRA adapters: {', '.join(adapter.name for adapter in missing)}"
@@ -456,8 +500,11 @@ class Fleet:
 
     def _vouched(self, replica: Replica) -> None:
         if replica.state is ReplicaState.SUSPECT:
-            # What it was before may be over by now: an update it was part of ended without it.
             if replica.state_before_suspect is ReplicaState.UPDATING:
+                if self.update_to is not None:
+                    self.set_state(replica, ReplicaState.UPDATING, replica.reason_before_suspect)
+                    return
+                # An update it was part of ended without it.
                 replica.weight_version = None
             is_out = replica.state_before_suspect is ReplicaState.SYNCING
             self.settle(replica, replica.reason_before_suspect if is_out else "answers again")

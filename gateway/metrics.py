@@ -34,6 +34,9 @@ class Metrics:
         self.weight_update_bytes = counter("weight_update_bytes", "Bytes of tensors that every replica received.")
         self.canaries = counter("canaries", "Replicas asked after an update, by what was found.", ["result"])
         self.replicas = gauge("replicas", "Replicas by state.", ["model", "state"])
+        self.replicas_behind = gauge(
+            "replicas_behind", "Replicas that, in a rolling update, serve other weights than all are to hold."
+        )
         self.samples_in_flight = gauge("samples_in_flight", "Samples placed on a replica.", ["model", "replica"])
         self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.", ["model"])
 
@@ -49,6 +52,11 @@ class Metrics:
                 self.replicas.labels(model, state).set(states.count(state))
         for replica in replicas:
             self.samples_in_flight.labels(replica.info.model, replica.replica_id).set(replica.load_samples)
+
+    def observe_versions(self, version: int, behind: int) -> None:
+        """The policy's weight version, and how many replicas serve another than the one to come."""
+        self.weight_version.set(version)
+        self.replicas_behind.set(behind)
 
     def page(self, engine_pages: dict[str, str]) -> bytes:
         """Ours, then the engines'. `engine_pages` is Prometheus text by replica id."""

@@ -296,11 +296,19 @@ class GatewayServer:
             raise InvalidRequest(
                 f"version = {version!r} is no version: an integer from 1, or left out", param="version"
             )
-        return reply({"weight_version": await self._weights.load(snapshot, version, _canary_logprobs(body))})
+        rolling = body.get("rolling")
+        if rolling is not None and type(rolling) is not bool:
+            raise InvalidRequest(
+                f"rolling = {rolling!r} is neither true nor false; left out, it is as weights.rolling says",
+                param="rolling",
+            )
+        served = await self._weights.load(snapshot, version, _canary_logprobs(body), rolling=rolling)
+        return reply({"weight_version": served})
 
     async def _weight_store(self, request: web.Request) -> web.Response:
-        """Where a trainer writes drafts, and for which model."""
-        return reply({"folder": str(self._snapshots.folder), "model": self._fleet.models.first})
+        """Where a trainer writes drafts, for which model, and how they get to how many replicas."""
+        place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first}
+        return reply(place | {"rolling": self._config.weights.rolling, "replicas": len(self._fleet.policy)})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
         body = await read_object(request)

@@ -36,6 +36,8 @@ class UpdateLog:
         for step, seconds in (*update.seconds.items(), ("whole", update.age_s)):
             self._metrics.weight_update_seconds.labels(step).observe(seconds)
         for replica in update.replicas.values():
+            if "away_s" in replica:
+                self._metrics.weight_update_seconds.labels("away").observe(replica["away_s"])
             self._metrics.canaries.labels((replica.get("canary") or {}).get("result", "not asked")).inc()
         write = log.info if not update.error else log.error
         del report["phase"], report["started"]

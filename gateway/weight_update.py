@@ -18,6 +18,7 @@ class Phase(StrEnum):
 
     OPEN = "OPEN"  # the gate is closed, no engine touched yet
     RECEIVING = "RECEIVING"  # tensors move; engines hold a mixture
+    ROLLING = "ROLLING"  # replicas take it one after the other, and serve meanwhile
     VERIFYING = "VERIFYING"
     COMMITTED = "COMMITTED"
     ABORTED = "ABORTED"
@@ -28,8 +29,8 @@ class WeightUpdate:
     """An update in progress, and its record afterwards.
 
     `seconds` are by step (drain, transfer, digests, commit, canary); what is missing to the whole is the trainer's own
-    time between its calls. `replicas` say by replica id what became of it there. `draft` is where its tensors are
-    written for the weight store.
+    time between its calls. Of a `rolling` one they are summed over replicas. `replicas` say by replica id what became
+    of it there. `draft` is where its tensors are written for the weight store.
     """
 
     version: int
@@ -43,6 +44,7 @@ class WeightUpdate:
     seconds: dict[str, float] = field(default_factory=dict)
     replicas: dict[str, Json] = field(default_factory=dict)
     draft: Path | None = None
+    rolling: bool = False
     error: str = ""
     ended_at: float | None = None
 
@@ -75,6 +77,7 @@ class WeightUpdate:
             "phase": self.phase.value,
             "end": self.phase.value.lower() if self.ended_at is not None else None,
             "transport": self.transport,
+            "rolling": self.rolling,
             "started": self.opened.isoformat(timespec="milliseconds"),
             "age_s": round(self.age_s, 4),
             "seconds": {step: round(seconds, 4) for step, seconds in self.seconds.items()},

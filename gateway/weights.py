@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -31,6 +32,7 @@ from gateway.config import WeightsConfig
 from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
 from gateway.receipts import check_receipts
+from gateway.rolling import Rolling
 from gateway.scheduler import Scheduler
 from gateway.snapshots import Snapshots
 from gateway.update_log import UpdateLog
@@ -77,8 +79,9 @@ class WeightCoordinator:
         self._updates = UpdateLog(metrics)
         self._snapshots = snapshots
         self._catch_up = CatchUp(config, fleet, snapshots, self._canary, lambda: self.is_paused)
+        self._rolling = Rolling(config, fleet, self._canary, snapshots)
         self._busy_with = ""
-        fleet.on_change(lambda: metrics.weight_version.set(fleet.version))
+        fleet.on_change(lambda: metrics.observe_versions(fleet.version, fleet.serving_behind))
 
     @property
     def update(self) -> WeightUpdate | None:
@@ -133,19 +136,27 @@ class WeightCoordinator:
         async with self._exclusively("start_weight_update"):
             group = await self._whole_group()
             self._check_none_open()
-            await self._open(WeightUpdate(self._fleet.version + 1, group.transport))
+            await self._open(WeightUpdate(self._fleet.next_version, group.transport))
 
     async def load(
-        self, snapshot: str, version: int | None = None, canary_logprobs: Sequence[float] | None = None
+        self,
+        snapshot: str,
+        version: int | None = None,
+        canary_logprobs: Sequence[float] | None = None,
+        *,
+        rolling: bool | None = None,
     ) -> int:
         """Bring all replicas to the version that a trainer wrote into the store. Returns it once they serve it.
 
-        Replicas of all kinds take it together. `version` is the next one unless given.
+        Replicas of all kinds take it together, or one after the other with `rolling`, which is as `weights.rolling`
+        says unless given. `version` is the next one unless given.
         """
         async with self._exclusively("v1/weight_updates"):
             self._check_none_open()
             members = await self._loaders()
-            update = WeightUpdate(self._next_version(version), "store")
+            update = WeightUpdate(
+                self._next_version(version), "store", rolling=self._config.rolling if rolling is None else rolling
+            )
             self._canary.check_length(canary_logprobs)
             announced = await self._snapshots.announced(snapshot)
             update.receive(announced)
@@ -217,6 +228,11 @@ class WeightCoordinator:
         for replica in members:
             if not replica.info.has("/pause"):
                 raise WeightUpdateConflict(f"replica {replica.replica_id} ({replica.info.url}) has no /pause")
+        if self._fleet.rolling_to is not None:
+            raise WeightUpdateConflict(
+                f"/pause during the rolling update to version {self._fleet.rolling_to}, whose replicas have to answer: "
+                "wait for its end"
+            )
         self._scheduler.close_gate(_PAUSE)
         self._paused = mode
         timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
@@ -277,7 +293,7 @@ class WeightCoordinator:
         """Close the gate and wait for rollouts in flight."""
         self._scheduler.close_gate(_UPDATE)
         self._update = update
-        self._fleet.update_to = update.version
+        self._fleet.begin(update.version)
         async with self._step(update, "drain"):
             # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what becomes of
             # rollouts in flight when it chose the mode of the pause.
@@ -292,17 +308,14 @@ class WeightCoordinator:
         announced: Json,
         canary_logprobs: Sequence[float] | None,
     ) -> None:
-        """Have these replicas load a draft of the store, which holds the tensors announced, and serve it together."""
+        """Have these replicas load a draft of the store, which holds the tensors announced, and serve it together, or,
+        where the update is a rolling one, one after the other."""
         for replica in members:
             check_tensors(announced, replica.info, "snapshot")
         await self._remember_canary(members)
-        await self._open(update)
+        bring = self._roll if update.rolling else self._load_at_once
         try:
-            async with self._step(update, "load"):
-                members = await self._load_all(update, members, snapshot)
-            update.phase = Phase.VERIFYING
-            async with self._step(update, "canary"):
-                findings = await self._verify(update, members, canary_logprobs)
+            members, findings = await bring(update, members, snapshot, canary_logprobs)
         except BaseException:
             await self._snapshots.withdraw(update.version)
             raise
@@ -320,16 +333,63 @@ class WeightCoordinator:
         return members
 
     def _next_version(self, asked: int | None) -> int:
-        if asked is not None and asked <= self._fleet.version:
+        if asked is not None and asked < self._fleet.next_version:
             raise WeightUpdateConflict(
-                f"version = {asked}, but the fleet is at {self._fleet.version} and versions only grow: leave it out"
+                f"version = {asked}, but the fleet is at {self._fleet.version}, the next is "
+                f"{self._fleet.next_version}, and versions only grow: leave it out"
             )
-        return asked or self._fleet.version + 1
+        return asked or self._fleet.next_version
+
+    async def _load_at_once(
+        self,
+        update: WeightUpdate,
+        members: Sequence[Replica],
+        snapshot: str,
+        canary_logprobs: Sequence[float] | None,
+    ) -> tuple[Sequence[Replica], dict[Replica, Finding]]:
+        """Those that hold the draft's weights then, and what the canary found of them."""
+        await self._open(update)
+        async with self._step(update, "load"):
+            members = await self._load_all(update, members, snapshot)
+        update.phase = Phase.VERIFYING
+        async with self._step(update, "canary"):
+            findings = await self._verify(update, members, canary_logprobs)
+        return members, findings
+
+    async def _roll(
+        self,
+        update: WeightUpdate,
+        members: Sequence[Replica],
+        snapshot: str,
+        canary_logprobs: Sequence[float] | None,
+    ) -> tuple[Sequence[Replica], dict[Replica, Finding]]:
+        """The same, one replica after the other and with the gate open."""
+        if self.is_paused:
+            raise WeightUpdateConflict(
+                "generation is paused, and in a rolling update replicas go on generating: /resume first, or push "
+                "without rolling"
+            )
+        await self._catch_up.settled(self._config.load_timeout_s)
+        if not any(replica.can_serve for replica in members):
+            raise WeightUpdateConflict("no replica serves, so there is nothing to roll: push without rolling")
+        self._update, update.phase = update, Phase.ROLLING
+        self._fleet.begin(update.version, rolling=True)
+        try:
+            path = await self._promote(update, members, snapshot)
+            findings = await self._rolling.take(update, path, canary_logprobs)
+        except BaseException as error:
+            await self._abort(str(error) or type(error).__name__)
+            raise
+        there = {replica: one for replica, one in findings.items() if one.result is not Result.LOST}
+        return list(there), there
+
+    async def _promote(self, update: WeightUpdate, members: Sequence[Replica], snapshot: str) -> Path:
+        names = {tensor.name for replica in members for tensor in replica.info.tensors or ()}
+        return await self._snapshots.promote(snapshot, update.version, self._fleet.version, names)
 
     async def _load_all(self, update: WeightUpdate, members: Sequence[Replica], snapshot: str) -> tuple[Replica, ...]:
         """Those that hold the draft's weights then. One that dies on the way costs the others nothing."""
-        names = {tensor.name for replica in members for tensor in replica.info.tensors or ()}
-        path = await self._snapshots.promote(snapshot, update.version, self._fleet.version, names)
+        path = await self._promote(update, members, snapshot)
         await self._overwrite(update, members)
         timeout_s = self._config.load_timeout_s
 
@@ -439,7 +499,7 @@ class WeightCoordinator:
 
     def _commit(self, update: WeightUpdate, members: Sequence[Replica], findings: dict[Replica, Finding]) -> None:
         self._canary.accept()
-        self._fleet.version = update.version
+        self._fleet.version, self._fleet.rolling_to = update.version, None
         fenced = {replica: finding for replica, finding in findings.items() if not finding.may_serve}
         for replica in members:
             if replica not in fenced:
@@ -460,12 +520,18 @@ class WeightCoordinator:
         update = self._update
         if update is None:
             return
-        overwritten = [replica for replica in self._policy() if replica.state is ReplicaState.UPDATING]
+        updating = [replica for replica in self._policy() if replica.state is ReplicaState.UPDATING]
+        overwritten = [replica for replica in updating if replica.weight_version is None]
         for replica in overwritten:
             self._fleet.fence(replica, f"update to version {update.version} aborted: {reason}")
-        self._end(update, overwritten, Phase.ABORTED, reason)
+        ahead = [replica for replica in self._policy() if replica.weight_version == update.version]
+        self._end(update, [*overwritten, *ahead], Phase.ABORTED, reason)
         left = members if leaves_group else overwritten
         self._catch_up.restore((r for r in left if r.state is not ReplicaState.LOST), leaves_group=leaves_group)
+        if update.rolling:
+            self._catch_up.take_back(ahead, self._config.rolling_width)
+            for replica in updating:
+                self._fleet.settle(replica, f"serves on: the update to version {update.version} was aborted")
         await self._snapshots.discard(update.draft)
 
     def _end(self, update: WeightUpdate, members: Sequence[Replica], phase: Phase, error: str = "") -> None:

@@ -74,6 +74,7 @@ class SimReplica:
     def heal(self) -> None:
         """From now on it takes updates as it should."""
         self._server.corrupt_after = None
+        self._server.corrupt_loads = False
 
     def refuse_adapters(self) -> None:
         """From now on it fails to load any LoRA adapter of more than rank 1, as a worker of vLLM's does: with 500."""

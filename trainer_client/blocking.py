@@ -119,9 +119,15 @@ class BlockingRolloutClient:
         return self._wait(self._client.weight_store())
 
     def load_weights(
-        self, snapshot: str, version: int | None, canary_logprobs: Sequence[float] | None, timeout_s: float
+        self,
+        snapshot: str,
+        version: int | None,
+        canary_logprobs: Sequence[float] | None,
+        timeout_s: float,
+        *,
+        rolling: bool | None = None,
     ) -> int:
-        return self._wait(self._client.load_weights(snapshot, version, canary_logprobs, timeout_s))
+        return self._wait(self._client.load_weights(snapshot, version, canary_logprobs, timeout_s, rolling=rolling))
 
     def canary_token_ids(self) -> list[int]:
         return self._wait(self._client.canary_token_ids())

@@ -197,9 +197,14 @@ class RolloutClient:
         version: int | None = None,
         canary_logprobs: Sequence[float] | None = None,
         timeout_s: float = _WEIGHTS_TIMEOUT_S,
+        *,
+        rolling: bool | None = None,
     ) -> int:
-        """Have all replicas load the draft `snapshot` of the weight store. Returns the version once they serve it."""
-        body: Json = {"transport": "store", "snapshot": snapshot, "version": version}
+        """Have all replicas load the draft `snapshot` of the weight store. Returns the version once they serve it.
+
+        With `rolling` one after the other, without it all at once; unless given as `weights.rolling` says.
+        """
+        body: Json = {"transport": "store", "snapshot": snapshot, "version": version, "rolling": rolling}
         if canary_logprobs is not None:
             body["canary_logprobs"] = [float(value) for value in canary_logprobs]
         return int((await self._control("POST", "/v1/weight_updates", body, timeout_s))["weight_version"])

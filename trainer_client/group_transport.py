@@ -40,8 +40,19 @@ class GroupTransport:
         self._port = port
         self._channel: Channel | None = None
 
-    def push(self, parts: Iterable[Part], version: int | None, canary_logprobs: Sequence[float] | None) -> int:
+    def push(
+        self,
+        parts: Iterable[Part],
+        version: int | None,
+        canary_logprobs: Sequence[float] | None,
+        rolling: bool | None,
+    ) -> int:
         """Send part after part in one update. `version` is refused where it is not the next one."""
+        if rolling:
+            raise ConfigError(
+                "rolling = True: the replicas of a group receive together; a version goes to one after the other with "
+                "WeightSender(transport='store')"
+            )
         self._check_version(version)
         try:
             channel = self._start()

@@ -20,7 +20,13 @@ TransportName = Literal["store", "gloo", "nccl"]
 class Transport(Protocol):
     """How one version gets to the engines."""
 
-    def push(self, parts: "Iterator[Part]", version: int | None, canary_logprobs: Sequence[float] | None) -> int:
+    def push(
+        self,
+        parts: "Iterator[Part]",
+        version: int | None,
+        canary_logprobs: Sequence[float] | None,
+        rolling: bool | None,
+    ) -> int:
         """Returns the version once all replicas serve it."""
 
     def close(self, reason: str = ...) -> None:
@@ -78,12 +84,15 @@ class WeightSender:
         version: int | None = None,
         *,
         canary_logprobs: Sequence[float] | None = None,
+        rolling: bool | None = None,
     ) -> int:
         """Have every replica serve these tensors. Returns their version, the next one unless `version` is given.
 
         `named_tensors` is an `nn.Module`, a mapping, or pairs of name and tensor; names are the checkpoint's. An
         iterator is read as it is sent, at most 1 GiB ahead. Tensors that are left out stay as they are.
-        `canary_logprobs` are the trainer's own of the client's `canary_token_ids`, all but the first.
+        `canary_logprobs` are the trainer's own of the client's `canary_token_ids`, all but the first. With `rolling`
+        replicas take the version one after the other while the others serve, which the store alone can; unless given
+        it is as the gateway's `weights.rolling` says.
 
         Raises the gateway's own error: `InvalidRequest` where names, shapes or dtypes are not the model's,
         `WeightUpdateConflict` where another update is under way or `version` cannot be, `WeightUpdateFailed` with the
@@ -92,7 +101,7 @@ class WeightSender:
         """
         if self._transport is None:
             self._transport = self._made()
-        return self._transport.push(self._parts(named_tensors), version, canary_logprobs)
+        return self._transport.push(self._parts(named_tensors), version, canary_logprobs, rolling)
 
     def close(self, reason: str = "the trainer closed the group") -> None:
         """Leave the group, where there is one. May be called twice; the next push opens another."""

@@ -30,7 +30,13 @@ class StoreTransport:
         self._timeout_s = timeout_s
         self._folder = Path(folder) if folder is not None else None
 
-    def push(self, parts: Iterable[Part], version: int | None, canary_logprobs: Sequence[float] | None) -> int:
+    def push(
+        self,
+        parts: Iterable[Part],
+        version: int | None,
+        canary_logprobs: Sequence[float] | None,
+        rolling: bool | None,
+    ) -> int:
         """Write a draft and have it loaded. Raises `StoreFailed` where the store has no room or is not here."""
         store = self._client.weight_store()
         folder = self._folder or Path(store["folder"])
@@ -45,7 +51,9 @@ class StoreTransport:
             for shard in _shards(tensor for part in parts for tensor in part.tensors):
                 draft.add(shard)
             draft.finish()
-            return self._client.load_weights(path.name, version, canary_logprobs, self._timeout_s * _STEPS_IN_ONE_CALL)
+            rolls = store["rolling"] if rolling is None else rolling
+            timeout_s = self._timeout_s * _STEPS_IN_ONE_CALL * (max(1, store["replicas"]) if rolls else 1)
+            return self._client.load_weights(path.name, version, canary_logprobs, timeout_s, rolling=rolling)
         finally:
             shutil.rmtree(path, ignore_errors=True)  # where it became a version it is not there any more
             os.close(owner)

@@ -54,10 +54,19 @@ test-slow: setup setup-sglang ## Tests that take minutes
 test-all: setup setup-sglang ## Everything
 	@scripts/suites unit vllm sglang ray slow
 
-LOCUST := $(BIN)/locust -f loadtests/locustfile.py --headless -u 1 -t 30s --stop-timeout 600 --only-summary \
-  --prompts 16 --samples 4 --prompt-tokens 64 --max-tokens 64 --csv out/loadtest/load --html out/loadtest/load.html
+# What each scenario of `make loadtest` asks for, small enough for engines on CPU. ARGS="..." adds to it or overrides it.
+SCENARIO ?= trainer
+trainer_load := -u 1 --prompts 16 --samples 4
+agents_load := -u 16 -r 16
+open_loop_load := -u 2 --rate 2
+spike_load := -u 2 --rate 1
+soak_load := -u 6 --prompts 8 --samples 4
+LOAD_OUT := out/loadtest/$(SCENARIO)
+LOCUST := $(BIN)/locust -f loadtests/scenarios/$(SCENARIO).py --headless -t 30s --stop-timeout 600 --only-summary \
+  --prompt-tokens 64 --max-tokens 64 $($(SCENARIO)_load) --csv $(LOAD_OUT) --html $(LOAD_OUT).html \
+  --figures $(LOAD_OUT).json $(ARGS)
 
-loadtest: setup ## Trainer-shaped batches with Locust against the demo's engines, or against URL=...
+loadtest: setup ## A load test, SCENARIO=trainer (agents, open_loop, spike, soak), on the demo's engines or URL=...
 	@mkdir -p out/loadtest
 	@$(if $(URL),$(LOCUST) --host $(URL),$(BIN)/python -m loadtests.fleet -c examples/tiny-cpu.yaml gateway.port=0 \
 	  engine.log_dir=out/loadtest/engines -- $(LOCUST) --host {url})

@@ -20,14 +20,25 @@ class LengthMix:
     @classmethod
     def parse(cls, text: str) -> "LengthMix":
         parts = [part.partition("*") for part in text.split(",")]
-        lengths = tuple(int(length) for length, _, _ in parts)
-        weights = tuple(int(weight or 1) for _, _, weight in parts)
+        try:
+            lengths = tuple(int(length) for length, _, _ in parts)
+            weights = tuple(int(weight or 1) for _, _, weight in parts)
+        except ValueError:
+            raise ValueError(f"{text!r} is no length and no mix of lengths: write 256, or 128*3,1024*1") from None
         if min(lengths) < 1 or min(weights) < 1:
-            raise ValueError(f"prompt lengths and weights are at least 1: {text!r}")
+            raise ValueError(f"lengths and weights are at least 1: {text!r}")
         return cls(lengths, weights)
 
+    @property
+    def is_one(self) -> bool:
+        return len(self.lengths) == 1
+
+    def drawn(self, draw: random.Random, count: int) -> list[int]:
+        """So many lengths, as often as their weights say."""
+        return draw.choices(self.lengths, self.weights, k=count)
+
     def __str__(self) -> str:
-        if len(self.lengths) == 1:
+        if self.is_one:
             return str(self.lengths[0])
         return ",".join(f"{length}*{weight}" for length, weight in zip(self.lengths, self.weights, strict=True))
 
@@ -55,24 +66,31 @@ class Workload:
     def prompts_of(self, seed: str) -> list[list[int]]:
         """The same seed gives the same prompts, on every machine."""
         draw = random.Random(seed)
-        lengths = draw.choices(self.prompt_tokens.lengths, self.prompt_tokens.weights, k=self.prompts)
-        return [draw.choices(_TOKEN_IDS, k=length) for length in lengths]
+        return [random_tokens(draw, length) for length in self.prompt_tokens.drawn(draw, self.prompts)]
 
     def request(self, seed: str, *, stream: bool = False) -> Json:
-        """The body, with the log-probabilities and token ids that a trainer asks for (TRL's fields)."""
-        body: Json = {
-            "prompt": self.prompts_of(seed),
-            "n": self.samples,
-            "max_tokens": self.max_tokens,
-            "ignore_eos": self.ignore_eos,
-            "temperature": 1.0,
-            "logprobs": 0,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-        }
-        if self.model:
-            body["model"] = self.model
-        return {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
+        """The body that asks for it all."""
+        sampling = {"n": self.samples, "max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
+        return completion_request(self.prompts_of(seed), sampling, model=self.model, stream=stream)
+
+
+def random_tokens(draw: random.Random, count: int) -> list[int]:
+    return draw.choices(_TOKEN_IDS, k=count)
+
+
+def completion_request(prompt: list[Any], sampling: Json, *, model: str = "", stream: bool = False) -> Json:
+    """A body for /v1/completions, with the log-probabilities and token ids that a trainer asks for (TRL's fields)."""
+    body: Json = {
+        "prompt": prompt,
+        **sampling,
+        "temperature": 1.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    if model:
+        body["model"] = model
+    return {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
 
 
 def parse_batch(text: str) -> tuple[int, int]:

@@ -1,0 +1,120 @@
+"""What goes on beside the users of a run, in its one master: weight updates at a cadence, a process that is watched."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import gevent
+import orjson
+import psutil
+from gevent import Greenlet
+from locust import events
+from locust.argument_parser import LocustArgumentParser
+from locust.env import Environment
+from locust.runners import WorkerRunner
+
+from loadtests.run import Run
+
+_READY_S = 60.0
+_STOP_S = 60.0
+_WATCH_S = 1.0
+
+
+@events.init_command_line_parser.add_listener
+def add_options(parser: LocustArgumentParser) -> None:
+    add = parser.add_argument
+    add("--update-every", type=float, default=0.0, help="seconds between weight updates; none unless given")
+    add("--weights", default="sim", help="what updates push: a checkpoint's folder, or sim for simulated engines")
+    add("--watch-pid", type=int, default=0, help="process, such as the gateway's, whose memory and CPU are measured")
+
+
+class Updates:
+    """The process that pushes versions (`loadtests.updates`), and what it tells. It is ready when this is made."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        settings = run.settings
+        command = [sys.executable, "-m", "loadtests.updates", settings.host or ""]
+        command += ["--every", str(settings.update_every), "--weights", settings.weights]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        with gevent.Timeout(_READY_S, TimeoutError(f"weight updates were not ready within {_READY_S:g} s")):
+            if self._stdout.readline().strip() != b"ready":
+                raise RuntimeError(f"weight updates ended at their start, with {self._process.wait()}")
+        self._reader: Greenlet | None = None
+
+    def start(self, **_: Any) -> None:
+        self._stdin.write(b"go\n")
+        self._stdin.flush()
+        self._reader = gevent.spawn(self._read)
+
+    def stop(self, **_: Any) -> None:
+        """Let the update in flight end, within a bound; a process that ended by itself has failed."""
+        failed = self._process.poll()
+        self._stdin.close()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            failed = -1
+        if self._reader is not None:
+            self._reader.join(_STOP_S)
+        if failed is not None:
+            print(f"weight updates ended early, with {failed}", file=sys.stderr)
+            self._run.record("failed_update_s", 0.0)
+
+    def _read(self) -> None:
+        for line in self._stdout:
+            update = orjson.loads(line)
+            name = "failed_update_s" if update["error"] else "update_s"
+            self._run.record(name, update["seconds"], at=update["at"] - update["seconds"])
+            if update["error"]:
+                print(f"weight update failed: {update['error']}", file=sys.stderr)
+
+
+class Watch:
+    """Memory of a process in MiB and its share of a core, each second, until it is gone."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._pid = run.settings.watch_pid
+        self._watcher: Greenlet | None = None
+
+    def start(self, **_: Any) -> None:
+        self._watcher = gevent.spawn(self._watch)
+
+    def stop(self, **_: Any) -> None:
+        if self._watcher is not None:
+            self._watcher.kill()
+
+    def _watch(self) -> None:
+        try:
+            process = psutil.Process(self._pid)
+            process.cpu_percent()
+            while True:
+                gevent.sleep(_WATCH_S)
+                self._run.record("watched_mib", process.memory_info().rss / 2**20)
+                self._run.record("watched_cores", process.cpu_percent() / 100)
+        except psutil.NoSuchProcess:
+            print(f"--watch-pid {self._pid}: there is no such process (any more)", file=sys.stderr)
+
+
+@events.init.add_listener
+def prepare(environment: Environment, runner: Any, **_: Any) -> None:
+    if isinstance(runner, WorkerRunner):
+        return
+    run = Run.of(environment)
+    besides: list[Updates | Watch] = []
+    if run.settings.update_every:
+        besides.append(Updates(run))
+    if run.settings.watch_pid:
+        besides.append(Watch(run))
+    for beside in besides:
+        environment.events.test_start.add_listener(beside.start)
+        environment.events.test_stop.add_listener(beside.stop)

@@ -1,0 +1,70 @@
+"""One run of a scenario: its options, and what its users record in however many processes."""
+
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any
+
+from locust import events
+from locust.argument_parser import LocustArgumentParser
+from locust.env import Environment
+
+from loadtests.series import Measures, Phase
+
+_ROW = "MEASURE"
+_SECONDS = "_s"
+
+
+@dataclass(slots=True)
+class Run:
+    """What all users of this process record; the master's has that of all processes."""
+
+    environment: Environment
+    measures: Measures = field(default_factory=Measures)
+    phases: list[Phase] = field(default_factory=list)
+
+    @staticmethod
+    def of(environment: Environment) -> "Run":
+        run: Run = vars(environment)["rollout_run"]
+        return run
+
+    @property
+    def settings(self) -> Namespace:
+        settings: Namespace | None = self.environment.parsed_options
+        assert settings is not None
+        return settings
+
+    def record(self, name: str, value: float, at: float | None = None) -> None:
+        """Note a value at its time. Seconds get a row in Locust's tables too, outside of its total of requests."""
+        self.measures.record(name, value, at)
+        if name.endswith(_SECONDS):
+            self.environment.stats.get(name.removesuffix(_SECONDS), _ROW).log(round(1000 * value), 0)
+
+    def share(self) -> None:
+        """Have what workers record reach the master, with Locust's own reports."""
+
+        def send(client_id: str, data: dict[str, Any]) -> None:
+            data["measures"] = self.measures.take()
+
+        def receive(client_id: str, data: dict[str, Any]) -> None:
+            self.measures.add(data["measures"])
+
+        self.environment.events.report_to_master.add_listener(send)
+        self.environment.events.worker_report.add_listener(receive)
+
+
+@events.init_command_line_parser.add_listener
+def add_options(parser: LocustArgumentParser) -> None:
+    add = parser.add_argument
+    add("--prompt-tokens", default="256", help="length of a prompt: 256, or a mix: 128*3,1024*1")
+    add("--max-tokens", default="256", help="length of a completion, or a mix of lengths")
+    add("--model", default="", help="name to ask for; the server's own unless given")
+    add("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
+    add("--request-timeout", type=float, default=1800.0, help="longest wait for a reply, in seconds")
+    add("--api-key", default="", env_var="ROLLOUT_GATEWAY_KEY", is_secret=True, help="bearer key")
+
+
+@events.init.add_listener
+def begin(environment: Environment, **_: Any) -> None:
+    run = Run(environment)
+    vars(environment)["rollout_run"] = run
+    run.share()

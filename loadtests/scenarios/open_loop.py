@@ -1,0 +1,63 @@
+"""Requests that arrive whether or not the ones before are answered, as users of a service do: Poisson arrivals.
+
+    locust -f loadtests/scenarios/open_loop.py --headless -u 4 -t 60s --stop-timeout 60 --host URL --rate 2.5
+
+Each Locust user is a source of `--rate` arrivals a second, so that 4 users of 2.5 make 10. A reply is timed from when
+its request was due, not from when it was sent: a load generator that falls behind, or waits for a slow server, would
+leave out the very requests that had to wait (coordinated omission). `lateness` tells how far behind it was.
+"""
+
+import time
+
+import gevent
+from gevent.pool import Group
+from locust import constant, events, task
+from locust.argument_parser import LocustArgumentParser
+from locust.env import Environment
+
+import loadtests.beside  # weight updates
+import loadtests.conclusion  # noqa: F401  # how it ends
+from loadtests.caller import Caller
+from loadtests.workloads import completion_request, random_tokens
+
+
+@events.init_command_line_parser.add_listener
+def add_options(parser: LocustArgumentParser) -> None:
+    parser.add_argument("--rate", type=float, default=1.0, help="arrivals a second from each user")
+
+
+class Arrivals(Caller):
+    """A Poisson source. The sum of many is one too."""
+
+    wait_time = constant(0)
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self._asked = Group()
+        self._due = 0.0
+
+    def on_start(self) -> None:
+        self._due = time.perf_counter()
+
+    @task
+    def arrive(self) -> None:
+        self._due += self.draw.expovariate(self.settings.rate)
+        gevent.sleep(max(0.0, self._due - time.perf_counter()))
+        if self.goes_on:
+            self._asked.spawn(self._request, self._due)
+
+    def on_stop(self) -> None:
+        """Let those that arrived have their answers, as long as Locust waits."""
+        try:
+            self._asked.join()
+        finally:
+            self._asked.kill()
+
+    def _request(self, due: float) -> None:
+        self.everything.record("lateness_s", time.perf_counter() - due)
+        [length] = self.prompt_lengths.drawn(self.draw, 1)
+        [max_tokens] = self.completion_lengths.drawn(self.draw, 1)
+        sampling = {"n": 1, "max_tokens": max_tokens, "ignore_eos": True}
+        prompt = random_tokens(self.draw, length)
+        body = completion_request(prompt, sampling, model=self.settings.model, stream=True)
+        self.ask(body, tokens=max_tokens, intended=due)

@@ -5,7 +5,7 @@ BIN := .venv/bin
 EXTRAS := --extra serve --extra cpu --extra trl --extra load --extra demo --extra dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang check format test test-unit test-vllm test-sglang test-ray test-all test-slow demo \
+.PHONY: help setup setup-sglang setup-verl check format test test-unit test-vllm test-sglang test-verl test-ray test-all test-slow demo \
   loadtest chaos lock clean
 
 help: ## Say what there is
@@ -18,6 +18,9 @@ setup: ## Make .venv what requirements/ says
 
 setup-sglang: setup ## Make .venv-sglang what requirements/sglang.txt says: SGLang on CPU, for tests
 	@$(PYTHON) scripts/setup.py sglang
+
+setup-verl: setup ## Make .venv-verl what requirements/verl.txt says: verl's trainer on CPU, for tests
+	@$(PYTHON) scripts/setup.py verl
 
 demo: setup ## Train a tiny model with TRL against two vLLM replicas, on CPU
 	@$(BIN)/python -m examples.demo
@@ -33,8 +36,8 @@ format: setup ## Mend what format and lint can mend
 	$(BIN)/ruff check --fix .
 
 # One process a suite: Ray and vLLM leave state in a process that the next suite must not meet.
-test: setup setup-sglang ## Unit tests, then those with real engines and a real Ray cluster
-	@scripts/suites unit vllm sglang ray
+test: setup setup-sglang setup-verl ## Unit tests, then those with real engines and a real Ray cluster
+	@scripts/suites unit vllm sglang verl ray
 
 test-unit: setup ## Unit tests alone
 	@scripts/suites unit
@@ -45,14 +48,17 @@ test-vllm: setup ## Tests with real vLLM engines
 test-sglang: setup-sglang ## Tests with real SGLang engines
 	@scripts/suites sglang
 
+test-verl: setup setup-verl ## Tests with verl's own trainer against real vLLM engines
+	@scripts/suites verl
+
 test-ray: setup ## Tests with a real Ray cluster
 	@scripts/suites ray
 
 test-slow: setup setup-sglang ## Tests that take minutes
 	@scripts/suites slow
 
-test-all: setup setup-sglang ## Everything
-	@scripts/suites unit vllm sglang ray slow
+test-all: setup setup-sglang setup-verl ## Everything
+	@scripts/suites unit vllm sglang verl ray slow
 
 # What each scenario of `make loadtest` asks for, small enough for engines on CPU. ARGS="..." adds to it or overrides it.
 SCENARIO ?= trainer
@@ -78,6 +84,6 @@ chaos: setup ## Hurt a fleet of simulated engines in every known way and count w
 lock: setup ## Resolve what pyproject.toml asks for, keeping pins that fit (UPGRADE=--upgrade renews all)
 	@$(BIN)/python -m scripts.lock $(EXTRAS) $(UPGRADE)
 
-clean: ## Remove what tools left, both environments included
-	rm -rf .venv .venv-sglang .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info out
+clean: ## Remove what tools left, their environments included
+	rm -rf .venv .venv-sglang .venv-verl .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -280,11 +280,11 @@ class WeightStore:
             (draft / _OWNER).unlink(missing_ok=True)
             if target.exists():
                 shutil.rmtree(target)
+            self._known.add(version)  # before it is there: `prune` may run beside this
             draft.rename(target)
             _sync(self.folder)
         if (owner := self._owned.pop(draft, None)) is not None:
             os.close(owner)
-        self._known.add(version)
         return target
 
     def remove(self, version: int) -> None:
@@ -323,10 +323,14 @@ class WeightStore:
 
     def prune(self, served: int, keep: int = 2) -> None:
         """Keep `keep` versions up to the one served and those being read; remove the rest, and other runs' ones."""
-        before = [version for version in self.versions if version < served]
-        newer = [version for version in self.versions if version > served]  # about to be served
+        folders = list(
+            self.folder.glob("v*")
+        )  # before the versions: what is promoted meanwhile is known, or not listed
+        known = self.versions
+        before = [version for version in known if version < served]
+        newer = [version for version in known if version > served]  # about to be served
         kept = {served, *newer, *before[max(0, len(before) - keep + 1) :]}
-        for folder in self.folder.glob("v*"):
+        for folder in folders:
             number = folder.name[1:]
             if number.isdecimal() and int(number) not in kept and not _is_read(folder):
                 self.remove(int(number))

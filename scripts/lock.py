@@ -1,4 +1,5 @@
-"""Writes requirements/cpu.txt, sglang.txt and uv.txt: every pin with the hashes of all its files, no paths or hosts."""
+"""Writes cpu.txt, sglang.txt, verl.txt and uv.txt of requirements/: pins with the hashes of all files, no paths or
+hosts."""
 
 import os
 import subprocess
@@ -8,6 +9,7 @@ from scripts import setup
 
 UV = "uv==0.13.9"
 SGLANG = "sglang==0.5.23"
+VERL_BESIDE = "\n".join(["editables", "hatchling", "pytest", "pytest-asyncio", "ray==2.60.0", "uvloop"])
 PROJECT = setup.ENVIRONMENTS["project"]
 
 
@@ -18,6 +20,9 @@ def main() -> None:
     upgrade = [word for word in sys.argv[1:] if word == "--upgrade"]
     options = ["--override", "requirements/torch-cpu.txt", *upgrade]
     _compile(*options, "-", output="sglang.txt", excludes="sglang-excludes.txt", stdin=SGLANG)
+    # verl's trainer, our packages beside it and what their tests want. It runs without the tracker that verl names.
+    options = ["--override", "requirements/torch-cpu.txt", "--extra", "verl", *upgrade]
+    _compile(*options, "pyproject.toml", "-", output="verl.txt", excludes="verl-excludes.txt", stdin=VERL_BESIDE)
     _compile("-", output="uv.txt", excludes="excludes.txt", stdin=UV)
 
 

@@ -45,6 +45,7 @@ class Environment(NamedTuple):
 ENVIRONMENTS = {
     "project": Environment(ROOT / ".venv", REQUIREMENTS / "cpu.txt", holds_project=True),
     "sglang": Environment(ROOT / ".venv-sglang", REQUIREMENTS / "sglang.txt", holds_project=False),
+    "verl": Environment(ROOT / ".venv-verl", REQUIREMENTS / "verl.txt", holds_project=True),
 }
 
 NO_TORCH = """

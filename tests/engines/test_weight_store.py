@@ -115,6 +115,23 @@ def test_the_version_served_and_the_one_before_are_kept(store: WeightStore) -> N
     assert {path.name for path in store.folder.glob("v*")} == {"v6"}
 
 
+def test_a_version_that_is_promoted_while_others_are_pruned_stays(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.promote(written(store, 1), 1, None)
+    next_one, known = written(store, 2), WeightStore.versions
+
+    def promoted_just_after(self: WeightStore) -> list[int]:
+        versions: list[int] = known.fget(self)  # type: ignore[attr-defined]
+        if next_one.exists():
+            store.promote(next_one, 2, None)
+        return versions
+
+    monkeypatch.setattr(WeightStore, "versions", property(promoted_just_after))
+    store.prune(served=1)
+    assert file_bytes(store.path(2), "a") == bytes([2]) * 16
+
+
 def test_a_version_that_is_read_is_not_removed(store: WeightStore) -> None:
     for version in (1, 2, 3):
         store.promote(written(store, version), version, None)

@@ -1,0 +1,148 @@
+"""Weights from verl's workers to a gateway over simulated engines."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+
+from engines.errors import InvalidRequest, NotAllowed, WeightUpdateConflict
+from engines.weight_store import Manifest
+from tests.played_gateway import PlayedGateway
+from tests.rig import Rig, StartRig
+from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
+
+pytestmark = pytest.mark.verl
+
+SHAPES = {"w": [4, 4], "b": [4]}
+EngineOf = Callable[..., GatewayCheckpointEngine]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+async def rig(start_rig: StartRig, folder: Path) -> Rig:
+    return await start_rig(2, sim={"tensors": SHAPES}, weights={"store": str(folder)})
+
+
+class Gathered:
+    """A worker's tensors, one after the other as verl's engines gather them."""
+
+    def __init__(self, **shapes: list[int]) -> None:
+        self.left = len(shapes)
+        self._shapes = shapes
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape in self._shapes.items():
+            self.left -= 1
+            yield name, torch.ones(shape)
+
+
+@pytest.fixture
+def engine_of() -> Iterator[EngineOf]:
+    """Makes engines of training workers: `engine_of(url, is_master=False, dtype="bfloat16")`."""
+    engines: list[GatewayCheckpointEngine] = []
+
+    def make(url: str, *, is_master: bool = True, **settings: Any) -> GatewayCheckpointEngine:
+        engines.append(GatewayCheckpointEngine(bucket_size=1 << 20, is_master=is_master, url=url, **settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def gateway() -> Iterator[PlayedGateway]:
+    played = PlayedGateway()
+    yield played
+    played.close()
+
+
+async def send(engine: GatewayCheckpointEngine, global_steps: int, weights: Gathered | None = None) -> dict[str, Any]:
+    """In a thread: a training worker is a process of its own."""
+    gathered = iter(weights or Gathered(**SHAPES))
+    return await asyncio.to_thread(lambda: asyncio.run(engine.send_weights(gathered, global_steps)))
+
+
+async def test_versions_count_as_verls_steps_do(rig: Rig, engine_of: EngineOf) -> None:
+    await rig.open_group()
+    await rig.update()
+    engine = engine_of(rig.url)
+    told = [(await send(engine, step))["gateway/weight_version"] for step in (10, 11, 12)]
+    assert told == [2, 3, 4]
+    assert (await rig.get("/weight_info"))[1]["weight_version"] == "4"
+
+
+async def test_an_update_of_somebody_else_is_a_conflict_and_no_wrong_step(rig: Rig, engine_of: EngineOf) -> None:
+    engine = engine_of(rig.url)
+    await send(engine, 0)
+    await send(engine_of(rig.url), 0)
+    with pytest.raises(WeightUpdateConflict, match="version = 2, but the fleet is at 2"):
+        await send(engine, 1)
+
+
+async def test_tensors_are_sent_in_the_served_dtype(rig: Rig, engine_of: EngineOf, folder: Path) -> None:
+    told = await send(engine_of(rig.url, dtype="bfloat16"), 0)
+    assert told["gateway/sync_bytes"] == 2 * (16 + 4)
+    assert {tensor.dtype for tensor in Manifest.read(folder / "v1").tensors.values()} == {"bfloat16"}
+
+
+async def test_a_tied_head_is_left_out(rig: Rig, engine_of: EngineOf) -> None:
+    told = await send(engine_of(rig.url, left_out=["head"]), 0, Gathered(**SHAPES, head=[4, 4]))
+    assert told["gateway/sync_bytes"] == 4 * (16 + 4)
+
+
+async def test_the_other_workers_take_part_and_send_nothing(engine_of: EngineOf) -> None:
+    weights = Gathered(**SHAPES)
+    assert await send(engine_of("http://127.0.0.1:1", is_master=False), 0, weights) == {}
+    assert weights.left == 0
+
+
+async def test_a_worker_that_fails_to_send_gathers_on_for_the_others(
+    gateway: PlayedGateway, engine_of: EngineOf
+) -> None:
+    gateway.answers["/v1/weight_store"] = lambda _: (403, {"error": {"message": "no admin key", "code": 403}})
+    weights = Gathered(**SHAPES)
+    with pytest.raises(NotAllowed, match="no admin key"):
+        await send(engine_of(gateway.url), 0, weights)
+    assert weights.left == 0
+
+
+async def test_another_models_tensors_are_refused_by_name(rig: Rig, engine_of: EngineOf) -> None:
+    with pytest.raises(InvalidRequest, match="'other', which model 'sim' does not have"):
+        await send(engine_of(rig.url), 0, Gathered(w=[4, 4], other=[1]))
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_completions_under_way_do_not_hold_a_sync_up(
+    start_rig: StartRig, engine_of: EngineOf, folder: Path, mode: str
+) -> None:
+    rig = await start_rig(2, sim={"tensors": SHAPES, "decode_step_s": 0.05}, weights={"store": str(folder)})
+    asking = asyncio.create_task(rig.complete([4, 5, 6], max_tokens=100, ignore_eos=True))
+    async with asyncio.timeout(5):
+        while not any(replica["samples_in_flight"] for replica in (await rig.get("/status"))[1]["replicas"]):
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)  # several tokens
+    await send(engine_of(rig.url, in_flight=mode), 0)
+    assert not asking.done() or mode == "abort"
+    versions = [span["version"] for span in (await asking)["choices"][0]["weight_versions"]]
+    assert versions == ([0, 1] if mode == "keep" else [0])
+    assert (await rig.get("/is_paused"))[1] == {"is_paused": False}
+
+
+async def test_without_a_store_weights_go_over_what_the_engines_receive(
+    gateway: PlayedGateway, engine_of: EngineOf
+) -> None:
+    gateway.answers["/v1/weight_store"] = lambda _: (409, {"error": {"type": "StoreFailed", "message": "none kept"}})
+    told = await send(engine_of(gateway.url), 0)
+    assert told["gateway/weight_version"] == 7
+    assert list(gateway.received[1]) == ["w", "b"]

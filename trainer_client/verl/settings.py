@@ -1,0 +1,91 @@
+"""The keys `+trainer.v1.gateway.*` of verl's configuration."""
+
+import difflib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from engines.errors import ConfigError
+from engines.types import PauseMode
+from trainer_client.client import URL_VARIABLE
+
+SECTION = "trainer.v1.gateway"
+
+Transport = Literal["auto", "store", "gloo", "nccl"]
+_DTYPES = ("bfloat16", "float16", "float32")
+_TRANSPORTS: tuple[str, ...] = get_args(Transport)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How verl reaches the gateway. The key of a gateway that wants one is ROLLOUT_API_KEY in the environment.
+
+    `url` may stand in the environment too, as ROLLOUT_URL. `transport` of weights: `store` writes a version into the
+    gateway's weight store, where `store_folder` is what that is called on the node of the first training worker; `gloo`
+    and `nccl` broadcast it; `auto` takes the store where its folder is there, else what the engines receive over.
+    `dtype` is what weights are sent in, verl's `rollout.dtype` unless given; `left_out` names tensors that are not
+    sent, such as a tied head. `num_warmup_batches` batches of prompts are asked for ahead of the training, which makes
+    it asynchronous; 0 is on-policy. `in_flight` is what a sync does to completions under way (vLLM's words): "keep"
+    freezes them, "abort" has them asked for anew from where they stood, "wait" lets them end; keep where asynchronous,
+    wait otherwise, unless given. Each agent loop worker asks for at most `max_in_flight` completions at a time.
+    `rollout_timeout_s` bounds a completion, `sync_timeout_s` each wait of a weight sync, which is tried `sync_attempts`
+    times. `ready_timeout_s` bounds the wait for a complete fleet at the start.
+    """
+
+    url: str
+    transport: Transport = "auto"
+    store_folder: str | None = None
+    dtype: str | None = None
+    left_out: Sequence[str] = ()
+    num_warmup_batches: float = 0
+    in_flight: PauseMode | None = None
+    max_in_flight: int = 512
+    rollout_timeout_s: float = 3600.0
+    sync_timeout_s: float = 600.0
+    sync_attempts: int = 3
+    ready_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.transport not in _TRANSPORTS:
+            raise ConfigError(f"{SECTION}.transport = {self.transport!r} is none of {', '.join(_TRANSPORTS)}")
+        if self.in_flight is not None and self.in_flight not in list(PauseMode):
+            raise ConfigError(f"{SECTION}.in_flight = {self.in_flight!r} is none of {', '.join(PauseMode)}")
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise ConfigError(f"{SECTION}.dtype = {self.dtype!r} is none of {', '.join(_DTYPES)}")
+        for name in ("rollout_timeout_s", "sync_timeout_s", "ready_timeout_s"):
+            self._check_number(name, least=0, above=True)
+        for name in ("max_in_flight", "sync_attempts"):
+            self._check_number(name, least=1)
+        self._check_number("num_warmup_batches", least=0)
+
+    @property
+    def pause_mode(self) -> PauseMode:
+        """What a sync does to completions under way."""
+        return PauseMode(self.in_flight or (PauseMode.KEEP if self.num_warmup_batches else PauseMode.WAIT))
+
+    def engine_kwargs(self) -> dict[str, Any]:
+        """As verl hands them to the checkpoint engine: `rollout.checkpoint_engine.engine_kwargs.gateway`."""
+        return asdict(self)
+
+    def _check_number(self, name: str, *, least: float, above: bool = False) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < least or (above and value == least):
+            bound = f"above {least:g}" if above else f"at least {least:g}"
+            raise ConfigError(f"{SECTION}.{name} = {value!r} must be a number {bound}")
+
+
+def read_settings(section: Mapping[str, Any]) -> Settings:
+    """Settings from what stands under `trainer.v1.gateway`. Raises `ConfigError`, which names the key."""
+    known = [field.name for field in fields(Settings)]
+    for key in section:
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there is {', '.join(known)}"
+            raise ConfigError(f"{SECTION}.{key} is no setting: {hint}")
+    url = section.get("url") or os.environ.get(URL_VARIABLE, "")
+    if not url:
+        raise ConfigError(f"no rollout URL: give +{SECTION}.url=http://HOST:8100, or set {URL_VARIABLE}")
+    return Settings(**{**section, "url": str(url)})

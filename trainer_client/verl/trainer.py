@@ -1,0 +1,151 @@
+"""verl's V1 trainer whose rollouts come from a gateway: `trainer.v1.trainer_mode=gateway`."""
+
+import logging
+import time
+from dataclasses import replace
+
+import ray
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.debug import marked_timer
+
+from engines.errors import ConfigError, DeadlineExceeded, EngineError, GatewayUnreachable, WeightUpdateFailed
+from trainer_client.blocking import BlockingRolloutClient
+from trainer_client.verl.checkpoint_engine import WEIGHT_VERSION
+from trainer_client.verl.llm_client import GatewayLLMClient
+from trainer_client.verl.settings import Settings, read_settings
+
+logger = logging.getLogger(__name__)
+
+MODE = "gateway"
+_HEAD = "lm_head.weight"
+_PASSING = (WeightUpdateFailed, EngineError, DeadlineExceeded, GatewayUnreachable)
+"""What a second try of a sync may not meet again: a replica that died in the first has left the fleet by then."""
+_PAUSE_S = 2.0
+
+
+@register_trainer(MODE)
+class PPOTrainerGateway(PPOTrainer):
+    """Trains on all of verl's GPUs; rollouts and their engines are the gateway's.
+
+    Weights are sent after the start and after each step. Without `num_warmup_batches` a step waits for its own rollouts
+    and is on-policy; with them, rollouts go on during training and syncs, and verl's own sampler bounds their staleness
+    (`trainer.v1.sampler.max_off_policy_threshold`).
+    """
+
+    _enable_hybrid_replicas = False
+
+    def __init__(self, config: DictConfig) -> None:
+        self._settings = prepare(config)
+        self._max_model_len = check_gateway(self._settings, config)
+        self._version_of_step_0 = 0
+        super().__init__(config)
+
+    def _setup(self) -> None:
+        if _is_tied(self.config):
+            kwargs = self.config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
+            kwargs[MODE].left_out = [_HEAD]
+        super()._setup()
+
+    def get_llm_client(self) -> GatewayLLMClient:
+        return GatewayLLMClient(
+            self.config,
+            self._settings,
+            version_of_step_0=self._version_of_step_0,
+            max_model_len=self._max_model_len,
+        )
+
+    def on_init_end(self) -> None:
+        """A checkpoint may have been loaded, and the gateway may serve an earlier run's weights."""
+        self._version_of_step_0 = self._sync() - self.global_steps
+
+    def on_train_begin(self) -> None:
+        self._add_async_warmup_batches(self._settings.num_warmup_batches)
+
+    def on_step_end(self) -> None:
+        with marked_timer("update_weights", self.timing_raw, color="red"):
+            self._sync()
+
+    def on_sample_end(self) -> None:
+        pass
+
+    def _sync(self) -> int:
+        """Bring the trainer's weights to all replicas. Returns their version."""
+        for attempt in range(1, self._settings.sync_attempts + 1):
+            try:
+                told = ray.get(self.actor_rollout_wg.update_weights(global_steps=self.global_steps, mode=MODE))
+            except _PASSING as error:
+                if attempt == self._settings.sync_attempts:
+                    raise
+                logger.warning("weight sync of step %d, attempt %d: %s", self.global_steps, attempt, error)
+                time.sleep(_PAUSE_S * attempt)
+            else:
+                self._pending_sync_metrics = next(metrics for metrics in told if WEIGHT_VERSION in metrics)
+                return int(self._pending_sync_metrics[WEIGHT_VERSION])
+        raise AssertionError("the loop returns or raises")
+
+
+def prepare(config: DictConfig) -> Settings:
+    """Set what follows from the mode, and refuse what does not go with it. Raises `ConfigError`, which names the key.
+
+    The rest of a configuration stays as it was for engines of verl's own, whose keys then have no effect.
+    """
+    settings = read_settings(OmegaConf.to_container(config.trainer.v1.get(MODE) or DictConfig({}), resolve=True))
+    _refuse(config)
+    role = config.actor_rollout_ref
+    settings = replace(settings, dtype=settings.dtype or str(role.rollout.dtype))
+    with open_dict(config):
+        role.hybrid_engine = False  # no engine on the training GPUs
+        role.rollout.name = MODE
+        role.rollout.nnodes = max(1, role.rollout.nnodes)  # verl insists on some where engines are elsewhere
+        role.rollout.checkpoint_engine.backend = MODE
+        role.rollout.checkpoint_engine.engine_kwargs = {MODE: settings.engine_kwargs()}
+    logger.warning("rollouts come from %s: rollout.* keys that describe engines have no effect", settings.url)
+    return settings
+
+
+def _refuse(config: DictConfig) -> None:
+    model, reward = config.actor_rollout_ref.model, config.reward.reward_model
+    lora = model.get("lora") or {}
+    rank = lora.get("rank", 0) or model.get("lora_rank", 0)
+    if rank > 0 and not lora.get("merge", False):
+        raise ConfigError(
+            f"actor_rollout_ref.model has LoRA rank {rank}, and {MODE} mode sends whole weights: set "
+            "actor_rollout_ref.model.lora.merge=True"
+        )
+    if config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False):
+        raise ConfigError(
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True needs verl's own vLLM: a gateway tells no "
+            "routing of experts"
+        )
+    if reward.enable and not reward.enable_resource_pool:
+        raise ConfigError(
+            "reward.reward_model.enable_resource_pool=False puts the reward model where verl's rollouts would be, and "
+            f"{MODE} mode has none there: set it to True"
+        )
+
+
+def check_gateway(settings: Settings, config: DictConfig) -> int:
+    """Length of the engines' context, prompt and response together. Waits for a fleet that is not complete yet.
+
+    Raises `ConfigError` where the batch would not fit, `DeadlineExceeded` with what the fleet lacks, and the gateway's
+    own error.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    with BlockingRolloutClient(settings.url) as client:
+        client.wait_ready(settings.ready_timeout_s)
+        policy = client.models()[0]
+    needed, has = rollout.prompt_length + rollout.response_length, policy["max_model_len"]
+    if needed > has:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length = {needed}, but {policy['id']!r} behind "
+            f"{settings.url} takes {has} tokens: start its engines with max_model_len={needed}, or ask for less"
+        )
+    return int(has)
+
+
+def _is_tied(config: DictConfig) -> bool:
+    """Whether the model's head is its embedding: checkpoints, and so the engines, then have no tensor of its name."""
+    model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    return bool(getattr(model.hf_config, "tie_word_embeddings", False))

@@ -1,6 +1,5 @@
 """verl's way of weights to the gateway: a checkpoint engine, of which every training worker has one."""
 
-import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,10 +11,8 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from engines.errors import ConfigError, StoreFailed
 from engines.types import PauseMode
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.client import KEY_VARIABLE
-from trainer_client.sender import GroupSender
+from trainer_client.sender import TransportName, WeightSender
 from trainer_client.verl.settings import Settings
-from trainer_client.weights import WeightSender
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -27,15 +24,15 @@ WEIGHT_VERSION = "gateway/weight_version"
 class GatewayCheckpointEngine(CheckpointEngine):
     """The first worker sends; the others take part in gathering each tensor.
 
-    Tensors go as they are gathered, one after the other, so the store needs no more memory for them than a shard's;
-    a group announces them first, and holds a version whole.
+    Tensors go as they are gathered, at most 1 GiB ahead.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:
         self._is_master = is_master
         self._settings = Settings(**settings)
         self._client: BlockingRolloutClient | None = None
-        self._sender: WeightSender | GroupSender | None = None
+        self._sender: WeightSender | None = None
+        self._through_store = False
         self._version_of_step_0: int | None = None
 
     async def send_weights(self, weights: Iterator[NamedTensor], global_steps: int | None = None) -> dict[str, Any]:
@@ -52,7 +49,7 @@ class GatewayCheckpointEngine(CheckpointEngine):
 
     def close(self) -> None:
         """Leave the group, where there is one, and drop the connections. May be called twice."""
-        if isinstance(self._sender, GroupSender):
+        if self._sender is not None:
             self._sender.close()
         if self._client is not None:
             self._client.close()
@@ -66,31 +63,31 @@ class GatewayCheckpointEngine(CheckpointEngine):
         # The first version is whichever is next at the gateway; from then on versions count as verl's steps do, so that
         # a version tells its step. Somebody else's update in between is a conflict, never a wrong step.
         wanted = None if self._version_of_step_0 is None else self._version_of_step_0 + global_steps
-        passing = _Passing(self._client, self._settings)
+        stop = _Stop(self._client, self._settings.pause_mode)
+        named = ((name, tensor) for name, tensor in weights if name not in self._settings.left_out)
         try:
-            version = self._sender.push(passing.each(weights), wanted)
+            # A draft is whole before the gateway hears of it, so generation goes on until then. A group is told first.
+            source = stop.after(named) if self._through_store else stop.before(named)
+            version = self._sender.push(source, wanted, rolling=self._settings.rolling)
         finally:
-            passing.resume()
+            stop.end()
         self._version_of_step_0 = version - global_steps
-        return {
-            WEIGHT_VERSION: version,
-            "gateway/sync_s": time.perf_counter() - began,
-            "gateway/sync_bytes": passing.num_bytes,
-        }
+        return {WEIGHT_VERSION: version, "gateway/sync_s": time.perf_counter() - began}
 
-    def _opened(self, client: BlockingRolloutClient) -> WeightSender | GroupSender:
+    def _opened(self, client: BlockingRolloutClient) -> WeightSender:
         settings = self._settings
-        if settings.transport == "store" or (settings.transport == "auto" and self._sees_store(client)):
-            return WeightSender(
-                settings.url,
-                api_key=os.environ.get(KEY_VARIABLE, ""),
-                folder=settings.store_folder,
-                timeout_s=settings.sync_timeout_s,
-            )
-        return GroupSender(
+        self._through_store = settings.transport == "store" or (
+            settings.transport == "auto" and self._sees_store(client)
+        )
+        transport: TransportName | None = "store" if self._through_store else None
+        if settings.transport in ("gloo", "nccl"):
+            transport = settings.transport
+        return WeightSender(
             client,
-            backend=None if settings.transport == "auto" else settings.transport,
+            transport=transport,
+            dtype=getattr(torch, settings.dtype) if settings.dtype else None,
             device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None,
+            folder=settings.store_folder,
             timeout_s=settings.sync_timeout_s,
         )
 
@@ -129,31 +126,27 @@ _NO_RECEIVERS = (
 )
 
 
-class _Passing:
-    """A version's tensors on their way to the sender, which takes the last one before it tells the gateway.
+class _Stop:
+    """Stops the completions under way for a sync, before or after its tensors are gathered."""
 
-    That is the moment to stop the completions under way: gathering and writing went on beside them.
-    """
-
-    def __init__(self, client: BlockingRolloutClient, settings: Settings) -> None:
-        self.num_bytes = 0
+    def __init__(self, client: BlockingRolloutClient, mode: PauseMode) -> None:
         self._client = client
-        self._settings = settings
-        self._paused = False
+        self._mode = mode
+        self._is_on = False
 
-    def each(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """In the dtype that engines serve: half the bytes of a float32 trainer. Integers stay as they are."""
-        dtype = getattr(torch, self._settings.dtype) if self._settings.dtype else None
-        for name, tensor in tensors:
-            if name in self._settings.left_out:
-                continue
-            sent = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-            self.num_bytes += sent.nbytes
-            yield name, sent
-        if self._settings.pause_mode is not PauseMode.WAIT:
-            self._paused = True
-            self._client.pause(self._settings.pause_mode)
+    def before(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        self._begin()
+        return iter(tensors)
 
-    def resume(self) -> None:
-        if self._paused:
+    def after(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        yield from tensors
+        self._begin()
+
+    def end(self) -> None:
+        if self._is_on:
             self._client.resume()
+
+    def _begin(self) -> None:
+        if self._mode is not PauseMode.WAIT:  # the gateway itself waits for them
+            self._is_on = True
+            self._client.pause(self._mode)

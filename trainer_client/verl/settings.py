@@ -29,7 +29,8 @@ class Settings:
     sent, such as a tied head. `num_warmup_batches` batches of prompts are asked for ahead of the training, which makes
     it asynchronous; 0 is on-policy. `in_flight` is what a sync does to completions under way (vLLM's words): "keep"
     freezes them, "abort" has them asked for anew from where they stood, "wait" lets them end; keep where asynchronous,
-    wait otherwise, unless given. Each agent loop worker asks for at most `max_in_flight` completions at a time.
+    wait otherwise, unless given. With `rolling` replicas take a version one after the other while the others serve,
+    which the store alone can. Each agent loop worker asks for at most `max_in_flight` completions at a time.
     `rollout_timeout_s` bounds a completion, `sync_timeout_s` each wait of a weight sync, which is tried `sync_attempts`
     times. `ready_timeout_s` bounds the wait for a complete fleet at the start.
     """
@@ -41,6 +42,7 @@ class Settings:
     left_out: Sequence[str] = ()
     num_warmup_batches: float = 0
     in_flight: PauseMode | None = None
+    rolling: bool = False
     max_in_flight: int = 512
     rollout_timeout_s: float = 3600.0
     sync_timeout_s: float = 600.0
@@ -52,6 +54,8 @@ class Settings:
             raise ConfigError(f"{SECTION}.transport = {self.transport!r} is none of {', '.join(_TRANSPORTS)}")
         if self.in_flight is not None and self.in_flight not in list(PauseMode):
             raise ConfigError(f"{SECTION}.in_flight = {self.in_flight!r} is none of {', '.join(PauseMode)}")
+        if self.rolling and self.transport in ("gloo", "nccl"):
+            raise ConfigError(f"{SECTION}.rolling=True goes with transport=store, not {self.transport}")
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise ConfigError(f"{SECTION}.dtype = {self.dtype!r} is none of {', '.join(_DTYPES)}")
         for name in ("rollout_timeout_s", "sync_timeout_s", "ready_timeout_s"):
@@ -63,7 +67,8 @@ class Settings:
     @property
     def pause_mode(self) -> PauseMode:
         """What a sync does to completions under way."""
-        return PauseMode(self.in_flight or (PauseMode.KEEP if self.num_warmup_batches else PauseMode.WAIT))
+        asynchronous = self.num_warmup_batches > 0 and not self.rolling
+        return PauseMode(self.in_flight or (PauseMode.KEEP if asynchronous else PauseMode.WAIT))
 
     def engine_kwargs(self) -> dict[str, Any]:
         """As verl hands them to the checkpoint engine: `rollout.checkpoint_engine.engine_kwargs.gateway`."""

@@ -91,14 +91,13 @@ async def test_an_update_of_somebody_else_is_a_conflict_and_no_wrong_step(rig: R
 
 
 async def test_tensors_are_sent_in_the_served_dtype(rig: Rig, engine_of: EngineOf, folder: Path) -> None:
-    told = await send(engine_of(rig.url, dtype="bfloat16"), 0)
-    assert told["gateway/sync_bytes"] == 2 * (16 + 4)
+    await send(engine_of(rig.url, dtype="bfloat16"), 0)
     assert {tensor.dtype for tensor in Manifest.read(folder / "v1").tensors.values()} == {"bfloat16"}
 
 
-async def test_a_tied_head_is_left_out(rig: Rig, engine_of: EngineOf) -> None:
-    told = await send(engine_of(rig.url, left_out=["head"]), 0, Gathered(**SHAPES, head=[4, 4]))
-    assert told["gateway/sync_bytes"] == 4 * (16 + 4)
+async def test_a_tied_head_is_left_out(rig: Rig, engine_of: EngineOf, folder: Path) -> None:
+    await send(engine_of(rig.url, left_out=["head"]), 0, Gathered(**SHAPES, head=[4, 4]))
+    assert set(Manifest.read(folder / "v1").tensors) == {"w", "b"}
 
 
 async def test_the_other_workers_take_part_and_send_nothing(engine_of: EngineOf) -> None:

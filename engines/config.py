@@ -19,8 +19,15 @@ class SimConfig(BaseModel):
     """Seconds of one decode step with one sequence running."""
     decode_step_per_seq_s: float = Field(0.00001, ge=0)
     """Seconds that each further running sequence adds to a decode step."""
+    eager_step_s: float = Field(0.0, ge=0)
+    """Seconds that a decode step without a CUDA graph takes longer: every one with `enforce_eager`, else those of more
+    sequences than `max_cudagraph_capture_size` (512)."""
+    prefill_step_s: float = Field(0.0, ge=0)
+    """Seconds of each step that reads prompts, beside those of its tokens; `max_num_batched_tokens` go into one."""
     kv_tokens: int = Field(1_000_000, gt=0)
     """Tokens that fit in the KV cache; what does not fit waits."""
+    kv_tokens_per_batched_token: float = Field(0.0, ge=0)
+    """Tokens of KV cache whose memory goes to the activations of each of `max_num_batched_tokens`."""
     vocab_size: int = Field(1_000, gt=3)
     """Token ids are drawn from 3 (inclusive) to this (exclusive)."""
     mean_tokens: int = Field(32, gt=0)

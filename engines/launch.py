@@ -163,14 +163,27 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     return _command(entry, arguments, env, config)
 
 
+_SIM_LEVERS = tuple(
+    lever
+    for lever in LEVERS
+    if lever.name
+    in (
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enforce_eager",
+        "max_cudagraph_capture_size",
+        "stream_interval",
+    )
+)
+
+
 def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:
     arguments = [
         _argument("host", "127.0.0.1"),
         _argument("port", port),
         _argument("model", config.served_name, "served_model_name" if config.served_model_name else "model"),
-        _argument("max_model_len", config.max_model_len, "max_model_len"),
-        _argument("max_num_seqs", config.max_num_seqs, "max_num_seqs"),
-        _argument("stream_interval", config.stream_interval, "stream_interval"),
+        *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in _SIM_LEVERS),
         _argument("seed", seed, "seed"),
         _argument("world_size", config.world_size, "tensor_parallel_size"),
         *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in _lora_levers(config)),

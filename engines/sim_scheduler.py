@@ -4,6 +4,7 @@ The loop is ahead of the real clock by at most a millisecond, and runs many step
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from engines.sim_model import CHECKPOINT_VERSION, EOS_TOKEN, SimModel, detokeniz
 from engines.types import PauseMode
 
 BLOCK_TOKENS = 16
+MAX_NUM_BATCHED_TOKENS = 8192
+GRAPH_SEQS = 512
 _AHEAD_S = 0.001  # the event loop's timers are no finer
 _TURN_S = 0.005  # longest run of steps before connections get their turn
 
@@ -116,10 +119,21 @@ def block_hashes(token_ids: list[int], salt: str | None) -> list[int]:
 class SimScheduler:
     """Runs samples on one simulated replica."""
 
-    def __init__(self, config: SimConfig, model: SimModel, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        config: SimConfig,
+        model: SimModel,
+        max_num_seqs: int,
+        *,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        graph_seqs: int = GRAPH_SEQS,
+    ) -> None:
+        """`graph_seqs` is the largest step that has a CUDA graph; 0 where none has."""
         self._config = config
         self._model = model
         self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._graph_seqs = graph_seqs
         self._work = asyncio.Event()
         self._drained = asyncio.Event()
         self.cache = PrefixCache(config.kv_tokens)
@@ -203,7 +217,8 @@ class SimScheduler:
         while self.kv_used + len(self.running) > self._config.kv_tokens:
             self._preempt()
         others = max(0, len(self.running) - 1)
-        return cost_s + self._config.decode_step_s + self._config.decode_step_per_seq_s * others
+        eager_s = self._config.eager_step_s if len(self.running) > self._graph_seqs else 0.0
+        return cost_s + self._config.decode_step_s + self._config.decode_step_per_seq_s * others + eager_s
 
     def _admit(self) -> float:
         """Start what fits, in order of arrival; returns the seconds of prefill."""
@@ -221,7 +236,8 @@ class SimScheduler:
             self.running.append(sample)
             self.kv_used += sample.held_tokens
             prefilled += sample.held_tokens - sample.cached_tokens
-        return prefilled / self._config.prefill_tokens_per_s
+        steps = math.ceil(prefilled / self._max_num_batched_tokens)
+        return prefilled / self._config.prefill_tokens_per_s + steps * self._config.prefill_step_s
 
     def _end_step(self) -> None:
         """One token for each running sample."""

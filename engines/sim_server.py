@@ -36,7 +36,7 @@ from engines.sim_dialect import (
     chat_text,
 )
 from engines.sim_model import CHECKPOINT_VERSION, SimModel, detokenize, tokenize
-from engines.sim_scheduler import SimScheduler
+from engines.sim_scheduler import GRAPH_SEQS, MAX_NUM_BATCHED_TOKENS, SimScheduler
 from engines.sim_worker import SimWorker
 from engines.types import PauseMode
 from engines.vllm_engine import MIXED
@@ -245,6 +245,8 @@ class SimServer:
         *,
         max_num_seqs: int,
         world_size: int,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        graph_seqs: int = GRAPH_SEQS,
         adapters: SimAdapters | None = None,
     ) -> None:
         self._name = model_name
@@ -257,7 +259,13 @@ class SimServer:
         self._limits = limits
         self._world_size = world_size
         self._model = SimModel.of(sim)
-        self._scheduler = SimScheduler(sim, self._model, max_num_seqs)
+        self._scheduler = SimScheduler(
+            sim,
+            self._model,
+            max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            graph_seqs=graph_seqs,
+        )
         self.worker = SimWorker(model_name, sim.tensors)
         self._weights = WeightSession(sim.tensors, world_size, self.worker)
         self._registry = CollectorRegistry()
@@ -569,6 +577,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="sim", help="the name it is served by")
     parser.add_argument("--max-model-len", type=int, help="prompt plus completion; 32768 unless given")
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=MAX_NUM_BATCHED_TOKENS)
+    parser.add_argument("--max-cudagraph-capture-size", type=int, default=GRAPH_SEQS)
+    parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--seed", type=int, default=0, help="of requests that name none")
     parser.add_argument("--world-size", type=int, default=1, help="ranks it takes in a weight transfer group")
     parser.add_argument("--stream-interval", type=int, default=1, help="least tokens of a streamed chunk")
@@ -579,6 +590,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-lora-rank", type=int, default=16)
     parser.add_argument("--sim", type=SimConfig.model_validate_json, default=SimConfig(), help="SimConfig as JSON")
     arguments = parser.parse_args()
+    activations = round(arguments.sim.kv_tokens_per_batched_token * arguments.max_num_batched_tokens)
+    if activations >= arguments.sim.kv_tokens:
+        parser.error(f"--max-num-batched-tokens {arguments.max_num_batched_tokens} leaves no memory for a KV cache")
+    arguments.sim = arguments.sim.model_copy(update={"kv_tokens": arguments.sim.kv_tokens - activations})
     if arguments.max_model_len is None:
         arguments.max_model_len = min(_MAX_MODEL_LEN, arguments.sim.kv_tokens)
     if arguments.max_model_len > arguments.sim.kv_tokens:
@@ -606,6 +621,8 @@ def main() -> None:
         arguments.sim,
         limits,
         max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        graph_seqs=0 if arguments.enforce_eager else arguments.max_cudagraph_capture_size,
         world_size=arguments.world_size,
         adapters=_adapters(arguments),
     )

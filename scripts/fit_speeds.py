@@ -179,7 +179,7 @@ def _compared() -> Iterator[Row]:
 def _levers() -> Iterator[Row]:
     """Single settings of an engine, in waves of several engines and their clients on slow cores."""
     wave = "h200x4-vllm-0.26-levers-"
-    for file, variant, change in (
+    variants: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("graphs-seqs", "graphs, 1024 seqs", {"fits": True}),
         ("graphs-seqs", "256 seqs", {"max_num_seqs": 256}),
         ("graphs-seqs", "64 seqs", {"max_num_seqs": 64}),
@@ -189,19 +189,20 @@ def _levers() -> Iterator[Row]:
         ("api-servers", "1", {"shape": "qwen2-0.5b"}),
         ("api-servers", "2", {"shape": "qwen2-0.5b", "api_servers": 2}),
         ("api-servers", "4", {"shape": "qwen2-0.5b", "api_servers": 4}),
-    ):
+    )
+    for file, variant, change in variants:
         found = _read(f"{wave}{file}")
         for line in found["summary"]:
             if line["variant"] != variant:
                 continue
-            gpus = int(change.get("tensor_parallel", 1))
+            gpus = change.get("tensor_parallel", 1)
             row = Row(
                 name=f"{file}, {variant}: {line['load']}",
                 file=f"{wave}{file}",
                 measured=line["tokens_per_s_per_gpu"] * gpus,
                 work=_load(line["load"], int(found["prompt_tokens"]), found["max_tokens"], gpus),
                 slow_cores=True,
-                **change,  # type: ignore[arg-type]
+                **change,
             )
             yield dataclasses.replace(row, fits=row.fits or row.name in _ALSO_FITTED)
 

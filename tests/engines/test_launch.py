@@ -327,6 +327,7 @@ def test_adapters_that_some_copy_would_not_get_are_refused(levers: dict[str, Any
 def test_the_simulated_server_understands_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     sim = {"mean_tokens": 3, "tensors": {"head": [2, 2]}}
     levers = {"max_model_len": 64, "max_num_seqs": 3, "stream_interval": 2, "tensor_parallel_size": 2, "sim": sim}
+    levers |= {"max_num_batched_tokens": 128, "max_cudagraph_capture_size": 2, "enforce_eager": True}
     monkeypatch.setattr(sys, "argv", list(command(kind="sim", port=8123, index=4, **levers).argv[2:]))
     understood = vars(sim_server._arguments())
     assert understood == {
@@ -339,6 +340,9 @@ def test_the_simulated_server_understands_its_command(monkeypatch: pytest.Monkey
         "model": "m",
         "max_model_len": 64,
         "max_num_seqs": 3,
+        "max_num_batched_tokens": 128,
+        "max_cudagraph_capture_size": 2,
+        "enforce_eager": True,
         "stream_interval": 2,
         "seed": 4,
         "world_size": 2,

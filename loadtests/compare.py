@@ -1,20 +1,24 @@
-"""Side by side: the same load on engines driven directly and through the gateway, in alternating runs.
+"""Side by side, in alternating runs: the same load on engines driven directly, through the gateway, through the routers
+of vLLM and SGLang, and on one server alone.
 
-    python -m loadtests.compare --gateway http://127.0.0.1:8100 --gateway-pid 4711 \
-        --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001 --streams 64 512 --batch 64x8 --json out.json
+    python -m loadtests.fleet -c examples/sim.yaml -- python -m loadtests.compare --gateway {url} --gateway-pid {pid} \
+        --engine {engines} --sides direct gateway vllm-router one-server --streams 64 --batch 64x8 --json out.json
 
 Loads are given per engine, so a fleet of four has four times the streams of a fleet of one. Each run has prompts of
-its own: equal ones would be answered from the prefix cache of the run before.
+its own: equal ones would be answered from the prefix cache of the run before. A batch goes to what stands in the middle
+as one request, as TRL sends it; driven directly, each engine gets its part. `one-server` has the whole load of the
+fleet on its first engine: what a trainer has without anything in the middle.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ import orjson
 
 from loadtests.clients import ClientPool, Outcome, Stream, total
 from loadtests.ratios import median_lower_bound, pair_ratios
+from loadtests.routers import RouterFailed, running_router
 from loadtests.workloads import LengthMix, Workload, parse_batch
 
 _BUSY_CLIENT = 0.8
@@ -34,16 +39,28 @@ class Side(StrEnum):
 
     DIRECT = "direct"
     STREAMED = "streamed"  # directly, a chunk every `stream_interval` tokens
+    ONE_SERVER = "one-server"  # the first engine has the load of all
     GATEWAY = "gateway"
     GATEWAY_STREAMED = "gateway-streamed"
+    VLLM_ROUTER = "vllm-router"
+    SGLANG_ROUTER = "sglang-router"
 
     @property
-    def through_gateway(self) -> bool:
+    def is_direct(self) -> bool:
+        """Whether each engine is given its own part of the load."""
+        return self in (Side.DIRECT, Side.STREAMED)
+
+    @property
+    def is_ours(self) -> bool:
         return self in (Side.GATEWAY, Side.GATEWAY_STREAMED)
 
     @property
     def is_streamed(self) -> bool:
         return self in (Side.STREAMED, Side.GATEWAY_STREAMED)
+
+
+ROUTERS = {Side.VLLM_ROUTER: "VLLM_ROUTER", Side.SGLANG_ROUTER: "SGLANG_ROUTER"}
+"""Sides whose server is started here, each with the variable that may hold its command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +74,29 @@ class Load:
     workload: Workload
 
 
+@dataclass(frozen=True, slots=True)
+class Middle:
+    """A server between clients and engines. `pid` is the process whose CPU time counts as its own, where known."""
+
+    url: str
+    pid: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What is measured. `gateway_pid` is the process whose CPU time counts as the gateway's."""
+    """What is measured."""
 
-    gateway: str
+    gateway: Middle
     engines: tuple[str, ...]
-    gateway_pid: int | None = None
+    routers: Mapping[Side, Middle] = field(default_factory=dict)
+
+    def middle(self, side: Side) -> Middle | None:
+        """What is asked in place of the engines; None where each engine is asked itself."""
+        if side.is_direct:
+            return None
+        if side is Side.ONE_SERVER:
+            return Middle(self.engines[0])
+        return self.gateway if side.is_ours else self.routers[side]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +111,7 @@ class Run:
     tokens: int
     median_latency_s: float
     p99_latency_s: float
-    gateway_cpu_s: float | None
+    middle_cpu_s: float | None
     client_busy: float
     errors: list[str]
 
@@ -113,7 +146,8 @@ class Comparison:
 
     def _run(self, load: Load, side: Side, pair: int) -> Run:
         streams = streams_of(load, side, self.targets, seed=f"{load.name} {side} {pair} {os.getpid()}")
-        pid = self.targets.gateway_pid if side.through_gateway else None
+        middle = self.targets.middle(side)
+        pid = middle.pid if middle else None
         cpu = process_cpu_s(pid) if pid else None
         outcomes = self._clients.run(streams)
         used = process_cpu_s(pid) - cpu if pid and cpu is not None else None
@@ -121,14 +155,14 @@ class Comparison:
 
 
 def streams_of(load: Load, side: Side, targets: Targets, seed: str) -> list[Stream]:
-    """The callers of one run. Directly, they are dealt out over the engines; the gateway places them itself."""
-    num_engines = len(targets.engines)
+    """The callers of one run. Directly, they are dealt out over the engines; a middle places them itself."""
+    num_engines, middle = len(targets.engines), targets.middle(side)
     num_streams, workload = load.streams * num_engines, load.workload
-    if side.through_gateway and load.is_batch:
+    if middle and load.is_batch:
         num_streams, workload = 1, dataclasses.replace(workload, prompts=workload.prompts * num_engines)
     return [
         Stream(
-            url=targets.gateway if side.through_gateway else targets.engines[index % num_engines],
+            url=middle.url if middle else targets.engines[index % num_engines],
             workload=workload,
             seeds=tuple(f"{seed} {index} {turn}" for turn in range(load.rounds)),
             stream=side.is_streamed,
@@ -158,10 +192,10 @@ def summarise(runs: Sequence[Run], load: str, side: Side, references: Sequence[S
         "errors": sum(len(run.errors) for run in ours),
         "ratios": {},
     }
-    if all(run.gateway_cpu_s is not None and run.tokens for run in ours):
-        used = [(run.gateway_cpu_s or 0.0, run) for run in ours]
-        row["gateway_cpu_s_per_million_tokens"] = statistics.median(cpu / run.tokens * 1e6 for cpu, run in used)
-        row["gateway_cores"] = statistics.median(cpu / run.wall_s for cpu, run in used)
+    if all(run.middle_cpu_s is not None and run.tokens for run in ours):
+        used = [(run.middle_cpu_s or 0.0, run) for run in ours]
+        row["middle_cpu_s_per_million_tokens"] = statistics.median(cpu / run.tokens * 1e6 for cpu, run in used)
+        row["middle_cores"] = statistics.median(cpu / run.wall_s for cpu, run in used)
     for reference in references:
         beside = [run.tokens_per_s for run in runs if (run.load, run.side) == (load, reference)]
         if all(beside):
@@ -175,10 +209,11 @@ def summarise(runs: Sequence[Run], load: str, side: Side, references: Sequence[S
 
 
 def summary(runs: Sequence[Run], loads: Sequence[Load], sides: Sequence[Side]) -> list[dict[str, Any]]:
-    """A row for each load and side; the gateway's rows are set against the sides driven directly."""
-    direct = [side for side in sides if not side.through_gateway]
+    """A row for each load and side. What is not driven directly is set against what is, the gateway against all."""
+    direct = [side for side in sides if side.is_direct]
+    others = [side for side in sides if not side.is_ours]
     return [
-        summarise(runs, load.name, side, direct if side.through_gateway else [])
+        summarise(runs, load.name, side, others if side.is_ours else [] if side.is_direct else direct)
         for load in loads
         for side in sides
         if any(run.load == load.name and run.side == side for run in runs)
@@ -187,26 +222,26 @@ def summary(runs: Sequence[Run], loads: Sequence[Load], sides: Sequence[Side]) -
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The summary for people."""
+    references = [side for side in Side if any(side in row["ratios"] for row in rows)]
     cells = [
-        ["load", "side", "pairs", "tokens/s", "latency p50/p99 s", "vs direct", "vs streamed", "gateway CPU-s/Mtok",
-         "cores", "client busy", "errors"],
-        *(_cells(row) for row in rows),
+        ["load", "side", "pairs", "tokens/s", "latency p50/p99 s", *(f"vs {side}" for side in references),
+         "middle CPU-s/Mtok", "cores", "client busy", "errors"],
+        *(_cells(row, references) for row in rows),
     ]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], references: Sequence[Side]) -> list[str]:
     return [
         row["load"],
         row["side"],
         str(row["pairs"]),
         f"{row['tokens_per_s']:.0f}",
         f"{row['median_latency_s']:.2f}/{row['p99_latency_s']:.2f}",
-        _ratio_cell(row["ratios"].get(Side.DIRECT)),
-        _ratio_cell(row["ratios"].get(Side.STREAMED)),
-        f"{row['gateway_cpu_s_per_million_tokens']:.2f}" if "gateway_cores" in row else "-",
-        f"{row['gateway_cores']:.2f}" if "gateway_cores" in row else "-",
+        *(_ratio_cell(row["ratios"].get(side)) for side in references),
+        f"{row['middle_cpu_s_per_million_tokens']:.2f}" if "middle_cores" in row else "-",
+        f"{row['middle_cores']:.2f}" if "middle_cores" in row else "-",
         f"{row['client_busy']:.2f}",
         str(row["errors"]),
     ]
@@ -216,9 +251,9 @@ def _ratio_cell(ratio: dict[str, Any] | None) -> str:
     return f"{ratio['median']:.3f} >= {ratio['lower_bound_95']:.3f}" if ratio else "-"
 
 
-def _summed(outcomes: Sequence[Outcome], load: Load, side: Side, pair: int, gateway_cpu_s: float | None) -> Run:
+def _summed(outcomes: Sequence[Outcome], load: Load, side: Side, pair: int, middle_cpu_s: float | None) -> Run:
     totals = dataclasses.asdict(total(outcomes))
-    return Run(load=load.name, side=side, pair=pair, gateway_cpu_s=gateway_cpu_s, **totals)
+    return Run(load=load.name, side=side, pair=pair, middle_cpu_s=middle_cpu_s, **totals)
 
 
 def _say(run: Run) -> None:
@@ -237,6 +272,7 @@ def _loads(args: argparse.Namespace) -> list[Load]:
             prompt_tokens=args.prompt_tokens,
             max_tokens=args.max_tokens,
             model=args.model,
+            as_text=args.text,
         )
         return Load(name=name, streams=streams, is_batch=is_batch, rounds=args.rounds, workload=workload)
 
@@ -258,6 +294,7 @@ def _report(comparison: Comparison, args: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": str(args.prompt_tokens),
         "max_tokens": args.max_tokens,
         "rounds": args.rounds,
+        "text": args.text,
         "summary": summary(comparison.runs, comparison.loads, comparison.sides),
         "runs": [{**dataclasses.asdict(run), "errors": run.errors[:_ERRORS_SHOWN]} for run in comparison.runs],
     }
@@ -268,7 +305,10 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--gateway", required=True, metavar="URL")
     add("--gateway-pid", type=int, metavar="PID", help="its process, to count its CPU time")
-    add("--engine", action="append", required=True, metavar="URL", help="an engine behind it; repeat for each")
+    add("--engine", nargs="+", action="extend", required=True, metavar="URL", help="the engines behind it")
+    for side, variable in ROUTERS.items():
+        words = f"command of {side}, where it is installed; or {variable} in the environment"
+        add(f"--{side}", default=os.environ.get(variable, ""), metavar="COMMAND", help=words)
     add("--streams", type=int, nargs="*", default=[], metavar="N", help="loads of N single streams for each engine")
     add("--batch", nargs="*", default=[], metavar="PxN", help="loads of one request of P prompts x N samples an engine")
     add("--prompt-tokens", type=LengthMix.parse, default=LengthMix.parse("256"), help="256, or a mix: 128*3,1024*1")
@@ -276,6 +316,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=1, help="requests of each stream in a run, one after the other")
     add("--pairs", type=int, default=5)
     add("--sides", nargs="+", type=Side, default=[Side.DIRECT, Side.GATEWAY, Side.STREAMED], choices=list(Side))
+    add("--text", action="store_true", help="prompts as text: sglang-router takes no token ids in /v1/completions")
     add("--model", default="", help="name to ask for; the server's own unless given")
     add("--clients", type=int, default=2, metavar="N", help="client processes")
     add("--timeout-s", type=float, default=300.0, help="longest run")
@@ -288,12 +329,40 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _sides(args: argparse.Namespace) -> list[Side]:
+    """Those that can be measured; a line says why one cannot."""
+    sides = list(args.sides)
+    for side, variable in ROUTERS.items():
+        if side in sides and not _router_command(args, side):
+            print(f"{side} is left out: give its command as --{side} or {variable}", file=sys.stderr)
+            sides.remove(side)
+    if Side.SGLANG_ROUTER in sides and not (args.text and args.model):
+        print("sglang-router is left out: it takes text for a named model alone, add --text --model", file=sys.stderr)
+        sides.remove(Side.SGLANG_ROUTER)
+    return sides
+
+
+def _router_command(args: argparse.Namespace, side: Side) -> str:
+    command: str = vars(args)[side.value.replace("-", "_")]
+    return command
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse_arguments(argv)
-    began = time.monotonic()
-    targets = Targets(gateway=args.gateway, engines=tuple(args.engine), gateway_pid=args.gateway_pid)
-    with ClientPool(args.clients, args.timeout_s) as clients:
-        comparison = Comparison(targets, _loads(args), args.sides, clients)
+    began, sides = time.monotonic(), _sides(args)
+    with contextlib.ExitStack() as stack:
+        started = {side: _router_command(args, side) for side in sides if side in ROUTERS}
+        try:
+            routers = {
+                side: Middle(*stack.enter_context(running_router(command, args.engine)))
+                for side, command in started.items()
+            }
+        except RouterFailed as error:
+            print(error, file=sys.stderr)
+            return 2
+        targets = Targets(gateway=Middle(args.gateway, args.gateway_pid), engines=tuple(args.engine), routers=routers)
+        clients = stack.enter_context(ClientPool(args.clients, args.timeout_s))
+        comparison = Comparison(targets, _loads(args), sides, clients)
         comparison.warm_up()
         for pair in range(args.pairs):
             if time.monotonic() - began > args.budget_s:

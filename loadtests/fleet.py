@@ -2,9 +2,10 @@
 
     python -m loadtests.fleet -c examples/sim.yaml [--sizes 1,2,4] [KEY=VALUE ...] [-- COMMAND ...]
 
-Prints one line of JSON with URLs and process ids and runs until standard input closes; or runs COMMAND, with {url} in
-it replaced by the gateway's, and ends with it. `--sizes 1,2,4` starts a gateway over the first one, two and four of
-the engines, each in a process of its own, so that scaling is measured with engines that are started once.
+Prints one line of JSON with URLs and process ids and runs until standard input closes; or runs COMMAND and ends with
+it, {url} and {pid} in it replaced by the gateway's and a word {engines} by the URLs of all engines. `--sizes 1,2,4`
+starts a gateway over the first one, two and four of the engines, each in a process of its own, so that scaling is
+measured with engines that are started once.
 """
 
 import argparse
@@ -146,7 +147,7 @@ async def _run(config: Config, sizes: Sequence[int], command: Sequence[str]) -> 
             return 130
         infos, gateways = starting.result()
         if command:
-            return await _run_command([part.replace("{url}", gateways[-1].url) for part in command], stopping)
+            return await _run_command(filled(command, infos, gateways[-1]), stopping)
         engines = [{"url": info.url, "pid": info.pid, "log": info.log_path} for info in infos]
         print(json.dumps({"engines": engines, "gateways": [asdict(g) for g in gateways]}), flush=True)
         threading.Thread(target=_wait_for_end_of_input, args=(loop, stopping), daemon=True).start()
@@ -156,6 +157,15 @@ async def _run(config: Config, sizes: Sequence[int], command: Sequence[str]) -> 
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await fleet.stop()
+
+
+def filled(command: Sequence[str], infos: Sequence[ReplicaInfo], gateway: GatewayProcess) -> list[str]:
+    """The command with the places that it is to talk to."""
+    words: list[str] = []
+    for word in command:
+        given = word.replace("{url}", gateway.url).replace("{pid}", str(gateway.pid))
+        words += [info.url for info in infos] if word == "{engines}" else [given]
+    return words
 
 
 async def _run_command(command: Sequence[str], stopping: asyncio.Event) -> int:

@@ -45,7 +45,11 @@ class LengthMix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One kind of request to /v1/completions. Without `model` the server takes the one it has."""
+    """One kind of request to /v1/completions. Without `model` the server takes the one it has.
+
+    `as_text` writes prompts as numbers in a row, for servers that take no token ids: of other lengths, then, as many
+    tokens as the server's tokenizer makes of them.
+    """
 
     prompts: int
     samples: int
@@ -53,6 +57,7 @@ class Workload:
     max_tokens: int
     ignore_eos: bool = True
     model: str = ""
+    as_text: bool = False
 
     @property
     def completions(self) -> int:
@@ -71,7 +76,10 @@ class Workload:
     def request(self, seed: str, *, stream: bool = False) -> Json:
         """The body that asks for it all."""
         sampling = {"n": self.samples, "max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
-        return completion_request(self.prompts_of(seed), sampling, model=self.model, stream=stream)
+        prompts: list[Any] = self.prompts_of(seed)
+        if self.as_text:
+            prompts = [" ".join(map(str, prompt)) for prompt in prompts]
+        return completion_request(prompts, sampling, model=self.model, stream=stream)
 
 
 def random_tokens(draw: random.Random, count: int) -> list[int]:

@@ -13,11 +13,16 @@ from engines.config import SimConfig
 from engines.types import ReplicaInfo
 from gateway.config import Config
 from gateway.listener import Listener
-from loadtests.compare import Load, Run, Side, Targets, process_cpu_s, streams_of, summary, table
+from loadtests.compare import Load, Middle, Run, Side, Targets, process_cpu_s, streams_of, summary, table
 from loadtests.workloads import LengthMix, Workload
 from tests.rig import SimReplica
 
-TARGETS = Targets(gateway="http://gateway", engines=("http://a", "http://b"))
+ROUTER = Path(__file__).with_name("played_router.py")
+TARGETS = Targets(
+    gateway=Middle("http://gateway"),
+    engines=("http://a", "http://b"),
+    routers={Side.VLLM_ROUTER: Middle("http://router")},
+)
 
 
 def load(name: str = "4", *, streams: int = 4, prompts: int = 1, samples: int = 1, is_batch: bool = False) -> Load:
@@ -35,7 +40,7 @@ def run(side: Side, pair: int, tokens: int, *, cpu_s: float | None = None, error
         tokens=tokens,
         median_latency_s=1.0,
         p99_latency_s=2.0,
-        gateway_cpu_s=cpu_s,
+        middle_cpu_s=cpu_s,
         client_busy=0.1,
         errors=["lost"] * errors,
     )
@@ -54,6 +59,14 @@ def test_a_batch_is_one_request_for_each_engine_and_one_for_the_gateway() -> Non
     assert [stream.workload.prompts for stream in streams_of(batch, Side.GATEWAY, TARGETS, "seed")] == [32]
 
 
+def test_what_stands_in_the_middle_has_the_whole_load() -> None:
+    batch = load(streams=1, prompts=16, samples=8, is_batch=True)
+    for side, url in ((Side.ONE_SERVER, "http://a"), (Side.VLLM_ROUTER, "http://router")):
+        assert {stream.url for stream in streams_of(load(), side, TARGETS, "seed")} == {url}
+        assert len(streams_of(load(), side, TARGETS, "seed")) == 8
+        assert [stream.workload.prompts for stream in streams_of(batch, side, TARGETS, "seed")] == [32]
+
+
 def test_no_two_requests_have_the_same_prompts() -> None:
     seeds = [seed for stream in streams_of(load(), Side.DIRECT, TARGETS, "seed") for seed in stream.seeds]
     assert len(set(seeds)) == len(seeds) == 16
@@ -67,8 +80,8 @@ def test_rows_say_how_the_gateway_compares() -> None:
     assert rows[0]["tokens_per_s"] == 500
     assert rows[1]["ratios"]["direct"]["median"] == pytest.approx(0.992)
     assert rows[1]["ratios"]["direct"]["lower_bound_95"] == pytest.approx(0.990)
-    assert rows[1]["gateway_cores"] == 0.25
-    assert rows[1]["gateway_cpu_s_per_million_tokens"] == pytest.approx(504, rel=0.01)
+    assert rows[1]["middle_cores"] == 0.25
+    assert rows[1]["middle_cpu_s_per_million_tokens"] == pytest.approx(504, rel=0.01)
     assert "0.992 >= 0.990" in table(rows)
 
 
@@ -107,23 +120,62 @@ async def gateway_url(replicas: list[SimReplica]) -> AsyncIterator[str]:
     await asyncio.to_thread(listener.stop)
 
 
-async def test_a_short_run(replicas: list[SimReplica], gateway_url: str, tmp_path: Path) -> None:
-    report = tmp_path / "out.json"
+async def compared(replicas: list[SimReplica], gateway_url: str, *options: str) -> tuple[int | None, str]:
+    """Exit code and output of a comparison with four streams and a batch, two pairs."""
     command = [sys.executable, "-m", "loadtests.compare", "--gateway", gateway_url, "--gateway-pid", str(os.getpid())]
-    for replica in replicas:
-        command += ["--engine", replica.info.url]
+    command += ["--engine", *(replica.info.url for replica in replicas)]
     command += ["--streams", "4", "--batch", "3x2", "--prompt-tokens", "8", "--max-tokens", "8", "--pairs", "2"]
-    command += ["--clients", "1", "--sides", *Side, "--json", str(report)]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    async with asyncio.timeout(30):
+    process = await asyncio.create_subprocess_exec(
+        *command, "--clients", "1", *options, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    async with asyncio.timeout(60):
         printed, _ = await process.communicate()
-    assert process.returncode == 0, printed.decode()
+    return process.returncode, printed.decode()
+
+
+async def test_a_short_run(replicas: list[SimReplica], gateway_url: str, tmp_path: Path) -> None:
+    report, sides = tmp_path / "out.json", [side for side in Side if side is not Side.SGLANG_ROUTER]
+    router = f"{sys.executable} {ROUTER}"
+    code, printed = await compared(
+        replicas, gateway_url, "--sides", *sides, "--vllm-router", router, "--json", str(report)
+    )
+    assert code == 0, printed
     told = json.loads(report.read_text())
     assert {(run["load"], run["side"]): run["tokens"] for run in told["runs"]} == {
-        **{("4", side.value): 2 * 4 * 8 for side in Side},
-        **{("3x2", side.value): 2 * 3 * 2 * 8 for side in Side},
+        **{("4", side.value): 2 * 4 * 8 for side in sides},
+        **{("3x2", side.value): 2 * 3 * 2 * 8 for side in sides},
     }
-    assert [run["side"] for run in told["runs"][:4]] == list(Side)
-    assert [run["side"] for run in told["runs"][8:12]] == list(reversed(Side))
+    assert [run["side"] for run in told["runs"][:6]] == sides
+    assert [run["side"] for run in told["runs"][12:18]] == sides[::-1]
     assert all(row["pairs"] == 2 for row in told["summary"])
-    assert b"gateway-streamed" in printed
+    rows = {row["side"]: row for row in told["summary"] if row["load"] == "4"}
+    assert set(rows["gateway"]["ratios"]) == {"direct", "streamed", "one-server", "vllm-router"}
+    assert set(rows["vllm-router"]["ratios"]) == {"direct", "streamed"}
+    assert rows["vllm-router"]["middle_cpu_s_per_million_tokens"] > 0
+    assert "gateway-streamed" in printed
+
+
+async def test_text_prompts_reach_the_router_that_takes_no_token_ids(
+    replicas: list[SimReplica], gateway_url: str
+) -> None:
+    router = f"{sys.executable} {ROUTER}"
+    options = ["--sides", "direct", "sglang-router", "--sglang-router", router]
+    code, printed = await compared(replicas, gateway_url, *options)
+    assert code == 0
+    assert "sglang-router is left out: it takes text for a named model alone, add --text --model" in printed
+    code, printed = await compared(replicas, gateway_url, *options, "--text", "--model", "sim")
+    assert code == 0, printed
+    assert " sglang-router " in printed
+
+
+async def test_a_router_that_is_not_there_has_no_row(replicas: list[SimReplica], gateway_url: str) -> None:
+    code, printed = await compared(replicas, gateway_url, "--sides", "direct", "vllm-router")
+    assert code == 0, printed
+    assert "vllm-router is left out: give its command as --vllm-router or VLLM_ROUTER" in printed
+
+
+async def test_a_router_that_does_not_start_says_why(replicas: list[SimReplica], gateway_url: str) -> None:
+    options = ["--sides", "direct", "vllm-router", "--vllm-router", f"{sys.executable} {ROUTER} --fail"]
+    code, printed = await compared(replicas, gateway_url, *options)
+    assert code == 2
+    assert "did not start:\nno workers for me" in printed

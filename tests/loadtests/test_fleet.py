@@ -1,11 +1,15 @@
 """Engines and gateways without Ray."""
 
+from dataclasses import replace
+
 import pytest
 
+from engines.config import SimConfig
 from engines.errors import ConfigError
 from engines.server import EngineServer
 from gateway.config import Config
-from loadtests.fleet import engine_servers, gateway_config
+from loadtests.fleet import GatewayProcess, engine_servers, filled, gateway_config
+from tests.rig import SimReplica
 
 
 def config(**engine: object) -> Config:
@@ -32,3 +36,10 @@ def test_a_gateway_waits_for_the_replicas_it_is_over() -> None:
     assert sum(group.num_replicas for group in gateway_config(groups, 2, own_port=True).groups.values()) == 2
     assert gateway_config(config(), 2, own_port=True).gateway.port == 8100
     assert gateway_config(config(), 1, own_port=False).gateway.port == 0
+
+
+def test_a_command_is_told_where_everything_is() -> None:
+    info = SimReplica("engine-0", 0, SimConfig()).info
+    infos = [replace(info, url="http://a"), replace(info, url="http://b")]
+    words = filled(["run", "--host={url}", "{pid}", "{engines}"], infos, GatewayProcess("http://g", 7, 2))
+    assert words == ["run", "--host=http://g", "7", "http://a", "http://b"]

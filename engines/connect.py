@@ -1,13 +1,21 @@
 """Which client talks to which kind of engine, of those that we start."""
 
-from engines.engine import Engine
+from engines.engine import Engine, Peer
 from engines.sglang_engine import SglangEngine
 from engines.types import EngineKind
 from engines.vllm_engine import VllmEngine
 
 
-def connect(kind: EngineKind, replica_id: str, url: str, engine_version: str = "", *, has_tee: bool = False) -> Engine:
+def connect(
+    kind: EngineKind,
+    replica_id: str,
+    url: str,
+    engine_version: str = "",
+    *,
+    has_tee: bool = False,
+    peer: Peer | None = None,
+) -> Engine:
     """The client of one engine server. Of vLLM the latest, unless `engine_version` is given."""
     if kind is EngineKind.SGLANG:
         return SglangEngine(replica_id, url)
-    return VllmEngine(replica_id, url, engine_version, has_tee=has_tee)
+    return VllmEngine(replica_id, url, engine_version, has_tee=has_tee, peer=peer if has_tee else None)

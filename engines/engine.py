@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engines.types import PauseMode
@@ -22,6 +22,14 @@ class ReceiptCopy:
     base: str
     names: tuple[str, ...]
     wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Where an engine fetches versions that are not on its machine: the gateway's URL, and a key that opens them."""
+
+    url: str
+    key: str = field(default="", repr=False)
 
 
 class Engine(ABC):

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from engines.config import EngineConfig
-from engines.engine import Json
+from engines.engine import Json, Peer
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
 from engines.http import HttpEngine
 from engines.sglang_engine import SglangEngine
@@ -76,9 +76,10 @@ class ExternalEngine(_NotOurs, VllmEngine):
     `api_key` is the bearer key of the server, if it wants one.
     """
 
-    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
+    def __init__(self, info: ReplicaInfo, api_key: str = "", peer: Peer | None = None) -> None:
         known = info.speaks_vllm and _RELEASE.match(info.engine_version)
-        super().__init__(info.replica_id, info.url, info.engine_version if known else "", api_key)
+        version = info.engine_version if known else ""
+        super().__init__(info.replica_id, info.url, version, api_key, peer=peer if info.fetches else None)
         self._info = info
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
@@ -108,9 +109,13 @@ class ExternalEngine(_NotOurs, VllmEngine):
         return {name: value for name, value in body.items() if name not in _VLLM_FIELDS}
 
 
-def external_engine(info: ReplicaInfo, api_key: str = "") -> ExternalEngine | ExternalSglangEngine:
+def external_engine(
+    info: ReplicaInfo, api_key: str = "", peer: Peer | None = None
+) -> ExternalEngine | ExternalSglangEngine:
     """The client of the server that `info` tells of."""
-    return (ExternalSglangEngine if info.dialect is Dialect.SGLANG else ExternalEngine)(info, api_key)
+    if info.dialect is Dialect.SGLANG:
+        return ExternalSglangEngine(info, api_key)
+    return ExternalEngine(info, api_key, peer)
 
 
 class ExternalServer:
@@ -188,6 +193,7 @@ class ExternalServer:
             engine_version=found.version or "unknown",
             capabilities=found.routes,
             dialect=found.dialect,
+            fetches=found.fetches,
         )
 
     async def _ask_sglang(self) -> "_Found | None":
@@ -212,11 +218,12 @@ class ExternalServer:
         probe = VllmEngine(self._replica_id, self._url, api_key=self._key)
         try:
             routes, version, world_size = await _capabilities(probe, model)
+            dialect = Dialect.VLLM if says_vllm and version else Dialect.OPENAI
+            takes_weights = dialect is Dialect.VLLM and routes >= _WEIGHT_ROUTES
+            fetches = takes_weights and await _fetches(probe)
         finally:
             await probe.close()
-        dialect = Dialect.VLLM if says_vllm and version else Dialect.OPENAI
-        takes_weights = dialect is Dialect.VLLM and routes >= _WEIGHT_ROUTES
-        return _Found(dialect, routes, version, world_size if takes_weights else 0)
+        return _Found(dialect, routes, version, world_size if takes_weights else 0, fetches)
 
     def _chosen(self, models: list[Json]) -> Json:
         """The model that `engine.served_model_name` or `engine.model` names, else the first."""
@@ -239,6 +246,13 @@ class _Found:
     routes: frozenset[str]
     version: str
     world_size: int
+    fetches: bool = False
+
+
+async def _fetches(probe: VllmEngine) -> bool:
+    """Whether its owner started it with our worker extension."""
+    answer = await _answer(probe, "POST", "/collective_rpc", {"method": "fetches"})
+    return bool(answer and answer.get("results")) and all(told is True for told in (answer or {})["results"])
 
 
 async def _capabilities(probe: VllmEngine, model: str) -> tuple[frozenset[str], str, int]:

@@ -147,6 +147,7 @@ class EngineServer:
             dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,
             streams=streams_coarsely(self._config),
             has_tee=self._has_tee,
+            fetches=self._has_tee,
             pid=self._process.pid,
             log_path=str(self._process.log_path),
             tensors=_expected_tensors(self._config),

@@ -456,6 +456,9 @@ class SimServer:
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
         asked = await _body(request, RpcBody)
+        if asked.method == "corrupt_loads":  # as `SimConfig.corrupt_loads`, from now on
+            self.corrupt_loads = bool(asked.kwargs["on"])
+            return _json({"results": [None] * self._world_size})
         answer = await self.worker.call(asked.method, asked.kwargs)
         if asked.method == "load_snapshot":
             self._weights.break_off()

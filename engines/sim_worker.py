@@ -4,9 +4,11 @@ import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from engines.engine import Json, ReceiptCopy
 from engines.errors import StoreFailed, WeightUpdateConflict
+from engines.peer_store import PeerStore, fetched
 from engines.weight_store import Draft, RawTensor, check_bytes, digest_of, raw
 
 
@@ -30,7 +32,7 @@ class SimWorker:
         if self._receives:
             self._received |= {name: self._zeros(name, shape) for name, shape in zip(names, shapes, strict=True)}
 
-    async def call(self, method: str, arguments: Json) -> Json | None:
+    async def call(self, method: str, arguments: Json) -> Any:
         match method:
             case "open_receipt":
                 self._copy = ReceiptCopy(**arguments) if arguments else None
@@ -42,11 +44,24 @@ class SimWorker:
                 return {name: tensor.digest for name, tensor in self._received.items()}
             case "drop_receipt":
                 self._receives = False
+            case "damage":
+                self.damage(arguments["name"])
+            case "heal":
+                self._damaged.clear()
+            case "fetches":
+                return True
             case "load_snapshot":
+                await asyncio.to_thread(self._fetch, **arguments)
                 await asyncio.to_thread(self._load, arguments["path"])
             case _:
                 raise WeightUpdateConflict(f"the worker has no method {method!r}")
         return None
+
+    def _fetch(
+        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
+    ) -> None:
+        if peer_url:
+            fetched(Path(path), PeerStore(peer_url, peer_key), version, timeout_s)
 
     def _load(self, path: str) -> None:
         if path == self._name:

@@ -59,6 +59,7 @@ class ReplicaInfo:
     checkpoint cannot be read (an update is then unchecked). `world_size` is 0 where the engine cannot take weights.
     `max_model_len` is None where it does not say.
     `has_tee` is True where it can tell digests of the weights it receives, and copy them into the weight store.
+    `fetches` is True where it can fetch a version of the weights that is not on its machine.
     `streams` is True where a reply costs the engine least in coarse chunks; any other is asked for whole replies.
     """
 
@@ -76,6 +77,7 @@ class ReplicaInfo:
     dialect: Dialect = Dialect.VLLM
     streams: bool = False
     has_tee: bool = False
+    fetches: bool = False
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
     pid: int = 0

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import asdict
 from typing import Any
 
-from engines.engine import Json, ReceiptCopy
+from engines.engine import Json, Peer, ReceiptCopy
 from engines.errors import EngineFailed, EngineRefused
 from engines.http import HttpEngine
 from engines.types import PauseMode
@@ -19,14 +19,23 @@ class VllmEngine(HttpEngine):
     """One vLLM server (seen with 0.26 and 0.32).
 
     `engine_version` is the server's own; the latest dialect is spoken where it is not given. `api_key` is its bearer
-    key, where it wants one. `has_tee` says that its workers are ours (`engines/vllm_worker.py`).
+    key, where it wants one. `has_tee` says that its workers are ours (`engines/vllm_worker.py`); so they are where a
+    `peer` is given, from which they fetch versions that are not on their machine.
     """
 
     def __init__(
-        self, replica_id: str, url: str, engine_version: str = "", api_key: str = "", *, has_tee: bool = False
+        self,
+        replica_id: str,
+        url: str,
+        engine_version: str = "",
+        api_key: str = "",
+        *,
+        has_tee: bool = False,
+        peer: Peer | None = None,
     ) -> None:
         super().__init__(replica_id, url, api_key)
         self._has_tee = has_tee
+        self._peer = peer
         # Trainers say `packed` in the place that the vLLM installed beside them has it, engines want it in their own.
         self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
         self._packed = True
@@ -95,7 +104,10 @@ class VllmEngine(HttpEngine):
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         await self._label(MIXED, timeout_s)
-        if self._has_tee:
+        if self._peer is not None and version:
+            source = {"version": version, "peer_url": self._peer.url, "peer_key": self._peer.key}
+            await self._on_workers("load_snapshot", {"path": path, **source, "timeout_s": timeout_s}, timeout_s)
+        elif self._has_tee or self._peer is not None:
             await self._on_workers("load_snapshot", {"path": path}, timeout_s)
         else:
             await self._on_workers("reload_weights", {"weights_path": path}, timeout_s)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engines.peer_store import PeerStore, fetched
 from engines.vllm_gloo import rebuild_tied_head
 from engines.weight_tee import Scribe, WeightTee
 
@@ -35,9 +36,20 @@ class WeightWorker:
         if tee is not None:
             tee.drop()
 
-    def load_snapshot(self, path: str) -> None:
-        """Load all weights from a checkpoint folder, whatever an update that broke off has left."""
+    def fetches(self) -> bool:
+        """Asked of servers that somebody else started: `load_snapshot` is here."""
+        return True
+
+    def load_snapshot(
+        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
+    ) -> None:
+        """Load all weights from a checkpoint folder, whatever an update that broke off has left.
+
+        With `peer_url` the folder is fetched from there, as that version, where this machine does not have it.
+        """
         worker: Any = self
+        if peer_url:
+            fetched(Path(path), PeerStore(peer_url, peer_key), version, timeout_s)
         self.drop_receipt()
         config = worker.vllm_config.model_config
         before = config.model

@@ -39,7 +39,7 @@ _FAILED = "failed"
 _DRAFT = "draft-"
 _OWNER = ".owner"
 _KEEPER = ".gateway"
-_HELD_BY = "held_by"
+HELD_BY = "held_by"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -136,7 +136,7 @@ class Draft:
         size = sum(tensor.num_bytes for tensor in last.values())
         self._num_files += 1
         path = self.folder / f"model-{self._num_files:05d}.safetensors"
-        with _disk_errors(path):
+        with disk_errors(path):
             free = shutil.disk_usage(self.folder).free
             if free < size:
                 raise OSError(errno.ENOSPC, f"{size} bytes are to be written and {free} are free")
@@ -177,7 +177,7 @@ class Draft:
 
     def finish(self) -> None:
         """Write index and manifest: from here on the draft is whole."""
-        with _disk_errors(self.folder):
+        with disk_errors(self.folder):
             size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
             weight_map = {name: tensor.file for name, tensor in self._tensors.items()}
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
@@ -206,11 +206,11 @@ class WeightStore:
         self.folder = folder
         self._known: set[int] = set()
         self._owned: dict[Path, int] = {}
-        with _disk_errors(folder):
+        with disk_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_ours()
             self._lock = os.open(folder / _KEEPER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if not _try_lock(self._lock):
+        if not try_lock(self._lock):
             os.close(self._lock)
             raise StoreFailed(
                 f"{folder} is kept by another gateway: give this one a folder of its own in weights.store"
@@ -274,7 +274,7 @@ class WeightStore:
         What else engines read in a checkpoint folder is linked from `checkpoint`. Returns the version's folder.
         """
         manifest, target = Manifest.read(draft), self.path(version)
-        with _disk_errors(draft):
+        with disk_errors(draft):
             _link_rest(checkpoint, draft)
             Manifest(manifest.model, manifest.tensors, version).write(draft)
             (draft / _OWNER).unlink(missing_ok=True)
@@ -294,7 +294,7 @@ class WeightStore:
 
     def note_holder(self, version: int, incarnation: str) -> None:
         """Write down that this engine holds the version, for a gateway that is started anew; see `adopt`."""
-        with _disk_errors(self.path(version)), (self.path(version) / _HELD_BY).open("a", encoding="utf-8") as notes:
+        with disk_errors(self.path(version)), (self.path(version) / HELD_BY).open("a", encoding="utf-8") as notes:
             notes.write(f"{incarnation}\n")
 
     def adopt(self, version: int, incarnation: str) -> bool:
@@ -313,7 +313,7 @@ class WeightStore:
         """The version's folder, which is not removed meanwhile. Raises `StoreFailed` where it is not there."""
         if version not in self._known:
             raise StoreFailed(f"version {version} is not in {self.folder}")
-        with _disk_errors(self.path(version)):
+        with disk_errors(self.path(version)):
             lock = os.open(self.path(version) / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_SH)
@@ -337,7 +337,7 @@ class WeightStore:
 
     def _was_held(self, version: int, incarnation: str) -> bool:
         try:
-            holders = (self.path(version) / _HELD_BY).read_text(encoding="utf-8").splitlines()
+            holders = (self.path(version) / HELD_BY).read_text(encoding="utf-8").splitlines()
             return incarnation in holders and Manifest.read(self.path(version)).version == version
         except (OSError, StoreFailed):
             return False
@@ -365,7 +365,7 @@ def remove_store(folder: Path) -> bool:
 def claim_draft(store: Path) -> tuple[Path, int]:
     """A new draft folder, and the descriptor that marks its writer as alive until closed."""
     folder = store / f"{_DRAFT}{uuid.uuid4().hex}"
-    with _disk_errors(folder):
+    with disk_errors(folder):
         folder.mkdir(mode=0o700)
         owner = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(owner, fcntl.LOCK_EX)
@@ -394,7 +394,11 @@ def is_whole(draft: Path) -> bool:
 def check_bytes(folder: Path) -> Manifest:
     """The manifest of a draft or version whose files hold what it says; `InvalidRequest` where they do not."""
     manifest, found = Manifest.read(folder), set()
-    for file, spans in read_spans(folder).items():
+    try:
+        spans_of = read_spans(folder)
+    except ValueError as error:
+        raise InvalidRequest(f"{folder} holds a file that is no safetensors: {error}", param="snapshot") from error
+    for file, spans in spans_of.items():
         with _mapped(folder / file) as content:
             for span in spans:
                 entry = manifest.tensors.get(span.name)
@@ -462,7 +466,7 @@ def _claimed(draft: Path) -> int | None:
         owner = os.open(draft / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
         return None  # gone in this moment
-    if _try_lock(owner):
+    if try_lock(owner):
         return owner
     os.close(owner)
     return None
@@ -474,12 +478,13 @@ def _is_read(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _try_lock(lock)
+        return not try_lock(lock)
     finally:
         os.close(lock)
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Whether the lock is ours now; it ends with the process."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -496,7 +501,7 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
     """What the file system has against us, in our words."""
     try:
         yield

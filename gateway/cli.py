@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.errors import ConfigError, GatewayUnreachable, RolloutGatewayError
+from engines.peer_store import PeerStore
 from engines.weight_store import remove_store
 from gateway.config import Config
 from gateway.doctor.finding import Severity
@@ -127,6 +128,26 @@ def scale_command(
     with shown(Console(stderr=True)) as report:
         found = scale(name, num_replicas, report, group, timeout_s)
     _print_running(found)
+
+
+@app.command("fetch")
+def fetch_command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to make.")],
+    url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
+    version: Annotated[
+        int | None, typer.Option("--version", help="Weight version; the newest kept if left out.")
+    ] = None,
+    api_key: Annotated[str, typer.Option("--api-key", envvar="ROLLOUT_API_KEY", help="Admin key.")] = "",
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Longest wait.")] = 1800.0,
+) -> None:
+    """Copy a weight version from a gateway's store over HTTP, as a checkpoint folder: for evaluations, for machines
+    that do not share the store."""
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already: name a folder to make")
+    peer = PeerStore(url, api_key)
+    version = peer.newest() if version is None else version
+    peer.fetch(version, folder.absolute(), timeout_s)
+    print(f"version {version} is in {folder}")
 
 
 @app.command("status")

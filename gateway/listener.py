@@ -10,9 +10,10 @@ import uvloop
 from aiohttp import web
 
 from engines.connect import connect
-from engines.engine import Engine, Json
+from engines.engine import Engine, Json, Peer
 from engines.external import external_engine
 from engines.types import EngineKind, ReplicaInfo
+from gateway.access import store_key
 from gateway.config import Config
 from gateway.fleet import Fleet
 from gateway.metrics import Metrics
@@ -122,8 +123,9 @@ class Listener:
 
 def engine_client(config: Config, info: ReplicaInfo) -> Engine:
     """The client of one replica's engine. Keys are the configuration's: no replica tells them."""
+    peer = Peer(url=config.weights.peer_url, key=store_key(config.gateway)) if config.weights.peer_url else None
     if info.kind is EngineKind.EXTERNAL:
         group = config.groups.get(info.group)
         key = group.api_key if group else None
-        return external_engine(info, key.get_secret_value() if key else "")
-    return connect(info.kind, info.replica_id, info.url, info.engine_version, has_tee=info.has_tee)
+        return external_engine(info, key.get_secret_value() if key else "", peer)
+    return connect(info.kind, info.replica_id, info.url, info.engine_version, has_tee=info.has_tee, peer=peer)

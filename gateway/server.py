@@ -31,6 +31,7 @@ from gateway.metrics import Metrics
 from gateway.scheduler import Scheduler
 from gateway.sessions import session_of
 from gateway.sglang_control import SglangControl
+from gateway.snapshot_files import SnapshotFiles
 from gateway.snapshots import Snapshots
 from gateway.status import status_report
 from gateway.weights import WeightCoordinator
@@ -60,6 +61,7 @@ class GatewayServer:
         self._scheduler = Scheduler(config.gateway, fleet, metrics)
         self._snapshots = Snapshots(config.weights, config.name, _checkpoint(config))
         self._weights = WeightCoordinator(config.weights, fleet, self._scheduler, metrics, self._snapshots)
+        self._snapshot_files = SnapshotFiles(fleet, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)
         self._completions = Completions(config.gateway, fleet, self._scheduler)
         self._chat = Chat(config.gateway, fleet, self._scheduler)
@@ -103,6 +105,8 @@ class GatewayServer:
         get("/v1/weight_updates", self._for_inference(self._weight_updates))
         post("/v1/weight_updates", self._for_admin(self._load_weights))
         get("/v1/weight_store", self._for_admin(self._weight_store))
+        for path, handler in self._snapshot_files.routes.items():
+            get(path, self._for_store(handler))
         get("/v1/weight_canary", self._for_inference(self._weight_canary))
         post("/v1/load_lora_adapter", self._for_admin(self._load_adapter))
         post("/v1/unload_lora_adapter", self._for_admin(self._unload_adapter))
@@ -353,6 +357,16 @@ class GatewayServer:
 
     def _for_admin(self, handler: Handler) -> Handler:
         return self._guarded(handler, admin=True)
+
+    def _for_store(self, handler: Handler) -> Handler:
+        """For admin keys, and for the one that engines have."""
+        for_admin = self._for_admin(handler)
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            opens = self._access.opens_store(request.headers.get("Authorization"))
+            return await (handler if opens else for_admin)(request)
+
+        return guarded
 
     def _guarded(self, handler: Handler, *, admin: bool) -> Handler:
         async def guarded(request: web.Request) -> web.StreamResponse:

@@ -71,9 +71,14 @@ class Snapshots:
         """As `status` shows it. `reason` says why versions are not kept; empty where they are."""
         return {
             "folder": str(self._folder) if self._folder else None,
-            "versions": self._store.versions if self._store else [],
+            "versions": self.versions,
             "reason": self._why_not,
         }
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that can be loaded."""
+        return self._store.versions if self._store else []
 
     @property
     def folder(self) -> Path:

@@ -1,0 +1,273 @@
+"""The weight store of another machine: versions come over HTTP, in parallel ranges, and are renamed into place whole.
+
+The gateway serves them (`GET /v1/weight_store/versions/N` and the files under it). A range whose connection breaks goes
+on at the byte where it broke; files that were whole when a fetch died are not fetched again. No engine and no torch is
+needed here: engines' workers and the command line use this file.
+"""
+
+import http.client
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
+from engines.weight_store import Manifest, check_bytes, disk_errors, try_lock
+
+RANGE_BYTES = 64 << 20
+VERSIONS_PATH = "/v1/weight_store/versions"
+
+_CONNECTIONS = 4
+_PIECE_BYTES = 1 << 20
+_SILENCE_S = 15.0
+_TRIES = 5  # without a byte in between
+_RETRY_S = 0.2
+_LOCK = ".fetching"
+_FETCHED = ".fetched"
+_KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    file: _File
+    begin: int
+    end: int
+
+
+class PeerStore:
+    """The store that the gateway at `url` keeps. `key` opens it, where the gateway wants one. Blocking."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidRequest(f"{url!r} is no URL of a gateway, http://HOST:PORT", param="url")
+        self._url = url.rstrip("/")
+        self._path = parts.path.rstrip("/")
+        self._connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = parts.hostname, parts.port
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def newest(self) -> int:
+        """The newest version that the peer keeps. Raises `StoreFailed` where it keeps none, or cannot be asked."""
+        versions = self._ask(VERSIONS_PATH)["versions"]
+        if not versions:
+            raise StoreFailed(f"{self._url} keeps no weight version yet: version 0 is the checkpoint")
+        return int(max(versions))
+
+    def fetch(self, version: int, target: Path, timeout_s: float) -> Path:
+        """Have folder `target` hold the version, with every tensor's digest checked; returns it. One that is there is
+        believed.
+
+        Raises `StoreFailed` where the peer lacks the version or is silent, the bytes are not those of the manifest, or
+        the disk is full, and `DeadlineExceeded` after `timeout_s`. What had come by then serves the next try.
+        """
+        fetch = _Fetch(self, version, target, time.monotonic() + timeout_s)
+        with disk_errors(target):
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with fetch.alone():
+                if not target.is_dir():
+                    fetch.run()
+        return target
+
+    def files(self, version: int) -> list[_File]:
+        listed = self._ask(f"{VERSIONS_PATH}/{version}")["files"]
+        files = [_File(str(file["name"]), int(file["bytes"])) for file in listed]
+        for file in files:
+            if Path(file.name).name != file.name or file.name.startswith("."):
+                raise StoreFailed(f"{self._url} names a file {file.name!r}, which is none of a version's")
+        return files
+
+    def connect(self) -> http.client.HTTPConnection:
+        return self._connection_class(self._host, self._port, timeout=_SILENCE_S)
+
+    def get(self, connection: http.client.HTTPConnection, path: str, span: str = "") -> http.client.HTTPResponse:
+        """The head of an answer, which is a success: `StoreFailed` for any other."""
+        headers = {**self._headers, **({"Range": f"bytes={span}"} if span else {})}
+        connection.request("GET", self._path + path, headers=headers)
+        answer = connection.getresponse()
+        wanted = 206 if span else 200
+        if answer.status != wanted:
+            with answer:
+                reason = _reason(answer.read(_PIECE_BYTES))
+            raise StoreFailed(f"{self._url}{path} answered {answer.status}, not {wanted}: {reason}")
+        return answer
+
+    def _ask(self, path: str) -> Any:
+        connection = self.connect()
+        try:
+            with self.get(connection, path) as answer:
+                return json.loads(answer.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise StoreFailed(f"{self._url}{path} cannot be read: {error!r}") from error
+        finally:
+            connection.close()
+
+
+class _Fetch:
+    """One version on its way."""
+
+    def __init__(self, peer: PeerStore, version: int, target: Path, deadline: float) -> None:
+        self._peer = peer
+        self._version = version
+        self._target = target
+        self._partial = target.with_name(f".{target.name}.partial")
+        self._deadline = deadline
+        self._stopped = threading.Event()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Workers of one machine want the same version at the same time: one fetches, the others wait for it."""
+        lock = os.open(self._target.parent / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while not try_lock(lock):
+                self._check_time("another process fetches it")
+                time.sleep(_RETRY_S)
+            yield
+        finally:
+            os.close(lock)
+
+    def run(self) -> None:
+        files = self._peer.files(self._version)
+        self._partial.mkdir(mode=0o700, exist_ok=True)
+        lacking = [file for file in files if _size(self._partial / file.name) != file.num_bytes]
+        self._check_room(lacking)
+        self._receive(lacking)
+        try:
+            manifest = check_bytes(self._partial)
+        except (InvalidRequest, StoreFailed):
+            # What a fetch before left may be of other bytes under the same names.
+            self._receive(files)
+            manifest = self._checked()
+        if manifest.version != self._version:
+            raise StoreFailed(f"the peer's version {self._version} says that it is {manifest.version}")
+        (self._partial / _FETCHED).touch()
+        self._partial.rename(self._target)
+
+    def _checked(self) -> Manifest:
+        try:
+            return check_bytes(self._partial)
+        except (InvalidRequest, StoreFailed) as error:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise StoreFailed(f"version {self._version} arrived damaged: {error}") from error
+
+    def _check_room(self, files: Sequence[_File]) -> None:
+        size, free = sum(file.num_bytes for file in files), shutil.disk_usage(self._partial).free
+        if free < size:
+            raise StoreFailed(f"{self._partial.parent} has {free} bytes free, version {self._version} needs {size}")
+
+    def _receive(self, files: Sequence[_File]) -> None:
+        """All ranges of these files, several at once. A file has its name when it is whole."""
+        for file in files:
+            (self._partial / file.name).unlink(missing_ok=True)
+            with (self._partial / _beside(file)).open("wb") as begun:
+                begun.truncate(file.num_bytes)
+        with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="fetch") as pool:
+            try:
+                ranges = [pool.submit(self._receive_range, one) for file in files for one in _ranges(file)]
+                done, late = wait(ranges, timeout=self._deadline - time.monotonic(), return_when=FIRST_EXCEPTION)
+                for one in done:
+                    one.result()
+                if late:
+                    self._check_time("bytes are missing yet")
+            except BaseException:
+                self._stopped.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+        for file in files:
+            (self._partial / _beside(file)).rename(self._partial / file.name)
+
+    def _receive_range(self, wanted: _Range) -> None:
+        """One range, again from where it broke; given up after `_TRIES` connections that brought nothing."""
+        position, failures = wanted.begin, 0
+        while position < wanted.end:
+            before = position
+            try:
+                for piece in self._pieces(wanted, position):
+                    with disk_errors(self._partial):
+                        _write(self._partial / _beside(wanted.file), piece, position)
+                    position += len(piece)
+            except (OSError, http.client.HTTPException) as error:
+                failures = 1 if position > before else failures + 1
+                if failures == _TRIES:
+                    raise StoreFailed(f"{wanted.file.name} of version {self._version} broke off: {error!r}") from error
+                self._check_time(f"{wanted.file.name} broke off: {error!r}")
+                self._stopped.wait(_RETRY_S * failures)
+
+    def _pieces(self, wanted: _Range, position: int) -> Iterator[bytes]:
+        """What comes over one connection, from `position` on."""
+        connection = self._peer.connect()
+        try:
+            path = f"{VERSIONS_PATH}/{self._version}/{wanted.file.name}"
+            with self._peer.get(connection, path, f"{position}-{wanted.end - 1}") as answer:
+                while position < wanted.end:
+                    self._check_time("bytes are missing yet")
+                    piece = answer.read(min(_PIECE_BYTES, wanted.end - position))
+                    if not piece:
+                        raise ConnectionResetError(f"the connection ended {wanted.end - position} bytes early")
+                    position += len(piece)
+                    yield piece
+        finally:
+            connection.close()
+
+    def _check_time(self, state: str) -> None:
+        if self._stopped.is_set() or time.monotonic() > self._deadline:
+            raise DeadlineExceeded(f"version {self._version} did not arrive in time: {state}")
+
+
+def fetched(path: Path, peer: PeerStore, version: int, timeout_s: float) -> Path:
+    """The version in the folder that the gateway calls `path`, fetched where this machine does not have it.
+
+    The last two that were fetched are kept.
+    """
+    if path.is_dir():
+        return path
+    peer.fetch(version, path, timeout_s)
+    ours = [folder for folder in path.parent.glob("v*") if (folder / _FETCHED).is_file()]
+    for old in sorted(ours, key=lambda folder: (folder / _FETCHED).stat().st_mtime_ns)[:-_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def _ranges(file: _File) -> Iterator[_Range]:
+    for begin in range(0, file.num_bytes, RANGE_BYTES):
+        yield _Range(file, begin, min(begin + RANGE_BYTES, file.num_bytes))
+
+
+def _beside(file: _File) -> str:
+    return f".{file.name}.part"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _write(path: Path, piece: bytes, position: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        view = memoryview(piece)
+        while view:
+            view = view[(written := os.pwrite(descriptor, view, position)) :]
+            position += written
+    finally:
+        os.close(descriptor)
+
+
+def _reason(content: bytes) -> str:
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return content[:200].decode(errors="replace")

@@ -2,9 +2,11 @@
 
 import json
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engines.announcement import CASTABLE
 from engines.types import TensorMeta
 
 # safetensors' names of dtypes -> torch's, which is how trainers announce them.
@@ -21,7 +23,7 @@ _DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-
+_FLOATS = {"half": "float16", "float": "float32"}
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 """What of a checkpoint folder holds tensors, or says which file does."""
@@ -42,6 +44,14 @@ def read_tensors(model: str) -> tuple[TensorMeta, ...] | None:
     """All tensors of the checkpoint in folder `model`; None where it holds no safetensors or is no folder."""
     spans = (span for file in read_spans(Path(model)).values() for span in file)
     return tuple(TensorMeta(name=span.name, dtype=span.dtype, shape=span.shape) for span in spans) or None
+
+
+def served_in(dtype: str, tensors: Sequence[TensorMeta]) -> tuple[TensorMeta, ...]:
+    """The tensors as an engine holds them that was started with `dtype`, as vLLM calls it: "auto" leaves them."""
+    floats = _FLOATS.get(dtype, dtype)
+    if floats == "auto":
+        return tuple(tensors)
+    return tuple(replace(tensor, dtype=floats) if tensor.dtype in CASTABLE else tensor for tensor in tensors)
 
 
 def read_spans(folder: Path) -> dict[str, list[Span]]:

@@ -54,7 +54,9 @@ class WeightGroup:
             self._wait_for("joined", "for all ranks to join")
             self._gloo = self._connect()
         except RuntimeError as error:
-            raise self._broken(f"rank {self.rank} of {self.world_size} could not join: {error}") from error
+            raise self._broken(
+                f"rank {self.rank} of {self.world_size} could not join at {self._address}:{self._port}: {error}"
+            ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Fill `tensor` (contiguous, on CPU) on all receivers with the sender's; WeightUpdateFailed in `timeout_s`."""

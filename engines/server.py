@@ -7,13 +7,14 @@ import textwrap
 import time
 from pathlib import Path
 
-from engines.checkpoint import read_tensors
+from engines.checkpoint import read_tensors, served_in
 from engines.config import EngineConfig
 from engines.connect import connect
 from engines.diagnosis import diagnose, last_error
 from engines.engine import Engine
 from engines.engine_log import doing, read_tail
 from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
+from engines.gpus import visible_gpus
 from engines.launch import VLLM_WORKER, engine_command
 from engines.process import EngineProcess
 from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
@@ -144,6 +145,7 @@ class EngineServer:
             engine_version=version["version"],
             capabilities=frozenset(routes["paths"]),
             gpu_ids=tuple(int(gpu) for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.isdigit()),
+            gpus=await visible_gpus() if self._config.device != "cpu" else (),
             dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,
             streams=streams_coarsely(self._config),
             has_tee=self._has_tee,
@@ -173,7 +175,10 @@ def _expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
             TensorMeta(name=name, dtype="float32", shape=tuple(shape)) for name, shape in config.sim.tensors.items()
         )
     # A quantised checkpoint names other tensors than its trainer does.
-    return None if config.extra.get("quantization", config.quantization) else read_tensors(config.model)
+    if config.extra.get("quantization", config.quantization):
+        return None
+    tensors = read_tensors(config.model)
+    return tensors and served_in(config.dtype, tensors)
 
 
 def free_port() -> int:

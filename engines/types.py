@@ -60,6 +60,7 @@ class ReplicaInfo:
     `max_model_len` is None where it does not say.
     `has_tee` is True where it can tell digests of the weights it receives, and copy them into the weight store.
     `fetches` is True where it can fetch a version of the weights that is not on its machine.
+    `gpus` are the UUIDs of its GPUs, where the driver tells them.
     `streams` is True where a reply costs the engine least in coarse chunks; any other is asked for whole replies.
     """
 
@@ -80,6 +81,7 @@ class ReplicaInfo:
     fetches: bool = False
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
     pid: int = 0
     log_path: str = ""
     tensors: tuple[TensorMeta, ...] | None = field(default=None, repr=False)

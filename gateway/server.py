@@ -29,6 +29,7 @@ from gateway.config import Config
 from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
 from gateway.scheduler import Scheduler
+from gateway.served_weights import served_weights
 from gateway.sessions import session_of
 from gateway.sglang_control import SglangControl
 from gateway.snapshot_files import SnapshotFiles
@@ -104,6 +105,8 @@ class GatewayServer:
         get("/weight_info", self._for_inference(self._weight_info))
         get("/v1/weight_updates", self._for_inference(self._weight_updates))
         post("/v1/weight_updates", self._for_admin(self._load_weights))
+        app.router.add_delete("/v1/weight_updates", self._for_admin(self._abandon_weights))
+        get("/v1/weights", self._for_inference(self._served_weights))
         get("/v1/weight_store", self._for_admin(self._weight_store))
         for path, handler in self._snapshot_files.routes.items():
             get(path, self._for_store(handler))
@@ -252,6 +255,9 @@ class GatewayServer:
     async def _weight_info(self, request: web.Request) -> web.Response:
         return reply({"weight_version": str(self._fleet.version)})
 
+    async def _served_weights(self, request: web.Request) -> web.Response:
+        return reply(served_weights(self._fleet))
+
     async def _weight_updates(self, request: web.Request) -> web.Response:
         """Records of the last updates, newest first; one that runs stands before them."""
         running = [self._weights.update.report()] if self._weights.update else []
@@ -308,6 +314,12 @@ class GatewayServer:
             )
         served = await self._weights.load(snapshot, version, _canary_logprobs(body), rolling=rolling)
         return reply({"weight_version": served})
+
+    async def _abandon_weights(self, request: web.Request) -> web.Response:
+        """A trainer that failed in the middle of its update says so, and nobody has to wait until it is missed."""
+        reason = (await read_object(request, required=False)).get("reason")
+        await self._weights.abandon(f"the trainer gave it up: {reason}" if reason else "the trainer gave it up")
+        return reply({"weight_version": self._fleet.version})
 
     async def _weight_store(self, request: web.Request) -> web.Response:
         """Where a trainer writes drafts, for which model, and how they get to how many replicas."""

@@ -11,11 +11,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import structlog
 
+from engines.announcement import check_tensors
 from engines.engine import Engine, Json, ReceiptCopy
 from engines.errors import (
     DeadlineExceeded,
@@ -25,7 +28,6 @@ from engines.errors import (
     WeightUpdateFailed,
 )
 from engines.types import Dialect, PauseMode, ReplicaState
-from gateway.announcement import check_tensors
 from gateway.canary import Canary
 from gateway.catch_up import CatchUp
 from gateway.config import WeightsConfig
@@ -113,6 +115,7 @@ class WeightCoordinator:
             self._check_some_take_weights(members)
             _check_capable(members)
             _check_one_protocol(members)
+            _check_reachable(members, init_info)
             ranks = _rank_offsets(members, init_info)
             await self._remember_canary(members)
             with self._timed("init"):
@@ -217,6 +220,13 @@ class WeightCoordinator:
             self._commit(update, group.members, findings)
             await self._keep(update, digests)
             return update.version
+
+    async def abandon(self, reason: str) -> None:
+        """End the open update, if any, and close its group: the trainer begins anew."""
+        async with self._exclusively("v1/weight_updates"):
+            if self._update is not None:
+                await self._abort(reason)
+                await self._close_group()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop the policy's generation everywhere; its new rollouts wait in the queue.
@@ -724,6 +734,24 @@ def _check_one_protocol(members: Sequence[Replica]) -> None:
             f"replicas of SGLang ({sglang[0].replica_id}) and of vLLM ({others[0].replica_id}) cannot be in one "
             "transfer group: serve the policy with engines of one kind where its weights are updated"
         )
+
+
+def _check_reachable(members: Sequence[Replica], init_info: Json) -> None:
+    """An engine elsewhere would look for the trainer on its own machine, until the rendezvous runs out."""
+    address = str(init_info.get("master_address"))
+    away = next((replica for replica in members if not _is_loopback(urlsplit(replica.info.url).hostname or "")), None)
+    if away is not None and _is_loopback(address):
+        raise WeightUpdateConflict(
+            f"init_info.master_address is {address!r}, where replica {away.replica_id} ({away.info.url}) cannot find "
+            "the trainer: give the address of the trainer that engines reach, such as WeightSender(address=...)"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name, which leads somewhere
 
 
 def _rank_offsets(members: Sequence[Replica], init_info: Json) -> dict[Replica, int]:

@@ -30,6 +30,8 @@ class PlayedGateway:
             "/health": lambda _: (200, {}),
             "/v1/models": lambda _: (200, {"data": [{"id": "tiny"}]}),
             "/server_info": lambda _: (200, {"vllm_config": {"weight_transfer_config": {"backend": "gloo"}}}),
+            "/v1/weights": lambda _: (200, {"model": "tiny", "weight_version": 6, "tensors": None, "replicas": []}),
+            "/v1/weight_updates": lambda _: (200, {"weight_version": 6}),
             "/weight_info": lambda _: (200, {"weight_version": "6"}),
             "/get_world_size": lambda _: (200, {"world_size": NUM_ENGINES}),
             "/init_weight_transfer_engine": lambda body: self.join(**body["init_info"]),
@@ -81,6 +83,9 @@ class PlayedGateway:
                 self._answer()
 
             def do_POST(self) -> None:
+                self._answer()
+
+            def do_DELETE(self) -> None:
                 self._answer()
 
             def _answer(self) -> None:

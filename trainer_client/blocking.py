@@ -13,6 +13,7 @@ from trainer_client.http import Json
 from trainer_client.progress import OnProgress, Progress
 from trainer_client.results import Completion, Rollout
 from trainer_client.sampling import SamplingParams
+from trainer_client.served import ServedWeights
 
 T = TypeVar("T")
 
@@ -115,6 +116,9 @@ class BlockingRolloutClient:
     def finish_weight_update(self, canary_logprobs: Sequence[float] | None, timeout_s: float) -> int:
         return self._wait(self._client.finish_weight_update(canary_logprobs, timeout_s))
 
+    def served_weights(self) -> ServedWeights:
+        return self._wait(self._client.served_weights())
+
     def weight_store(self) -> Json:
         return self._wait(self._client.weight_store())
 
@@ -128,6 +132,9 @@ class BlockingRolloutClient:
         rolling: bool | None = None,
     ) -> int:
         return self._wait(self._client.load_weights(snapshot, version, canary_logprobs, timeout_s, rolling=rolling))
+
+    def abandon_weight_update(self, reason: str) -> None:
+        self._wait(self._client.abandon_weight_update(reason))
 
     def canary_token_ids(self) -> list[int]:
         return self._wait(self._client.canary_token_ids())

@@ -61,6 +61,7 @@ class NcclChannel:
         if device.type != "cuda":
             raise ConfigError(f"the engines receive over NCCL, but device is {str(device)!r}: give the trainer's GPU")
         self._info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
+        self._place = f"{address}:{port}"
         self._timeout_s = timeout_s
         self._device = device
         self._group: Any = None
@@ -68,7 +69,7 @@ class NcclChannel:
         self._reason = ""
 
     def join(self) -> None:
-        self._bounded(self._open, "for all ranks to join")
+        self._bounded(self._open, f"for all ranks to join at {self._place}")
 
     def send(self, tensors: Iterator[NamedTensor]) -> None:
         self._bounded(lambda: self._broadcast(tensors), "for all ranks to receive")

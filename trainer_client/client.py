@@ -25,6 +25,7 @@ from trainer_client.http import GatewayHttp, Json
 from trainer_client.progress import OnProgress
 from trainer_client.results import Rollout, read_rollout
 from trainer_client.sampling import SamplingParams
+from trainer_client.served import ServedWeights, read_served
 
 URL_VARIABLE = "ROLLOUT_URL"
 KEY_VARIABLE = "ROLLOUT_API_KEY"
@@ -34,6 +35,7 @@ Prompt = str | Sequence[int] | Any
 
 _PASSING = (502, 503, 504)
 """Statuses after which the same prompt may do better: the gateway has given up on it, so nothing runs twice."""
+_REPEATABLE = ("GET", "DELETE")
 _COMPLETIONS = "/v1/completions"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _LOOK_S = 0.5
@@ -142,54 +144,58 @@ class RolloutClient:
 
     async def status(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
         """The gateway's /status: replicas with their states, queues, the weight version."""
-        return await self._http.call("GET", "/status", timeout_s=timeout_s)
+        return await self._call("GET", "/status", None, timeout_s)
 
     async def models(self, timeout_s: float = _ASK_TIMEOUT_S) -> list[Json]:
         """Model cards, the policy first."""
-        listed = await self._http.call("GET", "/v1/models", timeout_s=timeout_s)
+        listed = await self._call("GET", "/v1/models", None, timeout_s)
         return list(listed["data"])
 
     async def server_info(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
         """What the policy's engines say of their configuration (`vllm_config`)."""
-        return await self._http.call("GET", "/server_info?config_format=json", timeout_s=timeout_s)
+        return await self._call("GET", "/server_info?config_format=json", None, timeout_s)
 
     async def weight_version(self, timeout_s: float = _ASK_TIMEOUT_S) -> int:
         """The version that the fleet serves."""
-        told = await self._http.call("GET", "/weight_info", timeout_s=timeout_s)
+        told = await self._call("GET", "/weight_info", None, timeout_s)
         return int(told["weight_version"])
 
-    # Weight calls. None is made twice, except where it cannot have arrived: a second one would meet a broadcast that
-    # is over.
+    # Weight calls. None that changes anything is made twice, except where it cannot have arrived: a second one would
+    # meet a broadcast that is over.
 
     async def world_size(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> int:
         """Workers that a transfer group needs room for, beside the trainer."""
-        return int((await self._control("GET", "/get_world_size", None, timeout_s))["world_size"])
+        return int((await self._call("GET", "/get_world_size", None, timeout_s))["world_size"])
 
     async def init_weight_transfer(self, init_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
         """Have the engines join the trainer's group; answers when they have."""
-        await self._control("POST", "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s)
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s)
 
     async def start_weight_update(self, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
         """Open the next version; answers when rollouts in flight have ended."""
-        await self._control("POST", "/start_weight_update", {}, timeout_s)
+        await self._call("POST", "/start_weight_update", {}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
         """Have the engines receive the tensors announced; answers when they have."""
-        await self._control("POST", "/update_weights", {"update_info": update_info}, timeout_s)
+        await self._call("POST", "/update_weights", {"update_info": update_info}, timeout_s)
 
     async def finish_weight_update(
         self, canary_logprobs: Sequence[float] | None = None, timeout_s: float = _WEIGHTS_TIMEOUT_S
     ) -> int:
         """Commit. Returns the version now served."""
         body = {} if canary_logprobs is None else {"canary_logprobs": [float(value) for value in canary_logprobs]}
-        reply = await self._control("POST", "/finish_weight_update", body, timeout_s)
+        reply = await self._call("POST", "/finish_weight_update", body, timeout_s)
         if "weight_version" not in reply:
             raise RolloutGatewayError(f"{self.url} has updated, but tells no weight version: it is no gateway")
         return int(reply["weight_version"])
 
+    async def served_weights(self, timeout_s: float = _ASK_TIMEOUT_S) -> ServedWeights:
+        """The names, dtypes and shapes of the policy's tensors, its version, and where it runs."""
+        return read_served(await self._call("GET", "/v1/weights", None, timeout_s))
+
     async def weight_store(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
         """Where the gateway keeps weight versions (`folder`), and of which `model`."""
-        return await self._control("GET", "/v1/weight_store", None, timeout_s)
+        return await self._call("GET", "/v1/weight_store", None, timeout_s)
 
     async def load_weights(
         self,
@@ -207,28 +213,37 @@ class RolloutClient:
         body: Json = {"transport": "store", "snapshot": snapshot, "version": version, "rolling": rolling}
         if canary_logprobs is not None:
             body["canary_logprobs"] = [float(value) for value in canary_logprobs]
-        return int((await self._control("POST", "/v1/weight_updates", body, timeout_s))["weight_version"])
+        return int((await self._call("POST", "/v1/weight_updates", body, timeout_s))["weight_version"])
+
+    async def abandon_weight_update(self, reason: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> None:
+        """Have the open update, if there is one, ended without a commit: the version before is served on."""
+        await self._call("DELETE", "/v1/weight_updates", {"reason": reason}, timeout_s)
 
     async def canary_token_ids(self, timeout_s: float = _ASK_TIMEOUT_S) -> list[int]:
         """The tokens whose log-probs, by the trainer's new weights, may go with `finish_weight_update`."""
-        return list((await self._control("GET", "/v1/weight_canary", None, timeout_s))["token_ids"])
+        return list((await self._call("GET", "/v1/weight_canary", None, timeout_s))["token_ids"])
 
     async def pause(self, mode: PauseMode = PauseMode.KEEP, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
         """Stop the policy's generation; `mode` says what becomes of completions in flight."""
-        await self._control("POST", f"/pause?mode={PauseMode(mode)}", None, timeout_s)
+        await self._call("POST", f"/pause?mode={PauseMode(mode)}", None, timeout_s)
 
     async def resume(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> None:
         """Go on after `pause`."""
-        await self._control("POST", "/resume", None, timeout_s)
+        await self._call("POST", "/resume", None, timeout_s)
 
-    async def _control(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
+    async def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
+        """Once more after a failed connection where that changes nothing, or it cannot have arrived; in `timeout_s`."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
         for attempt in range(1, self._attempts + 1):
             try:
-                return await self._http.call(method, path, body, timeout_s=timeout_s)
+                return await self._http.call(method, path, body, timeout_s=max(0.001, round(deadline - clock(), 3)))
             except GatewayUnreachable as error:
-                if error.arrived or attempt == self._attempts:
+                pause = _pause_after(attempt)
+                may_repeat = method in _REPEATABLE or not error.arrived
+                if not may_repeat or attempt == self._attempts or clock() + pause >= deadline:
                     raise
-                await asyncio.sleep(_pause_after(attempt))
+                await asyncio.sleep(pause)
         raise AssertionError("the loop returns or raises")
 
     async def _rollout(self, asking: "_Asking", deadline: float) -> Rollout:
@@ -247,7 +262,7 @@ class RolloutClient:
         except TimeoutError as error:
             met = f"; the attempt before it: {last}" if last else ""
             raise DeadlineExceeded(
-                f"prompt[{asking.index}]: no completions within timeout_s = {asking.timeout_s:g}{met}"
+                f"prompt[{asking.index}]: no completions within timeout_s = {asking.timeout_s:g}{asking.demands}{met}"
             ) from error
         raise AssertionError("the loop returns or raises")
 
@@ -270,6 +285,12 @@ class _Asking:
     @property
     def headers(self) -> dict[str, str]:
         return {"X-Request-Id": self.request_id} | ({"X-Session-ID": self.session} if self.session else {})
+
+    @property
+    def demands(self) -> str:
+        """What kept replicas with older weights from making it."""
+        asked = (f"{key} = {self.body[key]}" for key in ("min_version", "max_staleness") if key in self.body)
+        return "".join(f"; it asks for {demand}" for demand in asked)
 
     def naming(self, error: RolloutGatewayError, attempts: int) -> RolloutGatewayError:
         """The same error with the prompt it is about: to the gateway it was the only one of its request."""

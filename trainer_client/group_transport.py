@@ -3,6 +3,7 @@
 The group is opened with the first push, and anew after a failure or when a replica has left it.
 """
 
+import contextlib
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,18 +12,18 @@ from urllib.parse import urlsplit
 
 import torch
 
-from engines.errors import ConfigError, WeightUpdateConflict, WeightUpdateFailed
+from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
 from engines.gloo_transfer import address_towards
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.channels import Channel, GlooChannel, NcclChannel
-from trainer_client.tensors import Part
+from trainer_client.part import Part
 
 Backend = Literal["gloo", "nccl"]
 
 
 class GroupTransport:
-    """`backend` is what the engines say they receive over, unless named. `device` is the trainer's GPU for NCCL. `port`
-    is where engines find the trainer, a free one where it is 0."""
+    """`backend` is what the engines say they receive over, unless named. `device` is the trainer's GPU for NCCL.
+    `address` and `port` are where engines find the trainer: unless given, where the gateway does, and a free one."""
 
     def __init__(
         self,
@@ -31,12 +32,14 @@ class GroupTransport:
         *,
         backend: Backend | None = None,
         device: torch.device | str | None = None,
+        address: str = "",
         port: int = 0,
     ) -> None:
         self._client = client
         self._timeout_s = timeout_s
         self._backend = backend
         self._device = torch.device(device) if device is not None else None
+        self._address = address
         self._port = port
         self._channel: Channel | None = None
 
@@ -60,7 +63,7 @@ class GroupTransport:
                 self._send(channel, part)
             return self._client.finish_weight_update(canary_logprobs, self._timeout_s)
         except BaseException as error:
-            self.close(f"{type(error).__name__}: {error}")
+            self._give_up(f"{type(error).__name__}: {error}")
             raise
 
     def close(self, reason: str = "the trainer closed the group") -> None:
@@ -68,6 +71,15 @@ class GroupTransport:
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close(reason)
+
+    def _give_up(self, reason: str) -> None:
+        """Leave the group, and have the gateway end the update where it has not done so itself."""
+        had_group = self._channel is not None
+        self.close(reason)
+        if had_group:
+            # The failure itself is what the trainer must learn of; a gateway that is away ends the update by itself.
+            with contextlib.suppress(RolloutGatewayError):
+                self._client.abandon_weight_update(reason)
 
     def _send(self, channel: Channel, part: Part) -> None:
         self._beside(
@@ -92,14 +104,15 @@ class GroupTransport:
     def _open(self) -> Channel:
         world_size = self._client.world_size(self._timeout_s) + 1
         server = urlsplit(self._client.url)
-        address = address_towards(server.hostname or "", server.port or 80)
-        port = self._port or _free_port()
+        address = self._address or address_towards(server.hostname or "", server.port or 80)
+        port = _free_port(self._port)
         channel: Channel
         if self._receives_over() == "gloo":
             channel = GlooChannel(address, port, world_size, self._timeout_s)
         else:
             device = self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
             channel = NcclChannel(address, port, world_size, self._timeout_s, device)
+            self._check_gpu_is_free(device)
         init_info = {
             "master_address": address,
             "master_port": port,
@@ -109,10 +122,26 @@ class GroupTransport:
         }
         try:
             self._beside(channel, lambda: self._client.init_weight_transfer(init_info, self._timeout_s), channel.join)
+        except DeadlineExceeded as error:
+            channel.close("the group did not come about")
+            raise DeadlineExceeded(
+                f"the engines did not all join the trainer at {address}:{port} within {self._timeout_s:g} s: they must "
+                f"reach it there; give WeightSender an address and a port that are open to them ({error})"
+            ) from error
         except BaseException:
             channel.close("the group did not come about")
             raise
         return channel
+
+    def _check_gpu_is_free(self, device: torch.device) -> None:
+        """NCCL takes one rank a GPU."""
+        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        if (replica_id := self._client.served_weights().gpus.get(gpu)) is not None:
+            raise ConfigError(
+                f"device = {str(device)!r} is {gpu}, on which replica {replica_id} runs, and NCCL connects no two "
+                "ranks on one GPU: give the trainer a GPU of its own (`rollout-gateway up --gpus` leaves it the "
+                "others), or say transport='store'"
+            )
 
     def _receives_over(self) -> Backend:
         if self._backend is not None:
@@ -163,7 +192,15 @@ class GroupTransport:
             answer.result()
 
 
-def _free_port() -> int:
+def _free_port(port: int) -> int:
+    """`port` of this machine, or any; `ConfigError` where somebody else has it."""
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the group's own listener does
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"port = {port}: the trainer cannot listen there ({error.strerror}); give WeightSender one that is "
+                "free, or none"
+            ) from error
         return int(probe.getsockname()[1])

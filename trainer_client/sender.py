@@ -2,17 +2,24 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from engines.errors import ConfigError, InvalidRequest
+from engines.announcement import check_tensors
+from engines.errors import ConfigError
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.progress import OnWeightProgress, WeightProgress
 
 if TYPE_CHECKING:
     import torch
 
-    from trainer_client.tensors import Entry, Part, Source
+    from trainer_client.part import Part
+    from trainer_client.tensors import Entry, Given, Source
+    from trainer_client.trainer_ranks import Ranks, TrainerRanks
+
+_WAITS_BETWEEN_WORDS = 5
+"""Of the rank that sends, such as those for a group and for rollouts in flight, while the others await its word."""
 
 TransportName = Literal["store", "gloo", "nccl"]
 
@@ -38,11 +45,12 @@ class WeightSender:
 
     `transport` is "store" (a folder that trainer and engines share; vLLM and SGLang alike), or a group with all workers
     of all engines over "gloo" or "nccl"; unless named, the group that the engines say they receive over. `dtype` is
-    what floats are sent in, their own unless given: the engines' saves half the bytes of a float32 trainer. `timeout_s`
+    what floats are sent in, unless given the dtypes that the engines hold them in. `timeout_s`
     bounds each wait: for a group, for rollouts in flight, for the tensors, for the commit. `on_progress` is told of
     every tensor.
 
-    Of a group: `device` is the trainer's GPU for NCCL, `port` where engines find the trainer, a free one unless given.
+    Of a group: `device` is the trainer's GPU for NCCL; `address` and `port` are where engines find the trainer: unless
+    given, where the gateway finds it, and a free port.
     Of the store: `folder` is where this machine sees it, what the gateway calls it unless given.
     """
 
@@ -53,6 +61,7 @@ class WeightSender:
         transport: TransportName | None = None,
         dtype: "torch.dtype | None" = None,
         device: "torch.device | str | None" = None,
+        address: str = "",
         port: int = 0,
         folder: str | os.PathLike[str] | None = None,
         timeout_s: float = 300.0,
@@ -64,11 +73,13 @@ class WeightSender:
         self._name = transport
         self._dtype = dtype
         self._device = device
+        self._address = address
         self._port = port
         self._folder = folder
         self._timeout_s = timeout_s
         self._on_progress = on_progress
         self._transport: Transport | None = None
+        self._groups: dict[tuple[int, ...], TrainerRanks] = {}
 
     def __enter__(self) -> "WeightSender":
         return self
@@ -88,8 +99,11 @@ class WeightSender:
     ) -> int:
         """Have every replica serve these tensors. Returns their version, the next one unless `version` is given.
 
-        `named_tensors` is an `nn.Module`, a mapping, or pairs of name and tensor; names are the checkpoint's. An
-        iterator is read as it is sent, at most 1 GiB ahead. Tensors that are left out stay as they are.
+        `named_tensors` is a model (plain, compiled, DDP, FSDP, FSDP2 or tensor-parallel), a mapping, or pairs of name
+        and tensor, DTensors among them; names are the checkpoint's. An iterator is read as it is sent, at most 1 GiB
+        ahead, and must give each tensor its own memory. Tensors that are left out stay as they are. Where any is
+        sharded, or the model is DDP's, every rank of it calls this with the same arguments: they gather at most 256 MiB
+        at a time (or one tensor), the first rank sends, and all return the version or raise what the first met.
         `canary_logprobs` are the trainer's own of the client's `canary_token_ids`, all but the first. With `rolling`
         replicas take the version one after the other while the others serve, which the store alone can; unless given
         it is as the gateway's `weights.rolling` says.
@@ -99,39 +113,62 @@ class WeightSender:
         replica's name, `StoreFailed`, `DeadlineExceeded`, `GatewayUnreachable`. The version before is served then, and
         another push may be tried.
         """
-        if self._transport is None:
-            self._transport = self._made()
-        return self._transport.push(self._parts(named_tensors), version, canary_logprobs, rolling)
+        from trainer_client.tensors import Given
+
+        given = Given(named_tensors)
+        ranks = self._ranks(tuple(given.ranks))
+        if not ranks.is_sender:
+            return ranks.follow(given, self._dtype)
+        try:
+            parts = self._checked_parts(given, ranks)
+            first = next(parts)  # so that what does not fit is refused before anything is touched
+            done = self._transport_made().push(chain([first], parts), version, canary_logprobs, rolling)
+        except BaseException as error:
+            ranks.end(error)
+            raise
+        ranks.end(done)
+        return done
 
     def close(self, reason: str = "the trainer closed the group") -> None:
         """Leave the group, where there is one. May be called twice; the next push opens another."""
         if self._transport is not None:
             self._transport.close(reason)
 
-    def _made(self) -> Transport:
+    def _transport_made(self) -> Transport:
+        if self._transport is None:
+            self._transport = self._make_transport()
+        return self._transport
+
+    def _make_transport(self) -> Transport:
         if self._name == "store":
             from trainer_client.store_transport import StoreTransport
 
             return StoreTransport(self._client, self._timeout_s, self._folder)
         from trainer_client.group_transport import GroupTransport
 
-        return GroupTransport(self._client, self._timeout_s, backend=self._name, device=self._device, port=self._port)
+        return GroupTransport(
+            self._client,
+            self._timeout_s,
+            backend=self._name,
+            device=self._device,
+            address=self._address,
+            port=self._port,
+        )
 
-    def _parts(self, source: "Source") -> "Iterator[Part]":
-        """The first is made here and now, so that what is no source is refused before anybody is asked."""
-        from trainer_client.tensors import parts_of
+    def _ranks(self, ranks: tuple[int, ...]) -> "Ranks":
+        """Made once: a group of the trainer's is opened by all of its ranks together."""
+        from trainer_client.trainer_ranks import Alone, TrainerRanks
 
-        parts = parts_of(source, self._dtype)
-        first = next(parts, None)
-        if first is None:
-            raise InvalidRequest("named_tensors is empty: an update needs at least one tensor", param="named_tensors")
-        return self._told(first, parts)
+        if not ranks:
+            return Alone()
+        if ranks not in self._groups:
+            self._groups[ranks] = TrainerRanks(ranks, _WAITS_BETWEEN_WORDS * self._timeout_s)
+        return self._groups[ranks].begun()
 
-    def _told(self, first: "list[Entry]", others: "Iterator[list[Entry]]") -> "Iterator[Part]":
-        """The parts, which tell how far the update is as far as it is known."""
-        from itertools import chain
-
-        from trainer_client.tensors import Part
+    def _checked_parts(self, given: "Given", ranks: "Ranks") -> "Iterator[Part]":
+        """The parts, each found to fit the served model, which tell how far the update is as far as it is known."""
+        from trainer_client.part import Part
+        from trainer_client.tensors import announced
 
         tensors = sent = num_tensors = num_bytes = 0
 
@@ -143,7 +180,10 @@ class WeightSender:
                     WeightProgress(tensors=tensors, num_tensors=num_tensors, bytes=sent, num_bytes=num_bytes)
                 )
 
-        for entries in chain([first], others):
-            part = Part(entries, tell)
-            num_tensors, num_bytes = num_tensors + len(entries), num_bytes + part.num_bytes
-            yield part
+        served = self._client.served_weights()
+        for entries in given.parts(served.tensors, self._dtype):
+            ranks.agree(entries, served)
+            check_tensors(announced(entries), served, "named_tensors")
+            num_tensors += len(entries)
+            num_bytes += sum(entry.num_bytes for entry in entries)
+            yield Part(entries, ranks, tell)

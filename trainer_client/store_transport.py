@@ -14,7 +14,7 @@ from engines.gloo_transfer import NamedTensor
 from engines.tensor_bytes import raw_tensor
 from engines.weight_store import SHARD_BYTES, Draft, RawTensor, claim_draft
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.tensors import Part
+from trainer_client.part import Part
 
 _STEPS_IN_ONE_CALL = 4
 """Checking the bytes, waiting for rollouts in flight, loading, and the canary: the gateway bounds each by itself."""

@@ -4,21 +4,25 @@ A model, a mapping or a sequence is one part. An iterator may make its tensors a
 more of it is held at a time than one of them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
 
+from engines.announcement import CASTABLE
 from engines.errors import InvalidRequest
 from engines.gloo_transfer import NamedTensor
+from engines.types import TensorMeta
+from trainer_client.model_tensors import NamedOnes, clean, data_parallel_ranks, model_tensors
+from trainer_client.sharded import gathered, is_sharded, ranks_of, shape_of
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 
 PART_BYTES = 1 << 30
 """A part of an iterator is announced once it holds so much."""
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-_DATA_PARALLEL = "module."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,81 +34,119 @@ class Entry:
     dtype: torch.dtype
 
     @property
-    def num_bytes(self) -> int:
-        return int(self.tensor.numel() * self.dtype.itemsize)
+    def shape(self) -> list[int]:
+        """Of the whole, where it is sharded."""
+        return shape_of(self.tensor)
 
-    def made(self) -> torch.Tensor:
-        """It, in that dtype."""
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * int(self.dtype.itemsize)
+
+    def made(self) -> Any:
+        """It, in that dtype, whole: every rank that has a part must ask. None on a rank that need not have it."""
+        if is_sharded(self.tensor):
+            return gathered(self.tensor, self.dtype)
         return self.tensor.detach().to(self.dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """Tensors that are announced together."""
+class Given:
+    """The tensors that one call of `push` was given, part by part. `InvalidRequest` where they are no tensors."""
 
-    entries: Sequence[Entry]
-    on_sent: Callable[[Entry], None] = lambda _: None
+    def __init__(self, source: Source) -> None:
+        self._parts = _parts(source)
+        self._first = next(self._parts, [])
+        if not self._first:
+            raise InvalidRequest("named_tensors is empty: an update needs at least one tensor", param="named_tensors")
+        sharded = (one.tensor for one in self._first if is_sharded(one.tensor))
+        ranks = {rank for tensor in sharded for rank in ranks_of(tensor)}
+        self.ranks = sorted(ranks) or (data_parallel_ranks(source) if isinstance(source, torch.nn.Module) else ())
+        """Those of the trainer that must take part; none where this process has it all."""
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries)
-
-    @property
-    def announced(self) -> dict[str, object]:
-        """As /update_weights has it."""
-        return {
-            "names": [entry.name for entry in self.entries],
-            "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in self.entries],
-            "shapes": [list(entry.tensor.shape) for entry in self.entries],
-        }
-
-    @property
-    def tensors(self) -> Iterator[NamedTensor]:
-        """Each made when its turn comes."""
-        for entry in self.entries:
-            yield entry.name, entry.made()
-            self.on_sent(entry)
+    def parts(self, served: Sequence[TensorMeta] | None, dtype: torch.dtype | None) -> Iterator[list[Entry]]:
+        """As they are sent to a model of these tensors: in `dtype`, else in the dtypes served, else in their own."""
+        held = {tensor.name: tensor for tensor in served} if served is not None else None
+        part: list[NamedOnes] | None = self._first
+        self._first = []
+        while part is not None:
+            yield [
+                Entry(name, one.tensor, _sent_in(one.tensor, dtype, held.get(name) if held else None))
+                for one in part
+                for name in _sent_under(one, held)
+            ]
+            part = next(self._parts, None)
 
 
-def parts_of(source: Source, dtype: torch.dtype | None) -> Iterator[list[Entry]]:
-    """The tensors of `source`, in `dtype` or each in its own. Raises `InvalidRequest` where it is no source."""
+def announced(entries: Sequence[Entry]) -> dict[str, object]:
+    """As /update_weights has it."""
+    return {
+        "names": [entry.name for entry in entries],
+        "dtype_names": [_name(entry.dtype) for entry in entries],
+        "shapes": [entry.shape for entry in entries],
+    }
+
+
+def _parts(source: Source) -> Iterator[list[NamedOnes]]:
     if isinstance(source, torch.nn.Module):
-        named: Iterable[NamedTensor] = _parameters(source)
+        yield model_tensors(source)
+    elif isinstance(source, Iterator):
+        yield from _bounded(_checked(one) for one in source)
     else:
-        named = source.items() if isinstance(source, Mapping) else source
-    entries = (_entry(one, dtype) for one in named)
-    if isinstance(source, Iterator):
-        yield from _bounded(entries)
-    elif whole := list(entries):
-        yield whole
+        yield _same_as_one([_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)])
 
 
-def _parameters(model: torch.nn.Module) -> Iterator[NamedTensor]:
-    """Under the names that they have where nothing wraps the model. Tied ones come once."""
-    for name, parameter in model.named_parameters():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            name = name.removeprefix(_DATA_PARALLEL)
-        yield name, parameter
-
-
-def _entry(named: Any, dtype: torch.dtype | None) -> Entry:
+def _checked(named: Any) -> NamedOnes:
     match named:
-        case (str() as name, torch.Tensor() as tensor):
-            return Entry(name, tensor, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+        case (str() as name, tensor) if isinstance(tensor, torch.Tensor) or is_sharded(tensor):
+            return NamedOnes((clean(name),), tensor)
     raise InvalidRequest(
         f"named_tensors has {str(named)[:60]!r}: give a torch.nn.Module, a mapping, or pairs of name and tensor",
         param="named_tensors",
     )
 
 
-def _bounded(entries: Iterator[Entry]) -> Iterator[list[Entry]]:
-    part: list[Entry] = []
-    for entry in entries:
-        part.append(entry)
-        if sum(one.num_bytes for one in part) >= PART_BYTES:
+def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
+    """With what lies at one place in memory, such as the tied weights of a state_dict, as one tensor of many names."""
+    names: dict[Any, list[str]] = defaultdict(list)
+    for one in part:
+        names[_place(one.tensor)] += one.names
+    return [NamedOnes(tuple(names.pop(place)), one.tensor) for one in part if (place := _place(one.tensor)) in names]
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    if is_sharded(tensor) or not tensor.numel():
+        return id(tensor)  # its place is another on every rank
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _sent_under(one: NamedOnes, held: Mapping[str, TensorMeta] | None) -> tuple[str, ...]:
+    """Each of its names that is served, which is one of a tied weight unless the served checkpoint has it twice.
+
+    A parameter without any is kept, for the check to find; a buffer need not be in a checkpoint.
+    """
+    served = tuple(name for name in one.names if held and name in held)
+    return served or (() if one.is_buffer else one.names[:1])
+
+
+def _sent_in(tensor: torch.Tensor, asked: torch.dtype | None, held: TensorMeta | None) -> torch.dtype:
+    if _name(tensor.dtype) not in CASTABLE:
+        return tensor.dtype
+    if asked is not None:
+        return asked
+    return getattr(torch, held.dtype) if held is not None and held.dtype in CASTABLE else tensor.dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bounded(ones: Iterator[NamedOnes]) -> Iterator[list[NamedOnes]]:
+    part: list[NamedOnes] = []
+    size = 0
+    for one in ones:
+        part.append(one)
+        size += prod(shape_of(one.tensor)) * one.tensor.dtype.itemsize
+        if size >= PART_BYTES:
             yield part
-            part = []
+            part, size = [], 0
     if part:
         yield part

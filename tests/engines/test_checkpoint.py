@@ -4,7 +4,9 @@ import json
 import struct
 from pathlib import Path
 
-from engines.checkpoint import read_tensors
+import pytest
+
+from engines.checkpoint import read_tensors, served_in
 from engines.types import TensorMeta
 
 Header = dict[str, tuple[str, list[int]]]
@@ -62,3 +64,15 @@ def test_a_hub_id_says_nothing() -> None:
 def test_a_folder_without_safetensors_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     assert read_tensors(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("auto", ["bfloat16", "float32"]), ("float32", ["float32"] * 2), ("half", ["float16"] * 2)],
+)
+def test_an_engine_holds_floats_in_the_dtype_it_was_started_with(dtype: str, expected: list[str]) -> None:
+    codes = TensorMeta(name="codes", dtype="int8", shape=(2,))
+    eights = TensorMeta(name="eights", dtype="float8_e4m3fn", shape=(2,))
+    tensors = [TensorMeta(name=name, dtype=name, shape=(2,)) for name in ("bfloat16", "float32")]
+    assert [tensor.dtype for tensor in served_in(dtype, tensors)] == expected
+    assert served_in(dtype, [codes, eights]) == (codes, eights)

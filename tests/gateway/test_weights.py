@@ -59,6 +59,50 @@ async def test_a_second_start_names_the_first_ones_age(rig: Rig) -> None:
     assert "open since" in reply["error"]["message"]
 
 
+async def test_an_update_that_its_trainer_gives_up_is_over_at_once(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    await rig.post("/start_weight_update", {})
+    async with rig.client.delete(f"{rig.url}/v1/weight_updates", json={"reason": "out of memory"}) as response:
+        assert (response.status, await response.json()) == (200, {"weight_version": 1})
+    await rig.complete([[5]])
+    _, updates = await rig.get("/v1/weight_updates")
+    assert updates["weight_updates"][0]["error"] == "the trainer gave it up: out of memory"
+    status, reply = await rig.post("/start_weight_update", {})
+    assert (status, "no transfer group" in reply["error"]["message"]) == (409, True)
+
+
+async def test_giving_up_where_nothing_is_open_changes_nothing(rig: Rig) -> None:
+    await rig.open_group()
+    async with rig.client.delete(f"{rig.url}/v1/weight_updates") as response:
+        assert response.status == 200
+    await rig.update()
+
+
+async def test_a_trainer_on_loopback_is_no_place_for_engines_elsewhere(rig: Rig) -> None:
+    replica = rig.fleet.replicas[1]
+    replica.info = dataclasses.replace(replica.info, url="http://10.0.0.9:8000")
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3}
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
+    assert status == 409
+    assert "where replica engine-1 (http://10.0.0.9:8000) cannot find the trainer" in reply["error"]["message"]
+
+
+async def test_what_is_served_is_told_before_anything_is_sent(start_rig: StartRig) -> None:
+    rig = await start_rig(1, sim={"tensors": {"w": [4, 2], "b": [4]}})
+    _, told = await rig.get("/v1/weights")
+    tensors = [{"name": "w", "dtype": "float32", "shape": [4, 2]}, {"name": "b", "dtype": "float32", "shape": [4]}]
+    assert (told["model"], told["weight_version"], told["tensors"]) == ("sim", 0, tensors)
+    (replica,) = told["replicas"]
+    assert (replica["replica_id"], replica["kind"], replica["gpus"]) == ("engine-0", "sim", [])
+
+
+async def test_a_checkpoint_that_cannot_be_read_is_told_as_unknown(rig: Rig) -> None:
+    for replica in rig.fleet.replicas:
+        replica.info = dataclasses.replace(replica.info, tensors=None)
+    assert (await rig.get("/v1/weights"))[1]["tensors"] is None
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [

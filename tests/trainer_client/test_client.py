@@ -121,6 +121,11 @@ async def test_a_prompt_waits_for_the_weights_that_it_asks_for(rig: Rig, client:
         await client.generate(PROMPTS[:1], TOKENS, max_staleness=-1).gather()
 
 
+async def test_weights_that_nobody_makes_are_awaited_for_a_bounded_time_and_named(client: RolloutClient) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"within timeout_s = 0\.3; it asks for min_version = 9"):
+        await client.generate(PROMPTS[:1], TOKENS, min_version=9, timeout_s=0.3).gather()
+
+
 async def test_the_turns_of_a_session_go_to_one_replica(rig: Rig, client: RolloutClient) -> None:
     for _ in range(4):
         await client.generate(PROMPTS[:1], TOKENS, sessions=["agent-1"]).gather()
@@ -337,7 +342,7 @@ async def test_a_gateway_that_does_not_exist_is_waited_for_and_named() -> None:
 
 
 class Played:
-    """A gateway that answers /v1/completions and /start_weight_update as told: `answers` by the number of the call."""
+    """A gateway that answers completions, /start_weight_update and /weight_info as told, by the number of the call."""
 
     def __init__(self, answer: Answer) -> None:
         self.request_ids: list[str] = []
@@ -345,6 +350,7 @@ class Played:
         app = web.Application()
         app.router.add_post("/v1/completions", self._handle)
         app.router.add_post("/start_weight_update", self._handle)
+        app.router.add_get("/weight_info", self._handle)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
 
     async def __aenter__(self) -> "Played":
@@ -442,6 +448,23 @@ async def test_a_weight_call_that_may_have_arrived_is_made_once(status: int | No
         with pytest.raises(GatewayUnreachable):
             await client.start_weight_update()
     assert len(gateway.request_ids) == 1
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_question_is_asked_again_where_the_connection_breaks() -> None:
+    async def second_time(call: int) -> Any:
+        return web.json_response({"weight_version": "4"}) if call == 2 else None
+
+    async with Played(second_time) as gateway, RolloutClient(gateway.url) as client:
+        assert await client.weight_version() == 4
+
+
+async def test_all_attempts_of_a_call_are_within_its_time() -> None:
+    began = time.monotonic()
+    async with RolloutClient(f"http://127.0.0.1:{free_port()}", attempts=50) as client:
+        with pytest.raises(GatewayUnreachable):
+            await client.start_weight_update(timeout_s=0.8)
+    assert time.monotonic() - began < SOON_S
 
 
 async def test_a_weight_call_without_an_answer_ends_in_time() -> None:

@@ -70,8 +70,8 @@ def test_every_engine_holds_the_tensors_after_a_push(gateway: PlayedGateway, sen
 def test_the_group_is_opened_once_for_many_pushes(gateway: PlayedGateway, sender: WeightSender) -> None:
     sender.push(model())
     sender.push([("0.weight", torch.zeros(4, 3))])
-    opening = ["/get_world_size", "/server_info", "/init_weight_transfer_engine"]
-    assert gateway.calls == [*opening, *UPDATE, *UPDATE]
+    opening = ["/v1/weights", "/get_world_size", "/server_info", "/init_weight_transfer_engine"]
+    assert gateway.calls == [*opening, *UPDATE, "/v1/weights", *UPDATE]
     assert torch.equal(gateway.received[0]["0.weight"], torch.zeros(4, 3))
 
 
@@ -88,7 +88,7 @@ def test_a_version_that_is_not_the_next_one_is_refused_before_anything_moves(
 ) -> None:
     with pytest.raises(WeightUpdateConflict, match=r"version = 9 .* serves 6: the next is 7"):
         sender.push(model(), version=9)
-    assert gateway.calls == ["/weight_info"]
+    assert gateway.calls == ["/v1/weights", "/weight_info"]
     assert sender.push(model(), version=7) == 7
 
 
@@ -183,7 +183,7 @@ def test_nccl_without_a_gpu_is_refused_before_a_group_is_opened(
         pytest.raises(ConfigError, match="device is 'cpu'"),
     ):
         sender.push(model())
-    assert gateway.calls == ["/get_world_size"]
+    assert gateway.calls == ["/v1/weights", "/get_world_size"]
 
 
 class StuckNccl(NcclChannel):

@@ -217,7 +217,7 @@ async def test_a_trainer_that_leaves_in_the_middle_leaves_the_version_before(
 
 
 async def test_without_a_store_the_remedy_is_named(start_rig: StartRig) -> None:
-    rig = await start_rig(1)
+    rig = await start_rig(1, sim={"tensors": SHAPES})
     with pytest.raises(StoreFailed, match=r"there is no weight store: weights\.store is null"):
         await push(rig, tensors())
 
@@ -228,5 +228,5 @@ async def test_a_store_that_is_not_shared_is_named(rig: Rig, tmp_path: Path) -> 
 
 
 def test_a_gateway_that_is_not_there_is_an_error_at_once() -> None:
-    with pytest.raises(GatewayUnreachable, match="/v1/weight_store"):
+    with pytest.raises(GatewayUnreachable, match="/v1/weights"):
         send("http://127.0.0.1:9", tensors())

@@ -1,13 +1,26 @@
 """Does what a trainer is about to send fit the served model? Asked before anything is overwritten."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from engines.errors import InvalidRequest
-from engines.types import ReplicaInfo
+from engines.types import TensorMeta
+
+CASTABLE = ("float64", "float32", "float16", "bfloat16")
+"""What engines cast into each other. Integers and 8-bit floats are codes of a quantisation."""
 
 
-def check_tensors(announced: Mapping[str, Any], served: ReplicaInfo, param: str) -> None:
+class Served(Protocol):
+    """A model that is served; `tensors` is None where its checkpoint cannot be read."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def tensors(self) -> Sequence[TensorMeta] | None: ...
+
+
+def check_tensors(announced: Mapping[str, Any], served: Served, param: str) -> None:
     """Raises `InvalidRequest`, which names the tensor, where a name or shape is not the served model's.
 
     `announced` holds names, dtype_names and shapes as /update_weights has them; `param` is where the trainer said so.
@@ -32,8 +45,7 @@ def check_tensors(announced: Mapping[str, Any], served: ReplicaInfo, param: str)
                 param=f"{param}.shapes",
             )
     for name, dtype in zip(names, announced.get("dtype_names") or (), strict=False):
-        # Engines cast between floats; integers are codes of a quantisation, or another tensor.
-        if _is_float(str(dtype)) != _is_float(expected[name].dtype):
+        if not _fits(str(dtype), expected[name].dtype):
             raise InvalidRequest(
                 f"{param}.dtype_names gives {dtype!r} for {name!r}, model {served.model!r} has "
                 f"{expected[name].dtype!r}",
@@ -41,5 +53,5 @@ def check_tensors(announced: Mapping[str, Any], served: ReplicaInfo, param: str)
             )
 
 
-def _is_float(dtype: str) -> bool:
-    return "float" in dtype
+def _fits(dtype: str, expected: str) -> bool:
+    return dtype == expected or (dtype in CASTABLE and expected in CASTABLE)

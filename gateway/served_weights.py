@@ -1,0 +1,28 @@
+"""What the policy consists of, for a trainer that wants to know before it sends: GET /v1/weights."""
+
+from engines.engine import Json
+from gateway.fleet import Fleet
+
+
+def served_weights(fleet: Fleet) -> Json:
+    """Model, version, and each tensor under its checkpoint name, in the dtype and shape that engines hold it in.
+
+    `tensors` is null where no replica could read its checkpoint. `replicas` tell their engine, and UUIDs of their GPUs.
+    """
+    policy = [replica.info for replica in fleet.policy if replica.is_alive]
+    tensors = next((info.tensors for info in policy if info.tensors is not None), None)
+    return {
+        "model": fleet.models.first,
+        "weight_version": fleet.version,
+        "tensors": tensors and [{"name": one.name, "dtype": one.dtype, "shape": list(one.shape)} for one in tensors],
+        "replicas": [
+            {
+                "replica_id": info.replica_id,
+                "kind": info.kind,
+                "engine_version": info.engine_version,
+                "dialect": info.dialect,
+                "gpus": list(info.gpus),
+            }
+            for info in policy
+        ],
+    }

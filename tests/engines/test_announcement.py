@@ -1,0 +1,53 @@
+"""What a trainer announces is held against the served model."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from engines.announcement import check_tensors
+from engines.errors import InvalidRequest
+from engines.types import TensorMeta
+
+
+@dataclass(frozen=True)
+class Model:
+    tensors: tuple[TensorMeta, ...] | None
+    model: str = "tiny"
+
+
+SERVED = Model((TensorMeta(name="w", dtype="bfloat16", shape=(4, 2)), TensorMeta(name="q", dtype="int8", shape=(4,))))
+QUANTISED = Model((TensorMeta(name="w", dtype="float8_e4m3fn", shape=(4, 2)),))
+
+
+def announced(name: str = "w", dtype: str = "bfloat16", shape: tuple[int, ...] = (4, 2)) -> dict[str, object]:
+    return {"names": [name], "dtype_names": [dtype], "shapes": [list(shape)]}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "float64"])
+def test_floats_are_cast_into_each_other(dtype: str) -> None:
+    check_tensors(announced(dtype=dtype), SERVED, "update_info")
+
+
+@pytest.mark.parametrize(
+    ("told", "served", "param", "message"),
+    [
+        (announced("other"), SERVED, "names", "has 'other', which model 'tiny' does not have"),
+        (announced(shape=(2, 4)), SERVED, "shapes", r"gives \[2, 4\] for 'w', model 'tiny' has \[4, 2\]"),
+        (announced(dtype="int8"), SERVED, "dtype_names", "gives 'int8' for 'w', model 'tiny' has 'bfloat16'"),
+        (announced("q", "float32", (4,)), SERVED, "dtype_names", "gives 'float32' for 'q', model 'tiny' has 'int8'"),
+        (announced(), QUANTISED, "dtype_names", "gives 'bfloat16' for 'w', model 'tiny' has 'float8_e4m3fn'"),
+        (announced(dtype="float8_e4m3fn"), SERVED, "dtype_names", "gives 'float8_e4m3fn' for 'w'"),
+    ],
+)
+def test_what_does_not_fit_is_named(told: dict[str, object], served: Model, param: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        check_tensors(told, served, "update_info")
+    assert refused.value.param == f"update_info.{param}"
+
+
+def test_codes_of_the_same_kind_fit() -> None:
+    check_tensors(announced(dtype="float8_e4m3fn"), QUANTISED, "update_info")
+
+
+def test_a_checkpoint_that_could_not_be_read_fits_anything() -> None:
+    check_tensors(announced("anything"), Model(None), "update_info")

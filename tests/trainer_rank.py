@@ -1,0 +1,246 @@
+"""One rank of a trainer of two, which pushes one model after another, sharded in all ways: for test_sharded_models.py.
+
+    python -m tests.trainer_rank RANK FOLDER URL
+
+Prints one JSON object a case. In FOLDER the ranks find each other, and rank 0 the weight store.
+"""
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from engines.errors import RolloutGatewayError
+from trainer_client import BlockingRolloutClient, WeightSender, trainer_ranks
+
+SHAPES = {
+    "embed.weight": [7, 4],
+    "layers.0.weight": [6, 4],
+    "layers.0.bias": [6],
+    "layers.1.weight": [4, 6],
+    "layers.1.bias": [4],
+    "scale": [3],
+}
+"""What a checkpoint of the model has: the head is tied to the embedding, and one buffer is not in it."""
+WORLD_SIZE = 2
+TIMEOUT_S = 20.0
+SILENCE_S = 0.4
+
+
+class Model(nn.Module):
+    """Odd sizes, so that ranks hold unequal parts, and one none."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 4)])
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.arange(3.0) + seed)
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(token_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+class Trainer:
+    """This rank, with its mesh."""
+
+    def __init__(self, rank: int, folder: Path, url: str) -> None:
+        self.rank = rank
+        self.store = folder / "store"
+        self.url = url
+        meeting = dist.FileStore(str(folder / "ranks"), WORLD_SIZE)
+        limit = timedelta(seconds=60)
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=WORLD_SIZE, timeout=limit)
+        self.mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+
+    def run(self, case: Callable[["Trainer"], Any]) -> None:
+        told = {"case": case.__name__}
+        try:
+            told |= case(self)
+        except RolloutGatewayError as error:
+            told |= {"error": type(error).__name__, "message": str(error)}
+        print(json.dumps(told), flush=True)
+
+    def push(self, model: Any, expected: nn.Module | None = None, **options: Any) -> dict[str, Any]:
+        """What became of it: the version, and on rank 0 whether the store then has what `expected` has."""
+        with (
+            BlockingRolloutClient(self.url, attempts=1) as client,
+            WeightSender(client, transport="store", timeout_s=TIMEOUT_S, **options) as sender,
+        ):
+            version = sender.push(model)
+        dist.barrier()
+        return {"version": version} | (self.stored(version, expected or Model()) if self.rank == 0 else {})
+
+    def stored(self, version: int, expected: nn.Module) -> dict[str, Any]:
+        held: dict[str, torch.Tensor] = {}
+        for file in (self.store / f"v{version}").glob("*.safetensors"):
+            held |= load_file(file)
+        wanted = {name: tensor for name, tensor in expected.state_dict().items() if name in SHAPES}
+        same = all(torch.equal(held[name], tensor.to(held[name].dtype)) for name, tensor in wanted.items())
+        return {"same": same, "names": sorted(held), "dtypes": sorted({str(tensor.dtype) for tensor in held.values()})}
+
+
+def fsdp2(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(sharded(trainer, Model()))
+
+
+def fsdp2_after_a_step(trainer: Trainer) -> dict[str, Any]:
+    """The root's parameters stay gathered after a forward pass."""
+    model = sharded(trainer, Model())
+    model(torch.tensor([[1, 2]]))
+    return trainer.push(model)
+
+
+def fsdp2_in_bfloat16(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(sharded(trainer, Model(seed=2)), Model(seed=2), dtype=torch.bfloat16)
+
+
+def fsdp1(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(flat(Model(), use_orig_params=True))
+
+
+def fsdp1_of_flat_parameters(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(flat(Model(), use_orig_params=False))
+
+
+def fsdp1_on_a_mesh(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(flat(Model(), use_orig_params=True, device_mesh=trainer.mesh))
+
+
+def tensor_parallel(trainer: Trainer) -> dict[str, Any]:
+    plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+    return trainer.push(parallelize_module(Model(), trainer.mesh, plan))
+
+
+def data_parallel(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(nn.parallel.DistributedDataParallel(Model()))
+
+
+def compiled(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(torch.compile(sharded(trainer, Model())))
+
+
+def dict_of_dtensors(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(distributed(trainer))
+
+
+def iterator_of_dtensors(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(iter(distributed(trainer).items()))
+
+
+def one_tensor_at_a_time(trainer: Trainer) -> dict[str, Any]:
+    gathered: list[int] = []
+    gather = trainer_ranks.TrainerRanks.gather
+
+    def counted(ranks: Any, run: Any) -> Any:
+        gathered.append(len(run))
+        return gather(ranks, run)
+
+    with (
+        patch.object(trainer_ranks, "_RUN_BYTES", 1),
+        patch.object(trainer_ranks.TrainerRanks, "gather", counted),
+    ):
+        return trainer.push(sharded(trainer, Model())) | {"gathered": gathered}
+
+
+def other_shapes(trainer: Trainer) -> dict[str, Any]:
+    model = Model()
+    model.layers[1] = nn.Linear(6, 5)
+    return trainer.push(sharded(trainer, model))
+
+
+def ranks_that_differ(trainer: Trainer) -> dict[str, Any]:
+    named = distributed(trainer)
+    if trainer.rank == 1:
+        del named["layers.1.bias"]
+    return trainer.push(named)
+
+
+def after_all_that(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(sharded(trainer, Model(seed=3)), Model(seed=3))
+
+
+def a_sender_that_stays_away(trainer: Trainer) -> dict[str, Any]:
+    with (
+        BlockingRolloutClient(trainer.url) as client,
+        WeightSender(client, transport="store", timeout_s=SILENCE_S) as sender,
+    ):
+        named = distributed(trainer)
+        sender._ranks(tuple(range(WORLD_SIZE)))
+        if trainer.rank == 0:
+            time.sleep(SILENCE_S * 10)
+            return {}
+        return {"version": sender.push(named)}
+
+
+def sharded(trainer: Trainer, model: nn.Module) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer, mesh=trainer.mesh)
+    return fully_shard(model, mesh=trainer.mesh)
+
+
+def flat(model: nn.Module, **options: Any) -> nn.Module:
+    return FullyShardedDataParallel(
+        model,
+        device_id=torch.device("cpu"),
+        auto_wrap_policy=lambda module, recurse, **_: recurse or module in list(model.layers),
+        **options,
+    )
+
+
+def distributed(trainer: Trainer) -> dict[str, DTensor]:
+    whole = Model().state_dict()
+    return {name: distribute_tensor(whole[name], trainer.mesh, [Shard(0)]) for name in SHAPES}
+
+
+CASES = (
+    fsdp2,
+    fsdp2_after_a_step,
+    fsdp2_in_bfloat16,
+    fsdp1,
+    fsdp1_of_flat_parameters,
+    fsdp1_on_a_mesh,
+    tensor_parallel,
+    data_parallel,
+    compiled,
+    dict_of_dtensors,
+    iterator_of_dtensors,
+    one_tensor_at_a_time,
+    other_shapes,
+    ranks_that_differ,
+    after_all_that,
+    a_sender_that_stays_away,
+)
+
+
+def main() -> None:
+    rank, folder, url = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    trainer = Trainer(int(rank), Path(folder), url)
+    for case in CASES:
+        trainer.run(case)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The tensors of a torch model under the names that a checkpoint has for them, whatever wraps or shards the model.
+
+FSDP, FSDP2 and tensor-parallel models give sharded tensors here, which `sharded.py` gathers. Importing this loads torch
+alone: of torch.distributed only what the trainer has loaded itself.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engines.errors import InvalidRequest
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_ADAPTERS = (".lora_A.", ".lora_B.", ".base_layer.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedOnes:
+    """One tensor under all names that it has: several where it is tied. `is_buffer` where it is no parameter."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    is_buffer: bool = False
+
+
+def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
+    """Parameters and persistent buffers, in the model's order. Where the model is sharded every rank must ask."""
+    model = _unwrapped(model)
+    state = _state(model)
+    if adapted := next((name for name in state if any(part in name for part in _ADAPTERS)), None):
+        raise InvalidRequest(
+            f"the model has {adapted!r}, so it wears a LoRA adapter: push what merge_and_unload() returns, or serve "
+            "the adapter as one with POST /v1/load_lora_adapter",
+            param="named_tensors",
+        )
+    buffers = {clean(name) for name, _ in model.named_buffers()}
+    first_names = _tied(model)
+    names = defaultdict(list)
+    for name in state:
+        names[first_names.get(name, name)].append(name)
+    return [NamedOnes(tuple(names[name]), state[name], name in buffers) for name in state if name in names]
+
+
+def data_parallel_ranks(model: torch.nn.Module) -> tuple[int, ...]:
+    """The ranks of a model of which each has a whole copy, where DistributedDataParallel keeps those alike."""
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return ()
+    return tuple(torch.distributed.get_process_group_ranks(model.process_group))
+
+
+def clean(name: str) -> str:
+    """Without what wrappers add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _unwrapped(model: Any) -> torch.nn.Module:
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+
+
+def _state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    if _fsdp_units(model):
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        state = get_model_state_dict(model)
+    else:
+        # FSDP2 puts its shards back for this, where named_parameters() may show what a forward pass has gathered.
+        state = model.state_dict(keep_vars=True)
+    return {clean(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _tied(model: torch.nn.Module) -> dict[str, str]:
+    """The first name of each tensor that has another."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (before := first.setdefault(id(parameter), clean(name))) != clean(name):
+            tied[clean(name)] = before
+    return tied | dict(_tied_in_units(model))
+
+
+def _tied_in_units(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """FSDP's first generation hides parameters in a flat one, which remembers those that were the same."""
+    paths = {id(module): clean(f"{path}.") for path, module in model.named_modules()}
+    for unit in _fsdp_units(model):
+        flat = unit._handle and unit._handle.flat_param
+        for name, module, _, first_name, first_module, _ in flat._shared_param_infos if flat is not None else ():
+            yield paths[id(module)].lstrip(".") + name, paths[id(first_module)].lstrip(".") + first_name
+
+
+def _fsdp_units(model: torch.nn.Module) -> list[Any]:
+    """The units of FSDP's first generation, which is none where the trainer has not started torch.distributed."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return list(FullyShardedDataParallel.fsdp_modules(model))

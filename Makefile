@@ -70,7 +70,7 @@ soak_load := -u 6 --prompts 8 --samples 4
 LOAD_OUT := out/loadtest/$(SCENARIO)
 LOCUST := $(BIN)/locust -f loadtests/scenarios/$(SCENARIO).py --headless -t 30s --stop-timeout 600 --only-summary \
   --prompt-tokens 64 --max-tokens 64 $($(SCENARIO)_load) --csv $(LOAD_OUT) --html $(LOAD_OUT).html \
-  --figures $(LOAD_OUT).json $(ARGS)
+  --figures $(LOAD_OUT).json --report $(LOAD_OUT)-report.html $(ARGS)
 
 loadtest: setup ## A load test, SCENARIO=trainer (agents, open_loop, spike, soak), on the demo's engines or URL=...
 	@mkdir -p out/loadtest

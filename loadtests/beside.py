@@ -117,4 +117,4 @@ def prepare(environment: Environment, runner: Any, **_: Any) -> None:
         besides.append(Watch(run))
     for beside in besides:
         environment.events.test_start.add_listener(beside.start)
-        environment.events.test_stop.add_listener(beside.stop)
+        environment.events.test_stopping.add_listener(beside.stop)

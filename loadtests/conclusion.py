@@ -3,24 +3,30 @@
 Exit codes: 1 where something failed or nothing was delivered, 3 where a threshold was missed or could not be judged.
 """
 
+import os
+import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gevent
+import locust
 import orjson
 from locust import events
-from locust.argument_parser import LocustArgumentParser
+from locust.argument_parser import LocustArgumentParser, get_parser
 from locust.env import Environment
 from locust.runners import WorkerRunner
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from loadtests.figures import figures
+from loadtests.report import Report, page
 from loadtests.run import Run
 from loadtests.thresholds import ThresholdError, Verdict, load_thresholds
 
 _FAILED, _MISSED = 1, 3
+_PROBLEMS_SHOWN = 10
+_NOT_TOLD = ("api_key", "configuration", "headless", "csv_prefix", "html_file", "report", "figures", "only_summary")
 _SHOWN = ("makespan_s", "tail_ratio", "session_s", "ttft_s", "tpot_s", "completion_s", "lateness_s", "update_s")
 
 
@@ -28,6 +34,7 @@ _SHOWN = ("makespan_s", "tail_ratio", "session_s", "ttft_s", "tpot_s", "completi
 def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
     add("--thresholds", default="", metavar="FILE", help="YAML with bounds of figures; one that is missed ends with 3")
+    add("--report", default="", metavar="FILE", help="write one page of HTML about the run")
     add("--figures", default="", metavar="FILE", help="write all figures as JSON")
 
 
@@ -50,13 +57,27 @@ def conclude(environment: Environment, **_: Any) -> None:
     run = Run.of(environment)
     found = figures(run.measures, run.phases)
     print(summary(found))
-    missed = _judge(run, found)
+    problems = _problems(run, found)
+    verdicts, unjudged = _judged(run, found)
+    for line in (*verdicts, *unjudged):
+        print(line)
+    if problems:
+        environment.process_exit_code = _FAILED
+    elif unjudged or not all(verdict.is_met for verdict in verdicts):
+        environment.process_exit_code = _MISSED
     if run.settings.figures:
         Path(run.settings.figures).write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
-    if found["failures"] or not found["completions"]:
-        environment.process_exit_code = _FAILED
-    elif missed:
-        environment.process_exit_code = _MISSED
+    if run.settings.report:
+        report = Report(
+            title=f"Load test: {_scenario(run)}",
+            settings=_settings(run),
+            figures=found,
+            measures=run.measures,
+            phases=run.phases,
+            verdicts=verdicts,
+            problems=[*problems, *unjudged],
+        )
+        Path(run.settings.report).write_text(page(report), encoding="utf-8")
     if run.settings.csv_prefix:
         # The writer of the CSV files looks at the numbers once in a while and not at the end: let it see the last ones.
         gevent.sleep(1.1 * CSV_STATS_INTERVAL_SEC)
@@ -73,16 +94,40 @@ def summary(found: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _judge(run: Run, found: Mapping[str, float]) -> bool:
-    """Whether a threshold was missed. One line for each."""
-    missed = False
+def _judged(run: Run, found: Mapping[str, float]) -> tuple[list[Verdict], list[str]]:
+    """A verdict for each threshold, and a line for each that the run has no figure for."""
+    verdicts: list[Verdict] = []
+    unjudged = []
     for threshold in load_thresholds(Path(run.settings.thresholds)) if run.settings.thresholds else []:
         try:
-            verdict: Verdict = threshold.judge(found)
+            verdicts.append(threshold.judge(found))
         except ThresholdError as error:
-            print(f"MISSED  {error}")
-            missed = True
-            continue
-        print(verdict)
-        missed = missed or not verdict.is_met
-    return missed
+            unjudged.append(f"MISSED  {error}")
+    return verdicts, unjudged
+
+
+def _problems(run: Run, found: Mapping[str, float]) -> list[str]:
+    """What fails a run whatever its thresholds say; Locust prints the errors too."""
+    problems = [f"{error.occurrences} x {error.to_name()}" for error in run.environment.stats.errors.values()]
+    problems = problems[:_PROBLEMS_SHOWN]
+    if found["failures"]:
+        problems.insert(0, f"{found['failures']:.0f} failures")
+    if not found["completions"]:
+        problems.insert(0, "nothing was delivered")
+    return problems
+
+
+def _scenario(run: Run) -> str:
+    return ", ".join(Path(file).stem for file in str(run.settings.locustfile).split(","))
+
+
+def _settings(run: Run) -> dict[str, str]:
+    """What was asked for, where it is not the default, and on what this ran."""
+    parser = get_parser()
+    given = {
+        name.replace("_", "-"): str(value)
+        for name, value in vars(run.settings).items()
+        if name not in _NOT_TOLD and value not in (None, "", parser.get_default(name))
+    }
+    here = f"{os.cpu_count()} cores, Python {platform.python_version()}, Locust {locust.__version__}"
+    return {**given, "load generator": here}

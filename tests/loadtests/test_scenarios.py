@@ -112,6 +112,7 @@ async def test_a_spike_is_told_of_by_itself(rig: Rig, tmp_path: Path) -> None:
     assert told["spike.ttft_s.p99"] > 0
 
 
+@pytest.mark.slow
 async def test_a_soak_tells_what_drifts(rig: Rig, tmp_path: Path) -> None:
     options = ["-t", "8s", "--rate", "4", "--prompts", "2", "--samples", "2", "--turns", "2", "--tool-gap", "0.05"]
     ended = await locust("soak", rig.url, tmp_path, *options, "--watch-pid", "1", "--update-every", "2")
@@ -170,13 +171,15 @@ async def test_a_refusal_is_shown(tmp_path: Path) -> None:
 async def test_a_threshold_that_is_missed_fails_the_run(rig: Rig, tmp_path: Path) -> None:
     bounds = tmp_path / "bounds.yaml"
     bounds.write_text("failures: {max: 0}\nmakespan_s.p50: {max: 0.001}\n")
-    options = ["-t", "1s", "--prompts", "2", "--samples", "2", "--thresholds", str(bounds)]
+    report = tmp_path / "report.html"
+    options = ["-t", "1s", "--prompts", "2", "--samples", "2", "--thresholds", str(bounds), "--report", str(report)]
     ended = await locust("trainer", rig.url, tmp_path, *options)
     assert ended.code == 3
     lines = [line for line in ended.said.splitlines() if line.startswith(("met", "MISSED"))]
     assert lines[0] == "met     failures = 0, at most 0"
     assert lines[1].startswith("MISSED  makespan_s.p50 = ")
     assert "at most 0.001: over by " in lines[1]
+    assert lines[1] in report.read_text()
     bounds.write_text("makespan_s.p50: 3\n")
     refused = await locust("trainer", rig.url, tmp_path, *options)
     assert refused.code == 3

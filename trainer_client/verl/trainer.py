@@ -43,7 +43,7 @@ class PPOTrainerGateway(PPOTrainer):
         super().__init__(config)
 
     def _setup(self) -> None:
-        if _is_tied(self.config):
+        if is_tied(self.config):
             kwargs = self.config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
             kwargs[MODE].left_out = [_HEAD]
         super()._setup()
@@ -145,7 +145,7 @@ def check_gateway(settings: Settings, config: DictConfig) -> int:
     return int(has)
 
 
-def _is_tied(config: DictConfig) -> bool:
+def is_tied(config: DictConfig) -> bool:
     """Whether the model's head is its embedding: checkpoints, and so the engines, then have no tensor of its name."""
     model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     return bool(getattr(model.hf_config, "tie_word_embeddings", False))

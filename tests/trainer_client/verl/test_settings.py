@@ -1,0 +1,61 @@
+"""The keys under trainer.v1.gateway, and what is said of wrong ones."""
+
+import math
+from typing import Any
+
+import pytest
+
+from engines.errors import ConfigError
+from engines.types import PauseMode
+from trainer_client.verl.settings import read_settings
+
+URL = "http://127.0.0.1:8100"
+
+
+def test_the_url_is_all_that_must_be_given() -> None:
+    settings = read_settings({"url": URL})
+    assert (settings.url, settings.transport, settings.num_warmup_batches) == (URL, "auto", 0)
+
+
+def test_the_url_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_URL", URL)
+    assert read_settings({}).url == URL
+
+
+def test_without_a_url_both_places_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROLLOUT_URL", raising=False)
+    with pytest.raises(ConfigError, match=r"\+trainer\.v1\.gateway\.url=.*ROLLOUT_URL"):
+        read_settings({})
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"urll": URL}, r"trainer\.v1\.gateway\.urll is no setting: did you mean url\?"),
+        ({"parameter_sync_step": 4}, r"parameter_sync_step is no setting: there is url"),
+        ({"transport": "rdma"}, r"transport = 'rdma' is none of auto, store, gloo, nccl"),
+        ({"in_flight": "drop"}, r"in_flight = 'drop' is none of abort, wait, keep"),
+        ({"dtype": "fp8"}, r"dtype = 'fp8' is none of bfloat16"),
+        ({"sync_timeout_s": 0}, r"sync_timeout_s = 0 must be a number above 0"),
+        ({"rollout_timeout_s": math.inf}, r"rollout_timeout_s = inf must be a number above 0"),
+        ({"max_in_flight": "many"}, r"max_in_flight = 'many' must be a number at least 1"),
+        ({"num_warmup_batches": -1}, r"num_warmup_batches = -1 must be a number at least 0"),
+        ({"rolling": True, "transport": "nccl"}, r"rolling=True goes with transport=store, not nccl"),
+    ],
+)
+def test_a_wrong_key_is_named_with_the_remedy(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_settings({"url": URL, **section})
+
+
+@pytest.mark.parametrize(
+    ("section", "mode"),
+    [
+        ({}, PauseMode.WAIT),
+        ({"num_warmup_batches": 0.5}, PauseMode.KEEP),
+        ({"num_warmup_batches": 1, "in_flight": "abort"}, PauseMode.ABORT),
+        ({"num_warmup_batches": 1, "rolling": True}, PauseMode.WAIT),
+    ],
+)
+def test_a_sync_stops_completions_where_there_are_any_to_stop(section: dict[str, Any], mode: PauseMode) -> None:
+    assert read_settings({"url": URL, **section}).pause_mode is mode

@@ -1,0 +1,128 @@
+"""What becomes of a verl configuration in gateway mode. Hydra composes them as it does for main_ppo."""
+
+import asyncio
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+verl = pytest.importorskip("verl")
+
+from hydra import compose, initialize_config_dir
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.rollout.replica import get_rollout_replica_class
+
+from engines.errors import ConfigError, DeadlineExceeded
+from gateway.load import load
+from tests.rig import MAX_MODEL_LEN, Rig
+from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
+from trainer_client.verl.settings import Settings
+from trainer_client.verl.trainer import PPOTrainerGateway, check_gateway, is_tied, prepare
+
+pytestmark = pytest.mark.verl
+
+ROOT = Path(__file__).parents[3]
+TINY = str(ROOT / "examples" / "tiny_model" / "digit-sort")
+URL = "http://127.0.0.1:8100"
+MODE = ["trainer.v1.trainer_mode=gateway", f"+trainer.v1.gateway.url={URL}"]
+
+
+def config_of(*overrides: str) -> Any:
+    """In gateway mode, with these keys beside."""
+    return composed([*MODE, "actor_rollout_ref.rollout.name=vllm", *overrides])
+
+
+def composed(overrides: list[str]) -> Any:
+    folder = str(Path(verl.__file__).parent / "trainer" / "config")
+    with initialize_config_dir(config_dir=folder, version_base=None):
+        return compose("ppo_trainer", overrides=overrides)
+
+
+def overrides_of(script: str) -> list[str]:
+    """The keys that a shell script of examples/ gives to main_ppo."""
+    text = (ROOT / "examples" / script).read_text()
+    words = shlex.split(text[text.index("-m verl.trainer.main_ppo") :].replace("\\\n", " "))
+    return [word for word in words[2:] if "=" in word]
+
+
+def test_verl_knows_the_mode_by_its_plugin_entry_point_alone() -> None:
+    assert get_trainer_cls("gateway") is PPOTrainerGateway
+    assert CheckpointEngineRegistry.get("gateway") is GatewayCheckpointEngine
+    assert get_rollout_replica_class("gateway").__name__ == "GatewayReplica"
+
+
+def test_two_keys_turn_a_configuration_over_to_a_gateway() -> None:
+    config = config_of()
+    settings = prepare(config)
+    role = config.actor_rollout_ref
+    assert (role.hybrid_engine, role.rollout.name, role.rollout.nnodes) == (False, "gateway", 1)
+    engine = omega_conf_to_dataclass(role.rollout.checkpoint_engine)
+    assert engine.backend == "gateway"
+    assert Settings(**engine.engine_kwargs["gateway"]).url == settings.url == URL
+
+
+def test_weights_go_in_verls_rollout_dtype_unless_told_otherwise() -> None:
+    assert prepare(config_of()).dtype == "bfloat16"
+    assert prepare(config_of("+trainer.v1.gateway.dtype=float16")).dtype == "float16"
+
+
+def test_the_production_command_composes_and_is_taken() -> None:
+    config = composed(overrides_of("verl_qwen2_7b.sh"))
+    model, critic = config.actor_rollout_ref.model, config.critic.model
+    model.path = critic.path = critic.tokenizer_path = TINY  # verl reads the model's configuration
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    settings = prepare(config)
+    assert (settings.url, settings.dtype) == (URL, "bfloat16")
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.prompt_length, rollout.response_length, config.data.train_batch_size) == (4096, 4096, 4096)
+
+
+def test_the_engines_of_the_production_command_are_a_valid_configuration_that_fits_it() -> None:
+    engine, command = load(ROOT / "examples" / "verl-qwen2-7b.yaml", []).engine, overrides_of("verl_qwen2_7b.sh")
+    asked = dict(word.lstrip("+").split("=", 1) for word in command)
+    assert engine.kind == asked["actor_rollout_ref.rollout.name"]
+    assert engine.model == asked["actor_rollout_ref.model.path"]
+    assert engine.tensor_parallel_size == int(asked["actor_rollout_ref.rollout.tensor_model_parallel_size"])
+    assert engine.extra["mem_fraction_static"] == float(asked["actor_rollout_ref.rollout.gpu_memory_utilization"])
+    assert engine.max_model_len == int(asked["data.max_prompt_length"]) + int(asked["data.max_response_length"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["actor_rollout_ref.model.lora_rank=8"], r"LoRA rank 8.*model\.lora\.merge=True"),
+        (["actor_rollout_ref.rollout.enable_rollout_routing_replay=True"], r"enable_rollout_routing_replay=True"),
+        (["reward.reward_model.enable=True"], r"reward\.reward_model\.enable_resource_pool=False"),
+        (["+trainer.v1.gateway.transprot=store"], r"transprot is no setting: did you mean transport\?"),
+    ],
+)
+def test_what_does_not_go_with_a_gateway_is_refused_before_anything_starts(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        prepare(config_of(*overrides))
+
+
+def test_a_lora_that_is_merged_is_taken() -> None:
+    prepare(config_of("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True"))
+
+
+async def test_a_batch_that_does_not_fit_the_engines_is_refused_by_its_keys(rig: Rig) -> None:
+    config = config_of("data.max_prompt_length=100", "data.max_response_length=100")
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_length \+ data\.max_response_length = 200.*takes 128"):
+        await asyncio.to_thread(check_gateway, Settings(url=rig.url), config)
+    config = config_of("data.max_prompt_length=100", "data.max_response_length=28")
+    assert await asyncio.to_thread(check_gateway, Settings(url=rig.url), config) == MAX_MODEL_LEN
+
+
+def test_a_gateway_that_is_not_there_is_told_in_time() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"http://127\.0\.0\.1:1 is not ready after 0\.5 s"):
+        check_gateway(Settings(url="http://127.0.0.1:1", ready_timeout_s=0.5), config_of())
+
+
+def test_a_tied_head_is_known_from_the_models_configuration() -> None:
+    path = f"actor_rollout_ref.model.path={TINY}"
+    assert not is_tied(config_of(path))
+    assert is_tied(config_of(path, "+actor_rollout_ref.model.override_config.tie_word_embeddings=True"))

@@ -33,6 +33,7 @@ from gateway.scale import scale
 from gateway.serve_api import ask_control_plane
 from gateway.serve_config import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
 from gateway.snapshots import in_memory
+from gateway.tune.command import tune_command
 from gateway.up import Running, down, running, stay, up
 from gateway.vllm_serve import HELP, read_command
 
@@ -61,6 +62,7 @@ Name = Annotated[str, typer.Option("--name", help="Name of the Serve application
 
 
 app.command("plan")(plan_command)
+app.command("tune", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)(tune_command)
 
 
 def main() -> None:

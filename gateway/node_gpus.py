@@ -33,3 +33,10 @@ def read_gpus(text: str, environ: Mapping[str, str] = os.environ, driver: Path =
         if outside:
             raise ConfigError(f"--gpus {text}: {outside[0]} is not in {VISIBLE}={allowed}, which is all that is ours")
     return ids
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
+    """The ids of what this process may use, told without CUDA: the variable, else the device files."""
+    if (visible := environ.get(VISIBLE)) is not None:
+        return [gpu for gpu in visible.split(",") if gpu]
+    return [str(index) for index in range(len(list(devices.glob("nvidia[0-9]*"))))]

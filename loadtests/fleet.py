@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -31,6 +30,7 @@ from engines.types import ReplicaInfo
 from gateway.config import Config
 from gateway.listener import Listener
 from gateway.load import load
+from gateway.node_gpus import visible_gpus
 
 _GATEWAY_START_TIMEOUT_S = 60.0
 _COMMAND_STOP_S = 10.0
@@ -108,13 +108,6 @@ def _on_gpus(engine: EngineConfig, gpus: Sequence[str]) -> EngineConfig:
     if not gpus:
         return engine
     return engine.model_copy(update={"env": {**engine.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}})
-
-
-def visible_gpus() -> list[str]:
-    """What this process may use, told without CUDA: the variable, else the device files."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [gpu for gpu in visible.split(",") if gpu]
-    return [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -> None:

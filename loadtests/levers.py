@@ -29,8 +29,9 @@ from engines.launch import gpus_per_replica
 from engines.server import EngineServer
 from gateway.config import Config
 from gateway.load import load as load_config
+from gateway.node_gpus import visible_gpus
 from loadtests.clients import ClientPool, Stream, total
-from loadtests.fleet import engine_servers, visible_gpus
+from loadtests.fleet import engine_servers
 from loadtests.ratios import pair_ratios
 from loadtests.workloads import LengthMix, Workload, parse_batch
 

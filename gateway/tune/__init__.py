@@ -1,0 +1,1 @@
+"""`rollout-gateway tune`: measures settings of an engine on the user's own hardware, and ends with the best."""

@@ -79,6 +79,8 @@ class HttpEngine(Engine, ABC):
         self, method: str, path: str, body: Json | None, timeout_s: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The one door where connection errors and engine statuses become ours."""
+        if self._session.closed:
+            raise EngineGone(f"{path}: it was given up before", replica_id=self.replica_id)
         data = None if body is None else orjson.dumps(body)
         headers = {"Content-Type": "application/json"} if data else None
         # aiohttp's own time limit and not asyncio.timeout, which, while a stream's reader is busy with a chunk, would

@@ -113,8 +113,8 @@ class Scribe:
             self._room.notify_all()
         self._waiting.put(None)
 
-    def join(self, timeout_s: float) -> bool:
-        """Whether the writer ended in time."""
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Whether the writer ended in time; without a limit, once it has."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

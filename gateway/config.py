@@ -94,8 +94,16 @@ class WeightsConfig(_Section):
     load_timeout_s: float = Field(600.0, gt=0)
     """Longest load of a version from the store, and longest write of one."""
 
+    relay: Literal["auto", "always", "never"] = "auto"
+    """Who receives what a trainer sends: one process that writes it into the store, from which all replicas load it, or
+    (never) the engines themselves in one group, which a replica's death breaks. auto is the relay for more than one
+    replica, and for vLLM beside SGLang, where there is a store and the relay receives over what the engines do."""
+    relay_device: str | None = Field(None, pattern=r"^cuda:\d+$")
+    """GPU of the gateway's node that the relay receives on, over NCCL, such as cuda:7. Not the trainer's own; where it
+    is a replica's, that one leaves 3 GB free. null receives over gloo, in host memory."""
+
     init_timeout_s: float = Field(300.0, gt=0)
-    """Rendezvous of the trainer and all engine workers."""
+    """Rendezvous of the trainer and all engine workers, or the relay."""
     drain_timeout_s: float = Field(600.0, gt=0)
     """Longest wait for rollouts in flight before an update."""
     transfer_timeout_s: float = Field(600.0, gt=0)
@@ -115,6 +123,12 @@ class WeightsConfig(_Section):
         if store not in (None, "auto") and not Path(store).is_absolute():
             raise ValueError(f"{store!r} is no absolute path, and the gateway runs in a folder of Ray's: give one")
         return store
+
+    @model_validator(mode="after")
+    def _the_relay_has_a_store(self) -> "WeightsConfig":
+        if self.relay == "always" and self.store is None:
+            raise ValueError("relay = 'always' needs a weight store, which the replicas load from: set store, or auto")
+        return self
 
 
 class ServeConfig(_Section):

@@ -193,6 +193,10 @@ class Fleet:
         return sum(self._expected.values())
 
     @property
+    def expected_of_policy(self) -> int:
+        return sum(count for group, count in self._expected.items() if not self.models.groups[group].frozen)
+
+    @property
     def replicas(self) -> list[Replica]:
         """In a fixed order, which weight groups take their ranks from."""
         return [self._replicas[key] for key in sorted(self._replicas)]

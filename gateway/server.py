@@ -84,7 +84,7 @@ class GatewayServer:
         get("/v1/models", self._for_inference(self._list_models))
         get("/v1/models/{model:.+}", self._for_inference(self._retrieve_model))
         get("/version", self._for_inference(self._pass_through))
-        get("/server_info", self._for_inference(self._pass_through))
+        get("/server_info", self._for_inference(self._server_info))
         post("/tokenize", self._for_inference(self._pass_through))
         post("/detokenize", self._for_inference(self._pass_through))
         post("/v1/completions", self._for_inference(self._create_completions))
@@ -180,6 +180,14 @@ class GatewayServer:
         model, adapter = (self._fleet.models.first, None) if body is None else self._fleet.asked(body.get("model"))
         replica = self._any_replica(model, adapter)
         return reply(await replica.engine.ask(request.method, request.path_qs, body, _ASK_TIMEOUT_S))
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        """As an engine has it, but for what trainers send over where the relay receives."""
+        replica = self._any_replica(self._fleet.models.first, None)
+        info = await replica.engine.ask("GET", request.path_qs, None, _ASK_TIMEOUT_S)
+        if isinstance(info.get("vllm_config"), dict) and (backend := await self._weights.backend()):
+            info["vllm_config"]["weight_transfer_config"] = {"backend": backend}
+        return reply(info)
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
         body = await read_object(request)

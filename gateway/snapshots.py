@@ -52,7 +52,7 @@ class Snapshots:
             size = (
                 sum(path.stat().st_size for path in self._checkpoint.glob("*.safetensors")) if self._checkpoint else 0
             )
-            await self._check_room(size)
+            await self._has_room(size)
         except StoreFailed as error:
             self._go_without(str(error))
 
@@ -93,23 +93,26 @@ class Snapshots:
 
     async def draft(self, served: int, num_bytes: int) -> Path | None:
         """A folder for the next version of about `num_bytes`; None where the fleet goes on without it."""
-        store = self._store
-        if store is None:
+        if self._store is None:
             return None
         try:
-            if self._keeping is not None:
-                await asyncio.wait([self._keeping], timeout=self._config.store_wait_s)
-            if self._keeping is not None and not self._keeping.done():
-                log.warning("no snapshot", reason="the version before is still being written (weights.store_wait_s)")
-                return None
-            # While a version is written only the one that is served is kept beside it.
-            await self._aside(store.prune, served, 1)
-            if not await self._check_room(num_bytes):
-                return None
-            return await self._aside(store.draft)
+            return await self.claim(served, num_bytes)
         except StoreFailed as error:
-            log.error("no snapshot", reason=str(error))
+            log.warning("no snapshot", reason=str(error))
             return None
+
+    async def claim(self, served: int, num_bytes: int) -> Path:
+        """As `draft`, for a version that reaches nobody but through the store. Raises `StoreFailed`."""
+        store = self._open_store()
+        if self._keeping is not None:
+            await asyncio.wait([self._keeping], timeout=self._config.store_wait_s)
+            if not self._keeping.done():
+                raise StoreFailed("the version before is still being written (weights.store_wait_s)")
+        # While a version is written only the one that is served is kept beside it.
+        await self._aside(store.prune, served, 1)
+        if not await self._has_room(num_bytes):
+            raise StoreFailed(self._why_not)
+        return await self._aside(store.draft)
 
     async def discard(self, draft: Path | None) -> None:
         if draft is not None and self._store is not None:
@@ -135,6 +138,12 @@ class Snapshots:
             "dtype_names": [tensor.dtype for tensor in manifest.tensors.values()],
             "shapes": [tensor.shape for tensor in manifest.tensors.values()],
         }
+
+    async def finished(self, draft: Path) -> Json:
+        """As `announced`, of a draft whose writer is done. Raises `StoreFailed` with the reason where it gave up."""
+        if not await self._aside(is_whole, draft):
+            raise StoreFailed(f"{draft} was not written to its end")
+        return await self.announced(draft.name)
 
     async def promote(self, name: str, version: int, served: int, names: Iterable[str]) -> Path:
         """Make the draft that a trainer wrote `version`. What of `names` it lacks is as in version `served`."""
@@ -201,7 +210,13 @@ class Snapshots:
             raise
         await self.settle(version)
 
-    async def _check_room(self, num_bytes: int) -> bool:
+    async def why_not(self, num_bytes: int) -> str:
+        """Why versions of so many bytes cannot be kept; empty where they can."""
+        if self._store is not None:
+            await self._has_room(num_bytes)
+        return self._why_not
+
+    async def _has_room(self, num_bytes: int) -> bool:
         store = self._open_store()
         if await self._aside(store.has_room_for, _COPIES * num_bytes):
             self._why_not = ""

@@ -22,6 +22,7 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
         "weight_update": update and update.report(),
         "last_weight_update": last and last.report(),
         "weight_store": snapshots.report(),
+        "weight_relay": weights.relay_report(),
         "paused": weights.is_paused,
         "gate_closed_for": scheduler.closed_for,
         "queue_length": sum(queues.values()),

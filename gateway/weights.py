@@ -2,28 +2,28 @@
 
     OPEN -> RECEIVING -> VERIFYING -> COMMITTED | ABORTED
 
-Tensors never pass through this process: the trainer's transfer group joins the engines' workers to the trainer.
+Tensors never pass through this process: the trainer's transfer group joins the engines' workers to the trainer, or the
+relay, from which they go through the store.
 """
 
 import asyncio
+import importlib.util
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
 import structlog
 
 from engines.announcement import check_tensors
-from engines.engine import Engine, Json, ReceiptCopy
+from engines.engine import Json, ReceiptCopy
 from engines.errors import (
     DeadlineExceeded,
     EngineError,
     InvalidRequest,
+    RolloutGatewayError,
     WeightUpdateConflict,
     WeightUpdateFailed,
 )
@@ -34,34 +34,29 @@ from gateway.config import WeightsConfig
 from gateway.fleet import Fleet, Replica
 from gateway.metrics import Metrics
 from gateway.receipts import check_receipts
+from gateway.relay import TRANSPORT as RELAY
+from gateway.relay import WORLD_SIZE as RELAY_WORLD_SIZE
+from gateway.relay import Relay
+from gateway.replica_calls import names, on_all, on_living, try_on_all
 from gateway.rolling import Rolling
 from gateway.scheduler import Scheduler
 from gateway.snapshots import Snapshots
+from gateway.transfer_group import (
+    TransferGroup,
+    check_capable,
+    check_one_protocol,
+    check_reachable,
+    check_world_size,
+    rank_offsets,
+)
 from gateway.update_log import UpdateLog
 from gateway.verdicts import Finding, Result
 from gateway.weight_update import Phase, WeightUpdate, num_bytes
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
-
-_INIT_ROUTE = "/init_weight_transfer_engine"
 _UPDATE = "weight update"
 _PAUSE = "pause"
-
-
-@dataclass(frozen=True, slots=True)
-class TransferGroup:
-    """The trainer (rank 0) and the workers of these replicas. Frozen: a member that dies breaks it."""
-
-    members: tuple[Replica, ...]
-    transport: str
-    opened_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def broken_by(self) -> Replica | None:
-        gone = (ReplicaState.DRAINING, ReplicaState.LOST)
-        return next((replica for replica in self.members if replica.state in gone), None)
 
 
 class WeightCoordinator:
@@ -82,6 +77,7 @@ class WeightCoordinator:
         self._snapshots = snapshots
         self._catch_up = CatchUp(config, fleet, snapshots, self._canary, lambda: self.is_paused)
         self._rolling = Rolling(config, fleet, self._canary, snapshots)
+        self._relay = Relay(config, _log_dir(fleet))
         self._busy_with = ""
         fleet.on_change(lambda: metrics.observe_versions(fleet.version, fleet.serving_behind))
 
@@ -102,41 +98,39 @@ class WeightCoordinator:
     async def world_size(self) -> int:
         """Workers that a trainer's transfer group must make room for."""
         await self._settled()
+        if not await self._why_flat():
+            return RELAY_WORLD_SIZE
         return sum(replica.info.world_size for replica in self._policy())
 
+    async def backend(self) -> str | None:
+        """What trainers send over, in the word of vLLM's weight transfer; None where the engines say it themselves."""
+        if self._fleet.models.all_frozen or await self._why_flat():
+            return None
+        return self._relay.backend
+
+    def relay_report(self) -> Json:
+        return {"mode": self._config.relay, **self._relay.report()}
+
     async def init(self, init_info: Json) -> None:
-        """Join all replicas to the trainer's group. A trainer that starts anew thereby ends what the last one left."""
+        """Open a trainer's group. A trainer that starts anew thereby ends what the last one left."""
         async with self._exclusively("init_weight_transfer_engine"):
             await self._abort("a trainer opened a new transfer group")
             await self._close_group()
-            await self._catch_up.settled(self._config.init_timeout_s)
             await self._settled()
-            members = tuple(replica for replica in self._policy() if replica.info.takes_weights)
-            self._check_some_take_weights(members)
-            _check_capable(members)
-            _check_one_protocol(members)
-            _check_reachable(members, init_info)
-            ranks = _rank_offsets(members, init_info)
-            await self._remember_canary(members)
-            with self._timed("init"):
-                group = TransferGroup(members, await self._transport_of(members[0]))
-                try:
-                    await self._on_all(
-                        members,
-                        lambda replica: replica.engine.open_weight_group(
-                            {**init_info, "rank_offset": ranks[replica]}, self._config.init_timeout_s
-                        ),
-                        self._config.init_timeout_s,
-                    )
-                except BaseException:
-                    await self._leave(members)
-                    raise
-            self._group = group
-            log.info("transfer group open", replicas=[member.replica_id for member in members])
+            if why := await self._why_flat():
+                log.info("flat transfer group", reason=why)
+                await self._relay.close()
+                await self._init_flat(init_info)
+            else:
+                await self._init_relay(init_info)
 
     async def start(self) -> None:
-        """Open the next version: hold new rollouts back and let those in flight finish."""
+        """Open the next version. Where replicas receive it, hold new rollouts back and let those in flight finish."""
         async with self._exclusively("start_weight_update"):
+            if self._relay.is_open:
+                self._check_none_open()
+                await self._start_on_relay()
+                return
             group = await self._whole_group()
             self._check_none_open()
             await self._open(WeightUpdate(self._fleet.next_version, group.transport))
@@ -163,12 +157,16 @@ class WeightCoordinator:
             self._canary.check_length(canary_logprobs)
             announced = await self._snapshots.announced(snapshot)
             update.receive(announced)
-            await self._take(update, members, snapshot, announced, canary_logprobs)
+            await self._check_fits(announced, members)
+            await self._take(update, members, snapshot, canary_logprobs)
             return update.version
 
     async def receive(self, update_info: Json) -> None:
-        """Have every replica of the group receive the tensors that the trainer is about to send."""
+        """Have every replica of the group, or the relay, receive the tensors that the trainer is about to send."""
         async with self._exclusively("update_weights"):
+            if self._relay.is_open:
+                await self._receive_on_relay(update_info)
+                return
             update, group = self._open_update("update_weights"), await self._whole_group()
             try:
                 for replica in group.members:
@@ -181,7 +179,7 @@ class WeightCoordinator:
             async with self._step(update, "transfer", leaves_group=True):
                 if update.phase is Phase.OPEN:
                     await self._begin(update, group)
-                await self._on_all(
+                await on_all(
                     group.members,
                     lambda replica: replica.engine.update_weights(update_info, self._config.transfer_timeout_s),
                     self._config.transfer_timeout_s,
@@ -200,6 +198,8 @@ class WeightCoordinator:
         `canary_logprobs` are the trainer's own of `canary_token_ids`, all but the first.
         """
         async with self._exclusively("finish_weight_update"):
+            if self._relay.is_open:
+                return await self._finish_on_relay(canary_logprobs)
             update, group = self._open_update("finish_weight_update"), await self._whole_group()
             if update.phase is Phase.OPEN:
                 await self._abort("no tensors were sent")
@@ -210,7 +210,7 @@ class WeightCoordinator:
                 digests = await self._receipts(group)
             async with self._step(update, "commit"):
                 timeout_s = self._config.control_timeout_s
-                await self._on_all(
+                await on_all(
                     group.members,
                     lambda replica: replica.engine.finish_weight_update(update.version, timeout_s),
                     timeout_s,
@@ -246,7 +246,7 @@ class WeightCoordinator:
         self._scheduler.close_gate(_PAUSE)
         self._paused = mode
         timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
-        await self._on_all(
+        await on_all(
             members,
             lambda replica: replica.engine.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s),
             timeout_s,
@@ -254,7 +254,7 @@ class WeightCoordinator:
 
     async def resume(self) -> None:
         timeout_s = self._config.control_timeout_s
-        await self._on_all(self._able("/resume"), lambda replica: replica.engine.resume(timeout_s), timeout_s)
+        await on_all(self._able("/resume"), lambda replica: replica.engine.resume(timeout_s), timeout_s)
         self._paused = None
         self._scheduler.open_gate(_PAUSE)
 
@@ -264,13 +264,16 @@ class WeightCoordinator:
         Versions never share prefixes, so this only frees memory. A frozen model's prefixes stay as good as they are.
         """
         timeout_s, able = self._config.control_timeout_s, self._able("/reset_prefix_cache")
-        return all(await self._on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s))
+        return all(await on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s))
 
     async def run(self) -> None:
         """Abort an update whose trainer has gone silent, and bring back replicas that are behind, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch_update(), name="watch update")
-            tasks.create_task(self._catch_up.run(), name="catch up")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch_update(), name="watch update")
+                tasks.create_task(self._catch_up.run(), name="catch up")
+        finally:
+            await self._relay.close()
 
     async def _watch_update(self) -> None:
         while True:
@@ -299,6 +302,107 @@ class WeightCoordinator:
                 "call /init_weight_transfer_engine to abort it"
             )
 
+    async def _init_flat(self, init_info: Json) -> None:
+        """Join all replicas to the trainer's group."""
+        await self._catch_up.settled(self._config.init_timeout_s)
+        members = tuple(replica for replica in self._policy() if replica.info.takes_weights)
+        self._check_some_take_weights(members)
+        check_capable(members)
+        check_one_protocol(members)
+        check_reachable(members, init_info)
+        ranks = rank_offsets(members, init_info)
+        await self._remember_canary(members)
+        with self._timed("init"):
+            group = TransferGroup(members, await self._transport_of(members[0]))
+            try:
+                await on_all(
+                    members,
+                    lambda replica: replica.engine.open_weight_group(
+                        {**init_info, "rank_offset": ranks[replica]}, self._config.init_timeout_s
+                    ),
+                    self._config.init_timeout_s,
+                )
+            except BaseException:
+                await self._leave(members)
+                raise
+        self._group = group
+        log.info("transfer group open", replicas=[member.replica_id for member in members])
+
+    async def _init_relay(self, init_info: Json) -> None:
+        """Join the relay to the trainer's group."""
+        await self._loaders()
+        check_world_size(init_info, RELAY_WORLD_SIZE, "the relay receives for all replicas")
+        with self._timed("init"):
+            await self._relay.open(init_info)
+        log.info("transfer group open", relay=self._relay.report()["pid"])
+
+    async def _start_on_relay(self) -> None:
+        """No replica is asked anything yet: they serve on until they load."""
+        members = await self._loaders()
+        draft = await self._snapshots.claim(self._fleet.version, max(map(_checkpoint_bytes, members)))
+        try:
+            await self._relay.begin(draft, members[0].info.model)
+        except BaseException:
+            await self._snapshots.discard(draft)
+            raise
+        self._update = WeightUpdate(self._fleet.next_version, RELAY, draft=draft)
+
+    async def _receive_on_relay(self, update_info: Json) -> None:
+        try:
+            update = self._open_update("update_weights")
+            for replica in await self._loaders():
+                check_tensors(update_info, replica.info, "update_info")
+        except RolloutGatewayError as error:
+            await self._abort(str(error))
+            await self._let_go(update_info)
+            raise
+        async with self._step(update, "transfer"):
+            update.phase = Phase.RECEIVING
+            await self._relay.receive(update_info)
+        update.receive(update_info)
+
+    async def _let_go(self, update_info: Json) -> None:
+        """Take what a trainer sends whose announcement was refused: it may already sit in its broadcast."""
+        try:
+            await self._relay.receive(update_info)
+        except RolloutGatewayError as error:
+            log.warning("the relay has ended, which lets a refused trainer go", error=str(error))
+
+    async def _finish_on_relay(self, canary_logprobs: Sequence[float] | None) -> int:
+        update = self._open_update("finish_weight_update")
+        if update.phase is Phase.OPEN or update.draft is None:
+            await self._abort("no tensors were sent")
+            return self._fleet.version
+        self._canary.check_length(canary_logprobs)
+        async with self._step(update, "store"):
+            await self._relay.end()
+            announced = await self._snapshots.finished(update.draft)
+            members = await self._loaders()
+            await self._check_fits(announced, members)
+        # Nobody generates under a pause, so that rolling would keep nothing up.
+        update.rolling = self._config.rolling and not self.is_paused
+        await self._take(update, members, update.draft.name, canary_logprobs)
+        return update.version
+
+    async def _why_flat(self) -> str:
+        """Why a trainer gets a group of all workers; empty where it gets one of itself and the relay."""
+        if self._config.relay != "auto":
+            return "" if self._config.relay == "always" else "weights.relay is never"
+        members = [replica for replica in self._policy() if replica.info.takes_weights]
+        vllm = next((replica for replica in members if replica.info.dialect is Dialect.VLLM), None)
+        if vllm is None:
+            return "no replica is a vLLM, whose trainers the relay understands"
+        is_mixed = any(replica.info.dialect is not Dialect.VLLM for replica in members)
+        if not is_mixed and max(len(members), self._fleet.expected_of_policy) == 1:
+            return "there is one replica"
+        if not all(replica.info.loads_snapshots for replica in members):
+            return "not every replica can load weights from a folder"
+        if (backend := await self._transport_of(vllm)) != self._relay.backend:
+            return f"engines receive over {backend}, the relay over {self._relay.backend} (weights.relay_device)"
+        if importlib.util.find_spec("torch") is None:
+            return "the gateway's Python has no torch"
+        return await self._snapshots.why_not(max(map(_checkpoint_bytes, members)))
+
     async def _open(self, update: WeightUpdate) -> None:
         """Close the gate and wait for rollouts in flight."""
         self._scheduler.close_gate(_UPDATE)
@@ -315,14 +419,10 @@ class WeightCoordinator:
         update: WeightUpdate,
         members: Sequence[Replica],
         snapshot: str,
-        announced: Json,
         canary_logprobs: Sequence[float] | None,
     ) -> None:
-        """Have these replicas load a draft of the store, which holds the tensors announced, and serve it together, or,
-        where the update is a rolling one, one after the other."""
-        for replica in members:
-            check_tensors(announced, replica.info, "snapshot")
-        await self._remember_canary(members)
+        """Have these replicas load a draft of the store and serve it together, or, where the update is a rolling one,
+        one after the other."""
         bring = self._roll if update.rolling else self._load_at_once
         try:
             members, findings = await bring(update, members, snapshot, canary_logprobs)
@@ -338,7 +438,7 @@ class WeightCoordinator:
         await self._settled()
         members = tuple(replica for replica in self._policy() if replica.info.loads_snapshots)
         if not members:
-            there = _names(self._policy()) or "nobody, see /health"
+            there = names(self._policy()) or "nobody, see /health"
             raise WeightUpdateConflict(f"no replica can load weights from a folder; there is {there}")
         return members
 
@@ -397,6 +497,12 @@ class WeightCoordinator:
         names = {tensor.name for replica in members for tensor in replica.info.tensors or ()}
         return await self._snapshots.promote(snapshot, update.version, self._fleet.version, names)
 
+    async def _check_fits(self, announced: Json, members: Sequence[Replica]) -> None:
+        """Raise where a draft's tensors are not the model's, and see what replicas say before they load it."""
+        for replica in members:
+            check_tensors(announced, replica.info, "snapshot")
+        await self._remember_canary(members)
+
     async def _load_all(self, update: WeightUpdate, members: Sequence[Replica], snapshot: str) -> tuple[Replica, ...]:
         """Those that hold the draft's weights then. One that dies on the way costs the others nothing."""
         path = await self._promote(update, members, snapshot)
@@ -406,7 +512,7 @@ class WeightCoordinator:
         async def load(replica: Replica) -> None:
             await replica.engine.load_snapshot(str(path), update.version, timeout_s)
 
-        return await self._on_living(members, load, timeout_s)
+        return await on_living(members, load, timeout_s)
 
     async def _overwrite(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
         """From here on engines are overwritten: none of them counts as holding any version until the commit."""
@@ -427,12 +533,12 @@ class WeightCoordinator:
         await self._overwrite(update, group.members)
         timeout_s = self._config.control_timeout_s
         copy = self._copy(update, scribe) if scribe and update.draft else None
-        await self._on_all(
+        await on_all(
             group.members,
             lambda replica: replica.engine.open_receipt(copy if replica is scribe else None, timeout_s),
             timeout_s,
         )
-        await self._on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
+        await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
 
     def _copy(self, update: WeightUpdate, scribe: Replica) -> ReceiptCopy:
         """What the replica that writes the version down has to know."""
@@ -447,7 +553,7 @@ class WeightCoordinator:
     async def _receipts(self, group: TransferGroup) -> dict[str, str]:
         """Digests of the tensors received, by name, once all replicas agree on them."""
         timeout_s = self._config.control_timeout_s
-        told = await self._on_all(group.members, lambda replica: replica.engine.close_receipt(timeout_s), timeout_s)
+        told = await on_all(group.members, lambda replica: replica.engine.close_receipt(timeout_s), timeout_s)
         check_receipts(dict(zip(group.members, told, strict=True)))
         return next(filter(None, told), {})
 
@@ -486,11 +592,11 @@ class WeightCoordinator:
             yield
             return
         timeout_s = self._config.control_timeout_s
-        await self._try_on_all(members, lambda engine: engine.resume(timeout_s))
+        await try_on_all(members, lambda engine: engine.resume(timeout_s))
         try:
             yield
         finally:
-            await self._try_on_all(
+            await try_on_all(
                 members, lambda engine: engine.pause(PauseMode.KEEP, clear_cache=False, timeout_s=timeout_s)
             )
 
@@ -542,7 +648,15 @@ class WeightCoordinator:
             self._catch_up.take_back(ahead, self._config.rolling_width)
             for replica in updating:
                 self._fleet.settle(replica, f"serves on: the update to version {update.version} was aborted")
+        if self._relay.is_open:
+            await self._drop_relayed()
         await self._snapshots.discard(update.draft)
+
+    async def _drop_relayed(self) -> None:
+        try:
+            await self._relay.drop()
+        except RolloutGatewayError as error:
+            log.warning("the relay has ended", error=str(error))
 
     def _end(self, update: WeightUpdate, members: Sequence[Replica], phase: Phase, error: str = "") -> None:
         for replica in members:
@@ -606,13 +720,13 @@ class WeightCoordinator:
         alive = self._policy()
         able = [replica for replica in alive if replica.info.has(route)]
         if alive and not able:
-            raise WeightUpdateConflict(f"no replica has {route}: {_names(alive)}")
+            raise WeightUpdateConflict(f"no replica has {route}: {names(alive)}")
         return able
 
     def _check_some_take_weights(self, members: Sequence[Replica]) -> None:
         if not members and (alive := self._policy()):
             raise WeightUpdateConflict(
-                f"no replica of the policy takes weights: {_names(alive)}; a vLLM server takes them when it is started "
+                f"no replica of the policy takes weights: {names(alive)}; a vLLM server takes them when it is started "
                 "with --weight-transfer-config and VLLM_SERVER_DEV_MODE=1"
             )
 
@@ -622,61 +736,7 @@ class WeightCoordinator:
             await self._leave(group.members)
 
     async def _leave(self, members: Sequence[Replica]) -> None:
-        await self._try_on_all(members, lambda engine: engine.close_weight_group(self._config.control_timeout_s))
-
-    async def _try_on_all(self, replicas: Sequence[Replica], call: Callable[[Engine], Awaitable[None]]) -> None:
-        """Where one that cannot take part is found out by other means: by its probes, or by the canary."""
-        results = await asyncio.gather(*(call(replica.engine) for replica in replicas), return_exceptions=True)
-        for replica, result in zip(replicas, results, strict=True):
-            if isinstance(result, Exception):
-                log.warning("left out of a call", replica=replica.replica_id, error=str(result))
-
-    async def _on_all(
-        self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]], timeout_s: float
-    ) -> list[T]:
-        """The call on all replicas at once. The first failure ends the wait for the others and names its replica."""
-        if not replicas:
-            raise WeightUpdateFailed("no replica is there to take the call: see /health")
-        return await _together(self._on_one(replica, call, timeout_s) for replica in replicas)
-
-    async def _on_living(
-        self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]], timeout_s: float
-    ) -> tuple[Replica, ...]:
-        """The call on all replicas at once; those on which it came through. One that dies under it is left out."""
-
-        async def on_one(replica: Replica) -> Replica | None:
-            try:
-                await self._on_one(replica, call, timeout_s)
-            except WeightUpdateFailed as error:
-                if not await self._is_dead(replica):
-                    raise
-                log.warning("the update goes on without a replica that died", error=str(error))
-                return None
-            return replica
-
-        living = tuple(filter(None, await _together(on_one(replica) for replica in replicas)))
-        if not living:
-            raise WeightUpdateFailed(f"every replica died under the call: {_names(replicas)}")
-        return living
-
-    async def _is_dead(self, replica: Replica) -> bool:
-        """Whether a replica that failed has ended, or wedged, and has not just refused."""
-        if replica.state is ReplicaState.LOST:
-            return True
-        try:
-            await replica.engine.health(self._config.control_timeout_s)
-        except (EngineError, DeadlineExceeded):
-            return True
-        return False
-
-    async def _on_one(self, replica: Replica, call: Callable[[Replica], Awaitable[T]], timeout_s: float) -> T:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await replica.unless_lost(call(replica))
-        except EngineError as error:
-            raise WeightUpdateFailed(str(error), replica_id=replica.replica_id) from error
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"replica {replica.replica_id} did not answer within {timeout_s:g} s") from error
+        await try_on_all(members, lambda engine: engine.close_weight_group(self._config.control_timeout_s))
 
     @asynccontextmanager
     async def _exclusively(self, call: str) -> AsyncIterator[None]:
@@ -695,77 +755,13 @@ class WeightCoordinator:
         return self._metrics.weight_update_seconds.labels(step).time()
 
 
-async def _together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of calls made at once. The first failure ends the others."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(call) for call in calls]
-    except* (WeightUpdateFailed, DeadlineExceeded) as group:
-        raise group.exceptions[0] from None
-    return [task.result() for task in running]
+def _log_dir(fleet: Fleet) -> str:
+    """Where the policy's engines have their logs."""
+    groups = fleet.models.groups.values()
+    return next((group.log_dir for group in groups if not group.frozen), next(iter(groups)).log_dir)
 
 
 def _checkpoint_bytes(replica: Replica) -> int:
     """0 where its checkpoint cannot be read."""
     tensors = replica.info.tensors or ()
     return num_bytes({"dtype_names": [one.dtype for one in tensors], "shapes": [one.shape for one in tensors]})
-
-
-def _names(replicas: Sequence[Replica]) -> str:
-    return ", ".join(f"{replica.replica_id} ({replica.info.kind} at {replica.info.url})" for replica in replicas)
-
-
-def _check_capable(members: Sequence[Replica]) -> None:
-    for replica in members:
-        if _INIT_ROUTE not in replica.info.capabilities:
-            engine = f"{replica.info.kind} {replica.info.engine_version}"
-            raise WeightUpdateConflict(
-                f"replica {replica.replica_id} ({engine}) has no {_INIT_ROUTE}: its engine must be started with "
-                "a weight transfer backend and VLLM_SERVER_DEV_MODE=1"
-            )
-
-
-def _check_one_protocol(members: Sequence[Replica]) -> None:
-    """vLLM's receivers open communicators of their own, SGLang's a process group of torch's: together both hang."""
-    sglang = [replica for replica in members if replica.info.dialect is Dialect.SGLANG]
-    others = [replica for replica in members if replica not in sglang]
-    if sglang and others:
-        raise WeightUpdateConflict(
-            f"replicas of SGLang ({sglang[0].replica_id}) and of vLLM ({others[0].replica_id}) cannot be in one "
-            "transfer group: serve the policy with engines of one kind where its weights are updated"
-        )
-
-
-def _check_reachable(members: Sequence[Replica], init_info: Json) -> None:
-    """An engine elsewhere would look for the trainer on its own machine, until the rendezvous runs out."""
-    address = str(init_info.get("master_address"))
-    away = next((replica for replica in members if not _is_loopback(urlsplit(replica.info.url).hostname or "")), None)
-    if away is not None and _is_loopback(address):
-        raise WeightUpdateConflict(
-            f"init_info.master_address is {address!r}, where replica {away.replica_id} ({away.info.url}) cannot find "
-            "the trainer: give the address of the trainer that engines reach, such as WeightSender(address=...)"
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name, which leads somewhere
-
-
-def _rank_offsets(members: Sequence[Replica], init_info: Json) -> dict[Replica, int]:
-    """First rank of each replica's workers: the trainer's own offset, then one replica after the other."""
-    workers = sum(replica.info.world_size for replica in members)
-    if not members:
-        raise WeightUpdateConflict("no replica is there to join a transfer group: see /health")
-    if init_info.get("world_size") != workers + 1:
-        raise WeightUpdateConflict(
-            f"init_info.world_size is {init_info.get('world_size')!r}, but the fleet has {workers} workers now, so the "
-            f"group needs {workers + 1}: ask /get_world_size again"
-        )
-    offsets, rank = {}, init_info.get("rank_offset", 1)
-    for replica in members:
-        offsets[replica] = rank
-        rank += replica.info.world_size
-    return offsets

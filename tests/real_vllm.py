@@ -60,10 +60,10 @@ class RealFleet:
 
 
 @contextmanager
-def fleet(model: Path, log_dir: Path, num_replicas: int = 2) -> Iterator[RealFleet]:
+def fleet(model: Path, log_dir: Path, num_replicas: int = 2, **sections: Any) -> Iterator[RealFleet]:
     """Replicas of one model behind a gateway."""
     engine = engine_config(model, log_dir).model_copy(update={"num_replicas": num_replicas})
-    with app({"engine": engine}) as running:
+    with app({"engine": engine}, **sections) as running:
         yield running
 
 

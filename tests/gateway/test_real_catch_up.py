@@ -1,4 +1,4 @@
-"""Versions that survive on two real vLLM replicas: kill -9, a trainer that dies, and what is served afterwards."""
+"""Versions that survive on two real vLLM replicas in one group: kill -9, a trainer that dies, what is served then."""
 
 import os
 import signal
@@ -78,7 +78,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     prompts = [task.prompt_token_ids(tokenizer, problem) for problem in asked]
     expected = task.greedy_token_ids(str(folder / "version-1"), asked)
     assert expected != task.greedy_token_ids(str(train.COMMITTED), asked)
-    with fleet(train.COMMITTED, folder) as real, pytest.MonkeyPatch.context() as patch:
+    flat = {"relay": "never"}
+    with fleet(train.COMMITTED, folder, weights=flat) as real, pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
         client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=TIMEOUT_S)
         one = Trained(real, client, model, prompts, expected)

@@ -56,7 +56,7 @@ def init_info(world_size: int = 3) -> dict[str, Any]:
 def test_a_trainer_finds_what_it_reads_at_the_start(real: RealFleet) -> None:
     assert real.call("/health")[0] == 200
     assert real.call("/v1/models")[1]["data"][0]["id"] == MODEL
-    assert real.call("/get_world_size") == (200, {"world_size": 2})
+    assert real.call("/get_world_size") == (200, {"world_size": 1})
     info = real.call("/server_info?config_format=json")[1]["vllm_config"]
     assert info["weight_transfer_config"]["backend"] == "gloo"
     assert info["model_config"]["logprobs_mode"] == "processed_logprobs"

@@ -10,16 +10,20 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
+pytest.importorskip("trl")
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from trl.generation import vllm_client
 
 from engines.config import EngineConfig
+from engines.server import free_port
 from engines.types import Dialect, EngineKind
 from examples.tiny_model.train import COMMITTED
 from tests import real_sglang, real_vllm
 from tests.engines.conformance.trainers import TorchBroadcasts
 from trainer_client import BlockingRolloutClient, WeightSender
+from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.sglang
 
@@ -96,8 +100,8 @@ class Sender:
             asked.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
 
 
-def random_model() -> Any:
-    torch.manual_seed(3)
+def random_model(seed: int = 3) -> Any:
+    torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(COMMITTED), dtype=torch.float32)
 
 
@@ -112,15 +116,6 @@ def test_both_kinds_answer_for_the_policy_alike(real: real_vllm.RealFleet) -> No
     assert placed(real) == {"judge-0": 0, "sglang-0": 4, "vllm-0": 4}
     assert greedy(real, model="judge") == tokens, "one checkpoint under two names"
     assert [card["id"] for card in real.call("/v1/models")[1]["data"]] == ["policy", "judge"]
-
-
-def test_a_trainer_is_told_that_their_weights_cannot_be_updated_together(real: real_vllm.RealFleet) -> None:
-    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "packed": False}
-    assert real.call("/get_world_size") == (200, {"world_size": 2})
-    status, reply = real.call("/init_weight_transfer_engine", {"init_info": info})
-    assert status == 409
-    assert "engines of one kind" in reply["error"]["message"]
-    greedy(real)
 
 
 def test_logprobs_are_those_of_the_other_kind(real: real_vllm.RealFleet) -> None:
@@ -228,6 +223,27 @@ def test_weights_pushed_through_the_store_reach_both_kinds_and_a_successor(real:
         time.sleep(0.1)
     check()
     assert greedy(real, model="judge") == judged
+
+
+def test_trls_client_updates_both_kinds_through_the_relay(
+    real: real_vllm.RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
+    served = real.call("/status")[1]["weight_version"]
+    model = random_model(seed=4)
+    client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=real_vllm.REQUEST_TIMEOUT_S)
+    client.init_communicator("cpu")
+    client.update_model_params(model)
+    client.reset_prefix_cache()
+    assert client.weight_version == served + 1
+    client.close_communicator()
+    before = placed(real)
+    for prompt, choice in zip(PROMPTS, complete(real), strict=True):
+        assert is_greedy(model, prompt, choice["token_ids"])
+        assert {span["version"] for span in choice["weight_versions"]} == {served + 1}
+    assert all(placed(real)[replica_id] > before[replica_id] for replica_id in ("vllm-0", "sglang-0"))
+    record = real.call("/v1/weight_updates")[1]["weight_updates"][0]
+    assert (record["transport"], set(record["replicas"])) == ("relay", {"vllm-0", "sglang-0"})
 
 
 def test_an_external_sglang_server_is_spoken_to_as_our_own(

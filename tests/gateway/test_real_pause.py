@@ -30,9 +30,10 @@ COMPLETION = SAMPLED | {"prompt": [2, 8, 6, 7, 3], "return_token_ids": True}
 CHAT = SAMPLED | {"messages": [{"role": "user", "content": "312"}], "return_token_ids": True, "max_tokens": LONG - 30}
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
-    with app({"policy": engine_config(COMMITTED, tmp_path_factory.mktemp("logs"))}) as running:
+@pytest.fixture(scope="module", params=["group", "relay"])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+    weights = {"relay": "always" if request.param == "relay" else "never"}
+    with app({"policy": engine_config(COMMITTED, tmp_path_factory.mktemp("logs"))}, weights=weights) as running:
         yield running
 
 

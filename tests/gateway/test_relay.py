@@ -1,0 +1,341 @@
+"""Weights through the relay: a real receiver process between a trainer over gloo and simulated replicas."""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from engines.gloo_transfer import WeightGroup, send
+from engines.server import free_port
+from engines.weight_store import WeightStore, check_bytes
+from tests.rig import Json, Rig, StartRig
+from trainer_client import BlockingRolloutClient, WeightSender
+
+SHAPES = {"w": [4, 4], "b": [4]}
+BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
+TIMEOUT_S = 20.0
+REPLAYED = {500, 502, 503}
+
+
+class Trainer:
+    """A trainer as TRL's client is one: a thread in the group beside each call."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.group: WeightGroup | None = None
+
+    async def join(self, **changes: object) -> tuple[int, Json]:
+        """Status and reply of the call; the group is left where it is no success."""
+        self.leave()
+        port = free_port()
+        self.group = group = WeightGroup("127.0.0.1", port, 0, 2, TIMEOUT_S)
+        info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": True}
+        joining = asyncio.create_task(asyncio.to_thread(group.join))
+        answer = await self.rig.post("/init_weight_transfer_engine", {"init_info": info | changes})
+        if answer[0] != 200:
+            self.leave()
+        await asyncio.gather(joining, return_exceptions=answer[0] != 200)
+        return answer
+
+    async def start(self) -> tuple[int, Json]:
+        return await self.rig.post("/start_weight_update", {})
+
+    async def send(self, named: dict[str, torch.Tensor]) -> tuple[int, Json]:
+        """Announce and broadcast; returns when both are over."""
+        assert self.group is not None
+        sending = asyncio.create_task(asyncio.to_thread(send, iter(named.items()), self.group))
+        answer = await self.announce(named)
+        await sending
+        return answer
+
+    async def announce(self, named: dict[str, torch.Tensor]) -> tuple[int, Json]:
+        info = {
+            "names": list(named),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in named.values()],
+            "shapes": [list(tensor.shape) for tensor in named.values()],
+        }
+        return await self.rig.post("/update_weights", {"update_info": info})
+
+    async def finish(self) -> tuple[int, Json]:
+        return await self.rig.post("/finish_weight_update", {})
+
+    async def update(self) -> int:
+        """One whole update that must succeed; its version."""
+        for answer in (await self.start(), await self.send(tensors())):
+            assert answer[0] == 200, answer
+        status, reply = await self.finish()
+        assert status == 200, reply
+        return int(reply["weight_version"])
+
+    def leave(self) -> None:
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {name: torch.ones(shape) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+async def start(start_rig: StartRig, folder: Path, tmp_path: Path) -> Callable[..., object]:
+    async def start(**weights: object) -> Rig:
+        engine = {"kind": "sim", "model": "sim", "num_replicas": 2, "log_dir": str(tmp_path / "logs")}
+        weights = {"store": str(folder), "relay": "always", **weights}
+        return await start_rig(2, sim={"tensors": SHAPES}, weights=weights, engine=engine)
+
+    return start
+
+
+@pytest.fixture
+async def trainer(start: StartRig) -> AsyncIterator[Trainer]:
+    """One that is in a group with the relay."""
+    trainer = Trainer(await start())
+    assert (await trainer.join())[0] == 200
+    yield trainer
+    trainer.leave()
+
+
+async def served(rig: Rig) -> set[int]:
+    """The versions that all replicas answer with."""
+    choices = (await rig.complete([[4, 5, 6]] * 8))["choices"]
+    return {span["version"] for choice in choices for span in choice["weight_versions"]}
+
+
+def kept(store: Path) -> set[str]:
+    return {path.name for path in store.iterdir() if path.is_dir()}
+
+
+def draft_in(store: Path) -> Path:
+    (draft,) = store.glob("draft-*")
+    return draft
+
+
+def runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def relay_pid(rig: Rig) -> int:
+    """Of the relay itself; what the gateway started is its guard."""
+    guard = (await rig.get("/status"))[1]["weight_relay"]["pid"]
+    return int(children(guard).split()[0])
+
+
+def children(pid: int) -> str:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
+
+
+async def test_all_replicas_load_what_the_relay_received(trainer: Trainer, folder: Path) -> None:
+    rig = trainer.rig
+    assert await rig.get("/get_world_size") == (200, {"world_size": 1})
+    assert await trainer.update() == 1
+    assert await served(rig) == {1}
+    assert await trainer.update() == 2
+    assert kept(folder) == {"v1", "v2"}
+    assert {name: tensor.shape for name, tensor in check_bytes(folder / "v2").tensors.items()} == SHAPES
+    record = (await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]
+    assert (record["transport"], record["end"], record["tensors"], record["bytes"]) == ("relay", "committed", 2, 80)
+    assert list(record["seconds"]) == ["transfer", "store", "drain", "load", "canary"]
+    assert (await rig.get("/status"))[1]["weight_relay"]["in_group"]
+
+
+async def test_our_own_sender_takes_the_relay_for_what_it_is(start: StartRig) -> None:
+    rig = await start()
+
+    def push() -> list[int]:
+        with BlockingRolloutClient(rig.url) as client, WeightSender(client, timeout_s=TIMEOUT_S) as sender:
+            return [sender.push(tensors()), sender.push({"b": torch.zeros(4)})]
+
+    assert await asyncio.to_thread(push) == [1, 2]
+    assert await served(rig) == {2}
+
+
+async def test_replicas_serve_until_they_load(trainer: Trainer) -> None:
+    await trainer.start()
+    assert await served(trainer.rig) == {0}
+    await trainer.send(tensors())
+    assert await served(trainer.rig) == {0}
+    assert await trainer.rig.states() == BOTH_SERVE
+    await trainer.finish()
+    assert await served(trainer.rig) == {1}
+
+
+@pytest.mark.parametrize("moment", ["before the start", "before the transfer", "after it"])
+async def test_the_death_of_a_replica_does_not_touch_the_trainer(trainer: Trainer, moment: str) -> None:
+    rig = trainer.rig
+    if moment == "before the start":
+        await rig.replicas[0].kill()
+    assert (await trainer.start())[0] == 200
+    if moment == "before the transfer":
+        await rig.replicas[0].kill()
+    assert (await trainer.send(tensors()))[0] == 200
+    if moment == "after it":
+        await rig.replicas[0].kill()
+    status, reply = await trainer.finish()
+    assert (status, reply["weight_version"]) == (200, 1)
+    assert await served(rig) == {1}
+    await rig.add_replica("engine-0")
+    await rig.until(BOTH_SERVE)
+    assert await served(rig) == {1}
+    assert await trainer.update() == 2
+
+
+async def test_a_trainer_that_dies_in_the_transfer_leaves_the_version_before_and_its_successor_joins(
+    trainer: Trainer, folder: Path
+) -> None:
+    rig = trainer.rig
+    assert await trainer.update() == 1
+    await trainer.start()
+    announced = asyncio.create_task(trainer.announce(tensors()))
+    await asyncio.sleep(0.2)
+    trainer.leave()
+    status, reply = await announced
+    assert status == 424
+    assert "the relay did not receive the tensors" in reply["error"]["message"]
+    assert await served(rig) == {1}
+    assert await rig.states() == BOTH_SERVE
+    assert kept(folder) == {"v1"}
+    assert (await trainer.join())[0] == 200
+    assert await trainer.update() == 2
+
+
+async def test_a_trainer_that_goes_silent_in_the_transfer_is_given_up_in_time(start: StartRig) -> None:
+    trainer = Trainer(await start(transfer_timeout_s=0.5))
+    await trainer.join()
+    await trainer.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        status, reply = await trainer.announce(tensors())
+    assert status == 504
+    assert "the relay did not receive the tensors within 0.5 s" in reply["error"]["message"]
+    assert await served(trainer.rig) == {0}
+    assert (await trainer.join())[0] == 200
+    assert await trainer.update() == 1
+    trainer.leave()
+
+
+async def test_a_new_trainer_ends_what_the_last_one_left_open(trainer: Trainer) -> None:
+    await trainer.start()
+    await trainer.send(tensors())
+    assert (await trainer.join())[0] == 200
+    assert (await trainer.finish())[0] == 409
+    assert await trainer.update() == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "param", "said"),
+    [
+        ({"nonsense": torch.ones(3)}, "update_info.names", "'nonsense'"),
+        ({"w": torch.ones(2, 2)}, "update_info.shapes", r"[2, 2] for 'w'"),
+        ({"b": torch.ones(4, dtype=torch.int32)}, "update_info.dtype_names", "'int32' for 'b'"),
+    ],
+)
+async def test_a_trainer_whose_tensors_are_refused_is_let_go_and_may_try_again(
+    trainer: Trainer, named: dict[str, torch.Tensor], param: str, said: str
+) -> None:
+    await trainer.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        status, reply = await trainer.send(named)
+    assert (status, reply["error"]["param"]) == (400, param)
+    assert said in reply["error"]["message"]
+    assert (await trainer.finish())[0] == 409
+    assert await trainer.update() == 1
+
+
+async def test_tensors_without_a_start_are_refused_and_the_trainer_is_let_go(trainer: Trainer) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        status, reply = await trainer.send(tensors())
+    assert status == 409
+    assert "/start_weight_update first" in reply["error"]["message"]
+    assert await trainer.update() == 1
+
+
+async def test_a_store_without_room_is_named_before_anything_is_sent(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(WeightStore, "has_room_for", lambda *_: False)
+        status, reply = await trainer.start()
+    assert status == 409
+    assert "has no room for 2 copies" in reply["error"]["message"]
+    assert await served(trainer.rig) == {0}
+    assert await trainer.update() == 1
+
+
+async def test_a_version_that_cannot_be_written_is_an_error_at_the_end_and_nobody_loads_it(
+    trainer: Trainer, folder: Path
+) -> None:
+    await trainer.start()
+    draft = draft_in(folder)
+    shutil.rmtree(draft)
+    assert (await trainer.send(tensors()))[0] == 200
+    status, reply = await trainer.finish()
+    assert status == 409, reply
+    assert str(draft) in reply["error"]["message"]
+    assert await served(trainer.rig) == {0}
+    assert await trainer.update() == 1
+
+
+async def test_a_relay_that_dies_is_named_and_the_next_group_has_another(trainer: Trainer) -> None:
+    rig = trainer.rig
+    os.kill(await relay_pid(rig), signal.SIGKILL)
+    status, reply = await trainer.start()
+    assert status == 424
+    assert "the relay" in reply["error"]["message"]
+    assert "/init_weight_transfer_engine" in reply["error"]["message"]
+    assert await served(rig) == {0}
+    assert (await trainer.join())[0] == 200
+    assert await trainer.update() == 1
+
+
+async def test_the_relay_ends_with_its_gateway(trainer: Trainer) -> None:
+    pid = await relay_pid(trainer.rig)
+    assert runs(pid)
+    await trainer.rig.stop_gateway()
+    assert not runs(pid)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"world_size": 3}, 409, "the relay receives for all replicas, so the group needs 2"),
+        ({"packed": False}, 400, "set packed to true"),
+        ({"master_port": None}, 400, "init_info.master_port is missing"),
+    ],
+)
+async def test_a_group_that_cannot_be_is_refused_with_the_remedy(
+    start: StartRig, change: Json, status: int, said: str
+) -> None:
+    trainer = Trainer(await start())
+    answered, reply = await trainer.join(**change)
+    assert answered == status
+    assert said in reply["error"]["message"]
+    assert (await trainer.join())[0] == 200
+    assert await trainer.update() == 1
+    trainer.leave()
+
+
+async def test_auto_leaves_engines_that_receive_over_something_else_in_a_flat_group(start: StartRig) -> None:
+    rig = await start(relay="auto")
+    assert await rig.get("/get_world_size") == (200, {"world_size": 2})
+    await rig.open_group()
+    await rig.update()
+    assert await served(rig) == {1}
+
+
+async def test_the_trainer_is_told_what_the_relay_receives_over(start: StartRig) -> None:
+    rig = await start()
+    _, info = await rig.get("/server_info?config_format=json")
+    assert info["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}

@@ -18,6 +18,7 @@ NamedTensor = tuple[str, torch.Tensor]
 
 WEIGHT_VERSION = "gateway/weight_version"
 """The metric that tells the version which a sync made."""
+_HEAD = "lm_head.weight"
 
 
 @CheckpointEngineRegistry.register("gateway")
@@ -33,6 +34,7 @@ class GatewayCheckpointEngine(CheckpointEngine):
         self._client: BlockingRolloutClient | None = None
         self._sender: WeightSender | None = None
         self._through_store = False
+        self._left_out: set[str] = set()
         self._version_of_step_0: int | None = None
 
     async def send_weights(self, weights: Iterator[NamedTensor], global_steps: int | None = None) -> dict[str, Any]:
@@ -60,11 +62,12 @@ class GatewayCheckpointEngine(CheckpointEngine):
         if self._client is None or self._sender is None:
             self._client = BlockingRolloutClient(self._settings.url)
             self._sender = self._opened(self._client)
+            self._left_out = _second_names(self._client)
         # The first version is whichever is next at the gateway; from then on versions count as verl's steps do, so that
         # a version tells its step. Somebody else's update in between is a conflict, never a wrong step.
         wanted = None if self._version_of_step_0 is None else self._version_of_step_0 + global_steps
         stop = _Stop(self._client, self._settings.pause_mode)
-        named = ((name, tensor) for name, tensor in weights if name not in self._settings.left_out)
+        named = ((name, tensor) for name, tensor in weights if name not in self._left_out)
         try:
             # A draft is whole before the gateway hears of it, so generation goes on until then. A group is told first.
             source = stop.after(named) if self._through_store else stop.before(named)
@@ -124,6 +127,12 @@ _NO_RECEIVERS = (
     "checkpoint_engine.backend=gateway has no receivers among verl's workers: it goes with "
     "trainer.v1.trainer_mode=gateway, and the gateway brings the weights to its engines"
 )
+
+
+def _second_names(client: BlockingRolloutClient) -> set[str]:
+    """verl names a tied head beside the embedding that it is; a checkpoint, and so the served model, does not."""
+    served = client.served_weights().tensors
+    return set() if served is None or any(tensor.name == _HEAD for tensor in served) else {_HEAD}
 
 
 class _Stop:

@@ -3,7 +3,7 @@
 import difflib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -20,34 +20,34 @@ _TRANSPORTS: tuple[str, ...] = get_args(Transport)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How verl reaches the gateway. The key of a gateway that wants one is ROLLOUT_API_KEY in the environment.
-
-    `url` may stand in the environment too, as ROLLOUT_URL. `transport` of weights: `store` writes a version into the
-    gateway's weight store, where `store_folder` is what that is called on the node of the first training worker; `gloo`
-    and `nccl` broadcast it; `auto` takes the store where its folder is there, else what the engines receive over.
-    `dtype` is what weights are sent in, verl's `rollout.dtype` unless given; `left_out` names tensors that are not
-    sent, such as a tied head. `num_warmup_batches` batches of prompts are asked for ahead of the training, which makes
-    it asynchronous; 0 is on-policy. `in_flight` is what a sync does to completions under way (vLLM's words): "keep"
-    freezes them, "abort" has them asked for anew from where they stood, "wait" lets them end; keep where asynchronous,
-    wait otherwise, unless given. With `rolling` replicas take a version one after the other while the others serve,
-    which the store alone can. Each agent loop worker asks for at most `max_in_flight` completions at a time.
-    `rollout_timeout_s` bounds a completion, `sync_timeout_s` each wait of a weight sync, which is tried `sync_attempts`
-    times. `ready_timeout_s` bounds the wait for a complete fleet at the start.
-    """
+    """How verl reaches the gateway. The key of a gateway that wants one is ROLLOUT_API_KEY in the environment."""
 
     url: str
+    """The rollout URL; it may stand in the environment too, as ROLLOUT_URL."""
     transport: Transport = "auto"
+    """Of weights: `store` writes a version into the gateway's weight store, `gloo` and `nccl` broadcast it; `auto` is
+    the store where its folder is there, else what the engines receive over."""
     store_folder: str | None = None
+    """The weight store as the first training worker sees it; what the gateway calls it unless given."""
     dtype: str | None = None
-    left_out: Sequence[str] = ()
+    """What weights are sent in; what the engines hold them in unless given."""
     num_warmup_batches: float = 0
+    """Batches of prompts asked for ahead of the training, which makes it asynchronous; 0 is on-policy."""
     in_flight: PauseMode | None = None
+    """What a sync does to completions under way: "keep" freezes them, "abort" has them asked for anew from where they
+    stood, "wait" lets them end. Keep where asynchronous, wait otherwise, unless given."""
     rolling: bool = False
+    """Replicas take a version one after the other while the others serve, which the store alone can."""
     max_in_flight: int = 512
+    """Completions that one agent loop worker asks for at a time."""
     rollout_timeout_s: float = 3600.0
+    """Longest wait for a completion."""
     sync_timeout_s: float = 600.0
+    """Bounds each wait of a weight sync."""
     sync_attempts: int = 3
+    """Tries of a sync before the run ends with its error."""
     ready_timeout_s: float = 600.0
+    """Longest wait for a complete fleet at the start."""
 
     def __post_init__(self) -> None:
         if self.transport not in _TRANSPORTS:

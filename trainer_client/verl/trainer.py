@@ -2,12 +2,10 @@
 
 import logging
 import time
-from dataclasses import replace
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 
 from engines.errors import ConfigError, DeadlineExceeded, EngineError, GatewayUnreachable, WeightUpdateFailed
@@ -19,7 +17,6 @@ from trainer_client.verl.settings import Settings, read_settings
 logger = logging.getLogger(__name__)
 
 MODE = "gateway"
-_HEAD = "lm_head.weight"
 _PASSING = (WeightUpdateFailed, EngineError, DeadlineExceeded, GatewayUnreachable)
 """What a second try of a sync may not meet again: a replica that died in the first has left the fleet by then."""
 _PAUSE_S = 2.0
@@ -41,12 +38,6 @@ class PPOTrainerGateway(PPOTrainer):
         self._max_model_len = check_gateway(self._settings, config)
         self._version_of_step_0 = 0
         super().__init__(config)
-
-    def _setup(self) -> None:
-        if is_tied(self.config):
-            kwargs = self.config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
-            kwargs[MODE].left_out = [_HEAD]
-        super()._setup()
 
     def get_llm_client(self) -> GatewayLLMClient:
         return GatewayLLMClient(
@@ -94,7 +85,6 @@ def prepare(config: DictConfig) -> Settings:
     settings = read_settings(OmegaConf.to_container(config.trainer.v1.get(MODE) or DictConfig({}), resolve=True))
     _refuse(config)
     role = config.actor_rollout_ref
-    settings = replace(settings, dtype=settings.dtype or str(role.rollout.dtype))
     with open_dict(config):
         role.hybrid_engine = False  # no engine on the training GPUs
         role.rollout.name = MODE
@@ -143,9 +133,3 @@ def check_gateway(settings: Settings, config: DictConfig) -> int:
             f"{settings.url} takes {has} tokens: start its engines with max_model_len={needed}, or ask for less"
         )
     return int(has)
-
-
-def is_tied(config: DictConfig) -> bool:
-    """Whether the model's head is its embedding: checkpoints, and so the engines, then have no tensor of its name."""
-    model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-    return bool(getattr(model.hf_config, "tie_word_embeddings", False))

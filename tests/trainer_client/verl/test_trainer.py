@@ -21,7 +21,7 @@ from gateway.load import load
 from tests.rig import MAX_MODEL_LEN, Rig
 from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
 from trainer_client.verl.settings import Settings
-from trainer_client.verl.trainer import PPOTrainerGateway, check_gateway, is_tied, prepare
+from trainer_client.verl.trainer import PPOTrainerGateway, check_gateway, prepare
 
 pytestmark = pytest.mark.verl
 
@@ -65,18 +65,13 @@ def test_two_keys_turn_a_configuration_over_to_a_gateway() -> None:
     assert Settings(**engine.engine_kwargs["gateway"]).url == settings.url == URL
 
 
-def test_weights_go_in_verls_rollout_dtype_unless_told_otherwise() -> None:
-    assert prepare(config_of()).dtype == "bfloat16"
-    assert prepare(config_of("+trainer.v1.gateway.dtype=float16")).dtype == "float16"
-
-
 def test_the_production_command_composes_and_is_taken() -> None:
     config = composed(overrides_of("verl_qwen2_7b.sh"))
     model, critic = config.actor_rollout_ref.model, config.critic.model
     model.path = critic.path = critic.tokenizer_path = TINY  # verl reads the model's configuration
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     settings = prepare(config)
-    assert (settings.url, settings.dtype) == (URL, "bfloat16")
+    assert settings.url == URL
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.prompt_length, rollout.response_length, config.data.train_batch_size) == (4096, 4096, 4096)
 
@@ -120,9 +115,3 @@ async def test_a_batch_that_does_not_fit_the_engines_is_refused_by_its_keys(rig:
 def test_a_gateway_that_is_not_there_is_told_in_time() -> None:
     with pytest.raises(DeadlineExceeded, match=r"http://127\.0\.0\.1:1 is not ready after 0\.5 s"):
         check_gateway(Settings(url="http://127.0.0.1:1", ready_timeout_s=0.5), config_of())
-
-
-def test_a_tied_head_is_known_from_the_models_configuration() -> None:
-    path = f"actor_rollout_ref.model.path={TINY}"
-    assert not is_tied(config_of(path))
-    assert is_tied(config_of(path, "+actor_rollout_ref.model.override_config.tie_word_embeddings=True"))

@@ -41,6 +41,14 @@ class PauseMode(StrEnum):
     KEEP = "keep"  # freeze them; they go on after resume
 
 
+class InFlight(StrEnum):
+    """What a weight update does to rollouts in flight."""
+
+    KEEP = "keep"  # freeze them while engines are overwritten; they go on, with the KV that older weights made
+    RECOMPUTE = "recompute"  # the same, and the KV is made again by the new weights
+    DRAIN = "drain"  # let them finish first
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
     """Name, dtype ("bfloat16") and full shape of one weight tensor, as the checkpoint names it."""

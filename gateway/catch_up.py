@@ -189,6 +189,8 @@ class CatchUp:
         calls: list[Callable[[float], Awaitable[None]]] = [engine.drop_receipt, engine.abandon_weight_update]
         if leaves_group:
             calls.append(engine.close_weight_group)
+        if replica.info.has("/resume") and not self._is_paused():
+            calls.append(engine.resume)  # the update had frozen it
         for call in calls:
             await self._try(replica, call)
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, fie
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
+from engines.types import InFlight
 from gateway.models import Models
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -76,6 +77,10 @@ class WeightsConfig(_Section):
     quorum: float = Field(0.5, gt=0, le=1)
     """policy: quorum: least share of the replicas that must pass."""
     canary: CanaryConfig = CanaryConfig()
+    in_flight: InFlight = InFlight.KEEP
+    """What becomes of rollouts in flight, unless the update says so or the trainer has paused generation: `keep`
+    freezes them while engines are overwritten, `recompute` has the new weights read them again too, `drain` waits for
+    their end first."""
 
     rolling: bool = False
     """How a version in the store reaches the replicas, where the push does not say: True for one after the other, so
@@ -105,7 +110,7 @@ class WeightsConfig(_Section):
     init_timeout_s: float = Field(300.0, gt=0)
     """Rendezvous of the trainer and all engine workers, or the relay."""
     drain_timeout_s: float = Field(600.0, gt=0)
-    """Longest wait for rollouts in flight before an update."""
+    """in_flight: drain; longest wait for rollouts in flight before an update."""
     transfer_timeout_s: float = Field(600.0, gt=0)
     """Longest transfer of one /update_weights call."""
     control_timeout_s: float = Field(60.0, gt=0)

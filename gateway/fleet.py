@@ -6,7 +6,7 @@ States change here alone. What an update means for them is decided in `weights.p
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -109,6 +109,10 @@ class Replica:
 
     async def unless_lost(self, call: Awaitable[T]) -> T:
         """The call's result; `EngineUnreachable` as soon as the replica is given up, however long the call hangs."""
+        if self.state is ReplicaState.LOST:  # its connections are closed, and a call would break on that
+            if isinstance(call, Coroutine):
+                call.close()
+            raise EngineUnreachable(f"given up: {self.reason}", replica_id=self.replica_id)
         try:
             async with asyncio.timeout(None) as bound:
                 self._calls.add(bound)
@@ -432,6 +436,7 @@ class Fleet:
         self.refused.pop(info.replica_id, None)
         replica = Replica(info, self._connect(info), frozen=self.models.is_frozen(info.group))
         try:
+            await self._wake(replica)
             version = await self._held_by(replica)
             adapters = await self._adapters_of(replica)
         except BaseException as error:
@@ -451,6 +456,12 @@ class Fleet:
         if self.refused.get(info.replica_id) != reason:
             log.error("replica does not come in", replica=info.replica_id, url=info.url, reason=reason)
         self.refused[info.replica_id] = reason
+
+    async def _wake(self, replica: Replica) -> None:
+        """A gateway that died in an update, or under a trainer's pause, left its engines frozen. Here the gate alone
+        holds rollouts back."""
+        if replica.info.takes_weights and not replica.frozen and replica.info.has("/resume"):
+            await replica.engine.resume(self._config.probe_timeout_s)
 
     async def _held_by(self, replica: Replica) -> int | None:
         """The weight version of a replica that answers; None where an update broke off in it."""

@@ -20,7 +20,7 @@ from engines.errors import (
     RolloutGatewayError,
     WeightUpdateFailed,
 )
-from engines.types import EngineKind, PauseMode
+from engines.types import EngineKind, InFlight, PauseMode
 from gateway.access import Access
 from gateway.adapter_coordinator import AdapterCoordinator
 from gateway.adapters import Adapter
@@ -285,8 +285,7 @@ class GatewayServer:
         return reply({"message": "Weight transfer initialized"})
 
     async def _start_weights(self, request: web.Request) -> web.Response:
-        await read_object(request, required=False)
-        await self._weights.start()
+        await self._weights.start(_in_flight(await read_object(request, required=False)))
         return reply({"message": "Weight update started"})
 
     async def _update_weights(self, request: web.Request) -> web.Response:
@@ -320,7 +319,9 @@ class GatewayServer:
                 f"rolling = {rolling!r} is neither true nor false; left out, it is as weights.rolling says",
                 param="rolling",
             )
-        served = await self._weights.load(snapshot, version, _canary_logprobs(body), rolling=rolling)
+        served = await self._weights.load(
+            snapshot, version, _canary_logprobs(body), rolling=rolling, in_flight=_in_flight(body)
+        )
         return reply({"weight_version": served})
 
     async def _abandon_weights(self, request: web.Request) -> web.Response:
@@ -504,6 +505,14 @@ def _text(body: Json, key: str) -> str:
     if not isinstance(text, str) or not text:
         raise InvalidRequest(f"the body needs {key!r}, a text that is not empty; it is {text!r}", param=key)
     return text
+
+
+def _in_flight(body: Json) -> InFlight | None:
+    """What becomes of rollouts in flight, where the trainer says so."""
+    given = body.get("in_flight")
+    if given is not None and given not in list(InFlight):
+        raise InvalidRequest(f"in_flight = {given!r} is none of {', '.join(InFlight)}", param="in_flight")
+    return None if given is None else InFlight(given)
 
 
 def _canary_logprobs(body: Json) -> list[float] | None:

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 
 from engines.engine import Json
+from engines.types import InFlight
 
 
 class Phase(StrEnum):
@@ -29,12 +30,14 @@ class WeightUpdate:
     """An update in progress, and its record afterwards.
 
     `seconds` are by step (drain, transfer, digests, commit, canary); what is missing to the whole is the trainer's own
-    time between its calls. Of a `rolling` one they are summed over replicas. `replicas` say by replica id what became
-    of it there. `draft` is where its tensors are written for the weight store.
+    time between its calls. Of a `rolling` one they are summed over replicas. `halted_at` is when it froze the engines,
+    where it holds them still, and `stopped_s` for how long it held them. `replicas` say by replica id what became of it
+    there. `draft` is where its tensors are written for the weight store.
     """
 
     version: int
     transport: str
+    in_flight: InFlight
     phase: Phase = Phase.OPEN
     opened_at: float = field(default_factory=time.monotonic)
     opened: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -45,6 +48,8 @@ class WeightUpdate:
     replicas: dict[str, Json] = field(default_factory=dict)
     draft: Path | None = None
     rolling: bool = False
+    halted_at: float | None = None
+    stopped_s: float = 0.0
     error: str = ""
     ended_at: float | None = None
 
@@ -62,6 +67,11 @@ class WeightUpdate:
         finally:
             self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - began
 
+    def go_on(self) -> None:
+        """Its engines make tokens again."""
+        if self.halted_at is not None:
+            self.stopped_s, self.halted_at = time.monotonic() - self.halted_at, None
+
     def receive(self, update_info: Json) -> None:
         """Count tensors that every replica has received."""
         self.tensors += len(update_info["names"])
@@ -78,8 +88,10 @@ class WeightUpdate:
             "end": self.phase.value.lower() if self.ended_at is not None else None,
             "transport": self.transport,
             "rolling": self.rolling,
+            "in_flight": self.in_flight.value,
             "started": self.opened.isoformat(timespec="milliseconds"),
             "age_s": round(self.age_s, 4),
+            "stopped_s": round(self.stopped_s, 4),
             "seconds": {step: round(seconds, 4) for step, seconds in self.seconds.items()},
             "tensors": self.tensors,
             "bytes": self.num_bytes,

@@ -27,7 +27,7 @@ from engines.errors import (
     WeightUpdateConflict,
     WeightUpdateFailed,
 )
-from engines.types import Dialect, PauseMode, ReplicaState
+from engines.types import Dialect, InFlight, PauseMode, ReplicaState
 from gateway.canary import Canary
 from gateway.catch_up import CatchUp
 from gateway.config import WeightsConfig
@@ -73,6 +73,7 @@ class WeightCoordinator:
         self._update: WeightUpdate | None = None
         self._canary = Canary(config.canary, fleet.models.groups)
         self._paused: PauseMode | None = None
+        self._halted: tuple[Replica, ...] = ()
         self._updates = UpdateLog(metrics)
         self._snapshots = snapshots
         self._catch_up = CatchUp(config, fleet, snapshots, self._canary, lambda: self.is_paused)
@@ -124,16 +125,17 @@ class WeightCoordinator:
             else:
                 await self._init_relay(init_info)
 
-    async def start(self) -> None:
-        """Open the next version. Where replicas receive it, hold new rollouts back and let those in flight finish."""
+    async def start(self, in_flight: InFlight | None = None) -> None:
+        """Open the next version. No engine is touched yet; `in_flight: drain` waits for rollouts in flight."""
         async with self._exclusively("start_weight_update"):
             if self._relay.is_open:
                 self._check_none_open()
-                await self._start_on_relay()
+                await self._start_on_relay(in_flight)
                 return
             group = await self._whole_group()
             self._check_none_open()
-            await self._open(WeightUpdate(self._fleet.next_version, group.transport))
+            in_flight = self._in_flight(group.members, in_flight)
+            await self._open(WeightUpdate(self._fleet.next_version, group.transport, in_flight))
 
     async def load(
         self,
@@ -142,6 +144,7 @@ class WeightCoordinator:
         canary_logprobs: Sequence[float] | None = None,
         *,
         rolling: bool | None = None,
+        in_flight: InFlight | None = None,
     ) -> int:
         """Bring all replicas to the version that a trainer wrote into the store. Returns it once they serve it.
 
@@ -151,9 +154,9 @@ class WeightCoordinator:
         async with self._exclusively("v1/weight_updates"):
             self._check_none_open()
             members = await self._loaders()
-            update = WeightUpdate(
-                self._next_version(version), "store", rolling=self._config.rolling if rolling is None else rolling
-            )
+            rolling = self._config.rolling if rolling is None else rolling
+            in_flight = self._in_flight(members, in_flight, rolling=rolling)
+            update = WeightUpdate(self._next_version(version), "store", in_flight, rolling=rolling)
             self._canary.check_length(canary_logprobs)
             announced = await self._snapshots.announced(snapshot)
             update.receive(announced)
@@ -215,6 +218,7 @@ class WeightCoordinator:
                     lambda replica: replica.engine.finish_weight_update(update.version, timeout_s),
                     timeout_s,
                 )
+                await self._release(update)
             async with self._step(update, "canary"):
                 findings = await self._verify(update, group.members, canary_logprobs)
             self._commit(update, group.members, findings)
@@ -336,16 +340,17 @@ class WeightCoordinator:
             await self._relay.open(init_info)
         log.info("transfer group open", relay=self._relay.report()["pid"])
 
-    async def _start_on_relay(self) -> None:
+    async def _start_on_relay(self, in_flight: InFlight | None) -> None:
         """No replica is asked anything yet: they serve on until they load."""
         members = await self._loaders()
+        in_flight = self._in_flight(members, in_flight, rolling=self._config.rolling)
         draft = await self._snapshots.claim(self._fleet.version, max(map(_checkpoint_bytes, members)))
         try:
             await self._relay.begin(draft, members[0].info.model)
         except BaseException:
             await self._snapshots.discard(draft)
             raise
-        self._update = WeightUpdate(self._fleet.next_version, RELAY, draft=draft)
+        self._update = WeightUpdate(self._fleet.next_version, RELAY, in_flight, draft=draft)
 
     async def _receive_on_relay(self, update_info: Json) -> None:
         try:
@@ -404,14 +409,14 @@ class WeightCoordinator:
         return await self._snapshots.why_not(max(map(_checkpoint_bytes, members)))
 
     async def _open(self, update: WeightUpdate) -> None:
-        """Close the gate and wait for rollouts in flight."""
-        self._scheduler.close_gate(_UPDATE)
+        """Announce the version; where rollouts in flight are to finish first, close the gate and wait for them."""
         self._update = update
         self._fleet.begin(update.version)
-        async with self._step(update, "drain"):
-            # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what becomes of
-            # rollouts in flight when it chose the mode of the pause.
-            if not self.is_paused:
+        # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what becomes of rollouts
+        # in flight when it chose the mode of the pause.
+        if update.in_flight is InFlight.DRAIN and not self.is_paused:
+            async with self._step(update, "drain"):
+                self._scheduler.close_gate(_UPDATE)
                 await self._scheduler.drained(self._config.drain_timeout_s)
 
     async def _take(
@@ -432,6 +437,47 @@ class WeightCoordinator:
         self._commit(update, members, findings)
         await self._snapshots.note_holders(update.version, self._holders(update.version))
         await self._snapshots.settle(update.version)
+
+    def _in_flight(self, members: Sequence[Replica], asked: InFlight | None, *, rolling: bool = False) -> InFlight:
+        """What becomes of rollouts in flight: as asked, else as configured where all engines can be paused."""
+        if rolling:
+            if asked not in (None, InFlight.DRAIN):
+                raise InvalidRequest(
+                    f"in_flight = {asked!s}, but in a rolling update each replica finishes its rollouts: leave it out",
+                    param="in_flight",
+                )
+            return InFlight.DRAIN
+        unable = next((replica for replica in members if not replica.info.has("/pause")), None)
+        if unable is None or asked is InFlight.DRAIN:
+            return asked or self._config.in_flight
+        if asked is not None:
+            raise WeightUpdateConflict(
+                f"in_flight = {asked.value!r}, but replica {unable.replica_id} ({unable.info.url}) has no /pause: use "
+                "'drain', which waits for rollouts in flight"
+            )
+        return InFlight.DRAIN
+
+    async def _halt(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
+        """From here on none of these replicas makes a token, until `_release`."""
+        self._scheduler.close_gate(_UPDATE)
+        if self.is_paused or update.in_flight is InFlight.DRAIN:
+            return
+        timeout_s, clears = self._config.control_timeout_s, update.in_flight is InFlight.RECOMPUTE
+        self._halted, update.halted_at = tuple(members), time.monotonic()
+        await on_living(
+            members,
+            lambda replica: replica.engine.pause(PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s),
+            timeout_s,
+        )
+
+    async def _release(self, update: WeightUpdate) -> None:
+        """Have the engines go on, with the new weights. What they make is delivered once the update is committed."""
+        members, self._halted = self._halted, ()
+        if not members:
+            return
+        timeout_s = self._config.control_timeout_s
+        await on_living(members, lambda replica: replica.engine.resume(timeout_s), timeout_s)
+        update.go_on()
 
     async def _loaders(self) -> tuple[Replica, ...]:
         """The replicas that load from the store."""
@@ -461,6 +507,7 @@ class WeightCoordinator:
         await self._open(update)
         async with self._step(update, "load"):
             members = await self._load_all(update, members, snapshot)
+            await self._release(update)
         update.phase = Phase.VERIFYING
         async with self._step(update, "canary"):
             findings = await self._verify(update, members, canary_logprobs)
@@ -517,8 +564,11 @@ class WeightCoordinator:
     async def _overwrite(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
         """From here on engines are overwritten: none of them counts as holding any version until the commit."""
         await self._catch_up.settled(self._config.control_timeout_s)
+        await self._halt(update, members)
         update.phase = Phase.RECEIVING
         for replica in members:
+            if replica.state is ReplicaState.LOST:
+                continue  # whoever calls it next finds out
             replica.weight_version = None
             self._fleet.set_state(replica, ReplicaState.UPDATING, f"update to version {update.version}")
 
@@ -576,7 +626,12 @@ class WeightCoordinator:
         if not self._canary.is_enabled:
             return {}
         async with self._answering(members):
-            findings = await self._canary.check(members, update.version, trainers=canary_logprobs, busy=self.is_paused)
+            findings = await self._canary.check(
+                members,
+                update.version,
+                trainers=canary_logprobs,
+                busy=any(not replica.idle.is_set() for replica in members),
+            )
         for replica, finding in findings.items():
             update.replicas[replica.replica_id] = {"canary": finding.report()}
         self._check_policy(findings)
@@ -640,6 +695,8 @@ class WeightCoordinator:
         overwritten = [replica for replica in updating if replica.weight_version is None]
         for replica in overwritten:
             self._fleet.fence(replica, f"update to version {update.version} aborted: {reason}")
+        halted, self._halted = self._halted, ()
+        update.go_on()
         ahead = [replica for replica in self._policy() if replica.weight_version == update.version]
         self._end(update, [*overwritten, *ahead], Phase.ABORTED, reason)
         left = members if leaves_group else overwritten
@@ -650,6 +707,9 @@ class WeightCoordinator:
                 self._fleet.settle(replica, f"serves on: the update to version {update.version} was aborted")
         if self._relay.is_open:
             await self._drop_relayed()
+        # The others are to go on where they were; who is brought back goes on when that has begun.
+        untouched = [replica for replica in halted if replica.weight_version is not None]
+        await try_on_all(untouched, lambda engine: engine.resume(self._config.control_timeout_s))
         await self._snapshots.discard(update.draft)
 
     async def _drop_relayed(self) -> None:

@@ -2,8 +2,12 @@
 
 import asyncio
 
+import aiohttp
+import pytest
+
+from engines.errors import EngineUnreachable
 from engines.types import ReplicaState
-from tests.rig import FAST_WATCH, Rig, StartRig
+from tests.rig import FAST_WATCH, Rig, SimReplica, StartRig
 
 
 async def test_health_is_503_until_the_fleet_is_complete(start_rig: StartRig) -> None:
@@ -110,3 +114,25 @@ async def test_a_replica_that_refuses_connections_has_ended_and_is_lost_at_once(
         while victim.state is not ReplicaState.LOST:
             await asyncio.sleep(0.02)
     assert "Cannot connect" in victim.reason
+
+
+async def test_a_call_on_a_replica_that_is_lost_says_so_and_goes_nowhere(rig: Rig) -> None:
+    replica = rig.fleet.replicas[0]
+    await rig.replicas.pop(0).kill()
+    await rig.until({"engine-1": "SERVING"})
+    with pytest.raises(EngineUnreachable, match=r"engine-0.*given up"):
+        await replica.unless_lost(replica.engine.health(1.0))
+
+
+async def test_an_engine_that_a_gateway_before_this_one_froze_goes_on(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=1)
+    engine = rig.fleet.replicas[0].engine
+    await rig.replicas[0].kill()
+    await rig.until({})
+    successor = await SimReplica("engine-0", seed=0, sim=rig.sim).start()
+    async with aiohttp.ClientSession() as client:
+        await client.post(f"{successor.info.url}/pause?mode=keep")
+    rig.replicas = [successor]
+    await rig.until({"engine-0": "SERVING"})
+    await asyncio.wait_for(rig.complete([[5]]), 5)
+    assert rig.fleet.replicas[0].engine is not engine

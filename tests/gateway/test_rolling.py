@@ -151,7 +151,7 @@ async def test_a_rollout_that_demands_the_coming_version_goes_to_those_that_have
 ) -> None:
     rig = await start()
     async with rolling(rig, folder) as pushing:
-        await asyncio.sleep(0.1)
+        await until_held(rig, 2, version=0)
         waiting = asyncio.create_task(said(rig, **demand))
         await asyncio.sleep(0.1)
         assert not waiting.done()

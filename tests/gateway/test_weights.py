@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from engines.errors import EngineFailed
 from engines.types import Dialect
 from tests.rig import Json, Rig, StartRig
 
@@ -152,29 +153,101 @@ async def test_packed_may_stand_in_either_place(rig: Rig) -> None:
     assert status == 200, reply
 
 
-async def test_rollouts_wait_while_an_update_is_open_and_then_have_the_new_version(rig: Rig) -> None:
+async def test_rollouts_go_on_until_an_engine_is_touched_and_have_the_new_version_after(rig: Rig) -> None:
     await rig.open_group()
     await rig.post("/start_weight_update", {})
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 0
+    await rig.post("/update_weights", {"update_info": rig.tensors})
     waiting = asyncio.create_task(rig.complete([[5]]))
     await asyncio.sleep(0.1)
     assert not waiting.done()
-    await rig.post("/update_weights", {"update_info": rig.tensors})
     await rig.post("/finish_weight_update", {})
     assert (await waiting)["choices"][0]["weight_versions"][0]["version"] == 1
 
 
-async def test_an_update_waits_for_rollouts_in_flight(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.01})
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+async def test_rollouts_in_flight_live_through_an_update_and_say_both_versions(
+    start_rig: StartRig, in_flight: str
+) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01}, weights={"in_flight": in_flight})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=100, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    await rig.update()
+    assert not running.done()
+    old, new = (await running)["choices"][0]["weight_versions"]
+    assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
+    assert 0 < old["end"] == new["start"] < 100
+    (record,) = (await rig.get("/v1/weight_updates"))[1]["weight_updates"]
+    assert record["in_flight"] == in_flight
+    assert "drain" not in record["seconds"]
+    assert 0 < record["stopped_s"] < record["age_s"]
+
+
+async def test_a_group_read_in_chunks_lives_through_an_update(start_rig: StartRig) -> None:
+    rig = await start_rig(1, sim={"decode_step_s": 0.01})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], n=4, max_tokens=100, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    await rig.update()
+    for choice in (await running)["choices"]:
+        assert [span["version"] for span in choice["weight_versions"]] == [0, 1]
+        assert len(choice["token_ids"]) == 100
+
+
+@pytest.mark.parametrize("asked", [{"in_flight": "drain"}, {}], ids=["asked", "configured"])
+async def test_an_update_may_wait_for_rollouts_in_flight(start_rig: StartRig, asked: Json) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01}, weights={} if asked else {"in_flight": "drain"})
     await rig.open_group()
     running = asyncio.create_task(rig.complete([[5]], max_tokens=40, ignore_eos=True))
     await asyncio.sleep(0.1)
-    await rig.post("/start_weight_update", {})
+    await rig.post("/start_weight_update", asked)
     choice = (await asyncio.wait_for(running, 0.1))["choices"][0]
     assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 40}]
 
 
+async def test_what_becomes_of_rollouts_in_flight_is_one_of_a_few_words(rig: Rig) -> None:
+    await rig.open_group()
+    status, reply = await rig.post("/start_weight_update", {"in_flight": "abort everything"})
+    assert (status, reply["error"]["param"]) == (400, "in_flight")
+    assert "keep, recompute, drain" in reply["error"]["message"]
+
+
+async def test_rollouts_frozen_by_an_update_that_fails_are_made_again_by_the_version_before(
+    start_rig: StartRig,
+) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    await rig.post("/start_weight_update", {})
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    await rig.open_group()  # a new session of the trainer
+    for choice in (await asyncio.wait_for(running, 10))["choices"]:
+        assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 60}]
+
+
+async def test_rollouts_frozen_by_an_update_that_never_began_go_on(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01}, fleet={"lost_after_s": 30.0})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    await rig.post("/start_weight_update", {})
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise EngineFailed("no pause today", replica_id="engine-1")
+
+    rig.fleet.replicas[1].engine.pause = refuse  # type: ignore[method-assign]
+    status, reply = await rig.post("/update_weights", {"update_info": rig.tensors})
+    assert status == 424
+    assert "no pause today" in reply["error"]["message"]
+    choice = (await asyncio.wait_for(running, 10))["choices"][0]
+    assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 60}]
+    assert set((await rig.states()).values()) == {"SERVING"}
+
+
 async def test_a_drain_that_takes_too_long_answers_504_and_serving_goes_on(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.05}, weights={"drain_timeout_s": 0.2})
+    rig = await start_rig(sim={"decode_step_s": 0.05}, weights={"in_flight": "drain", "drain_timeout_s": 0.2})
     await rig.open_group()
     running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
     await asyncio.sleep(0.1)
@@ -270,7 +343,7 @@ async def test_a_weight_call_during_another_is_a_conflict(start_rig: StartRig) -
     await rig.open_group()
     running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
     await asyncio.sleep(0.1)
-    first = asyncio.create_task(rig.post("/start_weight_update", {}))
+    first = asyncio.create_task(rig.post("/start_weight_update", {"in_flight": "drain"}))
     await asyncio.sleep(0.05)
     status, reply = await rig.post("/start_weight_update", {})
     assert status == 409

@@ -22,10 +22,11 @@ _NOT_SPEED |= {"enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lo
 _NOT_SPEED |= {"disable_log_stats", "data_parallel_size", "pipeline_parallel_size"}
 _MAY_CHANGE = {lever.name: lever for lever in LEVERS if lever.name not in _NOT_SPEED}
 
-_BATCHED_TOKENS = (2048, 4096, 8192, 16384, 32768)
-_STREAM_INTERVALS = (16, 32, 128)
+# Few values, far apart: every one costs a start of the engine.
+_BATCHED_TOKENS = (2048, 8192, 32768)
+_STREAM_INTERVALS = (32, 128)
 _API_SERVERS = (1, 2, 4)
-_MEMORY_SHARES = (0.85, 0.9, 0.94)
+_MEMORY_SHARES = (0.9, 0.94)
 _LEAST_SEQS = 8
 
 
@@ -111,7 +112,7 @@ def _sequences(completions: int) -> tuple[Value, ...]:
     while sequences < completions:
         found.append(sequences)
         sequences *= 2
-    return (*found[-4:], sequences)
+    return (*found[-3:], sequences)
 
 
 def _with_own(own: Any, tried: Sequence[Value]) -> tuple[Value, ...]:

@@ -42,9 +42,8 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
         table.add_column(name, justify="right")
     table.add_column("setting", overflow="fold")
     for setting, record in ranked(outcome):
-        speed = f"{record.speed:,.0f}" if record.speed else "failed"
         told = setting.told_from(outcome.start) + (f": {_first_line(record)}" if record.failure else "")
-        table.add_row(speed, _share(outcome, record), str(len(record.speeds)), told)
+        table.add_row(_speed(record), _share(outcome, record), str(len(record.speeds)), told)
     console.print(table, markup=False)
     console.print("\n" + _decision(outcome), markup=False, highlight=False, soft_wrap=True)
 
@@ -86,7 +85,7 @@ def page(outcome: Outcome, workload: str, text: str) -> str:
     ]
     rows = [
         [
-            f"{record.speed:,.0f}",
+            _speed(record),
             _share(outcome, record),
             ", ".join(f"{speed:,.0f}" for speed in record.speeds),
             setting.told_from(outcome.start) + (f": {_first_line(record)}" if record.failure else ""),
@@ -141,6 +140,10 @@ def _decision(outcome: Outcome) -> str:
     if outcome.best == outcome.start:
         return f"keep what you have\n{outcome.reason}"
     return f"take {outcome.best.told_from(outcome.start)}\n{outcome.reason}"
+
+
+def _speed(record: Record) -> str:
+    return f"{record.speed:,.0f}" if record.speed else "failed"
 
 
 def _share(outcome: Outcome, record: Record) -> str:

@@ -183,6 +183,8 @@ class Tuner:
             alive = [one for one in alive if self._is_better(one, best)][: math.ceil(len(alive) * _KEEP)]
             if not alive:
                 return best
+            if rung and len(alive) == 1:
+                break
         return alive[0]
 
     def _is_better(self, one: Setting, other: Setting) -> bool:

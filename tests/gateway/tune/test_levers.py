@@ -21,7 +21,7 @@ def test_the_starts_own_value_is_always_among_those_tried() -> None:
 
 def test_sequences_are_tried_up_to_what_holds_the_whole_batch() -> None:
     levers = {lever.name: lever.values for lever in levers_of(SIM, [], 100, 0)}
-    assert levers["max_num_seqs"] == (256, 8, 16, 32, 64, 128)
+    assert levers["max_num_seqs"] == (256, 16, 32, 64, 128)
 
 
 def test_eager_is_tried_off_where_it_is_on() -> None:

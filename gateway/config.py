@@ -18,6 +18,24 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+class TraceConfig(_Section):
+    """A record of requests in a file, which load tests can ask again."""
+
+    file: str | None = None
+    """Absolute path of the file, one line of JSON a request; none is written unless given."""
+    max_bytes: int = Field(1 << 30, gt=0)
+    """Size at which recording ends."""
+    content: bool = False
+    """True to keep prompts as they came, and not their lengths and hashes alone."""
+
+    @field_validator("file")
+    @classmethod
+    def _file_is_one_place(cls, file: str | None) -> str | None:
+        if file is not None and not Path(file).is_absolute():
+            raise ValueError(f"{file!r} is no absolute path, and the gateway runs in a folder of Ray's: give one")
+        return file
+
+
 class GatewayConfig(_Section):
     """The data-path server."""
 
@@ -41,6 +59,7 @@ class GatewayConfig(_Section):
     """Longest wait for the completions of one prompt once placed."""
     max_attempts: int = Field(3, ge=1)
     """Replicas that a rollout is tried on before it is reported failed."""
+    trace: TraceConfig = TraceConfig()
 
 
 class FleetConfig(_Section):

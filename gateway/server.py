@@ -5,6 +5,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 
 import orjson
 import structlog
@@ -35,9 +36,10 @@ from gateway.sglang_control import SglangControl
 from gateway.snapshot_files import SnapshotFiles
 from gateway.snapshots import Snapshots
 from gateway.status import status_report
+from gateway.trace import Arrival, Trace
 from gateway.weights import WeightCoordinator
 from gateway.wire.chat import Chat
-from gateway.wire.completions import Completions
+from gateway.wire.completions import Completions, Usage
 from gateway.wire.json_body import read_object, reply
 from gateway.wire.sglang_generate import SglangGenerate
 from gateway.wire.token_generation import TokenGeneration, lacking
@@ -47,6 +49,8 @@ log = structlog.get_logger()
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID = "X-Request-Id"
+_USAGE: web.RequestKey[Json] = web.RequestKey("usage", dict)
+_ARRIVAL = web.RequestKey("arrival", Arrival)
 _ASK_TIMEOUT_S = 60.0
 _HEALTH_TIMEOUT_S = 20.0
 
@@ -67,6 +71,7 @@ class GatewayServer:
         self._completions = Completions(config.gateway, fleet, self._scheduler)
         self._chat = Chat(config.gateway, fleet, self._scheduler)
         self._tokens = TokenGeneration(config.gateway, fleet, self._scheduler)
+        self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
         self._sglang = SglangGenerate(self._completions, fleet)
         self._sglang_control = SglangControl(
             fleet, self._scheduler, self._weights, self._sglang, self._model_description
@@ -134,6 +139,8 @@ class GatewayServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._snapshots.close()
+        if self._trace is not None:
+            await asyncio.to_thread(self._trace.close)
 
     # Open routes
 
@@ -190,22 +197,31 @@ class GatewayServer:
         return reply(info)
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
-        body = await read_object(request)
-        prompts = self._completions.decode(body, _request_id(request), session_of(request.headers, body))
+        body, session = await self._asked(request)
+        prompts = self._completions.decode(body, _request_id(request), session)
         if body.get("stream"):
-            return await _send_events(request, self._completions.stream(prompts))
+            return await self._stream(request, prompts[0].rollout.model, partial(self._completions.stream, prompts))
         answer = await self._completions.generate(prompts)
-        self._count_tokens(prompts[0].rollout.model, answer)
+        self._count_tokens(request, prompts[0].rollout.model, answer.get("usage"))
         return reply(answer)
 
     async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
-        body = await read_object(request)
-        rollout = self._chat.decode(body, _request_id(request), session_of(request.headers, body))
+        body, session = await self._asked(request)
+        rollout = self._chat.decode(body, _request_id(request), session)
         if body.get("stream"):
-            return await _send_events(request, self._chat.stream(rollout, body))
+            return await self._stream(request, rollout.model, partial(self._chat.stream, rollout, body))
         answer = await self._chat.generate(rollout, body)
-        self._count_tokens(rollout.model, answer)
+        self._count_tokens(request, rollout.model, answer.get("usage"))
         return reply(answer)
+
+    async def _asked(self, request: web.Request) -> tuple[Json, str]:
+        """The body of a request for tokens, and its session."""
+        at, began = time.time(), time.monotonic()
+        body = await read_object(request)
+        session = session_of(request.headers, body)
+        if self._trace is not None:
+            request[_ARRIVAL] = Arrival(request.path, body, session, at, began)
+        return body, session
 
     async def _render(self, request: web.Request) -> web.Response:
         """The token ids and sampling parameters of a request, for /inference/v1/generate."""
@@ -218,12 +234,12 @@ class GatewayServer:
         return reply(await replica.engine.ask("POST", request.path, body, _ASK_TIMEOUT_S))
 
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
-        body = await read_object(request)
-        rollout = self._tokens.decode(body, _request_id(request), session_of(request.headers, body))
+        body, session = await self._asked(request)
+        rollout = self._tokens.decode(body, _request_id(request), session)
         if body.get("stream"):
-            return await _send_events(request, self._tokens.stream(rollout, body))
+            return await self._stream(request, rollout.model, partial(self._tokens.stream, rollout, body))
         answer = await self._tokens.generate(rollout, body)
-        self._count_tokens(rollout.model, answer)
+        self._count_tokens(request, rollout.model, answer.get("usage"))
         return reply(answer)
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
@@ -231,12 +247,12 @@ class GatewayServer:
         return reply({})
 
     async def _generate_in_sglangs_words(self, request: web.Request) -> web.StreamResponse:
-        body = await read_object(request)
-        batch = self._sglang.decode(body, _request_id(request), session_of(request.headers, body))
+        body, session = await self._asked(request)
+        batch = self._sglang.decode(body, _request_id(request), session)
         if body.get("stream"):
-            return await _send_events(request, self._sglang.stream(batch))
-        answers, usage = await self._sglang.generate(batch)
-        self._count_tokens(batch.model, {"usage": usage})
+            return await self._stream(request, batch.model, partial(self._sglang.stream, batch))
+        answers, counted = await self._sglang.generate(batch)
+        self._count_tokens(request, batch.model, counted)
         return reply(answers)
 
     async def _health_generate(self, request: web.Request) -> web.Response:
@@ -411,6 +427,7 @@ class GatewayServer:
         resource = request.match_info.route.resource
         route, began = resource.canonical if resource else "unknown", time.monotonic()
         status = 499  # the client left before there was an answer
+        request[_USAGE] = {}
         try:
             response = await handler(request)
             status = response.status
@@ -420,9 +437,22 @@ class GatewayServer:
         finally:
             self._metrics.requests.labels(route, status).inc()
             self._metrics.request_seconds.labels(route).observe(time.monotonic() - began)
+            if self._trace is not None and (arrival := request.get(_ARRIVAL)) is not None:
+                self._trace.ended(arrival, status, request[_USAGE])
 
-    def _count_tokens(self, model: str, answer: Json) -> None:
-        usage = answer.get("usage") or {}
+    async def _stream(
+        self, request: web.Request, model: str, chunks: Callable[[Usage], AsyncGenerator[Json]]
+    ) -> web.StreamResponse:
+        """Send what comes; its tokens are counted also where the client leaves in the middle."""
+        usage = Usage()
+        try:
+            return await _send_events(request, chunks(usage))
+        finally:
+            self._count_tokens(request, model, usage.total())
+
+    def _count_tokens(self, request: web.Request, model: str, usage: Json | None) -> None:
+        usage = usage or {}
+        request[_USAGE] = usage
         self._metrics.prompt_tokens.labels(model).inc(usage.get("prompt_tokens") or 0)
         self._metrics.completion_tokens.labels(model).inc(usage.get("completion_tokens") or 0)
 

@@ -9,6 +9,7 @@ from gateway.fleet import Fleet, Replica
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
 from gateway.wire.completions import (
+    Usage,
     asked_of_engine,
     check_replica,
     check_sampling,
@@ -16,6 +17,7 @@ from gateway.wire.completions import (
     number_versions,
     stamp_versions,
     versioned_salt,
+    wants_usage,
     with_usage_rule,
 )
 from gateway.wire.freshness import read_freshness, without_freshness
@@ -73,12 +75,15 @@ class Chat:
 
         return await self._scheduler.run(rollout, call)
 
-    async def stream(self, rollout: Rollout, body: Json) -> AsyncGenerator[Json]:
+    async def stream(self, rollout: Rollout, body: Json, usage: Usage) -> AsyncGenerator[Json]:
+        """Chunks as they come; `usage` is counted up, whether or not the client asks for it."""
         body = without_freshness(body)
+        options = {**(body.get("stream_options") or {}), "include_usage": True}
 
         def call(replica: Replica) -> AsyncGenerator[Json]:
             check_replica(body, replica)
-            salted = {**body, "cache_salt": versioned_salt(body, replica.weight_version, rollout.adapter)}
+            salt = versioned_salt(body, replica.weight_version, rollout.adapter)
+            salted = {**body, "cache_salt": salt, "stream_options": options}
             return replica.engine.stream(PATH, salted, self._config.generate_timeout_s)
 
         async for replica, chunk in self._scheduler.stream(rollout, call):
@@ -86,4 +91,8 @@ class Chat:
                 choice["weight_version"] = replica.weight_version
                 number_versions(choice)
                 name_adapter(choice, rollout.adapter)
-            yield with_usage_rule(chunk, body) if chunk["choices"] else chunk
+            usage.add_chunk(0, chunk.get("usage"))
+            if chunk["choices"]:
+                yield with_usage_rule(chunk, body)
+            elif wants_usage(body):
+                yield chunk

@@ -83,11 +83,11 @@ class Completions:
             raise errors.exceptions[0] from None
         return _assemble([task.result() for task in tasks], prompts)
 
-    async def stream(self, prompts: Sequence[Prompt]) -> AsyncGenerator[Json]:
-        """Chunks of all prompts as they come, numbered as if one engine had made them."""
+    async def stream(self, prompts: Sequence[Prompt], usage: "Usage | None" = None) -> AsyncGenerator[Json]:
+        """Chunks of all prompts as they come, numbered as if one engine had made them. `usage` is counted up."""
         include_usage = wants_usage(prompts[0].body)
         chunks: asyncio.Queue[Json | None] = asyncio.Queue()
-        usage, last = Usage(), Json()
+        usage, last = Usage() if usage is None else usage, Json()
 
         async def one(prompt: Prompt) -> None:
             async for chunk in self._stream_one(prompt):

@@ -80,11 +80,11 @@ class SglangGenerate:
         task.add_done_callback(self._running.pop)
         return task
 
-    async def stream(self, batch: Batch) -> AsyncGenerator[Json]:
+    async def stream(self, batch: Batch, usage: Usage) -> AsyncGenerator[Json]:
         """Chunks that tell each sample from its start, as SGLang's do; `index` says which, where there are several."""
         began, samples = time.monotonic(), [_Sample() for _ in range(len(batch.prompts) * batch.n)]
         spans = StreamSpans()
-        async with aclosing(self._completions.stream(batch.prompts)) as chunks:
+        async with aclosing(self._completions.stream(batch.prompts, usage)) as chunks:
             async for chunk in chunks:
                 for choice in chunk["choices"]:
                     index = choice["index"]

@@ -82,19 +82,21 @@ class TokenGeneration:
 
         return await self._scheduler.run(rollout, call)
 
-    async def stream(self, rollout: Rollout, body: Json) -> AsyncGenerator[Json]:
+    async def stream(self, rollout: Rollout, body: Json, usage: completions.Usage) -> AsyncGenerator[Json]:
         def call(replica: Replica) -> AsyncGenerator[Json]:
             asked = self._asked_of(replica, rollout, body)
             if _serves(replica):
                 return replica.engine.stream(PATH, asked, self._config.generate_timeout_s)
             return self._translated(replica, asked)
 
-        spans = StreamSpans()
+        spans, tokens = StreamSpans(), 0
         async for replica, chunk in self._scheduler.stream(rollout, call):
             for choice in chunk["choices"]:
                 choice["weight_version"] = replica.weight_version
-                spans.stamp(choice, len(choice["token_ids"] or ()))
+                spans.stamp(choice, found := len(choice["token_ids"] or ()))
+                tokens += found
                 name_adapter(choice, rollout.adapter)
+            usage.add_chunk(0, {"prompt_tokens": len(body["token_ids"]), "completion_tokens": tokens})
             yield chunk
 
     async def abort(self, request_ids: Any) -> None:

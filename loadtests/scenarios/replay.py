@@ -1,0 +1,139 @@
+"""Requests that a gateway has recorded, sent again: when they came then, or one after the other.
+
+    rollout-gateway up -c FILE.yaml gateway.trace.file=/tmp/trace.jsonl
+    locust -f loadtests/scenarios/replay.py --headless --stop-timeout 600 --host URL --trace /tmp/trace.jsonl --speed 2
+
+Open loop unless told otherwise: each request is sent at its recorded time by `--speed`, and timed from then. With
+`--closed` each of the -u users sends a session, or a request that belongs to none, when its last one is answered. The
+run ends with the trace.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gevent
+from gevent.pool import Group
+from locust import LoadTestShape, constant, events, task
+from locust.argument_parser import LocustArgumentParser
+from locust.env import Environment
+from locust.exception import StopUser
+from locust.runners import WorkerRunner
+
+import loadtests.beside
+import loadtests.conclusion  # noqa: F401  # how it ends
+from loadtests.caller import Caller
+from loadtests.run import Run
+from loadtests.traces import Recorded, TraceError, read_trace, sessions_of
+from loadtests.workloads import completion_request
+
+_KEPT = ("temperature", "top_p", "top_k", "min_p", "seed", "min_version", "max_staleness")
+_SETTLE_S = 2.0
+
+
+@events.init_command_line_parser.add_listener
+def add_options(parser: LocustArgumentParser) -> None:
+    add = parser.add_argument
+    add("--trace", default="", metavar="FILE", help="what gateway.trace.file recorded")
+    add("--speed", type=float, default=1.0, help="times as fast as recorded")
+    add("--closed", action="store_true", help="send when the last is answered, and not at the recorded times")
+    lengths = "of completions: as recorded (a request's mean), or as the model ends them within the recorded limits"
+    add("--lengths", choices=["recorded", "model"], default="recorded", help=lengths)
+
+
+class Share:
+    """What this process sends of a trace: every so many-th session or request."""
+
+    def __init__(self, environment: Environment, settings: Any) -> None:
+        trace = read_trace(Path(settings.trace))
+        pieces = sessions_of(trace) if settings.closed else [[recorded] for recorded in trace]
+        index, processes = 0, 1
+        if isinstance(environment.runner, WorkerRunner):
+            index, processes = environment.runner.worker_index, max(1, settings.processes or settings.expect_workers)
+        self.began = time.perf_counter()
+        self._pieces: Iterator[list[Recorded]] = iter(pieces[index % processes :: processes])
+
+    def next(self) -> list[Recorded]:
+        """Raises `StopUser` at the end."""
+        piece = next(self._pieces, None)
+        if piece is None:
+            raise StopUser
+        return piece
+
+
+@events.init.add_listener
+def refuse_what_is_no_trace(environment: Environment, **_: Any) -> None:
+    settings = Run.of(environment).settings
+    try:
+        read_trace(Path(settings.trace))
+    except TraceError as error:
+        raise SystemExit(f"--trace: {error}") from error
+
+
+class Replayed(Caller):
+    """Sends what is next in its process's share."""
+
+    wait_time = constant(0)
+    _share: ClassVar[Share | None] = None
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self._asked = Group()
+        # Of all users of this process; its clock begins with the first.
+        Replayed._share = Replayed._share or Share(environment, self.settings)
+
+    @task
+    def send(self) -> None:
+        assert self._share is not None
+        piece = self._share.next()
+        if self.settings.closed:
+            for recorded in piece:
+                self._send(recorded, None)
+            return
+        [recorded] = piece
+        due = self._share.began + recorded.at / self.settings.speed
+        gevent.sleep(max(0.0, due - time.perf_counter()))
+        self._asked.spawn(self._send, recorded, due)
+
+    def on_stop(self) -> None:
+        """Let those that were sent have their answers, as long as Locust waits."""
+        try:
+            self._asked.join()
+        finally:
+            self._asked.kill()
+
+    def _send(self, recorded: Recorded, due: float | None) -> None:
+        if due is not None:
+            self.everything.record("lateness_s", time.perf_counter() - due)
+        sampling = {name: value for name, value in recorded.params.items() if name in _KEPT and value is not None}
+        sampling["n"] = recorded.samples
+        tokens = None
+        if self.settings.lengths == "recorded" and recorded.tokens is not None:
+            sampling |= {"max_tokens": recorded.tokens, "ignore_eos": True}
+            tokens = recorded.tokens * recorded.completions
+        else:
+            sampling["max_tokens"] = _limit(recorded)
+        body = completion_request(recorded.prompts, {}, model=self.settings.model, stream=True) | sampling
+        self.ask(body, completions=recorded.completions, tokens=tokens, session=recorded.session, intended=due)
+
+
+class ToTheEnd(LoadTestShape):
+    """As many users as -u says until all have sent what there was."""
+
+    use_common_options = True
+
+    def tick(self) -> tuple[int, float] | None:
+        assert self.runner is not None
+        settings, seconds = Run.of(self.runner.environment).settings, self.get_run_time()
+        is_over = seconds > _SETTLE_S and self.get_current_user_count() == 0
+        if is_over or (settings.run_time and seconds > settings.run_time):
+            return None
+        users = max(settings.num_users or 1, getattr(self.runner, "worker_count", 1))  # each process has a share
+        return users, float(users)
+
+
+def _limit(recorded: Recorded) -> int:
+    named = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+    asked = next((recorded.params[name] for name in named if recorded.params.get(name)), None)
+    return int(asked or recorded.tokens or 16)

@@ -1,0 +1,104 @@
+"""Traces that a gateway has recorded (`gateway.trace.file`), as requests that can be sent again.
+
+Prompts are made anew: of the recorded length, equal where the recorded ones were equal. Where a trace has the prompts
+themselves they are sent as they were. A conversation is sent as the text of its messages.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loadtests.workloads import Json, random_tokens
+
+_CHARACTERS_PER_TOKEN = 4
+
+
+class TraceError(ValueError):
+    """A file that is no trace, or has nothing to send."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One request of a trace. `at` is seconds after the first of all, `samples` completions of each prompt, `tokens`
+    those of a completion in the mean; None where nobody counted them."""
+
+    at: float
+    prompts: list[Any]
+    samples: int
+    tokens: int | None
+    params: Json
+    session: str
+
+    @property
+    def completions(self) -> int:
+        return len(self.prompts) * self.samples
+
+
+def read_trace(path: Path) -> list[Recorded]:
+    """What was answered, in the order of arrival. Raises `TraceError` with file and line."""
+    began, block_tokens, found = 0.0, 0, []
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from error
+    for number, text in enumerate(content.splitlines(), 1):
+        try:
+            line = orjson.loads(text)
+            if "trace" in line:
+                began, block_tokens = line["began"], line["block_tokens"]
+            elif not block_tokens:
+                raise KeyError("trace")
+            elif line["status"] == 200 and line["prompts"]:
+                found.append(_recorded(line, began, block_tokens, number))
+        except (ValueError, KeyError, TypeError) as error:
+            raise TraceError(f"{path}, line {number}: no line of a trace: {error!r}") from error
+    if not found:
+        raise TraceError(f"{path}: no request in it was answered")
+    found.sort(key=lambda recorded: recorded.at)
+    first = found[0].at
+    return [Recorded(r.at - first, r.prompts, r.samples, r.tokens, r.params, r.session) for r in found]
+
+
+def sessions_of(trace: Sequence[Recorded]) -> list[list[Recorded]]:
+    """The turns of each session together, in order; what belongs to none by itself."""
+    turns: dict[str, list[Recorded]] = {}
+    for index, recorded in enumerate(trace):
+        turns.setdefault(recorded.session or f"alone {index}", []).append(recorded)
+    return list(turns.values())
+
+
+def _recorded(line: Json, began: float, block_tokens: int, number: int) -> Recorded:
+    params, told = dict(line["params"]), line["prompts"]
+    samples = params.pop("n", None) or 1
+    completed = line["completion_tokens"]
+    if len(told) == 1 and "tokens" not in told[0] and line["prompt_tokens"]:
+        told = [told[0] | {"tokens": line["prompt_tokens"]}]
+    return Recorded(
+        at=began + line["at"],
+        prompts=[_prompt(prompt, block_tokens, f"{began} {number} {index}") for index, prompt in enumerate(told)],
+        samples=samples,
+        tokens=max(1, math.ceil(completed / (len(told) * samples))) if completed else None,
+        params=params,
+        session=line["session"] or "",
+    )
+
+
+def _prompt(told: Json, block_tokens: int, seed: str) -> Any:
+    if "content" in told:
+        return told["content"]
+    length = told["tokens"] if "tokens" in told else max(1, told["characters"] // _CHARACTERS_PER_TOKEN)
+    return list(_tokens(told["blocks"], length, block_tokens, seed))
+
+
+def _tokens(blocks: Sequence[str], length: int, block_tokens: int, seed: str) -> Iterator[int]:
+    """Each block's tokens are drawn from its hash; what is behind the last whole block is like no other's."""
+    left = length
+    for block in blocks[: length // block_tokens]:
+        yield from random_tokens(random.Random(block), block_tokens)
+        left -= block_tokens
+    yield from random_tokens(random.Random(seed), left)

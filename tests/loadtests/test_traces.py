@@ -1,0 +1,109 @@
+"""Traces read again: what prompts are made of, what is passed over, and a replay of what a gateway recorded."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.config import TraceConfig
+from gateway.trace import Arrival, Trace
+from loadtests.traces import Recorded, TraceError, read_trace, sessions_of
+from loadtests.workloads import Json
+from tests.loadtests.locust_runs import locust
+from tests.rig import Rig, StartRig
+
+PREFIX = list(range(3, 67))
+USAGE = {"prompt_tokens": 70, "completion_tokens": 12}
+
+
+def recorded(path: Path, *requests: tuple[Json, str], content: bool = False, status: int = 200) -> list[Recorded]:
+    """What is read of requests that came a second apart."""
+    trace = Trace(TraceConfig(file=str(path), content=content))
+    for second, (body, session) in enumerate(requests):
+        trace.ended(Arrival("/v1/completions", body, session, 1000.0 + second, 0.0), status, USAGE)
+    trace.close()
+    return read_trace(path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "trace.jsonl"
+
+
+def test_shared_prefixes_are_shared_again(path: Path) -> None:
+    first, second, third = (
+        one.prompts[0]
+        for one in recorded(
+            path, ({"prompt": [*PREFIX, 1, 2]}, ""), ({"prompt": [*PREFIX, 8, 9]}, ""), ({"prompt": PREFIX[::-1]}, "")
+        )
+    )
+    assert [len(prompt) for prompt in (first, second, third)] == [66, 66, 64]
+    assert first[:64] == second[:64] != third
+    assert first[64:] != second[64:]
+    assert first[:64] != PREFIX  # nobody's tokens
+
+
+def test_arrivals_lengths_and_parameters(path: Path) -> None:
+    body = {"prompt": [PREFIX, PREFIX], "n": 3, "temperature": 0.5, "max_tokens": 99}
+    [one, two] = recorded(path, (body, ""), ({"prompt": "b" * 400}, ""))
+    assert one.at == 0.0
+    assert two.at == pytest.approx(1.0)
+    assert (one.samples, one.completions, one.tokens) == (3, 6, 2)
+    assert one.params == {"temperature": 0.5, "max_tokens": 99}
+    assert len(two.prompts[0]) == 70  # text has as many tokens as the engine counted
+
+
+def test_turns_of_a_session_stay_together(path: Path) -> None:
+    body = {"prompt": PREFIX}
+    pieces = sessions_of(recorded(path, (body, "a"), (body, ""), (body, "b"), (body, "a"), (body, "")))
+    assert [len(piece) for piece in pieces] == [2, 1, 1, 1]
+
+
+def test_prompts_that_were_kept_are_sent_as_they_were(path: Path) -> None:
+    assert recorded(path, ({"prompt": PREFIX}, ""), content=True)[0].prompts == [PREFIX]
+
+
+def test_what_is_no_trace_is_refused_by_line(path: Path) -> None:
+    with pytest.raises(TraceError, match="No such file"):
+        read_trace(path)
+    with pytest.raises(TraceError, match="no request in it was answered"):
+        recorded(path, ({"prompt": PREFIX}, ""), status=400)
+    path.write_text('{"at": 1}\n')
+    with pytest.raises(TraceError, match=r"trace.jsonl, line 1: no line of a trace"):
+        read_trace(path)
+
+
+@pytest.fixture
+async def rig(start_rig: StartRig, path: Path) -> Rig:
+    """It has answered six requests, two of them turns of a session, in half a second or more."""
+    rig = await start_rig(2, sim={"decode_step_s": 0.01}, gateway={"trace": {"file": str(path)}})
+    for index in range(6):
+        await rig.complete([*PREFIX, index], n=2, max_tokens=9, ignore_eos=True, **({} if index < 4 else {"user": "u"}))
+    return rig
+
+
+def lines(path: Path) -> list[Json]:
+    return [line for line in map(json.loads, path.read_text().splitlines()) if "trace" not in line]
+
+
+@pytest.mark.parametrize("options", [["--speed", "2"], ["--closed", "-u", "3"], ["--processes", "2"]])
+async def test_a_recorded_run_is_asked_again(rig: Rig, path: Path, tmp_path: Path, options: list[str]) -> None:
+    before = lines(path)
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(path.read_bytes())  # noqa: ASYNC240  # a small file
+    ended = await locust("replay", rig.url, tmp_path, "--trace", str(copy), "--model", "sim", *options)
+    assert ended.code == 0, ended.said
+    assert (ended.figures["completions"], ended.figures["tokens.sum"]) == (12, 12 * 9)
+    assert ("lateness_s.count" in ended.figures) is ("--closed" not in options)
+    again = lines(path)[len(before) :]
+    assert sorted(line["prompts"][0]["tokens"] for line in again) == [65] * 6
+    assert {line["prompts"][0]["blocks"][0] for line in again} != {before[0]["prompts"][0]["blocks"][0]}
+    assert len({line["prompts"][0]["blocks"][0] for line in again}) == 1
+    assert sum(line["session"] is not None for line in again) == 2
+
+
+async def test_a_replay_without_a_trace_says_so(tmp_path: Path) -> None:
+    ended = await locust("replay", "http://127.0.0.1:1", tmp_path, "--trace", str(tmp_path / "none"))
+    assert ended.code == 1
+    assert "--trace: " in ended.said
+    assert "No such file" in ended.said

@@ -27,6 +27,10 @@ from typing import Any
 class RolloutGatewayError(Exception):
     """Base of all errors of this product. `str(error)` is fit for the person on call."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Processes hand errors on pickled; what a constructor made of its arguments is not made once more.
+        return _restored, (type(self), self.args, self.__dict__)
+
 
 class ConfigError(RolloutGatewayError):
     """The configuration is wrong."""
@@ -128,3 +132,9 @@ class WeightUpdateFailed(WeightUpdateError):
     def __init__(self, message: str, *, replica_id: str = "") -> None:
         super().__init__(message)
         self.replica_id = replica_id
+
+
+def _restored(cls: type[RolloutGatewayError], args: tuple[Any, ...], state: dict[str, Any]) -> RolloutGatewayError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error

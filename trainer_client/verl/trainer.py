@@ -69,7 +69,8 @@ class PPOTrainerGateway(PPOTrainer):
             except _PASSING as error:
                 if attempt == self._settings.sync_attempts:
                     raise
-                logger.warning("weight sync of step %d, attempt %d: %s", self.global_steps, attempt, error)
+                reason = getattr(error, "cause", error)  # without the worker's stack
+                logger.warning("weight sync of step %d, attempt %d: %s", self.global_steps, attempt, reason)
                 time.sleep(_PAUSE_S * attempt)
             else:
                 self._pending_sync_metrics = next(metrics for metrics in told if WEIGHT_VERSION in metrics)

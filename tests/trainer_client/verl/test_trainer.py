@@ -2,23 +2,29 @@
 
 import asyncio
 import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 verl = pytest.importorskip("verl")
 
+import torch
 from hydra import compose, initialize_config_dir
+from ray.exceptions import RayTaskError
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.rollout.replica import get_rollout_replica_class
 
-from engines.errors import ConfigError, DeadlineExceeded
+from engines.errors import ConfigError, DeadlineExceeded, WeightUpdateFailed
 from gateway.load import load
+from tests.played_gateway import PlayedGateway
 from tests.rig import MAX_MODEL_LEN, Rig
+from trainer_client.verl import trainer
 from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
 from trainer_client.verl.settings import Settings
 from trainer_client.verl.trainer import PPOTrainerGateway, check_gateway, prepare
@@ -115,3 +121,73 @@ async def test_a_batch_that_does_not_fit_the_engines_is_refused_by_its_keys(rig:
 def test_a_gateway_that_is_not_there_is_told_in_time() -> None:
     with pytest.raises(DeadlineExceeded, match=r"http://127\.0\.0\.1:1 is not ready after 0\.5 s"):
         check_gateway(Settings(url="http://127.0.0.1:1", ready_timeout_s=0.5), config_of())
+
+
+class Worker:
+    """The one training worker, in this process. Ray hands its errors on wrapped, which `get` does in Ray's place."""
+
+    def __init__(self, url: str) -> None:
+        self.engine = GatewayCheckpointEngine(bucket_size=1 << 20, is_master=True, url=url)
+
+    def update_weights(self, global_steps: int, mode: str) -> list[Callable[[], Any]]:
+        assert mode == "gateway"
+        weights = iter([("w", torch.ones(2, 2))])
+        return [lambda: asyncio.run(self.engine.send_weights(weights, global_steps))]
+
+    @staticmethod
+    def get(references: list[Callable[[], Any]]) -> list[Any]:
+        try:
+            return [reference() for reference in references]
+        except Exception as error:
+            raise RayTaskError("update_weights", str(error), error).as_instanceof_cause() from None
+
+
+@pytest.fixture
+def gateway() -> Iterator[PlayedGateway]:
+    played = PlayedGateway()
+    played.answers["/v1/weight_store"] = lambda _: (409, {"error": {"type": "StoreFailed", "message": "none kept"}})
+    yield played
+    played.close()
+
+
+@pytest.fixture
+def syncing(gateway: PlayedGateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[PPOTrainerGateway]:
+    """A trainer as far as it syncs weights, at step 5."""
+    worker, made = Worker(gateway.url), object.__new__(PPOTrainerGateway)
+    made.__dict__.update(
+        _settings=Settings(url=gateway.url), actor_rollout_wg=worker, global_steps=5, timing_raw={}, config=None
+    )
+    monkeypatch.setattr(trainer, "ray", SimpleNamespace(get=worker.get))
+    monkeypatch.setattr(trainer, "_PAUSE_S", 0.0)
+    yield made
+    worker.engine.close()
+
+
+def test_a_sync_that_failed_by_a_replica_is_tried_again(gateway: PlayedGateway, syncing: PPOTrainerGateway) -> None:
+    taken, tries = gateway.answers["/start_weight_update"], []
+
+    def failing_first(body: dict[str, Any]) -> Any:
+        tries.append(body)
+        return taken(body) if len(tries) > 2 else (424, {"error": {"type": "WeightUpdateFailed", "message": "gone"}})
+
+    gateway.answers["/start_weight_update"] = failing_first
+    syncing.on_step_end()
+    assert len(tries) == 3
+    assert syncing._consume_sync_metrics()["gateway/weight_version"] == 7
+
+
+def test_a_sync_that_goes_on_failing_ends_the_run_with_its_error(
+    gateway: PlayedGateway, syncing: PPOTrainerGateway
+) -> None:
+    gateway.answers["/start_weight_update"] = lambda _: (
+        424,
+        {"error": {"type": "WeightUpdateFailed", "message": "replica engine-1: gone"}},
+    )
+    with pytest.raises(WeightUpdateFailed, match="replica engine-1: gone"):
+        syncing.on_init_end()
+
+
+def test_agent_loops_count_versions_from_the_step_of_the_first_sync(syncing: PPOTrainerGateway) -> None:
+    syncing._max_model_len = 64
+    syncing.on_init_end()
+    assert syncing.get_llm_client()._version_of_step_0 == 7 - 5

@@ -6,7 +6,7 @@ EXTRAS := --extra serve --extra cpu --extra trl --extra load --extra demo --extr
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-sglang setup-verl check format test test-unit test-vllm test-sglang test-verl test-ray test-all test-slow demo \
-  loadtest chaos lock clean
+  loadtest compare chaos lock clean
 
 help: ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -77,6 +77,14 @@ loadtest: setup ## A load test, SCENARIO=trainer (agents, open_loop, spike, soak
 	@mkdir -p out/loadtest
 	@$(if $(URL),$(LOCUST) --host $(URL),$(BIN)/python -m loadtests.fleet -c examples/tiny-cpu.yaml gateway.port=0 \
 	  engine.log_dir=out/loadtest/engines -- $(LOCUST) --host {url})
+
+COMPARE := --sides direct gateway vllm-router sglang-router one-server --streams 32 --rounds 2 --batch 32x8 \
+  --prompt-tokens 64 --max-tokens 64 --clients 1 --text --model sim
+
+compare: setup ## Gateway, routers and one server side by side; VLLM_ROUTER=... and SGLANG_ROUTER=... are their commands
+	@$(BIN)/python -m loadtests.fleet -c examples/sim.yaml gateway.port=0 engine.num_replicas=2 \
+	  engine.sim.decode_step_s=0.02 -- $(BIN)/python -m loadtests.compare --gateway {url} --gateway-pid {pid} \
+	  --engine {engines} $(COMPARE) $(ARGS)
 
 chaos: setup ## Hurt a fleet of simulated engines in every known way and count what its clients lost
 	@mkdir -p out

@@ -31,8 +31,8 @@ class Caller(FastHttpUser):
     _numbers = itertools.count()
 
     def __init__(self, environment: Environment) -> None:
-        self.everything = Run.of(environment)
-        self.settings = settings = self.everything.settings
+        self.load_run = Run.of(environment)
+        self.settings = settings = self.load_run.settings
         # Locust's own bound of a minute would end long batches.
         self.network_timeout = self.connection_timeout = settings.request_timeout
         super().__init__(environment)
@@ -79,7 +79,7 @@ class Caller(FastHttpUser):
             if error is not None:
                 response.failure(error)
         if error is not None:
-            self.everything.record("failed_s", seconds, at=arrived_at)
+            self.load_run.record("failed_s", seconds, at=arrived_at)
             return None
         self._record(timeline, began, arrived_at)
         return timeline
@@ -104,7 +104,7 @@ class Caller(FastHttpUser):
         return None
 
     def _record(self, timeline: Timeline, began: float, at: float) -> None:
-        record = self.everything.record
+        record = self.load_run.record
         for second, tokens in timeline.tokens_by_second.items():
             record("tokens", tokens, at=max(second, at))
         for times in timeline.completions.values():

@@ -59,7 +59,7 @@ class Agent(Caller):
                 gevent.sleep(self.draw.expovariate(1 / self.settings.tool_gap) if self.settings.tool_gap else 0)
                 [added] = self._tool_tokens.drawn(self.draw, 1)
                 context += random_tokens(self.draw, added)
-        self.everything.record("session_s", time.perf_counter() - began, at=began_at)
+        self.load_run.record("session_s", time.perf_counter() - began, at=began_at)
 
     def _turn(self, session: str, turn: int, context: list[int], max_tokens: int) -> Timeline | None:
         sampling = {"n": 1, "max_tokens": max_tokens, "ignore_eos": True}
@@ -68,7 +68,7 @@ class Agent(Caller):
         timeline = self.ask(body, tokens=max_tokens, session=session)
         if timeline is None:
             return None
-        record = self.everything.record
+        record = self.load_run.record
         record("later_turn_s" if turn else "first_turn_s", time.perf_counter() - began, at=began_at)
         if turn and (details := timeline.usage.get("prompt_tokens_details")):
             record("cached_share", (details.get("cached_tokens") or 0) / len(context), at=began_at)

@@ -54,7 +54,7 @@ class Arrivals(Caller):
             self._asked.kill()
 
     def _request(self, due: float) -> None:
-        self.everything.record("lateness_s", time.perf_counter() - due)
+        self.load_run.record("lateness_s", time.perf_counter() - due)
         [length] = self.prompt_lengths.drawn(self.draw, 1)
         [max_tokens] = self.completion_lengths.drawn(self.draw, 1)
         sampling = {"n": 1, "max_tokens": max_tokens, "ignore_eos": True}

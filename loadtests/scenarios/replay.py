@@ -105,7 +105,7 @@ class Replayed(Caller):
 
     def _send(self, recorded: Recorded, due: float | None) -> None:
         if due is not None:
-            self.everything.record("lateness_s", time.perf_counter() - due)
+            self.load_run.record("lateness_s", time.perf_counter() - due)
         sampling = {name: value for name, value in recorded.params.items() if name in _KEPT and value is not None}
         sampling["n"] = recorded.samples
         tokens = None

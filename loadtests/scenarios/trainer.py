@@ -71,7 +71,7 @@ class Trainer(Caller):
             gevent.killall(asked)
         makespan_s = time.perf_counter() - began
         parts = [greenlet.value for greenlet in asked]
-        record = self.everything.record
+        record = self.load_run.record
         if any(part is None for part in parts):
             record("failed_batch_s", makespan_s, at=began_at)
             return

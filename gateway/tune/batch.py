@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+import math
 import random
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from engines.errors import ConfigError
 from gateway.plan.workload import StepWorkload
+from gateway.trace import CHARACTERS_PER_TOKEN
 
 Json = dict[str, Any]
 
@@ -92,32 +95,44 @@ def drawn(work: StepWorkload) -> Batch:
     return Batch(asks, told)
 
 
-def recorded(file: Path) -> Batch:
-    """A line of JSON for each prompt: `prompt` (token ids) or `prompt_tokens` (their number), `max_tokens`, and `n`.
+def recorded(file: Path, most: int | None = None) -> Batch:
+    """The first `most` prompts of a file: a trace of a gateway (`gateway.trace.file`), or a line of JSON for each.
 
-    `max_tokens` should be what completions came to, which is less than their limit. Raises `ConfigError` with the line
-    at fault.
+    Of a trace, completions are as long as they were in the mean of their request, and prompts as long, each of its own.
+    Other lines have `prompt` (token ids) or `prompt_tokens` (their number), `max_tokens`, and `n`. Raises `ConfigError`
+    with the line at fault.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--workload {str(file)!r}: cannot be read: {error}") from error
-    asks = tuple(_ask(file, number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    read = (_asks(f"--workload {file}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
+    asks = tuple(islice(chain.from_iterable(read), most))
     if not asks:
-        raise ConfigError(f"--workload {str(file)!r}: it holds no request")
+        raise ConfigError(f"--workload {str(file)!r}: it holds no request that was answered")
     return Batch(asks, f"{len(asks)} prompts of {file.name}")
 
 
-def _ask(file: Path, number: int, line: str) -> Ask:
-    place = f"--workload {file}:{number}"
+def _asks(place: str, line: str) -> list[Ask]:
     try:
         found = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{place}: no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{place}: an object is expected")
+    if "trace" in found:
+        return []  # the head of a gateway's trace
+    if "prompts" not in found:
+        return [_plain(place, found)]
+    try:
+        return _traced(found)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{place}: no line of a trace: {error!r}") from None
+
+
+def _plain(place: str, found: Json) -> Ask:
     prompt = found.get("prompt")
-    if prompt is not None and not (isinstance(prompt, list) and prompt and all(type(i) is int for i in prompt)):
+    if prompt is not None and not _is_ids(prompt):
         raise ConfigError(f"{place}: prompt: a list of token ids is expected; or give their number as prompt_tokens")
     return Ask(
         prompt_tokens=len(prompt) if prompt else _count(place, found, "prompt_tokens"),
@@ -125,6 +140,28 @@ def _ask(file: Path, number: int, line: str) -> Ask:
         samples=_count(place, {"n": 1} | found, "n"),
         prompt=tuple(prompt or ()),
     )
+
+
+def _traced(found: Json) -> list[Ask]:
+    """The prompts of one request; none where it was not answered, or nobody counted its tokens."""
+    prompts, completed = found["prompts"], found["completion_tokens"]
+    if found["status"] != 200 or not completed or not prompts:
+        return []
+    samples = int(found["params"].get("n") or 1)
+    max_tokens = max(1, math.ceil(completed / (len(prompts) * samples)))
+    return [
+        Ask(
+            prompt_tokens=max(1, told.get("tokens") or told["characters"] // CHARACTERS_PER_TOKEN),
+            max_tokens=max_tokens,
+            samples=samples,
+            prompt=tuple(told["content"]) if _is_ids(told.get("content")) else (),
+        )
+        for told in prompts
+    ]
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token_id) is int for token_id in prompt)
 
 
 def _count(place: str, found: Json, name: str) -> int:

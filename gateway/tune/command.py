@@ -24,6 +24,7 @@ from gateway.tune.report import as_json, configuration, page, print_outcome, rep
 from gateway.tune.search import Outcome, Tuner
 
 _BATCH = "The batch, for each GPU"
+_PROMPTS = 64
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -45,9 +46,12 @@ def tune_command(
     ] = Path("tune"),
     workload: Annotated[
         Path | None,
-        typer.Option("--workload", metavar="FILE", help="Recorded prompts, JSON lines.", rich_help_panel=_BATCH),
+        typer.Option("--workload", metavar="FILE", help="A trace, or JSON lines.", rich_help_panel=_BATCH),
     ] = None,
-    prompts: Annotated[int, typer.Option("--prompts", help="Prompts at a time.", rich_help_panel=_BATCH)] = 64,
+    prompts: Annotated[
+        int | None,
+        typer.Option("--prompts", min=1, help="Prompts at a time; 64, or all recorded ones.", rich_help_panel=_BATCH),
+    ] = None,
     samples: Annotated[int, typer.Option("--samples", "-n", help="Samples of a prompt.", rich_help_panel=_BATCH)] = 8,
     prompt: Annotated[
         str, typer.Option("--prompt", metavar="MEAN[:MAX]", help="Tokens of a prompt.", rich_help_panel=_BATCH)
@@ -60,7 +64,7 @@ def tune_command(
     """Measure settings of an engine on this machine, and write the best one as a configuration."""
     found = load(config, context.args)
     name, engine = _group(found, group)
-    batch = recorded(workload) if workload else _drawn(prompts, samples, prompt, response)
+    batch = recorded(workload, prompts) if workload else _drawn(prompts or _PROMPTS, samples, prompt, response)
     gpus = list(read_gpus(gpu_ids)) if gpu_ids else visible_gpus()
     levers = levers_of(engine, lever or (), batch.completions, len(gpus))
     for value in next((one.values for one in levers if one.name == "tensor_parallel_size"), ()):

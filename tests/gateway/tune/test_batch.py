@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engines.errors import ConfigError
+from gateway.config import TraceConfig
 from gateway.plan.workload import Lengths, StepWorkload
+from gateway.trace import Arrival, Trace
 from gateway.tune.batch import Ask, drawn, recorded
 
 WORK = StepWorkload(prompts=100, samples=4, prompt=Lengths(64, 64), response=Lengths(100, 400))
@@ -40,12 +43,28 @@ def test_a_recorded_batch_is_read_line_by_line(tmp_path: Path) -> None:
     assert recorded(file).asks == (Ask(2, 9, 2, (5, 6)), Ask(40, 3, 1))
 
 
+def test_a_trace_that_a_gateway_wrote_is_read_prompt_by_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    trace = Trace(TraceConfig(file=str(file)))
+    told: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
+        ({"prompt": [[5] * 40, [6] * 20], "n": 2, "max_tokens": 100}, 200, {"completion_tokens": 41}),
+        ({"prompt": [[7] * 9]}, 503, {}),
+        ({"prompt": "eight characters and more", "max_tokens": 50}, 200, {"completion_tokens": 10}),
+    ]
+    for body, status, usage in told:
+        trace.ended(Arrival("/v1/completions", body, "", 1.0, 1.0), status, usage)
+    trace.close()
+    assert recorded(file).asks == (Ask(40, 11, 2), Ask(20, 11, 2), Ask(6, 10, 1))
+    assert recorded(file, 1).asks == (Ask(40, 11, 2),)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", r"batch\.jsonl:2: no JSON"),
         ("[1]", r"batch\.jsonl:2: an object is expected"),
         ('{"prompt": "hello", "max_tokens": 3}', r":2: prompt: a list of token ids is expected"),
+        ('{"prompts": [{"blocks": []}], "status": 200}', r":2: no line of a trace: KeyError"),
         ('{"prompt_tokens": 4}', r":2: max_tokens = None: a whole number of at least 1 is expected"),
         ('{"prompt_tokens": 4, "max_tokens": 1, "n": 0}', r":2: n = 0"),
     ],
@@ -59,5 +78,5 @@ def test_a_line_that_cannot_be_is_refused_with_its_number(tmp_path: Path, line: 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").touch()
-    with pytest.raises(ConfigError, match="it holds no request"):
+    with pytest.raises(ConfigError, match="it holds no request that was answered"):
         recorded(tmp_path / "none.jsonl")

@@ -42,6 +42,8 @@ class Engine(ABC):
 
     replica_id: str
     url: str
+    tells_version = True
+    """False where `weight_version` has found that the engine cannot say."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -54,7 +54,8 @@ class VllmEngine(HttpEngine):
         try:
             label = str((await self.ask("GET", "/weight_info", None, timeout_s)).get("weight_version"))
         except EngineRefused:
-            return 0  # vLLM before weight versions
+            self.tells_version = False  # vLLM before weight versions
+            return 0
         return version_held(label)
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:

@@ -40,6 +40,8 @@ _DRAFT = "draft-"
 _OWNER = ".owner"
 _KEEPER = ".gateway"
 HELD_BY = "held_by"
+_HOLDERS = ".holders.json"
+_HOLDERS_NOTED = 1000
 _INDEX = "model.safetensors.index.json"
 
 
@@ -296,6 +298,31 @@ class WeightStore:
         """Write down that this engine holds the version, for a gateway that is started anew; see `adopt`."""
         with disk_errors(self.path(version)), (self.path(version) / HELD_BY).open("a", encoding="utf-8") as notes:
             notes.write(f"{incarnation}\n")
+
+    def note_held(self, version: int | None, incarnations: Iterable[str]) -> None:
+        """Write down what engines hold that cannot say it themselves, be it kept here or not; None is a mixture."""
+        notes = self._notes()
+        for incarnation in incarnations:
+            notes.pop(incarnation, None)  # those noted last stand last
+            notes[incarnation] = version
+        path = self.folder / _HOLDERS
+        with disk_errors(path):
+            whole = path.with_suffix(".new")
+            whole.write_text(json.dumps(dict(list(notes.items())[-_HOLDERS_NOTED:])), encoding="utf-8")
+            whole.rename(path)
+
+    def held_by(self, incarnation: str) -> int | None:
+        """What `note_held` said of this engine last; 0 where it said nothing."""
+        return self._notes().get(incarnation, 0)
+
+    def _notes(self) -> dict[str, int | None]:
+        try:
+            notes: dict[str, int | None] = json.loads((self.folder / _HOLDERS).read_bytes())
+            return notes
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise StoreFailed(f"{self.folder / _HOLDERS} cannot be read: {error!r}") from error
 
     def adopt(self, version: int, incarnation: str) -> bool:
         """Know a version from before our start, if it is the one that the engine `incarnation` was noted to hold."""

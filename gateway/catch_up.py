@@ -154,6 +154,7 @@ class CatchUp:
         timeout_s = self._config.load_timeout_s
         async with self._source(replica, version) as path:
             replica.weight_version = None
+            await self._snapshots.note_overwritten([replica])
             replica.drop_calls()  # of a replica that was silent while the others went on
             await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
             load = replica.engine.load_snapshot(path, version, timeout_s)
@@ -165,7 +166,7 @@ class CatchUp:
             if not finding.may_serve:
                 raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
         replica.weight_version = version
-        await self._snapshots.note_holders(version, [replica.info.incarnation])
+        await self._snapshots.note_holders(version, [replica])
         log.info("replica caught up", replica=replica.replica_id, version=version)
         if replica.state is ReplicaState.SYNCING:
             self._fleet.settle(replica, f"loaded version {version} from {path}")

@@ -163,13 +163,17 @@ class Replica:
         return self._reason_before
 
 
+async def _nothing_noted(incarnation: str) -> int | None:
+    return 0
+
+
 class Fleet:
     """All replicas of all models. `version` is the policy's weight version: what its SERVING replicas hold.
     `target_version` is the one that they are to hold: the next one while an update is under way. `rolling_to` is the
     version that a rolling update brings, which replicas may serve beside `version` until it is over, or taken back.
 
-    `refused` says why a replica did not come in, by its id. `discover` lists the replicas that Serve runs, `connect`
-    makes the engine client of one.
+    `refused` says why a replica did not come in, by its id. `remembered` tells by its incarnation what an engine holds
+    that cannot say it. `discover` lists the replicas that Serve runs, `connect` makes the engine client of one.
     """
 
     def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
@@ -191,6 +195,7 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
         self._incomplete_since: float | None = time.monotonic()
+        self.remembered: Callable[[str], Awaitable[int | None]] = _nothing_noted
 
     @property
     def expected(self) -> int:
@@ -468,7 +473,8 @@ class Fleet:
         if replica.frozen:
             await replica.engine.health(self._config.probe_timeout_s)
             return 0
-        return await replica.engine.weight_version(self._config.probe_timeout_s)
+        version = await replica.engine.weight_version(self._config.probe_timeout_s)
+        return version if replica.engine.tells_version else await self.remembered(replica.info.incarnation)
 
     async def _adapters_of(self, replica: Replica) -> dict[str, str]:
         if replica.frozen or "/v1/load_lora_adapter" not in replica.info.capabilities:

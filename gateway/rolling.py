@@ -98,7 +98,7 @@ class Rolling:
                 self._fleet.serve_ahead(replica, update.version)
             elif replica.state in _ON_ITS_WAY:
                 self._fleet.fence(replica, f"did not take version {update.version}: {findings[replica].reason}")
-        await self._snapshots.note_holders(update.version, [replica.info.incarnation for replica in passed])
+        await self._snapshots.note_holders(update.version, passed)
         return findings
 
     async def _load(self, update: WeightUpdate, replica: Replica, path: Path) -> Finding | None:
@@ -116,6 +116,7 @@ class Rolling:
         if replica.state not in _ON_ITS_WAY:
             return Finding(Result.LOST, f"it left: {replica.reason}")
         replica.weight_version = None
+        await self._snapshots.note_overwritten([replica])
         timeout_s = self._config.load_timeout_s
         with update.timed("transfer"):
             try:

@@ -65,6 +65,7 @@ class GatewayServer:
         self._access = Access(config.gateway)
         self._scheduler = Scheduler(config.gateway, fleet, metrics)
         self._snapshots = Snapshots(config.weights, config.name, _checkpoint(config))
+        fleet.remembered = self._snapshots.held_by
         self._weights = WeightCoordinator(config.weights, fleet, self._scheduler, metrics, self._snapshots)
         self._snapshot_files = SnapshotFiles(fleet, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)

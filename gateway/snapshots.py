@@ -19,6 +19,7 @@ from engines.engine import Json
 from engines.errors import DeadlineExceeded, StoreFailed
 from engines.weight_store import Manifest, WeightStore, check_bytes, complete, is_whole
 from gateway.config import WeightsConfig
+from gateway.fleet import Replica
 
 log = structlog.get_logger()
 
@@ -118,13 +119,13 @@ class Snapshots:
         if draft is not None and self._store is not None:
             await self._aside(self._store.discard, draft)
 
-    def keep(self, draft: Path, version: int, incarnations: Sequence[str], digests: dict[str, str]) -> None:
-        """In the background: wait until the draft is whole, and make it `version`, which these engines hold.
+    def keep(self, draft: Path, version: int, holders: Sequence[Replica], digests: dict[str, str]) -> None:
+        """In the background: wait until the draft is whole, and make it `version`, which these replicas hold.
 
         `digests` are what all of them received: what was written must be that.
         """
         self._keeping = asyncio.create_task(
-            self._keep(draft, version, incarnations, digests), name=f"keep version {version}"
+            self._keep(draft, version, holders, digests), name=f"keep version {version}"
         )
 
     async def announced(self, name: str) -> Json:
@@ -165,11 +166,36 @@ class Snapshots:
         for listener in self._listeners:
             listener()
 
-    async def note_holders(self, version: int, incarnations: Iterable[str]) -> None:
+    async def note_holders(self, version: int, replicas: Iterable[Replica]) -> None:
+        """Note for a gateway that is started anew that these replicas hold the version."""
+        replicas = list(replicas)
+        await self._note_held(version, replicas)
         if self._store is not None and self._store.has(version):
             with contextlib.suppress(StoreFailed):  # it is of use after a restart of ours alone
-                for incarnation in incarnations:
-                    await self._aside(self._store.note_holder, version, incarnation)
+                for replica in replicas:
+                    await self._aside(self._store.note_holder, version, replica.info.incarnation)
+
+    async def note_overwritten(self, replicas: Iterable[Replica]) -> None:
+        """Note that these replicas are about to hold no version: of engines that cannot say so themselves."""
+        await self._note_held(None, replicas)
+
+    async def held_by(self, incarnation: str) -> int | None:
+        """What an engine that cannot say it was noted to hold; 0, the checkpoint, where nothing was noted."""
+        if self._store is None:
+            return 0
+        try:
+            return await self._aside(self._store.held_by, incarnation)
+        except StoreFailed as error:
+            log.error("nobody knows what an engine holds", engine=incarnation, error=str(error))
+            return None
+
+    async def _note_held(self, version: int | None, replicas: Iterable[Replica]) -> None:
+        silent = [replica.info.incarnation for replica in replicas if not replica.engine.tells_version]
+        if silent and self._store is not None:
+            try:
+                await self._aside(self._store.note_held, version, silent)
+            except StoreFailed as error:
+                log.error("not noted what engines hold", engines=silent, version=version, error=str(error))
 
     async def last_held_by(self, incarnation: str) -> int:
         """The last version that this engine was noted to hold, by us or by the gateway before us; 0 if none."""
@@ -188,7 +214,7 @@ class Snapshots:
         with store.reading(version) as path:
             yield path
 
-    async def _keep(self, draft: Path, version: int, incarnations: Sequence[str], digests: dict[str, str]) -> None:
+    async def _keep(self, draft: Path, version: int, holders: Sequence[Replica], digests: dict[str, str]) -> None:
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
@@ -197,7 +223,7 @@ class Snapshots:
             await self._aside(_check_digests, draft, digests)
             store = self._open_store()
             await self._aside(store.promote, draft, version, self._checkpoint)
-            await self.note_holders(version, incarnations)
+            await self.note_holders(version, holders)
             log.info("version kept", version=version, seconds=round(time.monotonic() - began, 3))
         except (StoreFailed, TimeoutError) as error:
             reason = (

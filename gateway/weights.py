@@ -571,9 +571,10 @@ class WeightCoordinator:
                 continue  # whoever calls it next finds out
             replica.weight_version = None
             self._fleet.set_state(replica, ReplicaState.UPDATING, f"update to version {update.version}")
+        await self._snapshots.note_overwritten(members)
 
-    def _holders(self, version: int) -> list[str]:
-        return [replica.info.incarnation for replica in self._fleet.policy if replica.weight_version == version]
+    def _holders(self, version: int) -> list[Replica]:
+        return [replica for replica in self._fleet.policy if replica.weight_version == version]
 
     async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
         """Have every engine start its update, and one of them copy it into the store."""
@@ -609,6 +610,7 @@ class WeightCoordinator:
 
     async def _keep(self, update: WeightUpdate, digests: dict[str, str]) -> None:
         """Have the store keep the version just committed, or at least forget those that nobody needs."""
+        await self._snapshots.note_holders(update.version, self._holders(update.version))
         if update.draft is None:
             await self._snapshots.settle(update.version)
             return

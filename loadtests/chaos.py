@@ -4,14 +4,18 @@
 
 The application runs as in production, on Ray Serve with engines, gateway and clients in processes of their own; engines
 are simulated, so that every token can be checked (`witness.py`). Each fault of `faults.py` meets a whole fleet under
-load, and the fleet must be whole again, with a new update on all replicas, before the next. The last line is
-`lost N, duplicated N, stale N, hung N`; the exit status is 1 where one of them is not 0, or a fleet did not recover.
+load, and the fleet must be whole again, with a new update on all replicas, before the next. The weight store is a small
+file system of its own, so that its disk can be full; who may not mount one runs without that fault, or as
+`unshare --map-root-user --mount make chaos`. The last line is `lost N, duplicated N, stale N, hung N`; the exit status
+is 1 where one of them is not 0, or a fleet did not recover.
 """
 
 import argparse
 import asyncio
 import dataclasses
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,13 +29,14 @@ import orjson
 from engines.config import SimConfig
 from engines.server import free_port
 from gateway.config import Config
-from loadtests.faults import FAULTS, CallFailed, Hung, Trainer, World, until
+from loadtests.faults import DISK_FULL, FAULTS, CallFailed, Hung, Trainer, World, until
 from loadtests.witness import Tally, Witness
 
 _SIM = SimConfig(decode_step_s=0.004)
 _CLIENTS = 4
 _BOUND_S = 60.0
 _UP_S = 120.0
+_DISK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,21 @@ class Outcome:
     problem: str = ""
 
 
-def chaos_config(replicas: int) -> Config:
+@contextmanager
+def small_disk() -> Iterator[Path | None]:
+    """A file system of 1 MiB; None where this user may not mount one."""
+    with tempfile.TemporaryDirectory(prefix="chaos-store-") as folder:
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES},mode=700", "tmpfs", folder]
+        if subprocess.run(mount, capture_output=True).returncode != 0:
+            yield None
+            return
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def chaos_config(replicas: int, store: Path | None) -> Config:
     """Watched closely, so that a run takes minutes. The port is fixed: a restarted gateway takes the same."""
     return Config.model_validate(
         {
@@ -58,7 +77,8 @@ def chaos_config(replicas: int) -> Config:
             "gateway": {"port": free_port(), "queue_timeout_s": _BOUND_S / 2, "generate_timeout_s": _BOUND_S / 2},
             "fleet": {"discover_interval_s": 0.2, "probe_interval_s": 0.2, "probe_timeout_s": 2, "lost_after_s": 4},
             "weights": {
-                "init_timeout_s": 10, "drain_timeout_s": 20, "transfer_timeout_s": 10, "control_timeout_s": 10,
+                "store": str(store) if store else "auto", "init_timeout_s": 10,
+                "drain_timeout_s": 20, "transfer_timeout_s": 10, "control_timeout_s": 10,
                 "idle_timeout_s": 4,
             },
         }
@@ -154,8 +174,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome")
     args = parser.parse_args(argv)
     faults = args.fault or list(FAULTS)
-    with running(chaos_config(args.replicas)) as url:
-        outcomes = asyncio.run(hurt(url, args.replicas, faults))
+    with small_disk() as disk:
+        if disk is None and DISK_FULL in faults:
+            faults.remove(DISK_FULL)
+            print(f"not run: {DISK_FULL}, since this user may not mount a file system for it")
+        with running(chaos_config(args.replicas, disk)) as url:
+            outcomes = asyncio.run(hurt(url, args.replicas, faults))
     if args.json:
         args.json.write_bytes(orjson.dumps(_report(outcomes, args.replicas), option=orjson.OPT_INDENT_2))
     total = Tally()

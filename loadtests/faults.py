@@ -4,20 +4,27 @@ A fault gets the world as it is and returns when its own part is over; the calle
 """
 
 import asyncio
+import contextlib
 import os
+import shutil
 import signal
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
 
+from engines.errors import StoreFailed
+from engines.weight_store import Draft, claim_draft, raw
 from loadtests.witness import Witness
 
 Json = dict[str, Any]
+
+DISK_FULL = "disk full in the weight store"
 
 _RETRY_S = 0.2
 _UNAIDED_S = 90.0
@@ -66,9 +73,30 @@ class Trainer:
         await self.send()
         await self.finish()
 
-    async def call(self, method: str, path: str, body: Json | None = None) -> Json:
+    async def push(self, *, rolling: bool = False, damaged: bool = False) -> None:
+        """Bring a version through the store; `damaged` changes a byte of it after its digests were taken."""
+        store = await self.call("GET", "/v1/weight_store")
+        draft, owner = claim_draft(Path(store["folder"]))
         try:
-            async with self._session.request(method, self._url + path, json=body) as response:
+            written = Draft(draft, store["model"])
+            written.add([raw("weight", "float32", [4, 4], bytes(64))])
+            written.finish()
+            if damaged:
+                _change_last_byte(next(draft.glob("*.safetensors")))
+            body = {"transport": "store", "snapshot": draft.name, "rolling": rolling}
+            reply = await self.call("POST", "/v1/weight_updates", body)
+            self._witness.version = max(self._witness.version, reply["weight_version"])
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+            os.close(owner)
+
+    async def tell_engine(self, replica: Json, method: str, **arguments: Any) -> None:
+        """Have the simulated engine of one replica misbehave, or stop it."""
+        await self.call("POST", "/collective_rpc", {"method": method, "kwargs": arguments}, url=replica["url"])
+
+    async def call(self, method: str, path: str, body: Json | None = None, url: str = "") -> Json:
+        try:
+            async with self._session.request(method, (url or self._url) + path, json=body) as response:
                 text = await response.text()
                 if response.status != 200:
                     raise CallFailed(path, response.status, text)
@@ -98,9 +126,8 @@ class World:
         return sorted(found, key=lambda replica: replica["state"] != "SERVING")
 
     async def engine_pid(self) -> int:
-        """The engine server of one replica, a serving one where there is one: the guard's only child."""
-        guard = (await self.replicas())[0]["pid"]
-        return int(psutil.Process(guard).children()[0].pid)
+        """The engine server of one replica, a serving one where there is one."""
+        return engine_of((await self.replicas())[0])
 
     def gateway_pid(self) -> int:
         port = urlsplit(self.url).port
@@ -165,6 +192,73 @@ async def wrong_shapes(world: World) -> None:
         await world.trainer.send(shapes=[[4, 5]])
 
 
+async def damaged_on_the_way(world: World) -> None:
+    """One replica receives other bytes than its peers."""
+    replica = (await world.replicas())[0]
+    await world.trainer.tell_engine(replica, "damage", name="weight")
+    await world.trainer.start()
+    await world.trainer.send()
+    with refused(424):
+        await world.trainer.finish()
+    await world.trainer.tell_engine(replica, "heal")
+
+
+async def damaged_in_the_store(world: World) -> None:
+    with refused(400):
+        await world.trainer.push(damaged=True)
+    await world.trainer.push()
+
+
+async def disk_full(world: World) -> None:
+    """An update over the group goes on without a copy; one through the store is told so, and leaves nothing behind."""
+    folder = Path((await world.trainer.call("GET", "/v1/weight_store"))["folder"])
+    with _filled(folder):
+        await world.trainer.update()
+        try:
+            with refused(409):  # where the draft just fitted, and its promotion does not
+                await world.trainer.push()
+        except StoreFailed as error:
+            if "is full" not in str(error):
+                raise
+
+
+async def returns_with_old_weights(world: World) -> None:
+    """One that was silent while the others took a version: it has to take it before it serves."""
+    silent = (await world.replicas())[0]
+    pid = engine_of(silent)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await until(lambda: _is_out(world, silent), _UNAIDED_S, "the silent replica to be left out")
+        await world.trainer.push()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await until(world.serves, _UNAIDED_S, "the one that was silent to serve")
+
+
+async def killed_while_rolling(world: World) -> None:
+    """The one whose turn it is dies: the update goes on without it, and its successor catches up."""
+    async with _rolling(world) as (pushing, leaving):
+        os.kill(engine_of(leaving), signal.SIGKILL)
+        await pushing
+    await until(world.serves, _UNAIDED_S, "a successor with the current weights")
+
+
+async def fails_while_rolling(world: World) -> None:
+    """One replica holds other weights than it says: who took the version before it is taken back."""
+    replica = (await world.replicas())[-1]
+    await world.trainer.tell_engine(replica, "corrupt_loads", on=True)
+    with refused(424):
+        await world.trainer.push(rolling=True)
+    await world.trainer.tell_engine(replica, "corrupt_loads", on=False)
+    await until(world.serves, _UNAIDED_S, "the fleet to be back at the version before")
+
+
+async def trainer_dies_while_rolling(world: World) -> None:
+    async with _rolling(world) as (pushing, _):
+        pushing.cancel()
+    await until(world.serves, _UNAIDED_S, "the fleet to be back at the version before")
+
+
 async def two_trainers(world: World) -> None:
     await world.trainer.start()
     with refused(409):
@@ -184,6 +278,55 @@ async def _is_replaced(world: World, pid: int) -> bool:
     return await world.serves() and not psutil.pid_exists(pid)
 
 
+async def _is_out(world: World, replica: Json) -> bool:
+    """Whether the replica is so far gone that an update passes it by."""
+    return replica["replica_id"] not in {found["replica_id"] for found in await world.replicas()}
+
+
+@asynccontextmanager
+async def _rolling(world: World) -> "AsyncIterator[tuple[asyncio.Task[None], Json]]":
+    """A rolling update, when the first replica serves the new version and another one leaves; that one."""
+    pushing = asyncio.create_task(world.trainer.push(rolling=True))
+    leaving: list[Json] = []
+
+    async def is_under_way() -> bool:
+        replicas = await world.replicas()
+        leaving[:] = [replica for replica in replicas if replica["state"] == "UPDATING"]
+        versions = {replica["weight_version"] for replica in replicas if replica["state"] == "SERVING"}
+        return bool(leaving) and len(versions) > 1
+
+    try:
+        await until(is_under_way, _UNAIDED_S, "a replica to take a version while others serve the one before", 0.0)
+        yield pushing, leaving[0]
+    finally:
+        pushing.cancel()
+        await asyncio.gather(pushing, return_exceptions=True)
+
+
+@contextmanager
+def _filled(folder: Path) -> Iterator[None]:
+    """Leaves no byte of the file system that holds the folder."""
+    filler = folder / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        yield
+    finally:
+        filler.unlink()
+
+
+def engine_of(replica: Json) -> int:
+    """The engine server's process: the guard's only child."""
+    return int(psutil.Process(replica["pid"]).children()[0].pid)
+
+
+def _change_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
 FAULTS: dict[str, Fault] = {
     "replica killed before an update": killed_before,
     "replica killed during the transfer": killed_during,
@@ -191,6 +334,13 @@ FAULTS: dict[str, Fault] = {
     "replica wedged during the transfer": wedged_during,
     "trainer dies in the middle": trainer_dies,
     "gateway killed in the middle": gateway_killed,
+    "replica returns with old weights": returns_with_old_weights,
+    "tensor damaged on its way to one replica": damaged_on_the_way,
+    "tensor damaged in the store": damaged_in_the_store,
+    DISK_FULL: disk_full,
+    "replica killed in a rolling update": killed_while_rolling,
+    "replica fails in a rolling update": fails_while_rolling,
+    "trainer dies in a rolling update": trainer_dies_while_rolling,
     "tensors of wrong shapes": wrong_shapes,
     "two trainers at once": two_trainers,
     "a new trainer session in the middle": new_session,
@@ -210,7 +360,7 @@ def refused(status: int | None = None) -> Iterator[None]:
             raise CallFailed("this call", 200, f"was to be refused with {status}")
 
 
-async def until(condition: Callable[[], Awaitable[bool]], bound_s: float, what: str) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], bound_s: float, what: str, retry_s: float = _RETRY_S) -> None:
     """Returns when the condition holds; `Hung` after the bound. A gateway that is away is asked again."""
     try:
         async with asyncio.timeout(bound_s):
@@ -220,6 +370,6 @@ async def until(condition: Callable[[], Awaitable[bool]], bound_s: float, what: 
                         return
                 except CallFailed:
                     pass
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(retry_s)
     except TimeoutError as error:
         raise Hung(f"{what}: not within {bound_s:g} s") from error

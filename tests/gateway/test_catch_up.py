@@ -7,9 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
 
 from engines import weight_store
+from engines.sim_server import SimServer
+from engines.sim_worker import SimWorker
 from engines.weight_store import Manifest, WeightStore
+from gateway.catch_up import CatchUp
 from tests.rig import Json, Rig, SimReplica, StartRig
 
 BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
@@ -324,3 +328,52 @@ async def test_a_replica_that_fails_the_canary_is_mended_from_the_store(start_ri
     await rig.until(dict.fromkeys(("engine-0", "engine-1", "engine-2"), "SERVING"))
     assert len(await greedy(rig)) == 1
     assert await served_versions(rig) == {2}
+
+
+@pytest.fixture
+def mute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines as vLLM 0.26: they have no word for the version of their weights."""
+
+    async def unknown(*_: object) -> None:
+        raise web.HTTPNotFound
+
+    monkeypatch.setattr(SimServer, "weight_info", unknown)
+    monkeypatch.setattr(SimServer, "update_weight_version", unknown)
+
+
+@pytest.mark.usefixtures("mute")
+async def test_a_gateway_started_anew_knows_from_the_store_what_engines_hold_that_cannot_say(
+    kept: Rig, start: StartRig
+) -> None:
+    said = await greedy(kept)
+    again = await moved(kept, start)
+    await again.until(BOTH_SERVE)
+    assert (await again.get("/status"))[1]["weight_version"] == 1
+    assert await greedy(again) == said
+    assert await served_versions(again) == {1}
+
+
+@pytest.mark.usefixtures("mute")
+async def test_an_engine_that_cannot_say_is_not_believed_after_an_update_that_broke_off(
+    kept: Rig, start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await begun(kept)
+    await kept.post("/update_weights", {"update_info": kept.tensors})
+    loads: list[str] = []
+    monkeypatch.setattr(SimWorker, "_load", lambda _, path: loads.append(path))
+    monkeypatch.setattr(CatchUp, "restore", lambda *_, **__: None)  # the gateway dies without a word
+    again = await moved(kept, start)
+    await again.until(BOTH_SERVE)
+    assert [Path(path).name for path in loads] == ["v1", "v1"]
+    assert again.fleet.version == 1
+
+
+@pytest.mark.usefixtures("mute")
+async def test_an_engine_started_anew_that_cannot_say_is_at_the_checkpoint(kept: Rig, start: StartRig) -> None:
+    await kept.stop_gateway()
+    for index in (0, 1):
+        await kept.replicas[0].kill()
+        await kept.add_replica(f"engine-{index}")
+    again = await start(kept.replicas)
+    await again.until(BOTH_SERVE)
+    assert await served_versions(again) == {0}

@@ -62,9 +62,12 @@ async def push(rig: Rig, folder: Path, **body: Any) -> Reply:
 
 @asynccontextmanager
 async def rolling(rig: Rig, folder: Path) -> AsyncIterator["asyncio.Task[Reply]"]:
-    """A rolling update beside the test."""
+    """A rolling update beside the test, from the moment on when it has begun."""
     pushing = asyncio.create_task(push(rig, folder))
     try:
+        async with asyncio.timeout(20):
+            while rig.fleet.rolling_to is None:
+                await asyncio.sleep(0.01)
         yield pushing
     finally:
         pushing.cancel()
@@ -170,7 +173,6 @@ async def test_a_demand_that_is_not_met_in_time_is_refused_with_the_versions_the
 ) -> None:
     rig = await start(2, gateway={"queue_timeout_s": 0.3})
     async with rolling(rig, folder):
-        await asyncio.sleep(0.1)
         status, reply = await rig.post("/v1/completions", {"prompt": [5], "max_staleness": 0})
         assert status == 504
         for told in ("demands version 1 or newer", "max_staleness = 0", "SERVING version 0", "the newest is 1"):
@@ -251,7 +253,6 @@ async def test_a_replica_that_joins_in_the_middle_has_the_version_before_it_is_o
 ) -> None:
     rig = await start(2)
     async with rolling(rig, folder) as pushing:
-        await asyncio.sleep(0.1)
         await rig.add_replica("engine-2")
         async with asyncio.timeout(20):
             while "engine-2" not in await rig.states():
@@ -291,7 +292,6 @@ async def test_rollouts_that_do_not_end_stop_the_update_and_their_replica_serves
 async def test_a_pause_and_a_rolling_update_exclude_each_other(start: StartRig, folder: Path, turns: Turns) -> None:
     rig = await start(2)
     async with rolling(rig, folder) as pushing:
-        await asyncio.sleep(0.1)
         status, reply = await rig.post("/pause?mode=keep", None)
         assert (status, "rolling update to version 1" in reply["error"]["message"]) == (409, True)
         status, reply = await rig.post("/start_weight_update", {})

@@ -1,6 +1,7 @@
 """Does what a trainer is about to send fit the served model? Asked before anything is overwritten."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from engines.errors import InvalidRequest
@@ -8,6 +9,9 @@ from engines.types import TensorMeta
 
 CASTABLE = ("float64", "float32", "float16", "bfloat16")
 """What engines cast into each other. Integers and 8-bit floats are codes of a quantisation."""
+
+_FUSED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+_FUSED = {part: parts[0] for parts in _FUSED_TOGETHER for part in parts}
 
 
 class Served(Protocol):
@@ -51,6 +55,34 @@ def check_tensors(announced: Mapping[str, Any], served: Served, param: str) -> N
                 f"{expected[name].dtype!r}",
                 param=f"{param}.dtype_names",
             )
+
+
+def check_fused(names: Collection[str], served: Served) -> None:
+    """Raises `InvalidRequest` where an update has some of the tensors that vLLM holds in one, and not the others.
+
+    Its reload begins such a tensor anew, and leaves what does not come as it finds it in memory.
+    """
+    if served.tensors is None:
+        return
+    whole = defaultdict(list)
+    for tensor in served.tensors:
+        whole[_fused_into(tensor.name)].append(tensor.name)
+    for name in names:
+        if missing := set(whole.get(_fused_into(name), ())).difference(names):
+            raise InvalidRequest(
+                f"the update has {name!r} and not {min(missing)!r}, which vLLM holds together: send both, or push "
+                "through the store, which takes any",
+                param="update_info.names",
+            )
+
+
+def _fused_into(name: str) -> str:
+    """What vLLM makes of a tensor: those that become one have one name here, as have weight and bias of a layer."""
+    if ".experts." in name:
+        return name.partition(".experts.")[0] + ".experts"
+    module, _, _ = name.rpartition(".")
+    parent, _, own = module.rpartition(".")
+    return f"{parent}.{_FUSED.get(own, own)}"
 
 
 def _fits(dtype: str, expected: str) -> bool:

@@ -20,7 +20,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +164,11 @@ class Draft:
             return
         if base is None:
             raise StoreFailed(f"tensor {min(missing)!r} never came, and the version before is not kept")
+        kept = Manifest.read(base).tensors if (base / MANIFEST).is_file() else {}
         for file, spans in read_spans(base).items():
             wanted = [span for span in spans if span.name in missing]
             missing -= {span.name for span in wanted}
-            if not wanted:
+            if not wanted or (kept and len(wanted) == len(spans) and self._link(base / file, kept)):
                 continue
             with _mapped(base / file) as content:
                 for batch in _batches(wanted):
@@ -176,6 +177,21 @@ class Draft:
                     )
         if missing:
             raise StoreFailed(f"{base} lacks tensor {min(missing)!r}, which never came either")
+
+    def _link(self, file: Path, kept: Mapping[str, StoredTensor]) -> bool:
+        """Take a file of a version as it is: the same bytes under another name. False where the disk cannot."""
+        path = self._next_file()
+        try:
+            os.link(file, path)
+        except OSError:
+            self._num_files -= 1
+            return False
+        self._tensors |= {name: replace(one, file=path.name) for name, one in kept.items() if one.file == file.name}
+        return True
+
+    def _next_file(self) -> Path:
+        self._num_files += 1
+        return self.folder / f"model-{self._num_files:05d}.safetensors"
 
     def finish(self) -> None:
         """Write index and manifest: from here on the draft is whole."""
@@ -244,7 +260,8 @@ class WeightStore:
 
     def has_room_for(self, num_bytes: int) -> bool:
         """Whether so much fits, counting what our versions take, which new ones take the place of."""
-        ours = sum(path.stat().st_size for path in self.folder.glob("*/*.safetensors"))
+        files = [path.stat() for path in self.folder.glob("*/*.safetensors")]
+        ours = sum({file.st_ino: file.st_size for file in files}.values())  # versions share what has not changed
         return shutil.disk_usage(self.folder).free + ours >= num_bytes
 
     def draft(self) -> Path:

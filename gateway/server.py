@@ -281,7 +281,7 @@ class GatewayServer:
         return reply({"weight_version": str(self._fleet.version)})
 
     async def _served_weights(self, request: web.Request) -> web.Response:
-        return reply(served_weights(self._fleet))
+        return reply(served_weights(self._fleet, self._weights.updates))
 
     async def _weight_updates(self, request: web.Request) -> web.Response:
         """Records of the last updates, newest first; one that runs stands before them."""

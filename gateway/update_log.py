@@ -6,7 +6,7 @@ import structlog
 
 from engines.engine import Json
 from gateway.metrics import Metrics
-from gateway.weight_update import WeightUpdate
+from gateway.weight_update import Phase, WeightUpdate
 
 log = structlog.get_logger()
 
@@ -23,6 +23,10 @@ class UpdateLog:
     @property
     def last(self) -> WeightUpdate | None:
         return self._updates[0] if self._updates else None
+
+    @property
+    def last_committed(self) -> WeightUpdate | None:
+        return next((update for update in self._updates if update.phase is Phase.COMMITTED), None)
 
     def reports(self) -> list[Json]:
         return [update.report() for update in self._updates]

@@ -42,6 +42,7 @@ class WeightUpdate:
     opened_at: float = field(default_factory=time.monotonic)
     opened: datetime = field(default_factory=lambda: datetime.now(UTC))
     touched_at: float = field(default_factory=time.monotonic)
+    names: set[str] = field(default_factory=set)
     tensors: int = 0
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -57,6 +58,11 @@ class WeightUpdate:
     def age_s(self) -> float:
         """Seconds from its start to its end, or to now."""
         return (self.ended_at or time.monotonic()) - self.opened_at
+
+    @property
+    def name(self) -> str:
+        """Like no other's, of this gateway's life or another's."""
+        return f"{self.version} of {self.opened.isoformat()}"
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
@@ -74,6 +80,7 @@ class WeightUpdate:
 
     def receive(self, update_info: Json) -> None:
         """Count tensors that every replica has received."""
+        self.names.update(update_info["names"])
         self.tensors += len(update_info["names"])
         self.num_bytes += num_bytes(update_info)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from engines.announcement import check_tensors
+from engines.announcement import check_fused, check_tensors
 from engines.engine import Json, ReceiptCopy
 from engines.errors import (
     DeadlineExceeded,
@@ -210,6 +210,9 @@ class WeightCoordinator:
             self._canary.check_length(canary_logprobs)
             update.phase = Phase.VERIFYING
             async with self._step(update, "digests"):
+                for replica in group.members:
+                    if replica.info.dialect is Dialect.VLLM:
+                        check_fused(update.names, replica.info)
                 digests = await self._receipts(group)
             async with self._step(update, "commit"):
                 timeout_s = self._config.control_timeout_s

@@ -16,6 +16,8 @@ NUM_ENGINES = 2
 TIMEOUT_S = 20.0
 POLL_S = 0.02
 """How long the end of a played gateway waits for it to look up."""
+UNREAD = {"model": "tiny", "weight_version": 6, "update": None, "tensors": None, "replicas": []}
+"""What is served where no replica could read its checkpoint."""
 Answer = tuple[int, dict[str, Any]]
 
 
@@ -30,7 +32,7 @@ class PlayedGateway:
             "/health": lambda _: (200, {}),
             "/v1/models": lambda _: (200, {"data": [{"id": "tiny"}]}),
             "/server_info": lambda _: (200, {"vllm_config": {"weight_transfer_config": {"backend": "gloo"}}}),
-            "/v1/weights": lambda _: (200, {"model": "tiny", "weight_version": 6, "tensors": None, "replicas": []}),
+            "/v1/weights": lambda _: (200, UNREAD),
             "/v1/weight_updates": lambda _: (200, {"weight_version": 6}),
             "/weight_info": lambda _: (200, {"weight_version": "6"}),
             "/get_world_size": lambda _: (200, {"world_size": NUM_ENGINES}),

@@ -163,6 +163,33 @@ def one_tensor_at_a_time(trainer: Trainer) -> dict[str, Any]:
         return trainer.push(sharded(trainer, Model())) | {"gathered": gathered}
 
 
+def delta(trainer: Trainer) -> dict[str, Any]:
+    """Of a change on the second rank alone both ranks send the tensor."""
+    model = sharded(trainer, Model())
+    sent: list[str] = []
+    with (
+        BlockingRolloutClient(trainer.url, attempts=1) as client,
+        WeightSender(client, transport="store", timeout_s=TIMEOUT_S, delta=True) as sender,
+    ):
+        sender.push(model)
+        if trainer.rank == 1:
+            with torch.no_grad():
+                model.layers[1].weight.to_local().add_(1.0)
+        gather = trainer_ranks.TrainerRanks.gather
+
+        def noted(ranks: Any, run: Any) -> Any:
+            sent.extend(entry.name for entry in run)
+            return gather(ranks, run)
+
+        with patch.object(trainer_ranks.TrainerRanks, "gather", noted):
+            version = sender.push(model)
+    dist.barrier()
+    expected = Model()
+    with torch.no_grad():
+        expected.layers[1].weight[2:] += 1.0
+    return {"version": version, "sent": sent} | (trainer.stored(version, expected) if trainer.rank == 0 else {})
+
+
 def other_shapes(trainer: Trainer) -> dict[str, Any]:
     model = Model()
     model.layers[1] = nn.Linear(6, 5)
@@ -226,6 +253,7 @@ CASES = (
     dict_of_dtensors,
     iterator_of_dtensors,
     one_tensor_at_a_time,
+    delta,
     other_shapes,
     ranks_that_differ,
     after_all_that,

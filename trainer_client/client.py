@@ -25,7 +25,7 @@ from trainer_client.http import GatewayHttp, Json
 from trainer_client.progress import OnProgress
 from trainer_client.results import Rollout, read_rollout
 from trainer_client.sampling import SamplingParams
-from trainer_client.served import ServedWeights, read_served
+from trainer_client.served import ServedWeights
 
 URL_VARIABLE = "ROLLOUT_URL"
 KEY_VARIABLE = "ROLLOUT_API_KEY"
@@ -191,7 +191,7 @@ class RolloutClient:
 
     async def served_weights(self, timeout_s: float = _ASK_TIMEOUT_S) -> ServedWeights:
         """The names, dtypes and shapes of the policy's tensors, its version, and where it runs."""
-        return read_served(await self._call("GET", "/v1/weights", None, timeout_s))
+        return ServedWeights.read(await self._call("GET", "/v1/weights", None, timeout_s))
 
     async def weight_store(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
         """Where the gateway keeps weight versions (`folder`), and of which `model`."""

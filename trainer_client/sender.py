@@ -1,5 +1,6 @@
 """Weights of a trainer to all replicas in one call, whatever carries them. Loads torch with the first push."""
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -7,16 +8,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from engines.announcement import check_tensors
-from engines.errors import ConfigError
+from engines.errors import ConfigError, RolloutGatewayError
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.progress import OnWeightProgress, WeightProgress
+from trainer_client.served import ServedWeights
 
 if TYPE_CHECKING:
     import torch
 
     from trainer_client.part import Part
+    from trainer_client.pushed import Pushed
     from trainer_client.tensors import Entry, Given, Source
-    from trainer_client.trainer_ranks import Ranks, TrainerRanks
+    from trainer_client.trainer_ranks import Narrow, Outcome, Ranks, TrainerRanks
 
 _WAITS_BETWEEN_WORDS = 5
 """Of the rank that sends, such as those for a group and for rollouts in flight, while the others await its word."""
@@ -45,7 +48,9 @@ class WeightSender:
 
     `transport` is "store" (a folder that trainer and engines share; vLLM and SGLang alike), or a group with all workers
     of all engines over "gloo" or "nccl"; unless named, the group that the engines say they receive over. `dtype` is
-    what floats are sent in, unless given the dtypes that the engines hold them in. `timeout_s`
+    what floats are sent in, unless given the dtypes that the engines hold them in. With `delta` only those
+    tensors are sent whose bytes have changed since this sender's last push (over a group all of their layer, which vLLM
+    loads together); where another has made what is served, all are. `timeout_s`
     bounds each wait: for a group, for rollouts in flight, for the tensors, for the commit. `on_progress` is told of
     every tensor.
 
@@ -60,6 +65,7 @@ class WeightSender:
         *,
         transport: TransportName | None = None,
         dtype: "torch.dtype | None" = None,
+        delta: bool = False,
         device: "torch.device | str | None" = None,
         address: str = "",
         port: int = 0,
@@ -72,6 +78,8 @@ class WeightSender:
         self._client = client
         self._name = transport
         self._dtype = dtype
+        self._delta = delta
+        self._pushed: Pushed | None = None
         self._device = device
         self._address = address
         self._port = port
@@ -101,9 +109,10 @@ class WeightSender:
 
         `named_tensors` is a model (plain, compiled, DDP, FSDP, FSDP2 or tensor-parallel), a mapping, or pairs of name
         and tensor, DTensors among them; names are the checkpoint's. An iterator is read as it is sent, at most 1 GiB
-        ahead, and must give each tensor its own memory. Tensors that are left out stay as they are. Where any is
-        sharded, or the model is DDP's, every rank of it calls this with the same arguments: they gather at most 256 MiB
-        at a time (or one tensor), the first rank sends, and all return the version or raise what the first met.
+        ahead (with `delta` over a group to the end of a layer), and must give each tensor its own memory. Tensors that
+        are left out stay as they are; over a group those that vLLM fuses go together. Where any is sharded, or the
+        model is DDP's, every rank of it calls this with the same arguments: they gather at most 256 MiB at a time (or
+        one tensor), the first rank sends, and all return the version or raise what the first met.
         `canary_logprobs` are the trainer's own of the client's `canary_token_ids`, all but the first. With `rolling`
         replicas take the version one after the other while the others serve, which the store alone can; unless given
         it is as the gateway's `weights.rolling` says.
@@ -115,24 +124,65 @@ class WeightSender:
         """
         from trainer_client.tensors import Given
 
-        given = Given(named_tensors)
+        given = Given(named_tensors, by_layer=self._delta and self._by_layer)
         ranks = self._ranks(tuple(given.ranks))
-        if not ranks.is_sender:
-            return ranks.follow(given, self._dtype)
-        try:
-            parts = self._checked_parts(given, ranks)
-            first = next(parts)  # so that what does not fit is refused before anything is touched
-            done = self._transport_made().push(chain([first], parts), version, canary_logprobs, rolling)
-        except BaseException as error:
-            ranks.end(error)
-            raise
-        ranks.end(done)
+        pushed = self._pushed_before()
+        pushed.begin()
+
+        def narrow(entries: "list[Entry]", served: ServedWeights) -> "list[Entry]":
+            return pushed.changed(entries, served, ranks.any_rank) if self._delta else entries
+
+        if ranks.is_sender:
+            done, served = self._send(given, ranks, narrow, version, canary_logprobs, rolling)
+        else:
+            done, served = ranks.follow(given, self._dtype, narrow)
+        if served is not None:
+            pushed.committed(served)
         return done
+
+    @property
+    def _by_layer(self) -> bool:
+        """The store holds whole versions; a group moves what vLLM then puts together layer by layer."""
+        return self._name != "store"
 
     def close(self, reason: str = "the trainer closed the group") -> None:
         """Leave the group, where there is one. May be called twice; the next push opens another."""
         if self._transport is not None:
             self._transport.close(reason)
+
+    def _send(
+        self,
+        given: "Given",
+        ranks: "Ranks",
+        narrow: "Narrow",
+        version: int | None,
+        canary_logprobs: Sequence[float] | None,
+        rolling: bool | None,
+    ) -> "Outcome":
+        """The sender's part of a push, with which every other rank learns of its end."""
+        try:
+            parts = self._checked_parts(given, ranks, narrow)
+            first = next(parts)  # so that what does not fit is refused before anything is touched
+            done = self._transport_made().push(chain([first], parts), version, canary_logprobs, rolling)
+            outcome = done, self._served_now() if self._delta else None
+        except BaseException as error:
+            ranks.end(error)
+            raise
+        ranks.end(outcome)
+        return outcome
+
+    def _served_now(self) -> ServedWeights | None:
+        """None where the gateway cannot be asked just now: the push went well all the same."""
+        with contextlib.suppress(RolloutGatewayError):
+            return self._client.served_weights()
+        return None
+
+    def _pushed_before(self) -> "Pushed":
+        from trainer_client.pushed import Pushed
+
+        if self._pushed is None:
+            self._pushed = Pushed(by_layer=self._by_layer)
+        return self._pushed
 
     def _transport_made(self) -> Transport:
         if self._transport is None:
@@ -165,25 +215,27 @@ class WeightSender:
             self._groups[ranks] = TrainerRanks(ranks, _WAITS_BETWEEN_WORDS * self._timeout_s)
         return self._groups[ranks].begun()
 
-    def _checked_parts(self, given: "Given", ranks: "Ranks") -> "Iterator[Part]":
+    def _checked_parts(self, given: "Given", ranks: "Ranks", narrow: "Narrow") -> "Iterator[Part]":
         """The parts, each found to fit the served model, which tell how far the update is as far as it is known."""
         from trainer_client.part import Part
         from trainer_client.tensors import announced
 
-        tensors = sent = num_tensors = num_bytes = 0
+        tensors = bytes_sent = num_tensors = num_bytes = 0
 
         def tell(entry: "Entry") -> None:
-            nonlocal tensors, sent
-            tensors, sent = tensors + 1, sent + entry.num_bytes
+            nonlocal tensors, bytes_sent
+            tensors, bytes_sent = tensors + 1, bytes_sent + entry.num_bytes
             if self._on_progress is not None:
                 self._on_progress(
-                    WeightProgress(tensors=tensors, num_tensors=num_tensors, bytes=sent, num_bytes=num_bytes)
+                    WeightProgress(tensors=tensors, num_tensors=num_tensors, bytes=bytes_sent, num_bytes=num_bytes)
                 )
 
         served = self._client.served_weights()
         for entries in given.parts(served.tensors, self._dtype):
             ranks.agree(entries, served)
+            sent = narrow(entries, served)
             check_tensors(announced(entries), served, "named_tensors")
-            num_tensors += len(entries)
-            num_bytes += sum(entry.num_bytes for entry in entries)
-            yield Part(entries, ranks, tell)
+            num_tensors += len(sent)
+            num_bytes += sum(entry.num_bytes for entry in sent)
+            if sent:
+                yield Part(sent, ranks, tell)

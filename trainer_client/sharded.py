@@ -23,6 +23,13 @@ def shape_of(tensor: Any) -> list[int]:
     return list(tensor.size())
 
 
+def parts_here(tensor: Any) -> list[torch.Tensor]:
+    """What this process has of it."""
+    if hasattr(tensor, "full_tensor"):
+        return [tensor.to_local()]
+    return [shard.tensor for shard in tensor.local_shards()] if is_sharded(tensor) else [tensor]
+
+
 def gathered(tensor: Any, dtype: torch.dtype) -> torch.Tensor | None:
     """The whole in `dtype`: on every rank of a DTensor; of a ShardedTensor on the first rank, None on the others.
 

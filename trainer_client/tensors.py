@@ -50,10 +50,13 @@ class Entry:
 
 
 class Given:
-    """The tensors that one call of `push` was given, part by part. `InvalidRequest` where they are no tensors."""
+    """The tensors that one call of `push` was given, part by part. `InvalidRequest` where they are no tensors.
 
-    def __init__(self, source: Source) -> None:
-        self._parts = _parts(source)
+    With `by_layer` a part ends with a layer, also where it is larger then.
+    """
+
+    def __init__(self, source: Source, *, by_layer: bool = False) -> None:
+        self._parts = _parts(source, by_layer=by_layer)
         self._first = next(self._parts, [])
         if not self._first:
             raise InvalidRequest("named_tensors is empty: an update needs at least one tensor", param="named_tensors")
@@ -85,11 +88,22 @@ def announced(entries: Sequence[Entry]) -> dict[str, object]:
     }
 
 
-def _parts(source: Source) -> Iterator[list[NamedOnes]]:
+def layer_of(name: str) -> str:
+    """The part of a model that `name` is loaded with: "model.layers.3" with all that is in it, else the module.
+
+    vLLM fuses tensors of one module into one, such as those of an attention or of all experts, and where some of them
+    come and others do not it fills the rest with whatever was in memory.
+    """
+    path = name.split(".")
+    number = next((place for place, part in enumerate(path) if part.isdigit()), None)
+    return ".".join(path[:-1] or path if number is None else path[: number + 1])
+
+
+def _parts(source: Source, *, by_layer: bool) -> Iterator[list[NamedOnes]]:
     if isinstance(source, torch.nn.Module):
         yield model_tensors(source)
     elif isinstance(source, Iterator):
-        yield from _bounded(_checked(one) for one in source)
+        yield from _bounded((_checked(one) for one in source), by_layer=by_layer)
     else:
         yield _same_as_one([_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)])
 
@@ -139,14 +153,14 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bounded(ones: Iterator[NamedOnes]) -> Iterator[list[NamedOnes]]:
+def _bounded(ones: Iterator[NamedOnes], *, by_layer: bool) -> Iterator[list[NamedOnes]]:
     part: list[NamedOnes] = []
     size = 0
     for one in ones:
-        part.append(one)
-        size += prod(shape_of(one.tensor)) * one.tensor.dtype.itemsize
-        if size >= PART_BYTES:
+        if size >= PART_BYTES and not (by_layer and layer_of(one.names[0]) == layer_of(part[-1].names[0])):
             yield part
             part, size = [], 0
+        part.append(one)
+        size += prod(shape_of(one.tensor)) * one.tensor.dtype.itemsize
     if part:
         yield part

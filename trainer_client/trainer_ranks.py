@@ -7,8 +7,7 @@ given up on: the others wait for its word, for as long as any of its own waits m
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,11 +16,15 @@ import torch.distributed as dist
 
 from engines.errors import DeadlineExceeded, InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from gateway.api import body_of, error_of, status_of
-from trainer_client.served import ServedWeights, read_tensors
+from trainer_client.served import ServedWeights
 from trainer_client.sharded import is_sharded
 from trainer_client.tensors import Entry, Given
 
 Json = dict[str, Any]
+
+Outcome = tuple[int, ServedWeights | None]
+"""The version, and what is served now where the ranks need to know."""
+Narrow = Callable[[list[Entry], ServedWeights], list[Entry]]
 
 _RUN_BYTES = 256 << 20
 """Tensors gathered between two words of the first rank: what it holds of a model beside its own shard."""
@@ -36,11 +39,15 @@ class Ranks(Protocol):
     def is_sender(self) -> bool:
         """Whether this process sends."""
 
-    def follow(self, given: Given, dtype: torch.dtype | None) -> int:
-        """Any other rank's part in the push. Returns the version, or raises what the sender did."""
+    def follow(self, given: Given, dtype: torch.dtype | None, narrow: Narrow) -> Outcome:
+        """Any other rank's part in the push. Returns what came of it, or raises what the sender did.
+        `narrow` says which tensors of a part are sent, as it does on the sender."""
 
     def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None:
         """Raises `InvalidRequest` on every rank unless all have these tensors to send to what is served."""
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Of flags that every rank has, those that are set on any."""
 
     def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
         """The entries, cut into what is gathered at a time."""
@@ -48,7 +55,7 @@ class Ranks(Protocol):
     def gather(self, run: Sequence[Entry]) -> list[torch.Tensor]:
         """The sender's part in gathering a run: the whole tensors."""
 
-    def end(self, outcome: "int | BaseException") -> None:
+    def end(self, outcome: Outcome | BaseException) -> None:
         """The sender tells the others what became of it."""
 
 
@@ -57,10 +64,13 @@ class Alone:
 
     is_sender = True
 
-    def follow(self, given: Given, dtype: torch.dtype | None) -> int:
+    def follow(self, given: Given, dtype: torch.dtype | None, narrow: Narrow) -> Outcome:
         raise AssertionError("one process follows nobody")
 
     def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None: ...
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        return list(flags)
 
     def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
         return [[entry] for entry in entries]
@@ -68,7 +78,7 @@ class Alone:
     def gather(self, run: Sequence[Entry]) -> list[torch.Tensor]:
         return [entry.made() for entry in run]
 
-    def end(self, outcome: int | BaseException) -> None: ...
+    def end(self, outcome: Outcome | BaseException) -> None: ...
 
 
 class TrainerRanks:
@@ -93,23 +103,29 @@ class TrainerRanks:
         self._is_over = False
         return self
 
-    def follow(self, given: Given, dtype: torch.dtype | None) -> int:
+    def follow(self, given: Given, dtype: torch.dtype | None, narrow: Narrow) -> Outcome:
         parts: Iterator[list[Entry]] | None = None
         runs: Iterator[list[Entry]] = iter(())
         while "version" not in (word := self._hear()):
             if "part" in word:
-                parts = parts or given.parts(read_tensors(word["part"]), dtype)
-                runs = iter(self.runs(self._next_part(parts)))
+                served = ServedWeights.read(word["part"])
+                parts = parts or given.parts(served.tensors, dtype)
+                runs = iter(self.runs(narrow(self._next_part(parts), served)))
             else:
                 for entry in next(runs):
                     if is_sharded(entry.tensor):
                         entry.made()
-        return int(word["version"])
+        return int(word["version"]), word["served"] and ServedWeights.read(word["served"])
 
     def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None:
         with self._turn:
-            self._say({"part": served.tensors and [asdict(tensor) for tensor in served.tensors]})
+            self._say({"part": served.json()})
             self._compare(_digest(entries))
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        held = torch.tensor(list(flags), dtype=torch.uint8)
+        dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in held.tolist()]
 
     def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
         runs: list[list[Entry]] = [[]]
@@ -126,7 +142,7 @@ class TrainerRanks:
             self._say({"run": len(run)})
             return [entry.made() for entry in run]
 
-    def end(self, outcome: int | BaseException) -> None:
+    def end(self, outcome: Outcome | BaseException) -> None:
         # Where a gathering goes on, somebody is gone, and the others' own waits end.
         if not self._turn.acquire(timeout=self._silence_s):
             return
@@ -134,7 +150,7 @@ class TrainerRanks:
             if self._is_over:
                 return
             self._is_over = True
-            self._say({"version": outcome} if isinstance(outcome, int) else _failure(outcome))
+            self._say(_failure(outcome) if isinstance(outcome, BaseException) else _success(*outcome))
         finally:
             self._turn.release()
 
@@ -192,6 +208,10 @@ class TrainerRanks:
 def _digest(entries: Sequence[Entry]) -> bytes:
     told = "\n".join(f"{entry.name} {entry.dtype} {entry.shape}" for entry in entries)
     return hashlib.blake2b(told.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _success(version: int, served: ServedWeights | None) -> Json:
+    return {"version": version, "served": served and served.json()}
 
 
 def _failure(error: BaseException) -> Json:

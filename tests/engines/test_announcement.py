@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engines.announcement import check_tensors
+from engines.announcement import check_fused, check_tensors
 from engines.errors import InvalidRequest
 from engines.types import TensorMeta
 
@@ -51,3 +51,38 @@ def test_codes_of_the_same_kind_fit() -> None:
 
 def test_a_checkpoint_that_could_not_be_read_fits_anything() -> None:
     check_tensors(announced("anything"), Model(None), "update_info")
+
+
+LAYER = "model.layers.0"
+FUSED = Model(
+    tuple(
+        TensorMeta(name=f"{LAYER}.{part}", dtype="bfloat16", shape=(4,))
+        for part in (
+            "self_attn.q_proj.weight",
+            "self_attn.q_proj.bias",
+            "self_attn.k_proj.weight",
+            "self_attn.o_proj.weight",
+            "mlp.experts.0.up_proj.weight",
+            "mlp.experts.1.up_proj.weight",
+            "input_layernorm.weight",
+        )
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("sent", "missing"),
+    [
+        (["self_attn.q_proj.weight", "self_attn.q_proj.bias"], "self_attn.k_proj.weight"),
+        (["self_attn.q_proj.weight", "self_attn.k_proj.weight"], "self_attn.q_proj.bias"),
+        (["mlp.experts.0.up_proj.weight"], "mlp.experts.1.up_proj.weight"),
+    ],
+)
+def test_tensors_that_vllm_holds_as_one_come_together(sent: list[str], missing: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"and not '{LAYER}.{missing}', which vLLM holds together"):
+        check_fused({f"{LAYER}.{name}" for name in sent}, FUSED)
+
+
+@pytest.mark.parametrize("sent", [["self_attn.o_proj.weight"], ["input_layernorm.weight"], []])
+def test_tensors_of_their_own_may_come_alone(sent: list[str]) -> None:
+    check_fused({f"{LAYER}.{name}" for name in sent}, FUSED)

@@ -399,3 +399,26 @@ async def test_an_engine_without_weight_routes_is_named_at_init(rig: Rig) -> Non
     assert status == 409
     assert "engine-1" in reply["error"]["message"]
     assert "VLLM_SERVER_DEV_MODE=1" in reply["error"]["message"]
+
+
+async def test_a_part_of_what_vllm_holds_together_is_no_update(start_rig: StartRig) -> None:
+    attention = [f"model.layers.0.self_attn.{part}.weight" for part in ("q_proj", "k_proj", "o_proj")]
+    rig = await start_rig(sim={"tensors": {name: [4, 4] for name in attention}}, weights={"relay": "never"})
+    await rig.open_group()
+
+    async def send(*names: str) -> tuple[int, Json]:
+        announced = {"names": list(names), "dtype_names": ["float32"] * len(names), "shapes": [[4, 4]] * len(names)}
+        await rig.post("/start_weight_update", {})
+        await rig.post("/update_weights", {"update_info": announced})
+        return await rig.post("/finish_weight_update", {})
+
+    status, reply = await send(attention[0], attention[2])
+    assert status == 400
+    assert (
+        "has 'model.layers.0.self_attn.q_proj.weight' and not 'model.layers.0.self_attn.k_proj.weight'"
+        in (reply["error"]["message"])
+    )
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    await rig.open_group()
+    assert (await send(attention[2]))[0] == 200
+    assert (await send(*attention[:2]))[0] == 200

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 from engines.errors import ConfigError, DeadlineExceeded, InvalidRequest, WeightUpdateConflict
-from tests.played_gateway import Answer, PlayedGateway
+from tests.played_gateway import UNREAD, Answer, PlayedGateway
 from tests.rig import StartRig
 from trainer_client import BlockingRolloutClient, WeightSender, tensors
 
@@ -28,7 +28,7 @@ GPU = "GPU-5f3a"
 def gateway() -> Iterator[PlayedGateway]:
     played = PlayedGateway()
     replica = {"replica_id": "engine-1", "gpus": [GPU]}
-    served = {"model": "tiny", "weight_version": 6, "tensors": SERVED, "replicas": [replica]}
+    served = {"model": "tiny", "weight_version": 6, "update": None, "tensors": SERVED, "replicas": [replica]}
     played.answers["/v1/weights"] = lambda _: (200, served)
     yield played
     played.close()
@@ -125,9 +125,11 @@ def test_a_trainer_that_fails_between_two_parts_has_the_update_ended(
     monkeypatch.setattr(tensors, "PART_BYTES", 1)
 
     def making() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "w", torch.ones(2, 3)
+        yield "a", torch.ones(2)
+        yield "b", torch.ones(2)
         raise MemoryError("no room for the next one")
 
+    gateway.answers["/v1/weights"] = lambda _: (200, UNREAD)
     with WeightSender(client, timeout_s=20) as sender, pytest.raises(MemoryError):
         sender.push(making())
     assert gateway.calls[-1] == "/v1/weight_updates"
@@ -138,10 +140,7 @@ def test_an_iterator_goes_part_by_part_in_one_update(
     gateway: PlayedGateway, client: BlockingRolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensors, "PART_BYTES", 1)
-    gateway.answers["/v1/weights"] = lambda _: (
-        200,
-        {"model": "tiny", "weight_version": 6, "tensors": None, "replicas": []},
-    )
+    gateway.answers["/v1/weights"] = lambda _: (200, UNREAD)
     with WeightSender(client, timeout_s=20) as sender:
         assert sender.push(iter([("a", torch.ones(2)), ("b", torch.zeros(3))])) == 7
     assert gateway.calls.count("/update_weights") == 2

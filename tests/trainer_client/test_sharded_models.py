@@ -90,6 +90,13 @@ def test_no_more_is_gathered_at_a_time_than_the_bound_or_one_tensor(told: Told) 
     assert first["gathered"] == [1] * len(SHAPES)
 
 
+def test_a_delta_is_what_changed_on_any_rank(told: Told) -> None:
+    first, second = told["delta"]
+    assert first["sent"] == ["layers.1.weight"]
+    assert first["same"], first
+    assert first["version"] == second["version"]
+
+
 def test_every_rank_raises_what_the_sender_met(told: Told) -> None:
     assert [one["error"] for one in told["other_shapes"]] == ["InvalidRequest"] * 2
     for one in told["other_shapes"]:
@@ -104,7 +111,7 @@ def test_ranks_that_push_different_tensors_are_told_so(told: Told) -> None:
 
 def test_the_next_push_goes_well_after_all_that(told: Told) -> None:
     assert told["after_all_that"][0]["same"]
-    assert told["after_all_that"][0]["version"] == told["one_tensor_at_a_time"][0]["version"] + 1
+    assert told["after_all_that"][0]["version"] == told["delta"][0]["version"] + 1
 
 
 def test_a_sender_that_stays_away_is_not_awaited_for_ever(told: Told) -> None:

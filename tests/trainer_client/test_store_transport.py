@@ -14,9 +14,9 @@ import torch
 
 from engines.errors import GatewayUnreachable, InvalidRequest, StoreFailed, WeightUpdateConflict, WeightUpdateFailed
 from engines.sim_worker import SimWorker
-from engines.weight_store import Draft, check_bytes, claim_draft, raw
+from engines.weight_store import Draft, check_bytes, claim_draft, digest_of, raw
 from tests.rig import Rig, StartRig
-from trainer_client import BlockingRolloutClient, WeightSender
+from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
 
 SHAPES = {"w": [4, 4], "b": [4]}
 
@@ -99,6 +99,38 @@ async def test_what_is_left_out_stays_as_it_is(rig: Rig, folder: Path) -> None:
     assert await push(rig, [("b", torch.ones(4))]) == 2
     before, after = check_bytes(folder / "v1").tensors, check_bytes(folder / "v2").tensors
     assert [name for name in SHAPES if before[name].digest != after[name].digest] == ["b"]
+
+
+async def test_a_delta_writes_what_changed_and_links_the_rest(rig: Rig, folder: Path) -> None:
+    def push_thrice() -> list[int]:
+        with (
+            BlockingRolloutClient(rig.url) as client,
+            WeightSender(client, transport="store", delta=True, timeout_s=10, on_progress=sent.append) as sender,
+        ):
+            return [sender.push(tensors(b=torch.full((4,), float(value)))) for value in range(3)]
+
+    sent: list[WeightProgress] = []
+    assert await asyncio.to_thread(push_thrice) == [1, 2, 3]
+    assert [(progress.tensors, progress.bytes) for progress in sent] == [(1, 64), (2, 80), (1, 16), (1, 16)]
+    before, after = check_bytes(folder / "v2"), check_bytes(folder / "v3")
+    assert before.tensors["b"].digest != after.tensors["b"].digest
+    unchanged = [folder / f"v{version.version}" / version.tensors["w"].file for version in (before, after)]
+    assert unchanged[0].samefile(unchanged[1])
+    assert (await said(rig))[0] == {3}
+
+
+async def test_a_delta_of_a_fleet_that_another_trainer_moved_is_whole(rig: Rig, folder: Path) -> None:
+    def push_twice() -> int:
+        with (
+            BlockingRolloutClient(rig.url) as client,
+            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
+        ):
+            sender.push(tensors())
+            send(rig.url, tensors(w=torch.ones(4, 4)))
+            return sender.push(tensors(b=torch.ones(4)))
+
+    await asyncio.to_thread(push_twice)
+    assert check_bytes(folder / "v3").tensors["w"].digest == digest_of(bytes(64))
 
 
 @pytest.mark.parametrize(

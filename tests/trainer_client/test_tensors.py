@@ -117,6 +117,13 @@ def test_nothing_is_no_update(source: Any) -> None:
         Given(source)
 
 
+def test_parts_end_with_a_layer_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "PART_BYTES", 1)
+    named = iter([(name, torch.ones(2)) for name in ("layers.0.q", "layers.0.k", "layers.1.q", "norm.weight")])
+    parts = [names(part) for part in Given(named, by_layer=True).parts(None, None)]
+    assert parts == [["layers.0.q", "layers.0.k"], ["layers.1.q"], ["norm.weight"]]
+
+
 def test_an_iterator_is_read_no_further_than_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "PART_BYTES", 16)
     made: list[str] = []
@@ -128,5 +135,5 @@ def test_an_iterator_is_read_no_further_than_a_part(monkeypatch: pytest.MonkeyPa
 
     parts = Given(making()).parts(None, None)
     assert names(next(parts)) == ["a", "b"]
-    assert made == ["a", "b"]
+    assert made == ["a", "b", "c"]
     assert [names(part) for part in parts] == [["c", "d"], ["e"]]

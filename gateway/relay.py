@@ -13,7 +13,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from engines.engine import Json, ReceiptCopy
-from engines.errors import DeadlineExceeded, EngineError, EngineRefused, InvalidRequest, WeightUpdateFailed
+from engines.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineRefused,
+    InvalidRequest,
+    WeightUpdateConflict,
+    WeightUpdateFailed,
+)
 from engines.http import message_of
 from engines.process import Command, EngineProcess
 from engines.server import free_port
@@ -125,7 +132,7 @@ class Relay:
         log_path = self._log_dir / f"relay-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         self._process = process = EngineProcess(Command(argv, env), log_path, _STOP_GRACE_S)
         # Its receiver over NCCL is vLLM's, whose words changed.
-        version = importlib.metadata.version("vllm") if device else ""
+        version = _vllm_version() if device else ""
         self._client = client = VllmEngine("", f"http://127.0.0.1:{port}", version, has_tee=True)
         process.start()
         async with asyncio.timeout(self._config.init_timeout_s):
@@ -160,6 +167,16 @@ class Relay:
     def _remedy(self) -> str:
         where = f" (its log is {self._process.log_path})" if self._process else ""
         return f"{where}; the trainer's group is over: call /init_weight_transfer_engine to form a new one"
+
+
+def _vllm_version() -> str:
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise WeightUpdateConflict(
+            "over NCCL the relay receives with vLLM's own receiver, which the gateway's Python lacks: install vLLM "
+            "there, or say weights.relay: never"
+        ) from error
 
 
 def _param_of(body: Json) -> str | None:

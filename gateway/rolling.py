@@ -118,7 +118,7 @@ class Rolling:
         replica.weight_version = None
         await self._snapshots.note_overwritten([replica])
         timeout_s = self._config.load_timeout_s
-        with update.timed("transfer"):
+        with update.timed("load"):
             try:
                 load = replica.engine.load_snapshot(str(path), update.version, timeout_s)
                 await bounded(replica.unless_lost(load), timeout_s, f"it did not load {path}")

@@ -407,8 +407,9 @@ class WeightCoordinator:
             return "not every replica can load weights from a folder"
         if (backend := await self._transport_of(vllm)) != self._relay.backend:
             return f"engines receive over {backend}, the relay over {self._relay.backend} (weights.relay_device)"
-        if importlib.util.find_spec("torch") is None:
-            return "the gateway's Python has no torch"
+        needed = "vllm" if self._config.relay_device else "torch"
+        if importlib.util.find_spec(needed) is None:
+            return f"the gateway's Python, which runs the relay, has no {needed}"
         return await self._snapshots.why_not(max(map(_checkpoint_bytes, members)))
 
     async def _open(self, update: WeightUpdate) -> None:

@@ -43,3 +43,10 @@ def test_the_weight_store_is_an_absolute_path() -> None:
     assert Config.model_validate({"weights": {"store": None}}).weights.store is None
     with pytest.raises(ValidationError, match=r"weights\.store\n.*'weights' is no absolute path"):
         Config.model_validate({"weights": {"store": "weights"}})
+
+
+def test_the_relay_needs_a_store() -> None:
+    with pytest.raises(ValidationError, match=r"relay = 'always' needs a weight store"):
+        Config.model_validate({"weights": {"relay": "always", "store": None}})
+    with pytest.raises(ValidationError, match="relay_device"):
+        Config.model_validate({"weights": {"relay_device": "7"}})

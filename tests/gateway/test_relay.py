@@ -1,10 +1,11 @@
-"""Weights through the relay: a real receiver process between a trainer over gloo and simulated replicas."""
+"""Weights through the relay: a real receiver between a trainer over gloo and simulated replicas."""
 
 import asyncio
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,19 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from aiohttp import web
 
 from engines.gloo_transfer import WeightGroup, send
+from engines.process import Command
+from engines.relay import GlooReceiver, NoModel, RelayServer
 from engines.server import free_port
 from engines.weight_store import WeightStore, check_bytes
+from gateway import relay
+from gateway.weights import WeightCoordinator
 from tests.rig import Json, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightSender
 
-SHAPES = {"w": [4, 4], "b": [4]}
+SHAPES: Json = {"w": [4, 4], "b": [4]}
 BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
 TIMEOUT_S = 20.0
 REPLAYED = {500, 502, 503}
@@ -85,6 +91,42 @@ def tensors() -> dict[str, torch.Tensor]:
     return {name: torch.ones(shape) for name, shape in SHAPES.items()}
 
 
+class NearRelay:
+    """Stands where the relay's process does: the same server on this test's own loop, since torch takes long to load."""
+
+    pid = 0
+    exit_code: int | None = None
+
+    def __init__(self, command: Command, log_path: Path, stop_timeout_s: float) -> None:
+        self.log_path = log_path
+        self._port = int(command.argv[command.argv.index("--port") + 1])
+        model = NoModel()
+        self._runner = web.AppRunner(RelayServer(GlooReceiver(model), model).app(), shutdown_timeout=0.01)
+        self._starting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._starting = asyncio.create_task(self._listen())
+
+    async def stop(self) -> None:
+        self.exit_code = 0
+        await self._runner.cleanup()
+
+    async def _listen(self) -> None:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+
+
+@pytest.fixture
+def process() -> None:
+    """The relay of this test is a process of its own."""
+
+
+@pytest.fixture(autouse=True)
+def near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "process" not in request.fixturenames:
+        monkeypatch.setattr(relay, "EngineProcess", NearRelay)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "store"
@@ -92,10 +134,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def start(start_rig: StartRig, folder: Path, tmp_path: Path) -> Callable[..., object]:
-    async def start(**weights: object) -> Rig:
-        engine = {"kind": "sim", "model": "sim", "num_replicas": 2, "log_dir": str(tmp_path / "logs")}
+    async def start(num_replicas: int = 2, tensors: Json = SHAPES, **weights: object) -> Rig:
+        engine = {"kind": "sim", "model": "sim", "num_replicas": num_replicas, "log_dir": str(tmp_path / "logs")}
         weights = {"store": str(folder), "relay": "always", **weights}
-        return await start_rig(2, sim={"tensors": SHAPES}, weights=weights, engine=engine)
+        return await start_rig(num_replicas, sim={"tensors": tensors}, weights=weights, engine=engine)
 
     return start
 
@@ -138,6 +180,7 @@ def children(pid: int) -> str:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
+@pytest.mark.usefixtures("process")
 async def test_all_replicas_load_what_the_relay_received(trainer: Trainer, folder: Path) -> None:
     rig = trainer.rig
     assert await rig.get("/get_world_size") == (200, {"world_size": 1})
@@ -148,7 +191,7 @@ async def test_all_replicas_load_what_the_relay_received(trainer: Trainer, folde
     assert {name: tensor.shape for name, tensor in check_bytes(folder / "v2").tensors.items()} == SHAPES
     record = (await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]
     assert (record["transport"], record["end"], record["tensors"], record["bytes"]) == ("relay", "committed", 2, 80)
-    assert list(record["seconds"]) == ["transfer", "store", "drain", "load", "canary"]
+    assert list(record["seconds"]) == ["transfer", "store", "load", "canary"]
     assert (await rig.get("/status"))[1]["weight_relay"]["in_group"]
 
 
@@ -212,6 +255,7 @@ async def test_a_trainer_that_dies_in_the_transfer_leaves_the_version_before_and
     assert await trainer.update() == 2
 
 
+@pytest.mark.usefixtures("process")
 async def test_a_trainer_that_goes_silent_in_the_transfer_is_given_up_in_time(start: StartRig) -> None:
     trainer = Trainer(await start(transfer_timeout_s=0.5))
     await trainer.join()
@@ -288,6 +332,7 @@ async def test_a_version_that_cannot_be_written_is_an_error_at_the_end_and_nobod
     assert await trainer.update() == 1
 
 
+@pytest.mark.usefixtures("process")
 async def test_a_relay_that_dies_is_named_and_the_next_group_has_another(trainer: Trainer) -> None:
     rig = trainer.rig
     os.kill(await relay_pid(rig), signal.SIGKILL)
@@ -300,6 +345,7 @@ async def test_a_relay_that_dies_is_named_and_the_next_group_has_another(trainer
     assert await trainer.update() == 1
 
 
+@pytest.mark.usefixtures("process")
 async def test_the_relay_ends_with_its_gateway(trainer: Trainer) -> None:
     pid = await relay_pid(trainer.rig)
     assert runs(pid)
@@ -325,6 +371,81 @@ async def test_a_group_that_cannot_be_is_refused_with_the_remedy(
     assert (await trainer.join())[0] == 200
     assert await trainer.update() == 1
     trainer.leave()
+
+
+async def test_a_second_trainer_waits_for_the_firsts_transfer(trainer: Trainer) -> None:
+    assert trainer.group is not None
+    await trainer.start()
+    announced = asyncio.create_task(trainer.announce(tensors()))
+    await asyncio.sleep(0.2)
+    status, reply = await Trainer(trainer.rig).join()
+    assert status == 409
+    assert "/update_weights is still running" in reply["error"]["message"]
+    await asyncio.to_thread(send, iter(tensors().items()), trainer.group)
+    assert (await announced)[0] == 200
+    assert (await trainer.finish())[1]["weight_version"] == 1
+
+
+async def test_a_version_that_came_through_the_relay_can_be_rolled_out(start: StartRig) -> None:
+    trainer = Trainer(await start(rolling=True))
+    await trainer.join()
+    assert await trainer.update() == 1
+    record = (await trainer.rig.get("/v1/weight_updates"))[1]["weight_updates"][0]
+    assert (record["transport"], record["rolling"], record["end"]) == ("relay", True, "committed")
+    assert await served(trainer.rig) == {1}
+    trainer.leave()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 64 KiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small file system")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+async def test_a_disk_that_fills_up_in_the_transfer_is_named_with_the_remedy(
+    start: StartRig, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = {"w": torch.ones(200, 200)}
+    trainer = Trainer(await start(store=str(small_disk / "store"), tensors={"w": [200, 200]}))
+    await trainer.join()
+    monkeypatch.setattr(WeightStore, "has_room_for", lambda *_: True)
+    await trainer.start()
+    assert (await trainer.send(big))[0] == 200
+    status, reply = await trainer.finish()
+    assert status == 409
+    assert "the disk of the weight store is full: make room" in reply["error"]["message"]
+    assert await served(trainer.rig) == {0}
+    assert kept(small_disk / "store") == set()
+    trainer.leave()
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_replicas", "world_size"),
+    [
+        ({}, 2, 1),
+        ({}, 1, 1),
+        ({"relay": "never"}, 2, 2),
+        ({"store": None}, 2, 2),
+        ({"relay_device": "cuda:0"}, 2, 2),  # these engines receive over gloo
+    ],
+)
+async def test_auto_is_the_relay_where_it_can_receive_for_more_than_one_replica(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch, weights: Json, num_replicas: int, world_size: int
+) -> None:
+    async def gloo(*_: object) -> str:
+        return "gloo"
+
+    monkeypatch.setattr(WeightCoordinator, "_transport_of", gloo)
+    rig = await start(num_replicas, **{"relay": "auto"} | weights)
+    assert await rig.get("/get_world_size") == (200, {"world_size": world_size})
+    told = (await rig.get("/server_info?config_format=json"))[1]["vllm_config"]["weight_transfer_config"]
+    assert told == {"backend": "gloo" if (num_replicas, world_size) == (2, 1) else "sim"}
 
 
 async def test_auto_leaves_engines_that_receive_over_something_else_in_a_flat_group(start: StartRig) -> None:

@@ -29,7 +29,6 @@ exec $python -m verl.trainer.main_ppo \
   +actor_rollout_ref.model.override_config.attn_implementation=sdpa \
   actor_rollout_ref.rollout.name=vllm \
   actor_rollout_ref.rollout.n=4 \
-  actor_rollout_ref.rollout.dtype=float32 \
   actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64 \
   actor_rollout_ref.rollout.agent.num_workers=1 \
   actor_rollout_ref.actor.strategy=fsdp2 \

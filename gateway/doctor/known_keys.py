@@ -12,8 +12,15 @@ TRL = "TRL 1.16.0"
 ROLLOUT = "actor_rollout_ref.rollout."
 
 _FOLDER = Path(__file__).parent / "known"
-# Sections whose keys are somebody else's: an engine's arguments, a model's overrides.
-_FREE = ("hydra.", "actor_rollout_ref.rollout.custom.", "actor_rollout_ref.rollout.server.")
+# Sections whose keys are somebody else's: an engine's arguments, Ray's, those of verl's trainer behind a gateway.
+_FREE = (
+    "hydra.",
+    "ray_kwargs.ray_init.",
+    "trainer.v1.gateway.",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision.",
+    "actor_rollout_ref.rollout.custom.",
+    "actor_rollout_ref.rollout.server.",
+)
 # Where spelling alone would not find it.
 _RENAMED = {
     "critic.model.fsdp_config": "critic.fsdp",

@@ -12,6 +12,7 @@ from gateway.doctor.rules import RULES, examine
 from gateway.doctor.subject import subject_of
 from gateway.load import explain, load
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 HURTS, CONSIDER, FINE = Severity.HURTS, Severity.CONSIDER, Severity.FINE
 SEVEN_B = "Qwen/Qwen2-7B-Instruct"
 R, A, M = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor.", "actor_rollout_ref.model."
@@ -269,6 +270,12 @@ def test_a_key_that_hydra_wants_a_plus_for_is_fine_with_one(tmp_path: Path) -> N
         "python -m verl.trainer.main_ppo +actor_rollout_ref.rollout.repetition_penalty=1.1", encoding="utf-8"
     )
     assert not severities(examine(subject_of(verl=path)), "verl-keys")
+
+
+@pytest.mark.parametrize("script", ["verl_cpu.sh", "verl_qwen2_7b.sh"])
+def test_the_keys_of_verl_behind_a_gateway_are_known(script: str) -> None:
+    findings = examine(subject_of(verl=EXAMPLES / script))
+    assert not severities(findings, "verl-keys")
 
 
 def test_the_trainers_prompt_batch_is_trls_formula(tmp_path: Path) -> None:

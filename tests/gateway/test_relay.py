@@ -92,7 +92,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 class NearRelay:
-    """Stands where the relay's process does: the same server on this test's own loop, since torch takes long to load."""
+    """Stands where the relay's process does: the same server on this test's own loop, as torch takes long to load."""
 
     pid = 0
     exit_code: int | None = None

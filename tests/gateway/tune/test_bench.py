@@ -36,7 +36,7 @@ async def test_speed_is_that_of_all_tokens_until_the_last(tmp_path: Path) -> Non
 
 
 async def test_a_run_that_takes_too_long_is_cut_off(tmp_path: Path) -> None:
-    found = await EngineBench(BATCH, []).measure(engine(tmp_path, 1.0), [0], START_S, 0.5)
+    found = await EngineBench(BATCH, []).measure(engine(tmp_path, 0.2), [0], START_S, 0.5)
     assert found.cut_off
     assert found.failure == "cut off: a batch was not done within 0.5 s"
 
@@ -58,7 +58,7 @@ async def test_an_engine_that_needs_more_gpus_than_are_here_is_not_started(tmp_p
 async def test_pairs_alternate_with_as_few_starts_as_can_be(
     tmp_path: Path, bench: type[EngineBench], starts: int
 ) -> None:
-    slow, fast = engine(tmp_path, 0.05), engine(tmp_path, 0.001)
+    slow, fast = engine(tmp_path, 0.02), engine(tmp_path, 0.001)
     found = [pair async for pair in bench(BATCH, []).pairs(slow, fast, range(3), START_S, 60.0)]
     assert all(fast_one > slow_one for slow_one, fast_one in found)
     assert len(found) == 3

@@ -1,9 +1,10 @@
-"""The bench clients of vLLM and SGLang, run against a gateway in each of their dialects.
+"""The bench clients of vLLM and SGLang, and aiperf, run against a gateway in each of their dialects.
 
     python -m loadtests.shapes qwen2-0.5b /tmp/shape
     python -m loadtests.fleet -c examples/sim.yaml -- python -m loadtests.bench_clients {url} --tokenizer /tmp/shape
 
-Prints a row per client. Ends with 1 when a client failed, or got fewer answers than it sent prompts.
+Prints a row per client; `--record docs/results/clients` keeps what README's table tells of them. Ends with 1 when a
+client failed, or got fewer answers than it sent prompts.
 """
 
 import argparse
@@ -17,12 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtests.client_records import ClientRun, write_record
+
 # vLLM's own command looks up the version of a distribution named vllm, which the CPU build is not.
 _VLLM_BENCH = (
     "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "
     "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
 )
 _TIMEOUT_S = 300.0
+_AIPERF_STREAMS = 8
 _SHOWN_OF_A_FAILURE = 2000
 
 
@@ -42,17 +46,32 @@ class Load:
 class Client:
     """A bench client in one of its dialects; `command` writes its result to `result`."""
 
-    name: str
+    program: str
+    distribution: str
+    dialect: str
     route: str
     command: list[str]
     result: Path
     python_path: str = ""
 
+    @property
+    def name(self) -> str:
+        return f"{self.program} {self.dialect}"
+
+    @property
+    def python(self) -> str:
+        return self.command[0]
+
 
 def clients(
-    load: Load, folder: Path, vllm_python: str, sglang_python: str | None, sglang_python_path: str = ""
+    load: Load,
+    folder: Path,
+    vllm_python: str,
+    sglang_python: str | None,
+    sglang_python_path: str = "",
+    aiperf_python: str | None = None,
 ) -> list[Client]:
-    """SGLang's are left out where there is no Python that has it."""
+    """SGLang's and aiperf are left out where there is no Python that has them."""
     common = {
         "base-url": load.url,
         "model": load.model,
@@ -66,16 +85,40 @@ def clients(
         result = folder / f"vllm-{backend}.json"
         own = {"backend": backend, "endpoint": route, "dataset-name": "random", "result-filename": result}
         command = [vllm_python, "-c", _VLLM_BENCH, *_flags(common | own), "--ignore-eos", "--save-result"]
-        found.append(Client(f"vllm bench serve --backend {backend}", route, command, result))
-    if sglang_python is None:
-        return found
+        found.append(
+            Client("vllm bench serve", _vllm_distribution(vllm_python), f"--backend {backend}", route, command, result)
+        )
+    if sglang_python is not None:
+        found += _sglang_clients(common, folder, sglang_python, sglang_python_path)
+    return found + (_aiperf_clients(load, folder, aiperf_python) if aiperf_python is not None else [])
+
+
+def _sglang_clients(common: dict[str, Any], folder: Path, python: str, python_path: str) -> list[Client]:
+    found = []
     for backend, route in (
         ("sglang-oai", "/v1/completions"), ("sglang-oai-chat", "/v1/chat/completions"), ("sglang", "/generate"),
     ):  # fmt: skip
         result = folder / f"sglang-{backend}.jsonl"
         own = {"backend": backend, "dataset-name": "random-ids", "output-file": result}
-        command = [sglang_python, "-m", "sglang.bench_serving", *_flags(common | own)]
-        found.append(Client(f"sglang.bench_serving --backend {backend}", route, command, result, sglang_python_path))
+        command = [python, "-m", "sglang.bench_serving", *_flags(common | own)]
+        found.append(
+            Client("sglang.bench_serving", "sglang", f"--backend {backend}", route, command, result, python_path)
+        )
+    return found
+
+
+def _aiperf_clients(load: Load, folder: Path, python: str) -> list[Client]:
+    found = []
+    for kind, route in (("completions", "/v1/completions"), ("chat", "/v1/chat/completions")):
+        out = folder / f"aiperf-{kind}"
+        options = {
+            "url": load.url, "model": load.model, "tokenizer": load.tokenizer, "endpoint-type": kind,
+            "request-count": load.prompts, "concurrency": min(load.prompts, _AIPERF_STREAMS), "isl": load.tokens_in,
+            "osl": load.tokens_out, "extra-inputs": "ignore_eos:true", "artifact-dir": out, "ui": "none",
+        }  # fmt: skip
+        command = [python, "-m", "aiperf", "profile", *_flags(options), "--streaming", "--use-server-token-count"]
+        result = out / "profile_export_aiperf.json"
+        found.append(Client("aiperf", "aiperf", f"--endpoint-type {kind}", route, command, result))
     return found
 
 
@@ -88,17 +131,55 @@ def row(client: Client, result: dict[str, Any], prompts: int) -> str:
     )
 
 
+def read_result(client: Client) -> dict[str, Any]:
+    """A client's own result in the words of vLLM's and SGLang's: completed, total_output_tokens, ..."""
+    text = client.result.read_text()
+    if client.program != "aiperf":
+        found: dict[str, Any] = json.loads(text.splitlines()[-1])
+        return found
+    told = json.loads(text)
+    return {
+        "completed": round(told["request_count"]["avg"]),
+        "total_output_tokens": round(told["total_output_tokens"]["avg"]),
+        "output_throughput": told["output_token_throughput"]["avg"],
+        "median_ttft_ms": told["time_to_first_token"]["p50"],
+    }
+
+
+def record(folder: Path, client: Client, load: Load, against: str, completed: int) -> None:
+    """Keep what README's table of clients tells of this run."""
+    run = ClientRun(
+        client=client.program,
+        version=_ask(client.python, f"from importlib.metadata import version; print(version({client.distribution!r}))"),
+        against=against,
+        ran="its own load in each of its dialects, streamed",
+    )
+    outcome = "passed" if completed == load.prompts else "failed"
+    write_record(folder, run, client.dialect, outcome, [f"{load.prompts} prompts each"])
+
+
 def _run(client: Client) -> dict[str, Any]:
     """The client's own result. Raises `RuntimeError` with its last words where there is none."""
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    # aiperf reads a tokenizer's folder only where it might ask the Hub too; it does not for a path.
+    env = os.environ | ({} if client.program == "aiperf" else {"HF_HUB_OFFLINE": "1"})
     if client.python_path:
         env["PYTHONPATH"] = client.python_path
     done = subprocess.run(client.command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode or not client.result.exists():
         words = (done.stdout + done.stderr)[-_SHOWN_OF_A_FAILURE:]
         raise RuntimeError(f"{client.name} ended with {done.returncode}:\n{words}")
-    found: dict[str, Any] = json.loads(client.result.read_text().splitlines()[-1])
-    return found
+    return read_result(client)
+
+
+def _vllm_distribution(python: str) -> str:
+    """The CPU build has a name of its own."""
+    asked = "from importlib.metadata import packages_distributions as found; print(*found().get('vllm', ()))"
+    return (_ask(python, asked).split() or ["vllm"])[0]
+
+
+def _ask(python: str, program: str) -> str:
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()
 
 
 def _flags(options: dict[str, Any]) -> list[str]:
@@ -116,6 +197,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--sglang-python", help="such as .venv-sglang/bin/python")
     parser.add_argument("--sglang-python-path", default="", help="on CPU tests/sglang_cpu")
+    parser.add_argument("--aiperf-python", help="Python of an environment that has aiperf")
+    parser.add_argument("--record", type=Path, help="folder for README's table of clients")
+    parser.add_argument("--against", default="4 simulated engines", help="what --record says the URL's engines are")
     args = parser.parse_args(argv)
     load = Load(
         url=args.url,
@@ -128,7 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = 0
     print("| client | route | answered | tokens | tokens/s | median TTFT, ms |\n| --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
-        for client in clients(load, Path(folder), args.vllm_python, args.sglang_python, args.sglang_python_path):
+        for client in clients(
+            load, Path(folder), args.vllm_python, args.sglang_python, args.sglang_python_path, args.aiperf_python
+        ):
             try:
                 result = _run(client)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
@@ -137,6 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             failed += result["completed"] != load.prompts
             print(row(client, result, load.prompts), flush=True)
+            if args.record:
+                record(args.record, client, load, args.against, result["completed"])
     return 1 if failed else 0
 
 

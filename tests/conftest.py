@@ -1,4 +1,4 @@
-"""Fixtures that start gateways over simulated engines; see `rig.py`."""
+"""Fixtures that start gateways over simulated engines, see `rig.py`; and the hooks of `client_records.py`."""
 
 from collections.abc import AsyncIterator
 
@@ -6,6 +6,8 @@ import pytest
 
 from engines.config import SimConfig
 from gateway.config import Config
+from tests.client_records import pytest_runtest_logreport as pytest_runtest_logreport
+from tests.client_records import pytest_runtest_setup as pytest_runtest_setup
 from tests.rig import FAST_WATCH, Json, Rig, SimReplica, StartRig
 
 

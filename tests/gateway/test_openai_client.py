@@ -10,7 +10,12 @@ pytest.importorskip("openai")
 
 import openai
 
+from tests.client_records import runs_client
 from tests.rig import Rig, StartRig
+
+pytestmark = runs_client(
+    "OpenAI Python", "openai", ran="chat, completions, tools, streams, errors", against="2 simulated engines"
+)
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 

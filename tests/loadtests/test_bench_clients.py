@@ -1,28 +1,44 @@
 """How the bench clients are called; the calls themselves were run by hand, see docs/benchmarks.md."""
 
+import json
+import sys
 from pathlib import Path
 
-from loadtests.bench_clients import Load, clients, row
+from loadtests.bench_clients import Load, clients, read_result, row
 
 LOAD = Load(url="http://127.0.0.1:1", model="m", tokenizer="t", prompts=4, tokens_in=8, tokens_out=2)
 
 
 def test_each_client_writes_a_result_of_its_own() -> None:
-    found = clients(LOAD, Path("/tmp/out"), "python", "other")
-    assert len({client.result for client in found}) == len(found) == 5
+    found = clients(LOAD, Path("/tmp/out"), sys.executable, "other", aiperf_python="third")
+    assert len({client.result for client in found}) == len(found) == 7
     for client in found:
-        assert str(client.result) in client.command
-        assert client.command[client.command.index("--num-prompts") + 1] == "4"
+        folder = client.result.parent if client.program == "aiperf" else client.result
+        assert str(folder) in client.command
+        count = "--request-count" if client.program == "aiperf" else "--num-prompts"
+        assert client.command[client.command.index(count) + 1] == "4"
 
 
 def test_without_a_python_that_has_sglang_its_clients_are_left_out() -> None:
-    assert [client.route for client in clients(LOAD, Path("/tmp/out"), "python", None)] == [
+    assert [client.route for client in clients(LOAD, Path("/tmp/out"), sys.executable, None)] == [
         "/v1/completions",
         "/v1/chat/completions",
     ]
 
 
 def test_a_row_tells_what_was_answered() -> None:
-    client = clients(LOAD, Path("/tmp/out"), "python", "other")[-1]
+    client = clients(LOAD, Path("/tmp/out"), sys.executable, "other")[-1]
     result = {"completed": 3, "total_output_tokens": 6, "output_throughput": 12.4, "median_ttft_ms": 1.6}
     assert row(client, result, 4) == "| `sglang.bench_serving --backend sglang` | `/generate` | 3 of 4 | 6 | 12 | 2 |"
+
+
+def test_aiperfs_result_is_read_in_the_words_of_the_others(tmp_path: Path) -> None:
+    client = clients(LOAD, tmp_path, sys.executable, None, aiperf_python="third")[-1]
+    client.result.parent.mkdir()
+    told = {"request_count": 4.0, "total_output_tokens": 8.0, "output_token_throughput": 12.6}
+    client.result.write_text(
+        json.dumps({name: {"avg": value} for name, value in told.items()} | {"time_to_first_token": {"p50": 3.4}})
+    )
+    assert row(client, read_result(client), 4) == (
+        "| `aiperf --endpoint-type chat` | `/v1/chat/completions` | 4 of 4 | 8 | 13 | 3 |"
+    )

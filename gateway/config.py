@@ -57,6 +57,8 @@ class GatewayConfig(_Section):
     """Longest wait of a rollout for a replica that may take it."""
     generate_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for the completions of one prompt once placed."""
+    trl_legacy: bool = False
+    """True to answer TRL up to 1.10 too, whose routes end in a slash; its trainer needs trainer_client.trl_legacy."""
     max_attempts: int = Field(3, ge=1)
     """Replicas that a rollout is tried on before it is reported failed."""
     trace: TraceConfig = TraceConfig()

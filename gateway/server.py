@@ -37,6 +37,7 @@ from gateway.snapshot_files import SnapshotFiles
 from gateway.snapshots import Snapshots
 from gateway.status import status_report
 from gateway.trace import Arrival, Trace
+from gateway.trl_legacy import TrlLegacy
 from gateway.weights import WeightCoordinator
 from gateway.wire.chat import Chat
 from gateway.wire.completions import Completions, Usage
@@ -124,6 +125,9 @@ class GatewayServer:
         post("/resume", self._for_admin(self._resume))
         get("/is_paused", self._for_admin(self._is_paused))
         self._sglang_control.add_routes(app.router, self._for_inference, self._for_admin)
+        if self._config.gateway.trl_legacy:
+            legacy = TrlLegacy(self._fleet, self._weights, self._completions, self._chat)
+            legacy.add_routes(app.router, self._for_inference, self._for_admin)
         app.cleanup_ctx.append(self._watching)
         return app
 

@@ -90,8 +90,10 @@ def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) 
     gpus, detach, timeout_s = given.pop("gpus", None), given.pop("detach", None), given.pop("timeout_s", None)
     from_words = _source("cli", {name: (value, f"argument --{name}") for name, value in given.items()})
     sources = [_DEFAULTS, *([_from_file(file)] if file else []), from_environment(environ), from_words]
-    if not any(source.holds(("engine", "model")) for source in sources):
+    if not (models := [model for source in sources if (model := _value(source, ("engine", "model")))]):
         raise ConfigError("--model is missing: a checkpoint folder or a Hugging Face id")
+    # AsyncGRPO asks for the model by the name that it was given itself; ours would be the folder's whole path.
+    sources.insert(0, Source(origin="default", tree={"engine": {"served_model_name": models[-1]}}))
     if any(_value(source, _RAY_KEY) == "ray" for source in sources):
         raise ConfigError(
             "--distributed_executor_backend ray: a replica's GPUs are on one node here; leave it out, and raise "
@@ -183,8 +185,8 @@ def _with_a_control_port_of_its_own(config: Config, sources: Sequence[Source]) -
 
 
 def _value(source: Source, key: Key) -> Any:
-    here: Any = source.tree
-    for part in key if source.holds(key) else ():
+    here: Any = source.tree if source.holds(key) else None
+    for part in key if here else ():
         here = here[part]
     return here
 

@@ -9,6 +9,8 @@ from engines.errors import ConfigError
 from gateway.vllm_serve import FLAGS, HELP, read_command
 
 MODEL = ["--model", "Qwen/Qwen3-0.6B"]
+ROOT = Path(__file__).parents[2]
+TINY = "examples/tiny_model/digit-sort"
 
 
 def test_what_trl_asks_for_is_what_our_keys_say() -> None:
@@ -47,6 +49,14 @@ def test_the_url_is_where_trainers_look_and_the_control_plane_beside_it() -> Non
     assert (config.gateway.host, config.gateway.port, config.serve.http_port) == ("127.0.0.1", 8000, 8001)
     assert read_command([*MODEL, "--port", "9000"], {}).config.serve.http_port == 8000
     assert read_command(MODEL, {"ROLLOUT_GATEWAY_GATEWAY__PORT": "9001"}).config.gateway.port == 9001
+
+
+def test_the_model_is_served_by_the_name_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    engine = read_command(["--model", TINY], {}).config.engine
+    assert (engine.model, engine.served_name) == (str(ROOT / TINY), TINY)
+    named = read_command(["--model", TINY, "--served-model-name", "policy"], {}).config.engine
+    assert named.served_name == "policy"
 
 
 def test_options_of_vllm_and_keys_of_ours_are_taken_too() -> None:

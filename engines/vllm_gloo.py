@@ -3,17 +3,26 @@
 The wire is left to gloo_transfer.py; this file holds the backend's life in the worker and loads what arrives.
 """
 
+from typing import Any
+
 import torch
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
+from vllm.platforms import current_platform
 
 from engines.gloo_transfer import WeightGroup, receive
+from engines.vllm_lora import spare_prompt_logits
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):
     """As vLLM's NCCL backend, which trainers know how to drive, but over TCP. Layerwise reload is inherited."""
 
     _group: WeightGroup | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if current_platform.is_cpu():  # the first moment in the worker that is ours
+            spare_prompt_logits()
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Join the trainer's group; a group from before is left first, so a new trainer may come at any time."""
@@ -69,7 +78,6 @@ def rebuild_tied_head(model: torch.nn.Module) -> None:
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return

@@ -6,6 +6,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,22 @@ def test_a_folder_loaded_again_with_other_weights_shares_no_kv_with_the_first(
     assert second == [tokens(real.url)] * 4
     assert second != first
     client.unload_lora_adapter("fresh")
+
+
+def test_a_prompt_is_scored_beside_rollouts_of_an_adapter(real: RealFleet, client: VLLMClient, tmp_path: Path) -> None:
+    client.load_lora_adapter("beside", str(adapter(tmp_path / "beside", SCALE)))
+    rollout = {"model": "beside", "prompt": [PROMPT] * 8, "max_tokens": 200, "ignore_eos": True}
+    scored = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(ask, real.replicas[0].url, "/v1/completions", rollout)
+        time.sleep(0.2)
+        found = [ask(real.replicas[0].url, "/v1/completions", scored)["choices"][0]["prompt_logprobs"]]
+        assert not running.done()
+        assert len(running.result()["choices"]) == 8
+    found.append(ask(real.replicas[0].url, "/v1/completions", scored)["choices"][0]["prompt_logprobs"])
+    beside, alone = ([next(iter(one.values()))["logprob"] for one in told[1:]] for told in found)
+    assert beside == pytest.approx(alone, abs=1e-3)
+    client.unload_lora_adapter("beside")
 
 
 def test_an_adapter_that_vllm_cannot_load_is_on_neither_replica(

@@ -3,6 +3,7 @@ making the model is left to train.py, reinforcement learning to ../train_sort.py
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 MIN_DIGITS = 3
@@ -17,6 +18,11 @@ def problems(seed: int) -> Iterator[str]:
     while True:
         for length in range(MIN_DIGITS, MAX_DIGITS + 1):
             yield "".join(rng.choice("0123456789") for _ in range(length))
+
+
+def some_problems(count: int, seed: int = 1_000) -> list[str]:
+    """The first of `problems(seed)`."""
+    return list(islice(problems(seed), count))
 
 
 def answer(problem: str) -> str:

@@ -9,6 +9,7 @@ likely one but samples it rarely, which is the room that reinforcement learning 
 
 import argparse
 import random
+import re
 import sys
 import tempfile
 from itertools import islice
@@ -42,6 +43,13 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
+# How TRL's AsyncGRPOTrainer takes a reply apart; it knows only the templates of well-known models by itself.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ASSISTANT,
+    "fields": {"content": {"close_pattern": re.escape(END), "content": "text"}},
+}
+
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character: what the model reads and writes stays readable."""
@@ -59,6 +67,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=512,
     )
     fast.chat_template = CHAT_TEMPLATE
+    fast.response_template = RESPONSE_TEMPLATE
     return fast
 
 

@@ -1,0 +1,90 @@
+"""Lets TRL's AsyncGRPOTrainer run where there is no CUDA: weights over gloo, and its attention in plain torch.
+
+Call `install()` before the trainer is made. Where CUDA is available nothing is touched.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from engines.gloo_transfer import TIMEOUT_S, WeightGroup
+from trainer_client.trl import send_packed
+
+
+def install(timeout_s: float = TIMEOUT_S) -> None:
+    """Make the trainer sync over gloo, unless CUDA is available. `timeout_s` bounds each wait of a sync.
+
+    Adapters need no group, and go to the engines as they do with CUDA.
+    """
+    if torch.cuda.is_available():
+        return
+    from trl.experimental.async_grpo import async_grpo_trainer, packing, weight_transfer  # warns: experimental
+
+    weight_transfer.open_trainer_endpoint = lambda init_info: open_endpoint(init_info, timeout_s)
+    weight_transfer.packed_nccl_broadcast_producer = send_packed
+    packing._flash_attn = lambda: TorchAttention
+    async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None  # TRL asks CUDA for its name
+
+
+def open_endpoint(init_info: dict[str, Any], timeout_s: float) -> "Endpoint":
+    """Join the engines as rank 0, in the place of vLLM's `trainer_init`."""
+    group = Endpoint(init_info["master_address"], init_info["master_port"], 0, init_info["world_size"], timeout_s)
+    group.join()
+    return group
+
+
+class Endpoint(WeightGroup):
+    """The trainer's end, which TRL lets go of by `endpoint.group.store = None`."""
+
+    @property
+    def group(self) -> "Endpoint":
+        return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in ("store", "socket"):
+            self.close()
+        else:
+            super().__setattr__(name, value)
+
+
+class TorchAttention:
+    """FlashAttention's function for sequences packed into one row, as far as TRL calls it. Slow, and on any device."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query_ends: torch.Tensor,
+        key_ends: torch.Tensor,
+        max_query: int,
+        max_key: int,
+        *,
+        softmax_scale: float | None = None,
+        causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """query is [tokens, heads, size], key and value [path tokens, key heads, size]; `*_ends` start with 0.
+
+        The last query of a segment stands at its last key, so that a segment sees the whole path that leads to it.
+        """
+        scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        shared = query.shape[1] // key.shape[1]  # grouped-query attention
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+        queries, keys = query_ends.tolist(), key_ends.tolist()
+        segments = zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True)
+        outputs = []
+        for first, last, first_key, last_key in segments:
+            scores = torch.einsum("qhd,khd->hqk", query[first:last] * scale, key[first_key:last_key])
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            place = torch.arange(last - first).unsqueeze(1) + (last_key - first_key) - (last - first)
+            ahead = torch.arange(last_key - first_key).unsqueeze(0) - place
+            hidden = (ahead > 0) if causal else torch.zeros_like(ahead, dtype=torch.bool)
+            if window_size[0] >= 0:
+                hidden |= ahead < -window_size[0]
+            weights = scores.masked_fill(hidden.to(scores.device), -math.inf).softmax(dim=-1)
+            outputs.append(torch.einsum("hqk,khd->qhd", weights, value[first_key:last_key]))
+        return torch.cat(outputs)

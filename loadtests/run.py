@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any
 
+import gevent
 from locust import events
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
@@ -68,3 +69,5 @@ def begin(environment: Environment, **_: Any) -> None:
     run = Run(environment)
     vars(environment)["rollout_run"] = run
     run.share()
+    # Imports took their time, and timers count from when the loop last looked at the clock: -t would end early.
+    gevent.get_hub().loop.update_now()

@@ -22,8 +22,8 @@ _TRAINING_FLOPS = 8
 # Measured over NVLink to one replica (docs/benchmarks.md, Weight updates), and the least that an update took.
 _SYNC_BYTES_PER_S = 160e9
 _SYNC_S = 0.1
-# Steps that differ by less are the same: the simpler choice comes first.
-_SAME = 0.01
+# Steps that differ by less are the same to a model that is wrong by as much: the simpler choice comes first.
+_SAME = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +106,12 @@ class Choice:
     def rollout_gpus(self) -> int:
         return self.tensor_parallel * self.replicas
 
-    @property
-    def order(self) -> tuple[float, ...]:
-        """First the short steps; of equal ones those with less to go wrong, then those with speed to spare. Trainers
-        refuse batches that they cannot deal out evenly, so these come last."""
-        gpus = self.rollout_gpus + self.trainer_gpus
-        simple = (self.tensor_parallel, self.api_servers, gpus, -_grade(self.tokens_per_s), self.max_num_seqs)
-        return (not self.is_even, _grade(self.step_s), *simple)
+    def order(self, best_s: float) -> tuple[float, ...]:
+        """First the short steps; of those that are equal to the model, what has less to go wrong. Trainers refuse
+        batches that they cannot deal out evenly, so these come last. `best_s` is the shortest step of all."""
+        grade = math.floor(math.log(self.step_s / best_s) / _SAME)
+        simple = (self.tensor_parallel, self.api_servers, self.rollout_gpus + self.trainer_gpus)
+        return (not self.is_even, grade, *simple, self.step_s, -self.tokens_per_s, self.max_num_seqs)
 
 
 def ranked(question: Question) -> list[Choice]:
@@ -124,12 +123,8 @@ def ranked(question: Question) -> list[Choice]:
     found = [choice for split in _splits(question) for choice in _of_split(question, split)]
     if not found:
         raise ConfigError(_why_none(question))
-    return sorted(found, key=lambda one: one.order)
-
-
-def _grade(value: float) -> int:
-    """The same for values that differ by less than `_SAME`, roughly."""
-    return round(math.log(value) / _SAME)
+    best_s = min((choice.step_s for choice in found if choice.is_even), default=min(choice.step_s for choice in found))
+    return sorted(found, key=lambda one: one.order(best_s))
 
 
 def best_of_each(choices: Sequence[Choice]) -> list[Choice]:

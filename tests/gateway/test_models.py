@@ -176,9 +176,9 @@ async def left(asking: asyncio.Future[Any]) -> None:
 async def test_the_judge_answers_in_the_middle_of_an_update(pair: Rig) -> None:
     await pair.open_group()
     await pair.post("/start_weight_update", {})
-    waiting = asyncio.create_task(pair.complete([[5]]))
     assert versions(await judged(pair)) == {0}
     await pair.post("/update_weights", {"update_info": pair.tensors})
+    waiting = asyncio.create_task(pair.complete([[5]]))
     assert await pair.states() == {"judge-0": "SERVING", "policy-0": "UPDATING", "policy-1": "UPDATING"}
     assert versions(await judged(pair)) == {0}
     assert not waiting.done()

@@ -6,11 +6,12 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
-from engines.types import PauseMode
+from engines.types import InFlight, PauseMode
 from trainer_client.batch import Batch, Failures
 from trainer_client.client import Prompt, RolloutClient
 from trainer_client.http import Json
 from trainer_client.progress import OnProgress, Progress
+from trainer_client.push_options import PushOptions
 from trainer_client.results import Completion, Rollout
 from trainer_client.sampling import SamplingParams
 from trainer_client.served import ServedWeights
@@ -107,8 +108,8 @@ class BlockingRolloutClient:
     def init_weight_transfer(self, init_info: Json, timeout_s: float) -> None:
         self._wait(self._client.init_weight_transfer(init_info, timeout_s))
 
-    def start_weight_update(self, timeout_s: float) -> None:
-        self._wait(self._client.start_weight_update(timeout_s))
+    def start_weight_update(self, timeout_s: float, *, in_flight: InFlight | None = None) -> None:
+        self._wait(self._client.start_weight_update(timeout_s, in_flight=in_flight))
 
     def update_weights(self, update_info: Json, timeout_s: float) -> None:
         self._wait(self._client.update_weights(update_info, timeout_s))
@@ -122,16 +123,8 @@ class BlockingRolloutClient:
     def weight_store(self) -> Json:
         return self._wait(self._client.weight_store())
 
-    def load_weights(
-        self,
-        snapshot: str,
-        version: int | None,
-        canary_logprobs: Sequence[float] | None,
-        timeout_s: float,
-        *,
-        rolling: bool | None = None,
-    ) -> int:
-        return self._wait(self._client.load_weights(snapshot, version, canary_logprobs, timeout_s, rolling=rolling))
+    def load_weights(self, snapshot: str, options: PushOptions, timeout_s: float) -> int:
+        return self._wait(self._client.load_weights(snapshot, options, timeout_s))
 
     def abandon_weight_update(self, reason: str) -> None:
         self._wait(self._client.abandon_weight_update(reason))

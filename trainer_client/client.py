@@ -18,11 +18,12 @@ from engines.errors import (
     InvalidRequest,
     RolloutGatewayError,
 )
-from engines.types import PauseMode
+from engines.types import InFlight, PauseMode
 from gateway.api import error_of, status_of
 from trainer_client.batch import Batch, Failures
 from trainer_client.http import GatewayHttp, Json
 from trainer_client.progress import OnProgress
+from trainer_client.push_options import PushOptions
 from trainer_client.results import Rollout, read_rollout
 from trainer_client.sampling import SamplingParams
 from trainer_client.served import ServedWeights
@@ -171,9 +172,12 @@ class RolloutClient:
         """Have the engines join the trainer's group; answers when they have."""
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s)
 
-    async def start_weight_update(self, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
-        """Open the next version; answers when rollouts in flight have ended."""
-        await self._call("POST", "/start_weight_update", {}, timeout_s)
+    async def start_weight_update(
+        self, timeout_s: float = _WEIGHTS_TIMEOUT_S, *, in_flight: InFlight | None = None
+    ) -> None:
+        """Open the next version. `in_flight` is what becomes of rollouts in flight, `weights.in_flight` unless given;
+        with `drain` the call answers when they have ended."""
+        await self._call("POST", "/start_weight_update", {"in_flight": in_flight}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
         """Have the engines receive the tensors announced; answers when they have."""
@@ -197,22 +201,12 @@ class RolloutClient:
         """Where the gateway keeps weight versions (`folder`), and of which `model`."""
         return await self._call("GET", "/v1/weight_store", None, timeout_s)
 
-    async def load_weights(
-        self,
-        snapshot: str,
-        version: int | None = None,
-        canary_logprobs: Sequence[float] | None = None,
-        timeout_s: float = _WEIGHTS_TIMEOUT_S,
-        *,
-        rolling: bool | None = None,
-    ) -> int:
-        """Have all replicas load the draft `snapshot` of the weight store. Returns the version once they serve it.
-
-        With `rolling` one after the other, without it all at once; unless given as `weights.rolling` says.
-        """
-        body: Json = {"transport": "store", "snapshot": snapshot, "version": version, "rolling": rolling}
-        if canary_logprobs is not None:
-            body["canary_logprobs"] = [float(value) for value in canary_logprobs]
+    async def load_weights(self, snapshot: str, options: PushOptions, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> int:
+        """Have all replicas load the draft `snapshot` of the weight store. Returns the version once they serve it."""
+        body: Json = {"transport": "store", "snapshot": snapshot, "version": options.version}
+        body |= {"rolling": options.rolling, "in_flight": options.in_flight}
+        if options.canary_logprobs is not None:
+            body["canary_logprobs"] = [float(value) for value in options.canary_logprobs]
         return int((await self._call("POST", "/v1/weight_updates", body, timeout_s))["weight_version"])
 
     async def abandon_weight_update(self, reason: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> None:

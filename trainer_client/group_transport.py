@@ -5,7 +5,7 @@ The group is opened with the first push, and anew after a failure or when a repl
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 from urllib.parse import urlsplit
@@ -14,9 +14,11 @@ import torch
 
 from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
 from engines.gloo_transfer import address_towards
+from engines.types import InFlight
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.channels import Channel, GlooChannel, NcclChannel
 from trainer_client.part import Part
+from trainer_client.push_options import PushOptions
 
 Backend = Literal["gloo", "nccl"]
 
@@ -43,25 +45,19 @@ class GroupTransport:
         self._port = port
         self._channel: Channel | None = None
 
-    def push(
-        self,
-        parts: Iterable[Part],
-        version: int | None,
-        canary_logprobs: Sequence[float] | None,
-        rolling: bool | None,
-    ) -> int:
+    def push(self, parts: Iterable[Part], options: PushOptions) -> int:
         """Send part after part in one update. `version` is refused where it is not the next one."""
-        if rolling:
+        if options.rolling:
             raise ConfigError(
                 "rolling = True: the replicas of a group receive together; a version goes to one after the other with "
                 "WeightSender(transport='store')"
             )
-        self._check_version(version)
+        self._check_version(options.version)
         try:
-            channel = self._start()
+            channel = self._start(options.in_flight)
             for part in parts:
                 self._send(channel, part)
-            return self._client.finish_weight_update(canary_logprobs, self._timeout_s)
+            return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s)
         except BaseException as error:
             self._give_up(f"{type(error).__name__}: {error}")
             raise
@@ -88,17 +84,17 @@ class GroupTransport:
             lambda: channel.send(iter(part.tensors)),
         )
 
-    def _start(self) -> Channel:
+    def _start(self, in_flight: InFlight | None) -> Channel:
         """Open the update, in a new group where there is none. Nothing is touched when a start is refused, so that one
         which meets a group that a replica has left may follow again."""
         if self._channel is not None:
             try:
-                self._client.start_weight_update(self._timeout_s)
+                self._client.start_weight_update(self._timeout_s, in_flight=in_flight)
                 return self._channel
             except WeightUpdateFailed:
                 self.close("a replica left the group")
         self._channel = channel = self._open()
-        self._client.start_weight_update(self._timeout_s)
+        self._client.start_weight_update(self._timeout_s, in_flight=in_flight)
         return channel
 
     def _open(self) -> Channel:

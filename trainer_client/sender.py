@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from engines.announcement import check_tensors
 from engines.errors import ConfigError, RolloutGatewayError
+from engines.types import InFlight
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.progress import OnWeightProgress, WeightProgress
+from trainer_client.push_options import PushOptions
 from trainer_client.served import ServedWeights
 
 if TYPE_CHECKING:
@@ -30,13 +32,7 @@ TransportName = Literal["store", "gloo", "nccl"]
 class Transport(Protocol):
     """How one version gets to the engines."""
 
-    def push(
-        self,
-        parts: "Iterator[Part]",
-        version: int | None,
-        canary_logprobs: Sequence[float] | None,
-        rolling: bool | None,
-    ) -> int:
+    def push(self, parts: "Iterator[Part]", options: PushOptions) -> int:
         """Returns the version once all replicas serve it."""
 
     def close(self, reason: str = ...) -> None:
@@ -104,6 +100,7 @@ class WeightSender:
         *,
         canary_logprobs: Sequence[float] | None = None,
         rolling: bool | None = None,
+        in_flight: InFlight | Literal["keep", "recompute", "drain"] | None = None,
     ) -> int:
         """Have every replica serve these tensors. Returns their version, the next one unless `version` is given.
 
@@ -114,8 +111,9 @@ class WeightSender:
         model is DDP's, every rank of it calls this with the same arguments: they gather at most 256 MiB at a time (or
         one tensor), the first rank sends, and all return the version or raise what the first met.
         `canary_logprobs` are the trainer's own of the client's `canary_token_ids`, all but the first. With `rolling`
-        replicas take the version one after the other while the others serve, which the store alone can; unless given
-        it is as the gateway's `weights.rolling` says.
+        replicas take the version one after the other while the others serve, which the store alone can. `in_flight` is
+        what becomes of rollouts in flight: frozen while engines are overwritten ("keep"), and read again by the new
+        weights ("recompute"), or waited for ("drain"). Both are as the gateway's `weights` say unless given.
 
         Raises the gateway's own error: `InvalidRequest` where names, shapes or dtypes are not the model's,
         `WeightUpdateConflict` where another update is under way or `version` cannot be, `WeightUpdateFailed` with the
@@ -128,12 +126,15 @@ class WeightSender:
         ranks = self._ranks(tuple(given.ranks))
         pushed = self._pushed_before()
         pushed.begin()
+        options = PushOptions(
+            version=version, canary_logprobs=canary_logprobs, rolling=rolling, in_flight=_in_flight(in_flight)
+        )
 
         def narrow(entries: "list[Entry]", served: ServedWeights) -> "list[Entry]":
             return pushed.changed(entries, served, ranks.any_rank) if self._delta else entries
 
         if ranks.is_sender:
-            done, served = self._send(given, ranks, narrow, version, canary_logprobs, rolling)
+            done, served = self._send(given, ranks, narrow, options)
         else:
             done, served = ranks.follow(given, self._dtype, narrow)
         if served is not None:
@@ -155,15 +156,13 @@ class WeightSender:
         given: "Given",
         ranks: "Ranks",
         narrow: "Narrow",
-        version: int | None,
-        canary_logprobs: Sequence[float] | None,
-        rolling: bool | None,
+        options: PushOptions,
     ) -> "Outcome":
         """The sender's part of a push, with which every other rank learns of its end."""
         try:
             parts = self._checked_parts(given, ranks, narrow)
             first = next(parts)  # so that what does not fit is refused before anything is touched
-            done = self._transport_made().push(chain([first], parts), version, canary_logprobs, rolling)
+            done = self._transport_made().push(chain([first], parts), options)
             outcome = done, self._served_now() if self._delta else None
         except BaseException as error:
             ranks.end(error)
@@ -239,3 +238,11 @@ class WeightSender:
             num_bytes += sum(entry.num_bytes for entry in sent)
             if sent:
                 yield Part(sent, ranks, tell)
+
+
+def _in_flight(word: str | None) -> InFlight | None:
+    if word is None:
+        return None
+    if word not in list(InFlight):
+        raise ConfigError(f"in_flight = {word!r} is none of {', '.join(InFlight)}")
+    return InFlight(word)

@@ -6,7 +6,7 @@ nobody hangs when somebody dies.
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from engines.errors import StoreFailed
@@ -15,6 +15,7 @@ from engines.tensor_bytes import raw_tensor
 from engines.weight_store import SHARD_BYTES, Draft, RawTensor, claim_draft
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.part import Part
+from trainer_client.push_options import PushOptions
 
 _STEPS_IN_ONE_CALL = 4
 """Checking the bytes, waiting for rollouts in flight, loading, and the canary: the gateway bounds each by itself."""
@@ -30,13 +31,7 @@ class StoreTransport:
         self._timeout_s = timeout_s
         self._folder = Path(folder) if folder is not None else None
 
-    def push(
-        self,
-        parts: Iterable[Part],
-        version: int | None,
-        canary_logprobs: Sequence[float] | None,
-        rolling: bool | None,
-    ) -> int:
+    def push(self, parts: Iterable[Part], options: PushOptions) -> int:
         """Write a draft and have it loaded. Raises `StoreFailed` where the store has no room or is not here."""
         store = self._client.weight_store()
         folder = self._folder or Path(store["folder"])
@@ -51,9 +46,9 @@ class StoreTransport:
             for shard in _shards(tensor for part in parts for tensor in part.tensors):
                 draft.add(shard)
             draft.finish()
-            rolls = store["rolling"] if rolling is None else rolling
+            rolls = store["rolling"] if options.rolling is None else options.rolling
             timeout_s = self._timeout_s * _STEPS_IN_ONE_CALL * (max(1, store["replicas"]) if rolls else 1)
-            return self._client.load_weights(path.name, version, canary_logprobs, timeout_s, rolling=rolling)
+            return self._client.load_weights(path.name, options, timeout_s)
         finally:
             shutil.rmtree(path, ignore_errors=True)  # where it became a version it is not there any more
             os.close(owner)

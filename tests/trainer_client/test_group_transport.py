@@ -83,6 +83,19 @@ def test_tensors_are_sent_in_the_dtype_asked_for(gateway: PlayedGateway, client:
     assert [(progress.tensors, progress.bytes, progress.num_bytes) for progress in told] == [(1, 12, 22), (2, 22, 22)]
 
 
+def test_the_start_says_what_becomes_of_rollouts_in_flight(gateway: PlayedGateway, sender: WeightSender) -> None:
+    asked: list[Any] = []
+
+    def start(body: dict[str, Any]) -> Answer:
+        asked.append(body["in_flight"])
+        return 200, {}
+
+    gateway.answers["/start_weight_update"] = start
+    sender.push(model(), in_flight="recompute")
+    sender.push(model())
+    assert asked == ["recompute", None]
+
+
 def test_a_version_that_is_not_the_next_one_is_refused_before_anything_moves(
     gateway: PlayedGateway, sender: WeightSender
 ) -> None:

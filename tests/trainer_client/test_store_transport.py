@@ -12,7 +12,14 @@ pytest.importorskip("torch")
 
 import torch
 
-from engines.errors import GatewayUnreachable, InvalidRequest, StoreFailed, WeightUpdateConflict, WeightUpdateFailed
+from engines.errors import (
+    ConfigError,
+    GatewayUnreachable,
+    InvalidRequest,
+    StoreFailed,
+    WeightUpdateConflict,
+    WeightUpdateFailed,
+)
 from engines.sim_worker import SimWorker
 from engines.weight_store import Draft, check_bytes, claim_draft, digest_of, raw
 from tests.rig import Rig, StartRig
@@ -35,18 +42,24 @@ def tensors(**changes: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     return list({**{name: torch.zeros(shape) for name, shape in SHAPES.items()}, **changes}.items())
 
 
-async def push(rig: Rig, named: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> int:
-    return await asyncio.to_thread(send, rig.url, named, version)
+async def push(
+    rig: Rig, named: Iterable[tuple[str, torch.Tensor]], version: int | None = None, in_flight: Any = None
+) -> int:
+    return await asyncio.to_thread(send, rig.url, named, version, in_flight=in_flight)
 
 
 def send(
-    url: str, named: Iterable[tuple[str, torch.Tensor]], version: int | None = None, folder: Path | None = None
+    url: str,
+    named: Iterable[tuple[str, torch.Tensor]],
+    version: int | None = None,
+    folder: Path | None = None,
+    in_flight: Any = None,
 ) -> int:
     with (
         BlockingRolloutClient(url, attempts=1) as client,
         WeightSender(client, transport="store", folder=folder, timeout_s=10) as sender,
     ):
-        return sender.push(named, version)
+        return sender.push(named, version, in_flight=in_flight)
 
 
 def folders(store: Path) -> set[str]:
@@ -76,6 +89,15 @@ async def test_a_pushed_version_is_served_by_all_and_kept(rig: Rig, folder: Path
     _, updates = await rig.get("/v1/weight_updates")
     (record,) = updates["weight_updates"]
     assert (record["transport"], record["end"], record["tensors"], record["bytes"]) == ("store", "committed", 2, 80)
+
+
+async def test_a_push_says_what_becomes_of_rollouts_in_flight(rig: Rig) -> None:
+    await push(rig, tensors(), in_flight="drain")
+    await push(rig, tensors())
+    with pytest.raises(ConfigError, match="in_flight = 'abort' is none of keep, recompute, drain"):
+        await push(rig, tensors(), in_flight="abort")
+    _, updates = await rig.get("/v1/weight_updates")
+    assert [record["in_flight"] for record in updates["weight_updates"]] == ["keep", "drain"]
 
 
 async def test_versions_only_grow(rig: Rig) -> None:

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import inspect
 import logging
+import sys
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,6 +223,8 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     model, device = NoModel(), torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit("torch sees no GPU: weights.relay_device must name one of the gateway's node")
     receiver = GlooReceiver(model) if device.type == "cpu" else NcclReceiver(model, device)
     web.run_app(
         RelayServer(receiver, model).app(),

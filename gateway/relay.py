@@ -143,7 +143,7 @@ class Relay:
                     await asyncio.sleep(_POLL_S)
                 else:
                     return client
-        raise EngineError(f"it ended with {process.exit_code} before it was ready")
+        raise EngineError(f"it ended with {process.exit_code} before it was ready: {process.last_words(lines=1)}")
 
     @asynccontextmanager
     async def _or_ended(self, what: str, timeout_s: float) -> AsyncIterator[None]:

@@ -1,11 +1,13 @@
 """Weights through the relay: a real receiver between a trainer over gloo and simulated replicas."""
 
 import asyncio
+import importlib.metadata
 import os
 import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -343,6 +345,30 @@ async def test_a_relay_that_dies_is_named_and_the_next_group_has_another(trainer
     assert await served(rig) == {0}
     assert (await trainer.join())[0] == 200
     assert await trainer.update() == 1
+
+
+async def test_a_relay_over_nccl_without_vllm_is_refused_with_the_remedy(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    status, reply = await Trainer(await start(relay_device="cuda:0")).join()
+    assert status == 409
+    assert "install vLLM there" in reply["error"]["message"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here there is such a GPU")
+@pytest.mark.usefixtures("process")
+async def test_a_relay_whose_gpu_is_not_there_says_so_at_once(start: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.32.0")
+    status, reply = await Trainer(await start(relay_device="cuda:0")).join()
+    assert status == 424
+    assert (
+        "the relay did not join the trainer's group: it ended with 1 before it was ready" in reply["error"]["message"]
+    )
+    assert "NVIDIA driver" in reply["error"]["message"] or "CUDA" in reply["error"]["message"]
 
 
 @pytest.mark.usefixtures("process")

@@ -1,0 +1,68 @@
+"""What AsyncGRPO gets where there is no CUDA: an attention in plain torch, and an end of the weight group."""
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("trl")
+pytest.importorskip("vllm")
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engines.server import free_port
+from trainer_client.trl_async import Endpoint, TorchAttention
+
+HEADS, KEY_HEADS, SIZE = 4, 2, 8
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def drawn(tokens: int) -> Tensors:
+    generator = torch.Generator().manual_seed(tokens)
+    return (
+        torch.randn(tokens, HEADS, SIZE, generator=generator),
+        torch.randn(tokens, KEY_HEADS, SIZE, generator=generator),
+        torch.randn(tokens, KEY_HEADS, SIZE, generator=generator),
+    )
+
+
+def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """torch's own, of one sequence whose last query stands at its last key."""
+    key, value = (x.repeat_interleave(HEADS // KEY_HEADS, dim=1) for x in (key, value))
+    ahead = torch.arange(len(key)) - (torch.arange(len(query)).unsqueeze(1) + len(key) - len(query))
+    seen = (ahead <= 0) & (ahead >= -window if window is not None else torch.tensor(True))
+    queries, keys, values = (x.transpose(0, 1) for x in (query, key, value))
+    return scaled_dot_product_attention(queries, keys, values, attn_mask=seen).transpose(0, 1)
+
+
+def ends(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+
+
+def test_each_sequence_of_a_row_sees_itself_alone() -> None:
+    first, second = drawn(5), drawn(3)
+    query, key, value = (torch.cat(pair) for pair in zip(first, second, strict=True))
+    found = TorchAttention.flash_attn_varlen_func(query, key, value, ends(5, 3), ends(5, 3), 5, 5)
+    assert torch.allclose(found, torch.cat([attended(*first), attended(*second)]), atol=1e-6)
+
+
+def test_a_branch_sees_the_whole_path_that_leads_to_it() -> None:
+    query, key, value = drawn(6)
+    whole = attended(query, key, value)
+    # The first four tokens are shared; the branch of the last two has all six as its path.
+    path = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5])
+    found = TorchAttention.flash_attn_varlen_func(query, key[path], value[path], ends(4, 2), ends(4, 6), 4, 6)
+    assert torch.allclose(found, whole, atol=1e-6)
+
+
+def test_a_sliding_window_hides_what_is_before_it() -> None:
+    query, key, value = drawn(7)
+    found = TorchAttention.flash_attn_varlen_func(query, key, value, ends(7), ends(7), 7, 7, window_size=(2, 0))
+    assert torch.allclose(found, attended(query, key, value, window=2), atol=1e-6)
+
+
+def test_trl_lets_go_of_the_group_by_its_store() -> None:
+    endpoint = Endpoint("127.0.0.1", free_port(), 0, 1, 5.0)
+    endpoint.join()
+    endpoint.group.store = None
+    with pytest.raises(Exception, match="closed the group"):
+        endpoint.broadcast(torch.zeros(1))

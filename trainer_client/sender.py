@@ -44,11 +44,11 @@ class WeightSender:
 
     `transport` is "store" (a folder that trainer and engines share; vLLM and SGLang alike), or a group with all workers
     of all engines over "gloo" or "nccl"; unless named, the group that the engines say they receive over. `dtype` is
-    what floats are sent in, unless given the dtypes that the engines hold them in. With `delta` only those
-    tensors are sent whose bytes have changed since this sender's last push (over a group all of their layer, which vLLM
-    loads together); where another has made what is served, all are. `timeout_s`
-    bounds each wait: for a group, for rollouts in flight, for the tensors, for the commit. `on_progress` is told of
-    every tensor.
+    what floats are sent in, unless given the dtypes that the engines hold them in. With `delta` only those tensors are
+    sent whose bytes have changed since this sender's last push (over a group all of their layer, which vLLM loads
+    together); where another has made what is served, all are. `timeout_s` bounds each wait: for a group, for rollouts
+    in flight, for the tensors, for the commit. `on_progress` is told of every tensor. A trainer of many ranks makes one
+    sender and keeps it.
 
     Of a group: `device` is the trainer's GPU for NCCL; `address` and `port` are where engines find the trainer: unless
     given, where the gateway finds it, and a free port.

@@ -8,6 +8,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -82,7 +83,11 @@ class Alone:
 
 
 class TrainerRanks:
-    """All of `ranks` must make one, and push the same. A word is awaited for `silence_s`."""
+    """All of `ranks` must make one, and push the same. A word is awaited for `silence_s`.
+
+    Its group ends with the trainer's other ones: torch would give the next group of these ranks the name, and so the
+    addresses, of one that was ended before.
+    """
 
     def __init__(self, ranks: Sequence[int], silence_s: float) -> None:
         self._ranks = sorted(ranks)
@@ -110,7 +115,7 @@ class TrainerRanks:
             if "part" in word:
                 served = ServedWeights.read(word["part"])
                 parts = parts or given.parts(served.tensors, dtype)
-                runs = iter(self.runs(narrow(self._next_part(parts), served)))
+                runs = iter(self.runs(self._narrowed(self._next_part(parts), served, narrow)))
             else:
                 for entry in next(runs):
                     if is_sharded(entry.tensor):
@@ -124,7 +129,8 @@ class TrainerRanks:
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         held = torch.tensor(list(flags), dtype=torch.uint8)
-        dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
+        with self._together():
+            dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in held.tolist()]
 
     def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
@@ -164,9 +170,17 @@ class TrainerRanks:
         self._compare(_digest(entries))
         return entries
 
+    def _narrowed(self, entries: list[Entry], served: ServedWeights, narrow: Narrow) -> list[Entry]:
+        try:
+            return narrow(entries, served)
+        except RolloutGatewayError:
+            self._hear()  # the sender meets the same, and says so
+            raise
+
     def _compare(self, mine: bytes) -> None:
         heard = [torch.empty(_DIGEST_BYTES, dtype=torch.uint8) for _ in self._ranks]
-        dist.all_gather(heard, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=self._group)
+        with self._together():
+            dist.all_gather(heard, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=self._group)
         for rank, other in zip(self._ranks, heard, strict=True):
             if not torch.equal(other, heard[0]):
                 self._is_over = True  # as everybody has just learned
@@ -189,7 +203,7 @@ class TrainerRanks:
     def _broadcast(self, content: bytes | None) -> bytes:
         """The sender's content, on every rank."""
         size = torch.tensor([len(content or b"")])
-        try:
+        with self._together():
             dist.broadcast(size, self._ranks[0], group=self._group)
             held = (
                 torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -197,12 +211,17 @@ class TrainerRanks:
                 else torch.empty(int(size), dtype=torch.uint8)
             )
             dist.broadcast(held, self._ranks[0], group=self._group)
-        except RuntimeError as error:
-            raise DeadlineExceeded(
-                f"trainer rank {dist.get_rank()}: rank {self._ranks[0]}, which sends, said nothing for "
-                f"{self._silence_s:g} s, or is gone: {error}"
-            ) from error
         return bytes(held.numpy())
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # gloo's, for all that can be wrong
+            raise DeadlineExceeded(
+                f"trainer rank {dist.get_rank()}: the ranks {self._ranks} did not come together within "
+                f"{self._silence_s:g} s, or one is gone; rank {self._ranks[0]} is the one that sends ({error})"
+            ) from error
 
 
 def _digest(entries: Sequence[Entry]) -> bytes:

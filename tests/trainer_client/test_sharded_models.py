@@ -117,4 +117,4 @@ def test_the_next_push_goes_well_after_all_that(told: Told) -> None:
 def test_a_sender_that_stays_away_is_not_awaited_for_ever(told: Told) -> None:
     _, second = told["a_sender_that_stays_away"]
     assert second["error"] == "DeadlineExceeded"
-    assert "rank 0, which sends, said nothing for 2 s" in second["message"]
+    assert "the ranks [0, 1] did not come together within 2 s" in second["message"]

@@ -1,0 +1,259 @@
+"""What a weight update costs the rollouts beside it: the same load with updates and without, in alternating runs.
+
+    python -m loadtests.weight_cost -c FILE.yaml --transport nccl --device cuda:1 --streams 256 --json out.json
+    python -m loadtests.weight_cost -c FILE.yaml --transport store --in-flight keep drain [KEY=VALUE ...]
+
+Starts the engines and a gateway over them, without Ray, and a trainer's process that pushes weights of the served
+model's shapes. A pair is one run of the load alone and one for each of `--in-flight`, with `--updates` spread over it.
+What a run takes longer than the one beside it, by update, is the work that an update costs. The updates' own records
+tell for how long generation stood still and what each step took. In the same run the medium is measured alone: torch's
+own broadcast of the same bytes, or a file written and read in the weight store.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from engines.errors import ConfigError, EngineStartFailed
+from engines.types import InFlight
+from gateway.load import load as load_config
+from loadtests.clients import ClientPool, Stream, Totals, total
+from loadtests.fleet import LocalFleet
+from loadtests.pusher import Pushed, Pusher
+from loadtests.raw_speed import broadcast_speed, file_speeds
+from loadtests.workloads import LengthMix, Workload
+
+_QUIET = "none"
+_ASK_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The load once; `in_flight` is "none" where no update fell into it. `updates` are the gateway's records."""
+
+    pair: int
+    in_flight: str
+    wall_s: float
+    tokens: int
+    errors: list[str]
+    pushed: list[Pushed]
+    updates: list[dict[str, Any]]
+
+
+class Bench:
+    """One gateway, its clients and a trainer."""
+
+    def __init__(self, url: str, pool: ClientPool, pusher: Pusher, args: argparse.Namespace, replicas: int) -> None:
+        self._url = url
+        self._pool = pool
+        self._pusher = pusher
+        self._args = args
+        self._replicas = replicas
+        self.runs: list[Run] = []
+
+    async def measure(self) -> None:
+        """All pairs, after one run that does not count. The order in a pair turns from one to the next."""
+        expected_s = (await self._run(-1, _QUIET, 0.0)).wall_s
+        await asyncio.to_thread(self._pusher.push, self._args.in_flight[0])  # opens the group
+        for pair in range(self._args.pairs):
+            kinds = [_QUIET, *self._args.in_flight]
+            for kind in kinds[:: -1 if pair % 2 else 1]:
+                run = await self._run(pair, kind, expected_s)
+                self.runs.append(run)
+                if kind == _QUIET:
+                    expected_s = run.wall_s
+
+    async def _run(self, pair: int, in_flight: str, expected_s: float) -> Run:
+        count = 0 if in_flight == _QUIET else self._args.updates
+        loaded = asyncio.create_task(asyncio.to_thread(self._load, pair))
+        began, pushed = time.monotonic(), []
+        for update in range(count):
+            due = began + expected_s * (update + 0.5) / count
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            pushed.append(await asyncio.to_thread(self._pusher.push, in_flight))
+        totals = await loaded
+        errors = totals.errors + [push.error for push in pushed if push.error]
+        run = Run(
+            pair=pair, in_flight=in_flight, wall_s=totals.wall_s, tokens=totals.tokens, errors=errors, pushed=pushed,
+            updates=await self._records(count),
+        )  # fmt: skip
+        print(f"{_name(pair)} {in_flight:>9} {run.wall_s:8.2f} s {len(errors)} errors", *errors[:2], file=sys.stderr)
+        return run
+
+    def _load(self, pair: int) -> Totals:
+        args = self._args
+        workload = Workload(prompts=1, samples=1, prompt_tokens=args.prompt_tokens, max_tokens=args.max_tokens)
+        streams = [
+            Stream(
+                url=self._url,
+                workload=workload,
+                seeds=tuple(f"{pair}/{caller}/{turn}" for turn in range(args.rounds)),
+                stream=False,
+            )
+            for caller in range(args.streams * self._replicas)
+        ]
+        return total(self._pool.run(streams))
+
+    async def _records(self, count: int) -> list[dict[str, Any]]:
+        """The gateway's records of the last so many updates."""
+        timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"{self._url}/v1/weight_updates") as reply,
+        ):
+            records: list[dict[str, Any]] = (await reply.json())["weight_updates"]
+        return records[:count]
+
+
+def summarise(runs: Sequence[Run], num_bytes: int) -> list[dict[str, Any]]:
+    """A row for each way with rollouts in flight. Seconds are medians; `lost_s` is of work, by update."""
+    quiet = {run.pair: run for run in runs if run.in_flight == _QUIET}
+    rows = []
+    for kind in dict.fromkeys(run.in_flight for run in runs if run.in_flight != _QUIET):
+        ours = [run for run in runs if run.in_flight == kind]
+        records = [record for run in ours for record in run.updates]
+        lost = [(run.wall_s - quiet[run.pair].wall_s) / len(run.pushed) for run in ours]
+        speed = statistics.median(run.tokens / run.wall_s for run in quiet.values())
+        steps = {step: _median(record["seconds"].get(step) for record in records) for step in _steps(records)}
+        moved = steps.get("transfer") or steps.get("load")
+        rows.append(
+            {
+                "in_flight": kind,
+                "updates": len(records),
+                "failed": sum(bool(push.error) for run in ours for push in run.pushed),
+                "lost_s": statistics.median(lost),
+                "lost_s_of_pairs": lost,
+                "lost_tokens": statistics.median(lost) * speed,
+                "stopped_s": _median(record["stopped_s"] for record in records),
+                "stopped_s_max": max((record["stopped_s"] for record in records), default=None),
+                "push_s": _median(push.seconds for run in ours for push in run.pushed),
+                "moved_gb_per_s": num_bytes / moved / 1e9 if moved else None,
+                "seconds": steps,
+                "errors": sum(len(run.errors) for run in ours),
+            }
+        )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The summary for people."""
+    head = ["in flight", "updates", "work lost s", "tokens lost", "stopped s", "at most", "push s", "GB/s", "errors"]
+    keys = ("in_flight", "updates", "lost_s", "lost_tokens", "stopped_s", "stopped_s_max", "push_s", "moved_gb_per_s")
+    cells = [head, *([_cell(row[key]) for key in (*keys, "errors")] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def medium(transport: str, devices: tuple[str, str], store: Path, num_bytes: int) -> dict[str, float]:
+    """GB/s of what carries the transport, by itself."""
+    if transport == "store":
+        store.mkdir(parents=True, exist_ok=True)
+        written, read = file_speeds(store, num_bytes)
+        return {"file_write": written, "file_read": read}
+    return {"broadcast": broadcast_speed(transport, devices, num_bytes)}
+
+
+def _steps(records: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(step for record in records for step in record["seconds"]))
+
+
+def _median(values: Iterator[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _name(pair: int) -> str:
+    return f"pair {pair + 1}" if pair >= 0 else "warm-up"
+
+
+async def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    config = load_config(args.config, args.overrides)
+    fleet = LocalFleet(config, [])
+    try:
+        infos, (gateway,) = await fleet.start()
+        with (
+            ClientPool(args.clients, args.timeout_s) as pool,
+            await asyncio.to_thread(Pusher, gateway.url, args.transport, args.device, args.timeout_s) as pusher,
+        ):
+            bench = Bench(gateway.url, pool, pusher, args, len(infos))
+            await bench.measure()
+            num_bytes = pusher.num_bytes
+    finally:
+        await fleet.stop()
+    store = Path(args.medium or config.weights.store or "/dev/shm")
+    folder = store if store.is_absolute() else Path("/dev/shm")
+    speeds = await asyncio.to_thread(
+        medium, args.transport, (args.device, args.receiver or args.device), folder, num_bytes
+    )
+    return {
+        "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "label": args.label,
+        "cpus": os.cpu_count(),
+        "transport": args.transport,
+        "replicas": len(infos),
+        "engine": f"{infos[0].kind} {infos[0].engine_version}",
+        "streams": args.streams,
+        "prompt_tokens": str(args.prompt_tokens),
+        "max_tokens": args.max_tokens,
+        "bytes": num_bytes,
+        "medium_gb_per_s": speeds,
+        "summary": summarise(bench.runs, num_bytes),
+        "runs": [asdict(run) for run in bench.runs],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 where an update failed or a rollout was not delivered."""
+    args = _parse_arguments(argv)
+    try:
+        report = asyncio.run(_measured(args))
+    except (ConfigError, EngineStartFailed) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(table(report["summary"]))
+    speeds = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in report["medium_gb_per_s"].items())
+    print(f"{report['bytes'] / 1e9:.3f} GB over {args.transport} to {report['replicas']} replicas; alone: {speeds}")
+    if args.json:
+        args.json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
+    return 1 if any(row["errors"] for row in report["summary"]) else 0
+
+
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m loadtests.weight_cost", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("-c", "--config", type=Path, metavar="FILE")
+    add("--transport", choices=["store", "gloo", "nccl"], required=True)
+    add("--device", default="cpu", help="where the trainer's tensors are, such as cuda:1")
+    add("--receiver", default="", help="the other end of the medium measured alone; as --device unless given")
+    add("--medium", default="", metavar="FOLDER", help="whose file speed is measured; the weight store unless given")
+    add("--in-flight", nargs="+", choices=list(InFlight), default=[InFlight.KEEP], type=InFlight)
+    add("--updates", type=int, default=2, help="in each run")
+    add("--pairs", type=int, default=5)
+    add("--streams", type=int, default=64, help="callers for each replica")
+    add("--rounds", type=int, default=2, help="requests of each caller in a run, one after the other")
+    add("--prompt-tokens", type=LengthMix.parse, default=LengthMix.parse("256"))
+    add("--max-tokens", type=int, default=512)
+    add("--clients", type=int, default=2, metavar="N", help="client processes")
+    add("--timeout-s", type=float, default=300.0, help="longest run, and each wait of a push")
+    add("--label", default="", help="what is measured, for the report")
+    add("--json", type=Path, metavar="FILE", help="write every run and the summary")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="over the file's settings")
+    return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,6 +26,7 @@ def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
     add("--update-every", type=float, default=0.0, help="seconds between weight updates; none unless given")
     add("--weights", default="sim", help="what updates push: a checkpoint's folder, or sim for simulated engines")
+    add("--rolling", action="store_true", help="updates replica after replica, while the others serve")
     add("--watch-pid", type=int, default=0, help="process, such as the gateway's, whose memory and CPU are measured")
 
 
@@ -37,6 +38,7 @@ class Updates:
         settings = run.settings
         command = [sys.executable, "-m", "loadtests.updates", settings.host or ""]
         command += ["--every", str(settings.update_every), "--weights", settings.weights]
+        command += ["--rolling"] if settings.rolling else []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
@@ -48,6 +50,7 @@ class Updates:
             if self._stdout.readline().strip() != b"ready":
                 raise RuntimeError(f"weight updates ended at their start, with {self._process.wait()}")
         self._reader: Greenlet | None = None
+        self._failed: int | None = None
 
     def start(self, **_: Any) -> None:
         self._stdin.write(b"go\n")
@@ -55,9 +58,13 @@ class Updates:
         self._reader = gevent.spawn(self._read)
 
     def stop(self, **_: Any) -> None:
-        """Let the update in flight end, within a bound; a process that ended by itself has failed."""
-        failed = self._process.poll()
+        """No further update. Returns at once: users go on until all is told to stop."""
+        self._failed = self._process.poll()
         self._stdin.close()
+
+    def end(self, **_: Any) -> None:
+        """Let the update in flight end, within a bound; a process that ended by itself has failed."""
+        failed = self._failed
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
@@ -93,6 +100,9 @@ class Watch:
         if self._watcher is not None:
             self._watcher.kill()
 
+    def end(self, **_: Any) -> None:
+        """Nothing is left."""
+
     def _watch(self) -> None:
         try:
             process = psutil.Process(self._pid)
@@ -118,3 +128,4 @@ def prepare(environment: Environment, runner: Any, **_: Any) -> None:
     for beside in besides:
         environment.events.test_start.add_listener(beside.start)
         environment.events.test_stopping.add_listener(beside.stop)
+        environment.events.test_stop.add_listener(beside.end)

@@ -1,0 +1,79 @@
+"""Every scenario, in a short form, against two real vLLM replicas on CPU behind a gateway that records requests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.loadtests.locust_runs import Ended, locust
+from tests.real_vllm import RealFleet, app, engine_config
+
+pytestmark = pytest.mark.vllm
+
+MODEL = Path(__file__).parents[2] / "examples" / "tiny_model" / "digit-sort"
+SHORT = ["--prompt-tokens", "24", "--max-tokens", "16"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trace") / "trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, trace: Path) -> Iterator[RealFleet]:
+    pytest.importorskip("vllm")
+    engine = engine_config(MODEL, tmp_path_factory.mktemp("logs")).model_copy(update={"num_replicas": 2})
+    with app({"engine": engine}, gateway={"port": 0, "trace": {"file": str(trace)}}) as running:
+        yield running
+
+
+async def run(scenario: str, fleet: RealFleet, folder: Path, *options: str) -> Ended:
+    """A run in which nothing may fail."""
+    ended = await locust(scenario, fleet.url, folder, *SHORT, *options)
+    assert ended.code == 0, ended.said
+    assert ended.figures["failures"] == 0
+    return ended
+
+
+async def test_trainers_whose_weights_are_updated(fleet: RealFleet, tmp_path: Path) -> None:
+    batch = ["-t", "5s", "--prompts", "6", "--samples", "4"]
+    ended = await run("trainer", fleet, tmp_path, *batch, "--update-every", "2", "--weights", str(MODEL))
+    told = ended.figures
+    assert told["makespan_s.count"] >= 1
+    assert told["completion_tokens.min"] == told["completion_tokens.max"] == 16
+    assert told["update_s.count"] >= 1
+    assert told["tpot_s.p50"] > 0
+    assert told["tail_ratio.min"] >= 1
+
+
+async def test_agents(fleet: RealFleet, tmp_path: Path) -> None:
+    options = ["-u", "4", "-r", "4", "-t", "4s", "--turns", "3", "--tool-gap", "0.05", "--tool-tokens", "8"]
+    ended = await run("agents", fleet, tmp_path, *options)
+    assert ended.figures["later_turn_s.count"] > ended.figures["session_s.count"] >= 1
+
+
+async def test_arrivals(fleet: RealFleet, tmp_path: Path) -> None:
+    ended = await run("open_loop", fleet, tmp_path, "-t", "4s", "--rate", "4")
+    assert ended.figures["ttft_s.p50"] < ended.figures["completion_s.p50"]
+
+
+async def test_a_spike(fleet: RealFleet, tmp_path: Path) -> None:
+    ended = await run("spike", fleet, tmp_path, "-t", "6s", "--rate", "2", "--spike", "4")
+    assert ended.figures["spike.completions"] > 0
+
+
+async def test_a_soak(fleet: RealFleet, tmp_path: Path) -> None:
+    options = ["-t", "8s", "--prompts", "2", "--samples", "2", "--turns", "2", "--tool-gap", "0.1", "--rate", "1"]
+    ended = await run("soak", fleet, tmp_path, *options)
+    assert ended.figures["makespan_s.count"] >= 1
+    assert ended.figures["session_s.count"] >= 1
+
+
+async def test_what_was_recorded_is_replayed(fleet: RealFleet, trace: Path, tmp_path: Path) -> None:
+    """The last requests of those before, on the clock that they had."""
+    header, *lines = trace.read_text().splitlines()  # noqa: ASYNC240  # a small file
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("\n".join([header, *lines[-12:]]) + "\n")  # a small file
+    ended = await run("replay", fleet, tmp_path, "--trace", str(kept), "-t", "30s")
+    assert ended.figures["completions"] >= 12
+    assert ended.figures["lateness_s.count"] == 12

@@ -130,19 +130,16 @@ class Comparison:
         self.runs: list[Run] = []
         self._clients = clients
 
-    def warm_up(self) -> None:
-        """Engines compile and pools connect in their first run, which does not count."""
-        for load in self.loads:
-            for side in self.sides:
-                _say(self._run(load, side, pair=-1))
+    def warm_up(self) -> bool:
+        """Engines compile and pools connect in their first run, which does not count. Whether every side delivered."""
+        runs = [self._run(load, side, pair=-1) for load in self.loads for side in self.sides]
+        return all(run.tokens for run in runs)
 
     def measure_pair(self, pair: int) -> None:
         """Every side once for each load, in an order that turns round from pair to pair."""
         for load in self.loads:
             for side in self.sides if pair % 2 == 0 else reversed(self.sides):
-                run = self._run(load, side, pair)
-                _say(run)
-                self.runs.append(run)
+                self.runs.append(self._run(load, side, pair))
 
     def _run(self, load: Load, side: Side, pair: int) -> Run:
         streams = streams_of(load, side, self.targets, seed=f"{load.name} {side} {pair} {os.getpid()}")
@@ -151,7 +148,9 @@ class Comparison:
         cpu = process_cpu_s(pid) if pid else None
         outcomes = self._clients.run(streams)
         used = process_cpu_s(pid) - cpu if pid and cpu is not None else None
-        return _summed(outcomes, load, side, pair, used)
+        run = _summed(outcomes, load, side, pair, used)
+        _say(run)
+        return run
 
 
 def streams_of(load: Load, side: Side, targets: Targets, seed: str) -> list[Stream]:
@@ -363,7 +362,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         targets = Targets(gateway=Middle(args.gateway, args.gateway_pid), engines=tuple(args.engine), routers=routers)
         clients = stack.enter_context(ClientPool(args.clients, args.timeout_s))
         comparison = Comparison(targets, _loads(args), sides, clients)
-        comparison.warm_up()
+        if not comparison.warm_up():
+            print("a side delivered nothing: there is nothing to compare", file=sys.stderr)
+            return 1
         for pair in range(args.pairs):
             if time.monotonic() - began > args.budget_s:
                 print(f"stopped after {pair} pairs: {args.budget_s:g} s are over", file=sys.stderr)

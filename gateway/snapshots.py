@@ -16,7 +16,7 @@ from typing import TypeVar
 import structlog
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, StoreFailed
+from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.weight_store import Manifest, WeightStore, check_bytes, complete, is_whole
 from gateway.config import WeightsConfig
 from gateway.fleet import Replica
@@ -144,7 +144,10 @@ class Snapshots:
         """As `announced`, of a draft whose writer is done. Raises `StoreFailed` with the reason where it gave up."""
         if not await self._aside(is_whole, draft):
             raise StoreFailed(f"{draft} was not written to its end")
-        return await self.announced(draft.name)
+        try:
+            return await self.announced(draft.name)
+        except InvalidRequest as error:  # which the trainer has not made
+            raise StoreFailed(f"what was received was not written as it was: {error}") from error
 
     async def promote(self, name: str, version: int, served: int, names: Iterable[str]) -> Path:
         """Make the draft that a trainer wrote `version`. What of `names` it lacks is as in version `served`."""

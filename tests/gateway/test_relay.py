@@ -21,7 +21,7 @@ from engines.gloo_transfer import WeightGroup, send
 from engines.process import Command
 from engines.relay import GlooReceiver, NoModel, RelayServer
 from engines.server import free_port
-from engines.weight_store import WeightStore, check_bytes
+from engines.weight_store import Draft, WeightStore, check_bytes
 from gateway import relay
 from gateway.weights import WeightCoordinator
 from tests.rig import Json, Rig, StartRig
@@ -316,6 +316,29 @@ async def test_a_store_without_room_is_named_before_anything_is_sent(
         status, reply = await trainer.start()
     assert status == 409
     assert "has no room for 2 copies" in reply["error"]["message"]
+    assert await served(trainer.rig) == {0}
+    assert await trainer.update() == 1
+
+
+async def test_bytes_that_are_not_written_as_they_came_are_found_and_nobody_loads_them(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Draft.finish
+
+    def damage(draft: Draft) -> None:
+        file = next(draft.folder.glob("*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        finish(draft)
+
+    with monkeypatch.context() as bad_disk:
+        bad_disk.setattr(Draft, "finish", damage)
+        await trainer.start()
+        await trainer.send(tensors())
+        status, reply = await trainer.finish()
+    assert status == 409
+    assert "was not written as it was: tensor " in reply["error"]["message"]
     assert await served(trainer.rig) == {0}
     assert await trainer.update() == 1
 

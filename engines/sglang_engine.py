@@ -148,7 +148,8 @@ class SglangEngine(HttpEngine):
         if init_info.get("packed", True):
             raise self._refusal(
                 "SGLang cannot receive vLLM's packed chunks, which TRL's client sends: send one broadcast a tensor "
-                "over a process group of torch's own with packed = false, or serve this fleet with vLLM alone",
+                "over a process group of torch's own with packed = false, or go through the store, as "
+                "WeightSender(transport='store') does",
                 "packed",
             )
         self._has_sessions = _BEGIN in (await self._call("GET", "/openapi.json", None, timeout_s))["paths"]

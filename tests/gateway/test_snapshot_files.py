@@ -127,11 +127,15 @@ async def test_an_engine_without_the_folder_fetches_the_version_it_is_to_load(
     assert calls[0]["version"] == 1
 
 
-async def test_engines_are_told_of_the_peer_when_it_is_configured(start_rig: StartRig, folder: Path) -> None:
-    weights = {"store": str(folder), "peer_url": "http://127.0.0.1:9"}
-    rig = await start_rig(1, weights=weights, gateway=KEYS)
-    await push(rig, folder)  # the folder is there, so nobody is asked
-    assert rig.fleet.version == 1
+async def test_engines_are_told_where_to_fetch_when_it_is_configured(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(SimWorker, "_fetch", lambda _, **given: told.append(given))
+    rig = await start_rig(1, weights={"store": str(folder), "peer_url": "http://10.0.0.1:8100"}, gateway=KEYS)
+    await push(rig, folder)
+    where = {"version": 1, "peer_url": "http://10.0.0.1:8100", "peer_key": store_key(rig.config.gateway)}
+    assert told == [{"path": str(folder / "v1"), "timeout_s": 600.0, **where}]
 
 
 async def test_the_command_line_makes_a_checkpoint_folder_of_the_newest_version(rig: Rig, tmp_path: Path) -> None:

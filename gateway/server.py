@@ -373,7 +373,7 @@ class GatewayServer:
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
-        return reply({"success": await self._weights.reset_prefix_cache()})
+        return reply({"success": await self._weights.generation.reset_prefix_cache()})
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", PauseMode.ABORT)
@@ -382,15 +382,15 @@ class GatewayServer:
         # vLLM clears the KV cache of paused requests unless told not to, which costs their prefill again. Nothing
         # here depends on it: prefixes are salted by weight version.
         clear_cache = request.query.get("clear_cache", "false").lower() == "true"
-        await self._weights.pause(PauseMode(mode), clear_cache=clear_cache)
+        await self._weights.generation.pause(PauseMode(mode), clear_cache=clear_cache)
         return reply({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        await self._weights.resume()
+        await self._weights.generation.resume()
         return reply({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
-        return reply({"is_paused": self._weights.is_paused})
+        return reply({"is_paused": self._weights.generation.is_paused})
 
     # What every route passes
 

@@ -122,17 +122,17 @@ class SglangControl:
 
     async def _abort_all(self) -> None:
         """Engines end what they run when they are paused so. What still waits for a replica is ended after that."""
-        was_paused = self._weights.is_paused
-        await self._weights.pause(PauseMode.ABORT, clear_cache=False)
+        was_paused = self._weights.generation.is_paused
+        await self._weights.generation.pause(PauseMode.ABORT, clear_cache=False)
         try:
             await self._scheduler.drained(_ABORT_TIMEOUT_S)
             self._generate.abort(lambda _, rollout: self._scheduler.waits(rollout))
         finally:
             if not was_paused:
-                await self._weights.resume()
+                await self._weights.generation.resume()
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
-        if await self._weights.reset_prefix_cache():
+        if await self._weights.generation.reset_prefix_cache():
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed: rollouts run.\n", status=400)
 
@@ -140,11 +140,11 @@ class SglangControl:
         mode = (await read_object(request, required=False)).get("mode", "abort")
         if mode not in _MODES:
             raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(_MODES)}", param="mode")
-        await self._weights.pause(_MODES[mode], clear_cache=mode == "retract")
+        await self._weights.generation.pause(_MODES[mode], clear_cache=mode == "retract")
         return reply({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue_generation(self, request: web.Request) -> web.Response:
-        await self._weights.resume()
+        await self._weights.generation.resume()
         return reply({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _refuse(self, request: web.Request) -> web.Response:

@@ -23,7 +23,7 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
         "last_weight_update": last and last.report(),
         "weight_store": snapshots.report(),
         "weight_relay": weights.relay_report(),
-        "paused": weights.is_paused,
+        "paused": weights.generation.is_paused,
         "gate_closed_for": scheduler.closed_for,
         "queue_length": sum(queues.values()),
         "models": [{"model": m, "frozen": m != models.policy, "queue_length": n} for m, n in queues.items()],

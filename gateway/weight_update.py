@@ -30,7 +30,7 @@ class WeightUpdate:
     """An update in progress, and its record afterwards.
 
     `seconds` are by step (transfer, store, drain, load, digests, commit, canary); what is missing to the whole is the
-    trainer's own time between its calls. Of a `rolling` one they are summed over replicas. `halted_at` is when it froze
+    trainer's own time between its calls. Of a `rolling` one they are summed over replicas. `frozen_at` is when it froze
     the engines, where it holds them still, and `stopped_s` for how long it held them. `replicas` say by replica id what
     became of it there. `draft` is where its tensors are written for the weight store.
     """
@@ -49,7 +49,7 @@ class WeightUpdate:
     replicas: dict[str, Json] = field(default_factory=dict)
     draft: Path | None = None
     rolling: bool = False
-    halted_at: float | None = None
+    frozen_at: float | None = None
     stopped_s: float = 0.0
     error: str = ""
     ended_at: float | None = None
@@ -75,8 +75,8 @@ class WeightUpdate:
 
     def go_on(self) -> None:
         """Its engines make tokens again."""
-        if self.halted_at is not None:
-            self.stopped_s, self.halted_at = time.monotonic() - self.halted_at, None
+        if self.frozen_at is not None:
+            self.stopped_s, self.frozen_at = time.monotonic() - self.frozen_at, None
 
     def receive(self, update_info: Json) -> None:
         """Count tensors that every replica has received."""

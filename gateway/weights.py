@@ -27,11 +27,12 @@ from engines.errors import (
     WeightUpdateConflict,
     WeightUpdateFailed,
 )
-from engines.types import Dialect, InFlight, PauseMode, ReplicaState
+from engines.types import Dialect, InFlight, ReplicaState
 from gateway.canary import Canary
 from gateway.catch_up import CatchUp
 from gateway.config import WeightsConfig
 from gateway.fleet import Fleet, Replica
+from gateway.generation import Generation, policy
 from gateway.metrics import Metrics
 from gateway.receipts import check_receipts
 from gateway.relay import TRANSPORT as RELAY
@@ -55,9 +56,6 @@ from gateway.weight_update import Phase, WeightUpdate, num_bytes
 
 log = structlog.get_logger()
 
-_UPDATE = "weight update"
-_PAUSE = "pause"
-
 
 class WeightCoordinator:
     """Opens, fills and commits updates on behalf of one trainer at a time."""
@@ -67,16 +65,14 @@ class WeightCoordinator:
     ) -> None:
         self._config = config
         self._fleet = fleet
-        self._scheduler = scheduler
         self._metrics = metrics
         self._group: TransferGroup | None = None
         self._update: WeightUpdate | None = None
         self._canary = Canary(config.canary, fleet.models.groups)
-        self._paused: PauseMode | None = None
-        self._halted: tuple[Replica, ...] = ()
+        self.generation = Generation(config, fleet, scheduler)
         self._updates = UpdateLog(metrics)
         self._snapshots = snapshots
-        self._catch_up = CatchUp(config, fleet, snapshots, self._canary, lambda: self.is_paused)
+        self._catch_up = CatchUp(config, fleet, snapshots, self._canary, lambda: self.generation.is_paused)
         self._rolling = Rolling(config, fleet, self._canary, snapshots)
         self._relay = Relay(config, _log_dir(fleet))
         self._busy_with = ""
@@ -92,16 +88,12 @@ class WeightCoordinator:
         """The updates that have ended."""
         return self._updates
 
-    @property
-    def is_paused(self) -> bool:
-        return self._paused is not None
-
     async def world_size(self) -> int:
         """Workers that a trainer's transfer group must make room for."""
         await self._settled()
         if not await self._why_flat():
             return RELAY_WORLD_SIZE
-        return sum(replica.info.world_size for replica in self._policy())
+        return sum(replica.info.world_size for replica in policy(self._fleet))
 
     async def backend(self) -> str | None:
         """What trainers send over, in the word of vLLM's weight transfer; None where the engines say it themselves."""
@@ -134,7 +126,7 @@ class WeightCoordinator:
                 return
             group = await self._whole_group()
             self._check_none_open()
-            in_flight = self._in_flight(group.members, in_flight)
+            in_flight = self.generation.in_flight(group.members, in_flight)
             await self._open(WeightUpdate(self._fleet.next_version, group.transport, in_flight))
 
     async def load(
@@ -155,7 +147,7 @@ class WeightCoordinator:
             self._check_none_open()
             members = await self._loaders()
             rolling = self._config.rolling if rolling is None else rolling
-            in_flight = self._in_flight(members, in_flight, rolling=rolling)
+            in_flight = self.generation.in_flight(members, in_flight, rolling=rolling)
             update = WeightUpdate(self._next_version(version), "store", in_flight, rolling=rolling)
             self._canary.check_length(canary_logprobs)
             announced = await self._snapshots.announced(snapshot)
@@ -191,7 +183,7 @@ class WeightCoordinator:
 
     def canary_token_ids(self) -> list[int]:
         """What a trainer scores with its new weights to have the engines' log-probs compared with its own."""
-        members = [replica for replica in self._policy() if replica.info.takes_weights]
+        members = [replica for replica in policy(self._fleet) if replica.info.takes_weights]
         self._check_some_take_weights(members)
         return self._canary.token_ids(members)
 
@@ -221,7 +213,7 @@ class WeightCoordinator:
                     lambda replica: replica.engine.finish_weight_update(update.version, timeout_s),
                     timeout_s,
                 )
-                await self._release(update)
+                await self.generation.thaw(update)
             async with self._step(update, "canary"):
                 findings = await self._verify(update, group.members, canary_logprobs)
             self._commit(update, group.members, findings)
@@ -234,44 +226,6 @@ class WeightCoordinator:
             if self._update is not None:
                 await self._abort(reason)
                 await self._close_group()
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stop the policy's generation everywhere; its new rollouts wait in the queue.
-
-        Refused as a whole where a replica that may have rollouts cannot be paused. One that is left behind by the
-        fleet's weights has none, and is not asked.
-        """
-        members = [replica for replica in self._policy() if replica.can_serve or replica.info.has("/pause")]
-        for replica in members:
-            if not replica.info.has("/pause"):
-                raise WeightUpdateConflict(f"replica {replica.replica_id} ({replica.info.url}) has no /pause")
-        if self._fleet.rolling_to is not None:
-            raise WeightUpdateConflict(
-                f"/pause during the rolling update to version {self._fleet.rolling_to}, whose replicas have to answer: "
-                "wait for its end"
-            )
-        self._scheduler.close_gate(_PAUSE)
-        self._paused = mode
-        timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
-        await on_all(
-            members,
-            lambda replica: replica.engine.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s),
-            timeout_s,
-        )
-
-    async def resume(self) -> None:
-        timeout_s = self._config.control_timeout_s
-        await on_all(self._able("/resume"), lambda replica: replica.engine.resume(timeout_s), timeout_s)
-        self._paused = None
-        self._scheduler.open_gate(_PAUSE)
-
-    async def reset_prefix_cache(self) -> bool:
-        """True when every replica of the policy that can forgot its prefixes.
-
-        Versions never share prefixes, so this only frees memory. A frozen model's prefixes stay as good as they are.
-        """
-        timeout_s, able = self._config.control_timeout_s, self._able("/reset_prefix_cache")
-        return all(await on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s))
 
     async def run(self) -> None:
         """Abort an update whose trainer has gone silent, and bring back replicas that are behind, until cancelled."""
@@ -312,7 +266,7 @@ class WeightCoordinator:
     async def _init_flat(self, init_info: Json) -> None:
         """Join all replicas to the trainer's group."""
         await self._catch_up.settled(self._config.init_timeout_s)
-        members = tuple(replica for replica in self._policy() if replica.info.takes_weights)
+        members = tuple(replica for replica in policy(self._fleet) if replica.info.takes_weights)
         self._check_some_take_weights(members)
         check_capable(members)
         check_one_protocol(members)
@@ -346,7 +300,7 @@ class WeightCoordinator:
     async def _start_on_relay(self, in_flight: InFlight | None) -> None:
         """No replica is asked anything yet: they serve on until they load."""
         members = await self._loaders()
-        in_flight = self._in_flight(members, in_flight, rolling=self._config.rolling)
+        in_flight = self.generation.in_flight(members, in_flight, rolling=self._config.rolling)
         draft = await self._snapshots.claim(self._fleet.version, max(map(_checkpoint_bytes, members)))
         try:
             await self._relay.begin(draft, members[0].info.model)
@@ -388,7 +342,7 @@ class WeightCoordinator:
             members = await self._loaders()
             await self._check_fits(announced, members)
         # Nobody generates under a pause, so that rolling would keep nothing up.
-        update.rolling = self._config.rolling and not self.is_paused
+        update.rolling = self._config.rolling and not self.generation.is_paused
         await self._take(update, members, update.draft.name, canary_logprobs)
         return update.version
 
@@ -396,7 +350,7 @@ class WeightCoordinator:
         """Why a trainer gets a group of all workers; empty where it gets one of itself and the relay."""
         if self._config.relay != "auto":
             return "" if self._config.relay == "always" else "weights.relay is never"
-        members = [replica for replica in self._policy() if replica.info.takes_weights]
+        members = [replica for replica in policy(self._fleet) if replica.info.takes_weights]
         vllm = next((replica for replica in members if replica.info.dialect is Dialect.VLLM), None)
         if vllm is None:
             return "no replica is a vLLM, whose trainers the relay understands"
@@ -418,10 +372,9 @@ class WeightCoordinator:
         self._fleet.begin(update.version)
         # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what becomes of rollouts
         # in flight when it chose the mode of the pause.
-        if update.in_flight is InFlight.DRAIN and not self.is_paused:
+        if update.in_flight is InFlight.DRAIN and not self.generation.is_paused:
             async with self._step(update, "drain"):
-                self._scheduler.close_gate(_UPDATE)
-                await self._scheduler.drained(self._config.drain_timeout_s)
+                await self.generation.drain()
 
     async def _take(
         self,
@@ -442,53 +395,12 @@ class WeightCoordinator:
         await self._snapshots.note_holders(update.version, self._holders(update.version))
         await self._snapshots.settle(update.version)
 
-    def _in_flight(self, members: Sequence[Replica], asked: InFlight | None, *, rolling: bool = False) -> InFlight:
-        """What becomes of rollouts in flight: as asked, else as configured where all engines can be paused."""
-        if rolling:
-            if asked not in (None, InFlight.DRAIN):
-                raise InvalidRequest(
-                    f"in_flight = {asked!s}, but in a rolling update each replica finishes its rollouts: leave it out",
-                    param="in_flight",
-                )
-            return InFlight.DRAIN
-        unable = next((replica for replica in members if not replica.info.has("/pause")), None)
-        if unable is None or asked is InFlight.DRAIN:
-            return asked or self._config.in_flight
-        if asked is not None:
-            raise WeightUpdateConflict(
-                f"in_flight = {asked.value!r}, but replica {unable.replica_id} ({unable.info.url}) has no /pause: use "
-                "'drain', which waits for rollouts in flight"
-            )
-        return InFlight.DRAIN
-
-    async def _halt(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
-        """From here on none of these replicas makes a token, until `_release`."""
-        self._scheduler.close_gate(_UPDATE)
-        if self.is_paused or update.in_flight is InFlight.DRAIN:
-            return
-        timeout_s, clears = self._config.control_timeout_s, update.in_flight is InFlight.RECOMPUTE
-        self._halted, update.halted_at = tuple(members), time.monotonic()
-        await on_living(
-            members,
-            lambda replica: replica.engine.pause(PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s),
-            timeout_s,
-        )
-
-    async def _release(self, update: WeightUpdate) -> None:
-        """Have the engines go on, with the new weights. What they make is delivered once the update is committed."""
-        members, self._halted = self._halted, ()
-        if not members:
-            return
-        timeout_s = self._config.control_timeout_s
-        await on_living(members, lambda replica: replica.engine.resume(timeout_s), timeout_s)
-        update.go_on()
-
     async def _loaders(self) -> tuple[Replica, ...]:
         """The replicas that load from the store."""
         await self._settled()
-        members = tuple(replica for replica in self._policy() if replica.info.loads_snapshots)
+        members = tuple(replica for replica in policy(self._fleet) if replica.info.loads_snapshots)
         if not members:
-            there = names(self._policy()) or "nobody, see /health"
+            there = names(policy(self._fleet)) or "nobody, see /health"
             raise WeightUpdateConflict(f"no replica can load weights from a folder; there is {there}")
         return members
 
@@ -511,7 +423,7 @@ class WeightCoordinator:
         await self._open(update)
         async with self._step(update, "load"):
             members = await self._load_all(update, members, snapshot)
-            await self._release(update)
+            await self.generation.thaw(update)
         update.phase = Phase.VERIFYING
         async with self._step(update, "canary"):
             findings = await self._verify(update, members, canary_logprobs)
@@ -525,7 +437,7 @@ class WeightCoordinator:
         canary_logprobs: Sequence[float] | None,
     ) -> tuple[Sequence[Replica], dict[Replica, Finding]]:
         """The same, one replica after the other and with the gate open."""
-        if self.is_paused:
+        if self.generation.is_paused:
             raise WeightUpdateConflict(
                 "generation is paused, and in a rolling update replicas go on generating: /resume first, or push "
                 "without rolling"
@@ -568,7 +480,7 @@ class WeightCoordinator:
     async def _overwrite(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
         """From here on engines are overwritten: none of them counts as holding any version until the commit."""
         await self._catch_up.settled(self._config.control_timeout_s)
-        await self._halt(update, members)
+        await self.generation.freeze(update, members)
         update.phase = Phase.RECEIVING
         for replica in members:
             if replica.state is ReplicaState.LOST:
@@ -622,7 +534,7 @@ class WeightCoordinator:
 
     async def _remember_canary(self, members: Sequence[Replica]) -> None:
         """What the canary says before the first update. A paused engine answers nothing, and is asked another time."""
-        if self._canary.is_enabled and not self.is_paused:
+        if self._canary.is_enabled and not self.generation.is_paused:
             await self._canary.remember(members)
 
     async def _verify(
@@ -631,7 +543,7 @@ class WeightCoordinator:
         """Canary findings of all members. Raises `WeightUpdateFailed` where too many fail for the policy."""
         if not self._canary.is_enabled:
             return {}
-        async with self._answering(members):
+        async with self.generation.answering(members):
             findings = await self._canary.check(
                 members,
                 update.version,
@@ -642,24 +554,6 @@ class WeightCoordinator:
             update.replicas[replica.replica_id] = {"canary": finding.report()}
         self._check_policy(findings)
         return findings
-
-    @asynccontextmanager
-    async def _answering(self, members: Sequence[Replica]) -> AsyncIterator[None]:
-        """A paused engine answers nothing. So it goes on for the moment of the question, with its new weights.
-
-        The gate stays closed, and what ends meanwhile is held back until the update is over (`Replica.vouched`).
-        """
-        if not self.is_paused:
-            yield
-            return
-        timeout_s = self._config.control_timeout_s
-        await try_on_all(members, lambda engine: engine.resume(timeout_s))
-        try:
-            yield
-        finally:
-            await try_on_all(
-                members, lambda engine: engine.pause(PauseMode.KEEP, clear_cache=False, timeout_s=timeout_s)
-            )
 
     def _check_policy(self, findings: dict[Replica, Finding]) -> None:
         failed = {replica: finding for replica, finding in findings.items() if finding.result is Result.FAILED}
@@ -683,7 +577,7 @@ class WeightCoordinator:
                 replica.weight_version = update.version
         for replica, finding in fenced.items():
             self._fleet.fence(replica, f"fenced at version {update.version}: {finding.reason}")
-        for replica in self._policy():
+        for replica in policy(self._fleet):
             if replica not in fenced:
                 self._fleet.settle(replica, f"version {update.version} committed")
         self._end(update, members, Phase.COMMITTED)
@@ -697,13 +591,12 @@ class WeightCoordinator:
         update = self._update
         if update is None:
             return
-        updating = [replica for replica in self._policy() if replica.state is ReplicaState.UPDATING]
+        updating = [replica for replica in policy(self._fleet) if replica.state is ReplicaState.UPDATING]
         overwritten = [replica for replica in updating if replica.weight_version is None]
         for replica in overwritten:
             self._fleet.fence(replica, f"update to version {update.version} aborted: {reason}")
-        halted, self._halted = self._halted, ()
         update.go_on()
-        ahead = [replica for replica in self._policy() if replica.weight_version == update.version]
+        ahead = [replica for replica in policy(self._fleet) if replica.weight_version == update.version]
         self._end(update, [*overwritten, *ahead], Phase.ABORTED, reason)
         left = members if leaves_group else overwritten
         self._catch_up.restore((r for r in left if r.state is not ReplicaState.LOST), leaves_group=leaves_group)
@@ -713,9 +606,7 @@ class WeightCoordinator:
                 self._fleet.settle(replica, f"serves on: the update to version {update.version} was aborted")
         if self._relay.is_open:
             await self._drop_relayed()
-        # The others are to go on where they were; who is brought back goes on when that has begun.
-        untouched = [replica for replica in halted if replica.weight_version is not None]
-        await try_on_all(untouched, lambda engine: engine.resume(self._config.control_timeout_s))
+        await self.generation.thaw_untouched()
         await self._snapshots.discard(update.draft)
 
     async def _drop_relayed(self) -> None:
@@ -731,7 +622,7 @@ class WeightCoordinator:
         update.end(phase, error)
         self._update = self._fleet.update_to = None
         self._updates.add(update)
-        self._scheduler.open_gate(_UPDATE)
+        self.generation.end()
 
     async def _transport_of(self, replica: Replica) -> str:
         """What moves the tensors, in the word of the engine's weight transfer backend."""
@@ -772,25 +663,8 @@ class WeightCoordinator:
             raise error
         return group
 
-    def _policy(self) -> list[Replica]:
-        """The replicas that are updated and paused. Raises `WeightUpdateConflict` where all models are frozen."""
-        if self._fleet.models.all_frozen:
-            raise WeightUpdateConflict(
-                f"every model here is frozen ({', '.join(self._fleet.models.names)}), so there is nothing to update or "
-                "pause: an engine group that is not frozen is the policy"
-            )
-        return [replica for replica in self._fleet.policy if replica.is_alive]
-
-    def _able(self, route: str) -> list[Replica]:
-        """Those of the policy that serve `route`. Raises `WeightUpdateConflict` where some are there, but none does."""
-        alive = self._policy()
-        able = [replica for replica in alive if replica.info.has(route)]
-        if alive and not able:
-            raise WeightUpdateConflict(f"no replica has {route}: {names(alive)}")
-        return able
-
     def _check_some_take_weights(self, members: Sequence[Replica]) -> None:
-        if not members and (alive := self._policy()):
+        if not members and (alive := policy(self._fleet)):
             raise WeightUpdateConflict(
                 f"no replica of the policy takes weights: {names(alive)}; a vLLM server takes them when it is started "
                 "with --weight-transfer-config and VLLM_SERVER_DEV_MODE=1"

@@ -163,17 +163,18 @@ class WeightSender:
             parts = self._checked_parts(given, ranks, narrow)
             first = next(parts)  # so that what does not fit is refused before anything is touched
             done = self._transport_made().push(chain([first], parts), options)
-            outcome = done, self._served_now() if self._delta else None
+            outcome = done, self._served_as(done) if self._delta else None
         except BaseException as error:
             ranks.end(error)
             raise
         ranks.end(outcome)
         return outcome
 
-    def _served_now(self) -> ServedWeights | None:
-        """None where the gateway cannot be asked just now: the push went well all the same."""
+    def _served_as(self, version: int) -> ServedWeights | None:
+        """None where another trainer was quick, or the gateway cannot be asked: the push went well all the same."""
         with contextlib.suppress(RolloutGatewayError):
-            return self._client.served_weights()
+            served = self._client.served_weights()
+            return served if served.version == version else None
         return None
 
     def _pushed_before(self) -> "Pushed":

@@ -1,8 +1,9 @@
 """One rank of a trainer of two, which pushes one model after another, sharded in all ways: for test_sharded_models.py.
 
-    python -m tests.trainer_rank RANK FOLDER URL
+    python -m tests.trainer_rank RANK FOLDER URL GROUP_URL
 
-Prints one JSON object a case. In FOLDER the ranks find each other, and rank 0 the weight store.
+Prints one JSON object a case. In FOLDER the ranks find each other, and rank 0 the weight store of the gateway at URL;
+engines behind GROUP_URL receive over gloo.
 """
 
 import json
@@ -64,10 +65,11 @@ class Model(nn.Module):
 class Trainer:
     """This rank, with its mesh."""
 
-    def __init__(self, rank: int, folder: Path, url: str) -> None:
+    def __init__(self, rank: int, folder: Path, url: str, group_url: str) -> None:
         self.rank = rank
         self.store = folder / "store"
         self.url = url
+        self.group_url = group_url
         meeting = dist.FileStore(str(folder / "ranks"), WORLD_SIZE)
         limit = timedelta(seconds=60)
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=WORLD_SIZE, timeout=limit)
@@ -109,6 +111,21 @@ def fsdp2_after_a_step(trainer: Trainer) -> dict[str, Any]:
     model = sharded(trainer, Model())
     model(torch.tensor([[1, 2]]))
     return trainer.push(model)
+
+
+def fsdp2_on_a_mesh_of_two_dimensions(trainer: Trainer) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1, WORLD_SIZE), mesh_dim_names=("replicate", "shard"))
+    return trainer.push(fully_shard(Model(), mesh=mesh))
+
+
+def through_a_group(trainer: Trainer) -> dict[str, Any]:
+    with BlockingRolloutClient(trainer.group_url) as client, WeightSender(client, timeout_s=TIMEOUT_S) as sender:
+        return {"version": sender.push(sharded(trainer, Model(seed=4)))}
+
+
+def through_a_group_that_refuses(trainer: Trainer) -> dict[str, Any]:
+    with BlockingRolloutClient(trainer.group_url) as client, WeightSender(client, timeout_s=TIMEOUT_S) as sender:
+        return {"version": sender.push(sharded(trainer, Model(seed=5)), version=99)}
 
 
 def fsdp2_in_bfloat16(trainer: Trainer) -> dict[str, Any]:
@@ -243,6 +260,7 @@ def distributed(trainer: Trainer) -> dict[str, DTensor]:
 CASES = (
     fsdp2,
     fsdp2_after_a_step,
+    fsdp2_on_a_mesh_of_two_dimensions,
     fsdp2_in_bfloat16,
     fsdp1,
     fsdp1_of_flat_parameters,
@@ -254,6 +272,8 @@ CASES = (
     iterator_of_dtensors,
     one_tensor_at_a_time,
     delta,
+    through_a_group,
+    through_a_group_that_refuses,
     other_shapes,
     ranks_that_differ,
     after_all_that,
@@ -262,9 +282,9 @@ CASES = (
 
 
 def main() -> None:
-    rank, folder, url = sys.argv[1:]
+    rank, folder, *urls = sys.argv[1:]
     warnings.simplefilter("ignore")
-    trainer = Trainer(int(rank), Path(folder), url)
+    trainer = Trainer(int(rank), Path(folder), *urls)
     for case in CASES:
         trainer.run(case)
     dist.destroy_process_group()

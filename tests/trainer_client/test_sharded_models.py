@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,19 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from engines.config import SimConfig
 from gateway.config import Config
+from tests.played_gateway import PlayedGateway
 from tests.rig import FAST_WATCH, Rig
-from tests.trainer_rank import SHAPES, WORLD_SIZE
+from tests.trainer_rank import SHAPES, WORLD_SIZE, Model
 
 TIMEOUT_S = 240.0
 DONE = [
     "fsdp2",
     "fsdp2_after_a_step",
+    "fsdp2_on_a_mesh_of_two_dimensions",
     "fsdp1",
     "fsdp1_of_flat_parameters",
     "fsdp1_on_a_mesh",
@@ -34,12 +39,20 @@ Told = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def group() -> Iterator[PlayedGateway]:
+    """Two engines that receive over gloo."""
+    played = PlayedGateway()
+    yield played
+    played.close()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, group: PlayedGateway) -> Told:
     """What each rank said of each case, in the order of ranks."""
-    return asyncio.run(played(tmp_path_factory.mktemp("ranks")))
+    return asyncio.run(played(tmp_path_factory.mktemp("ranks"), group.url))
 
 
-async def played(folder: Path) -> Told:
+async def played(folder: Path, group_url: str) -> Told:
     sim = {"tensors": SHAPES, "decode_step_s": 0.0, "decode_step_per_seq_s": 0.0}
     engine = {"kind": "sim", "model": "sim", "num_replicas": 2}
     tree = {"engine": engine, "fleet": FAST_WATCH, "weights": {"store": str(folder / "store")}}
@@ -47,16 +60,16 @@ async def played(folder: Path) -> Told:
     await rig.start()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            said = await asyncio.gather(*(rank(number, folder, rig.url) for number in range(WORLD_SIZE)))
+            said = await asyncio.gather(*(rank(number, folder, rig.url, group_url) for number in range(WORLD_SIZE)))
     finally:
         await rig.stop()
     return {case["case"]: [lines[place] for lines in said] for place, case in enumerate(said[0])}
 
 
-async def rank(number: int, folder: Path, url: str) -> list[dict[str, Any]]:
+async def rank(number: int, folder: Path, *urls: str) -> list[dict[str, Any]]:
     # gloo would take the address of this machine's name, which in a container may lead nowhere.
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = (sys.executable, "-m", "tests.trainer_rank", str(number), str(folder), url)
+    command = (sys.executable, "-m", "tests.trainer_rank", str(number), str(folder), *urls)
     process = await asyncio.create_subprocess_exec(
         *command, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -95,6 +108,20 @@ def test_a_delta_is_what_changed_on_any_rank(told: Told) -> None:
     assert first["sent"] == ["layers.1.weight"]
     assert first["same"], first
     assert first["version"] == second["version"]
+
+
+def test_engines_of_a_group_receive_whole_tensors(told: Told, group: PlayedGateway) -> None:
+    assert [one["version"] for one in told["through_a_group"]] == [7, 7]
+    expected = dict(Model(seed=4).named_parameters())
+    for received in group.received:
+        assert received.keys() == expected.keys()
+        assert all(torch.equal(received[name], parameter) for name, parameter in expected.items())
+
+
+def test_what_a_group_is_refused_every_rank_raises(told: Told) -> None:
+    for one in told["through_a_group_that_refuses"]:
+        assert one["error"] == "WeightUpdateConflict"
+        assert "version = 99 is to be pushed" in one["message"]
 
 
 def test_every_rank_raises_what_the_sender_met(told: Told) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from engines.errors import InvalidRequest, WeightUpdateConflict
+from engines.errors import WeightUpdateConflict
 from engines.types import InFlight, PauseMode
 from gateway.config import WeightsConfig
 from gateway.fleet import Fleet, Replica
@@ -70,15 +70,8 @@ class Generation:
         timeout_s, able = self._config.control_timeout_s, self._able("/reset_prefix_cache")
         return all(await on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s))
 
-    def in_flight(self, members: Sequence[Replica], asked: InFlight | None, *, rolling: bool = False) -> InFlight:
+    def in_flight(self, members: Sequence[Replica], asked: InFlight | None) -> InFlight:
         """What an update does to rollouts in flight: as asked, else as configured where all engines can be paused."""
-        if rolling:
-            if asked not in (None, InFlight.DRAIN):
-                raise InvalidRequest(
-                    f"in_flight = {asked!s}, but in a rolling update each replica finishes its rollouts: leave it out",
-                    param="in_flight",
-                )
-            return InFlight.DRAIN
         unable = next((replica for replica in members if not replica.info.has("/pause")), None)
         if unable is None or asked is InFlight.DRAIN:
             return asked or self._config.in_flight

@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 
 from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, WeightUpdateFailed
-from engines.types import ReplicaState
+from engines.types import InFlight, PauseMode, ReplicaState
 from gateway.canary import Canary
 from gateway.config import WeightsConfig
 from gateway.fleet import Fleet, Replica
@@ -102,7 +102,25 @@ class Rolling:
         return findings
 
     async def _load(self, update: WeightUpdate, replica: Replica, path: Path) -> Finding | None:
-        """Let a replica finish its rollouts and load; why it did not, or None."""
+        """Have a replica load, around its rollouts or after them; why it did not, or None."""
+        if update.in_flight is InFlight.DRAIN and (late := await self._drained(update, replica)):
+            return late
+        if replica.state not in _ON_ITS_WAY:
+            return Finding(Result.LOST, f"it left: {replica.reason}")
+        replica.weight_version = None
+        await self._snapshots.note_overwritten([replica])
+        with update.timed("load"):
+            try:
+                taken = replica.unless_lost(self._taken(update, replica, path))
+                await bounded(taken, self._config.load_timeout_s, f"it did not load {path}")
+            except EngineUnreachable as error:
+                return Finding(Result.LOST, str(error))
+            except (EngineError, DeadlineExceeded) as error:
+                return Finding(Result.FAILED, str(error))
+        return None
+
+    async def _drained(self, update: WeightUpdate, replica: Replica) -> Finding | None:
+        """None once it has no rollouts any more."""
         with update.timed("drain"):
             try:
                 async with asyncio.timeout(self._config.drain_timeout_s):
@@ -113,27 +131,26 @@ class Rolling:
                     Result.FAILED,
                     f"its rollouts did not end within {self._config.drain_timeout_s:g} s (weights.drain_timeout_s)",
                 )
-        if replica.state not in _ON_ITS_WAY:
-            return Finding(Result.LOST, f"it left: {replica.reason}")
-        replica.weight_version = None
-        await self._snapshots.note_overwritten([replica])
-        timeout_s = self._config.load_timeout_s
-        with update.timed("load"):
-            try:
-                load = replica.engine.load_snapshot(str(path), update.version, timeout_s)
-                await bounded(replica.unless_lost(load), timeout_s, f"it did not load {path}")
-            except EngineUnreachable as error:
-                return Finding(Result.LOST, str(error))
-            except (EngineError, DeadlineExceeded) as error:
-                return Finding(Result.FAILED, str(error))
         return None
+
+    async def _taken(self, update: WeightUpdate, replica: Replica, path: Path) -> None:
+        """The load, with what it generates frozen. A replica that fails is woken when it is brought back."""
+        engine, timeout_s = replica.engine, self._config.control_timeout_s
+        freezes = update.in_flight is not InFlight.DRAIN
+        if freezes:
+            clears = update.in_flight is InFlight.RECOMPUTE
+            await engine.pause(PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s)
+        await engine.load_snapshot(str(path), update.version, self._config.load_timeout_s)
+        if freezes:
+            await engine.resume(timeout_s)
 
     async def _verify(
         self, update: WeightUpdate, loaded: Sequence[Replica], canary_logprobs: Sequence[float] | None
     ) -> dict[Replica, Finding]:
         if not self._canary.is_enabled:
             return dict.fromkeys(loaded, Finding(Result.UNVERIFIED, "weights.canary.enabled is false"))
-        findings = await self._canary.check(loaded, update.version, trainers=canary_logprobs)
+        busy = any(not replica.idle.is_set() for replica in loaded)
+        findings = await self._canary.check(loaded, update.version, trainers=canary_logprobs, busy=busy)
         self._canary.accept_part()
         return findings
 

@@ -147,7 +147,7 @@ class WeightCoordinator:
             self._check_none_open()
             members = await self._loaders()
             rolling = self._config.rolling if rolling is None else rolling
-            in_flight = self.generation.in_flight(members, in_flight, rolling=rolling)
+            in_flight = self.generation.in_flight(members, in_flight)
             update = WeightUpdate(self._next_version(version), "store", in_flight, rolling=rolling)
             self._canary.check_length(canary_logprobs)
             announced = await self._snapshots.announced(snapshot)
@@ -300,7 +300,7 @@ class WeightCoordinator:
     async def _start_on_relay(self, in_flight: InFlight | None) -> None:
         """No replica is asked anything yet: they serve on until they load."""
         members = await self._loaders()
-        in_flight = self.generation.in_flight(members, in_flight, rolling=self._config.rolling)
+        in_flight = self.generation.in_flight(members, in_flight)
         draft = await self._snapshots.claim(self._fleet.version, max(map(_checkpoint_bytes, members)))
         try:
             await self._relay.begin(draft, members[0].info.model)

@@ -103,7 +103,7 @@ async def test_after_it_all_serve_the_version_and_the_record_says_how_long_each_
     _, updates = await rig.get("/v1/weight_updates")
     (record,) = updates["weight_updates"]
     assert (record["rolling"], record["end"], record["tensors"]) == (True, "committed", 1)
-    assert set(record["seconds"]) == {"drain", "load", "canary"}
+    assert set(record["seconds"]) == {"load", "canary"}
     results = [record["replicas"][name]["canary"]["result"] for name in sorted(record["replicas"])]
     assert sorted(results) == ["no peer", "verified", "verified"]
     assert all(replica["away_s"] > 0 for replica in record["replicas"].values())
@@ -128,10 +128,26 @@ async def test_a_replica_that_leaves_finishes_what_it_has_at_its_old_version(sta
     rig = await start(1, sim={"decode_step_s": 0.02})
     running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
     await asyncio.sleep(0.1)
-    assert (await push(rig, folder))[0] == 200
+    assert (await push(rig, folder, in_flight="drain"))[0] == 200
     choice = (await running)["choices"][0]
     assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 30}]
     assert rig.fleet.replicas[0].placed == 1
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+async def test_a_replica_that_leaves_keeps_what_it_has_over_the_load(
+    start: StartRig, folder: Path, in_flight: str
+) -> None:
+    rig = await start(2, sim={"decode_step_s": 0.02}, weights={"in_flight": in_flight})
+    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    assert (await push(rig, folder))[0] == 200
+    assert not running.done()
+    for choice in (await running)["choices"]:
+        old, new = choice["weight_versions"]
+        assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
+        assert 0 < old["end"] == new["start"] < 100
+    assert sum(replica.placed for replica in rig.fleet.replicas) == 2, "nothing was done twice"
 
 
 async def test_so_many_leave_at_a_time_as_the_width_says_and_one_always_serves(
@@ -280,7 +296,7 @@ async def test_rollouts_that_do_not_end_stop_the_update_and_their_replica_serves
     rig = await start(2, sim={"decode_step_s": 0.05}, weights={"drain_timeout_s": 0.2})
     running = asyncio.create_task(rig.complete([[5]] * 2, max_tokens=40, ignore_eos=True))
     await asyncio.sleep(0.1)
-    status, reply = await push(rig, folder)
+    status, reply = await push(rig, folder, in_flight="drain")
     assert status == 424
     assert "weights.drain_timeout_s" in reply["error"]["message"]
     assert await held(rig) == {"engine-0": 0, "engine-1": 0}

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import gevent
@@ -117,9 +118,11 @@ class Watch:
 
 @events.init.add_listener
 def prepare(environment: Environment, runner: Any, **_: Any) -> None:
+    run = Run.of(environment)
+    if run.settings.update_every:
+        run.check("weights", _checked_weights)
     if isinstance(runner, WorkerRunner):
         return
-    run = Run.of(environment)
     besides: list[Updates | Watch] = []
     if run.settings.update_every:
         besides.append(Updates(run))
@@ -129,3 +132,8 @@ def prepare(environment: Environment, runner: Any, **_: Any) -> None:
         environment.events.test_start.add_listener(beside.start)
         environment.events.test_stopping.add_listener(beside.stop)
         environment.events.test_stop.add_listener(beside.end)
+
+
+def _checked_weights(weights: str) -> None:
+    if weights != "sim" and not any(Path(weights).glob("*.safetensors")):
+        raise ValueError(f"{weights} has no safetensors: give a checkpoint's folder, or 'sim' for simulated engines")

@@ -1,6 +1,7 @@
 """One run of a scenario: its options, and what its users record in however many processes."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 
 from loadtests.series import Measures, Phase
+from loadtests.workloads import LengthMix
 
 _ROW = "MEASURE"
 _SECONDS = "_s"
@@ -33,6 +35,13 @@ class Run:
         settings: Namespace | None = self.environment.parsed_options
         assert settings is not None
         return settings
+
+    def check(self, name: str, parse: Callable[[str], object]) -> None:
+        """End this process where `parse` refuses an option: now, in each process, and not when a user begins."""
+        try:
+            parse(getattr(self.settings, name))
+        except ValueError as error:
+            raise SystemExit(f"--{name.replace('_', '-')}: {error}") from error
 
     def record(self, name: str, value: float, at: float | None = None) -> None:
         """Note a value at its time. Seconds get a row in Locust's tables too, outside of its total of requests."""
@@ -68,6 +77,8 @@ def add_options(parser: LocustArgumentParser) -> None:
 def begin(environment: Environment, **_: Any) -> None:
     run = Run(environment)
     vars(environment)["rollout_run"] = run
+    for name in ("prompt_tokens", "max_tokens"):
+        run.check(name, LengthMix.parse)
     run.share()
     # Imports took their time, and timers count from when the loop last looked at the clock: -t would end early.
     gevent.get_hub().loop.update_now()

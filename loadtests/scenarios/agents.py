@@ -7,6 +7,7 @@ A turn's prompt is all that was said before and what a tool has added. The sessi
 
 import time
 import uuid
+from typing import Any
 
 import gevent
 from locust import constant, events, task
@@ -16,6 +17,7 @@ from locust.env import Environment
 import loadtests.beside  # weight updates
 import loadtests.conclusion  # noqa: F401  # how it ends
 from loadtests.caller import Caller
+from loadtests.run import Run
 from loadtests.timeline import Timeline
 from loadtests.workloads import LengthMix, completion_request, random_tokens
 
@@ -28,6 +30,12 @@ def add_options(parser: LocustArgumentParser) -> None:
     add("--tool-gap", type=float, default=0.5, help="mean seconds that a tool takes, exponentially distributed")
     add("--shared-tokens", type=int, default=0, help="tokens that all sessions begin with, as a system prompt")
     add("--max-context", type=int, default=0, help="tokens at which a session ends early; 0 for no limit")
+
+
+@events.init.add_listener
+def check_options(environment: Environment, **_: Any) -> None:
+    for name in ("turns", "tool_tokens"):
+        Run.of(environment).check(name, LengthMix.parse)
 
 
 class Agent(Caller):

@@ -25,7 +25,7 @@ import loadtests.beside
 import loadtests.conclusion  # noqa: F401  # how it ends
 from loadtests.caller import Caller
 from loadtests.run import Run
-from loadtests.traces import Recorded, TraceError, read_trace, sessions_of
+from loadtests.traces import Recorded, read_trace, sessions_of
 from loadtests.workloads import completion_request
 
 _KEPT = ("temperature", "top_p", "top_k", "min_p", "seed", "min_version", "max_staleness")
@@ -64,11 +64,7 @@ class Share:
 
 @events.init.add_listener
 def refuse_what_is_no_trace(environment: Environment, **_: Any) -> None:
-    settings = Run.of(environment).settings
-    try:
-        read_trace(Path(settings.trace))
-    except TraceError as error:
-        raise SystemExit(f"--trace: {error}") from error
+    Run.of(environment).check("trace", lambda path: read_trace(Path(path)))
 
 
 class Replayed(Caller):

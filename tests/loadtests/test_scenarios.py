@@ -1,52 +1,17 @@
-"""Every scenario, short, against a gateway over simulated engines; and what is said of servers that fail."""
+"""Every scenario, short, against a gateway over simulated engines."""
 
-import asyncio
 import csv
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import orjson
 import pytest
-from aiohttp import web
 
 from tests.loadtests.locust_runs import locust
 from tests.rig import Rig, StartRig
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @pytest.fixture
 async def rig(start_rig: StartRig, tmp_path: Path) -> Rig:
     return await start_rig(2, sim={"decode_step_s": 0.005}, weights={"store": str(tmp_path / "store")})
-
-
-@asynccontextmanager
-async def server(handler: Handler) -> AsyncIterator[str]:
-    """A server of our own in the place of a gateway."""
-    app = web.Application()
-    app.router.add_post("/v1/completions", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-def chunk(tokens: int, finish: str | None = None) -> bytes:
-    return (
-        b"data: "
-        + orjson.dumps({"choices": [{"index": 0, "token_ids": [9] * tokens, "finish_reason": finish}]})
-        + b"\n\n"
-    )
-
-
-async def streamed(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    return response
 
 
 async def test_trainers_with_weight_updates(rig: Rig, tmp_path: Path) -> None:
@@ -122,52 +87,6 @@ async def test_a_soak_tells_what_drifts(rig: Rig, tmp_path: Path) -> None:
     assert all(told[f"{name}.count"] for name in ("makespan_s", "session_s", "lateness_s", "update_s", "watched_mib"))
 
 
-async def test_waiting_counts_from_when_a_request_was_due(tmp_path: Path) -> None:
-    """One answer at a time, 0.2 s each, to 20 requests a second: the queue, and with it the wait, only grows."""
-    turn = asyncio.Lock()
-
-    async def slow(request: web.Request) -> web.StreamResponse:
-        async with turn:
-            await asyncio.sleep(0.2)
-        response = await streamed(request)
-        await response.write(chunk(6, "length") + b"data: [DONE]\n\n")
-        return response
-
-    async with server(slow) as url:
-        ended = await locust("open_loop", url, tmp_path, "-t", "2s", "--rate", "20")
-    assert ended.code == 0, ended.said
-    assert ended.figures["completions"] > 20
-    assert ended.figures["ttft_s.p99"] > 2.0
-    assert ended.figures["lateness_s.p50"] < ended.figures["ttft_s.p50"]
-
-
-async def test_a_reply_that_breaks_off_is_a_failure(tmp_path: Path) -> None:
-    async def broken(request: web.Request) -> web.StreamResponse:
-        response = await streamed(request)
-        await response.write(chunk(3))
-        assert request.transport is not None
-        request.transport.abort()
-        return response
-
-    async with server(broken) as url:
-        ended = await locust("trainer", url, tmp_path, "-t", "1s", "--prompts", "1", "--samples", "1")
-    assert ended.code == 1
-    assert ended.figures["failures"] > 0
-    assert ended.figures["completions"] == 0
-
-
-async def test_a_refusal_is_shown(tmp_path: Path) -> None:
-    async def refusing(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(0.05)
-        return web.json_response({"error": {"message": "no replica is up"}}, status=504)
-
-    async with server(refusing) as url:
-        ended = await locust("open_loop", url, tmp_path, "-t", "1s", "--rate", "10")
-    assert ended.code == 1
-    assert "status 504" in ended.said
-    assert "no replica is up" in ended.said
-
-
 async def test_a_threshold_that_is_missed_fails_the_run(rig: Rig, tmp_path: Path) -> None:
     bounds = tmp_path / "bounds.yaml"
     bounds.write_text("failures: {max: 0}\nmakespan_s.p50: {max: 0.001}\n")
@@ -184,34 +103,3 @@ async def test_a_threshold_that_is_missed_fails_the_run(rig: Rig, tmp_path: Path
     refused = await locust("trainer", rig.url, tmp_path, *options)
     assert refused.code == 3
     assert "makespan_s.p50: 3 is no bound" in refused.said
-
-
-async def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
-    async def silent(request: web.Request) -> web.StreamResponse:
-        response = await streamed(request)
-        await response.write(chunk(3))
-        await asyncio.sleep(60)
-        return response
-
-    async with server(silent) as url:
-        options = ["-t", "1s", "--prompts", "1", "--samples", "1", "--request-timeout", "0.5"]
-        ended = await locust("trainer", url, tmp_path, *options)
-    assert ended.code == 1
-    assert "no whole reply within 0.5 s (--request-timeout)" in ended.said
-    assert ended.figures["failed_s.p50"] < 5
-
-
-@pytest.mark.parametrize(
-    ("scenario", "options", "says"),
-    [
-        ("trainer", ["--max-tokens", "8*x"], "--max-tokens: '8*x' is no length and no mix of lengths"),
-        ("agents", ["--turns", "0"], "--turns: lengths and weights are at least 1: '0'"),
-        ("trainer", ["--update-every", "1", "--weights", "/nowhere"], "--weights: /nowhere has no safetensors"),
-    ],
-)
-async def test_an_option_that_cannot_be_is_refused_before_the_run(
-    tmp_path: Path, scenario: str, options: list[str], says: str
-) -> None:
-    ended = await locust(scenario, "http://127.0.0.1:1", tmp_path, *options, "--processes", "2")
-    assert ended.code == 1
-    assert says in ended.said

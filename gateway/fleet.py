@@ -132,6 +132,11 @@ class Replica:
             raise EngineFailed(f"its tokens are of no known version: {self.reason}", replica_id=self.replica_id)
         return self.weight_version
 
+    def overwrite(self) -> None:
+        """One that is UPDATING holds no known version from here on: what ends on it meanwhile waits for the verdict."""
+        self.weight_version = None
+        self._steady.clear()
+
     def drop_calls(self) -> None:
         """End all calls in flight, as a loss does: what runs there is generated again elsewhere."""
         for call in self._calls:
@@ -146,7 +151,7 @@ class Replica:
             self.suspect_since = None
         self.state, self.reason = state, reason
         if state is ReplicaState.UPDATING:
-            # One that only leaves for an update knows what makes its last tokens.
+            # One that only leaves for an update knows what makes its last tokens, until `overwrite`.
             if self.weight_version is None:
                 self._steady.clear()
         elif state is not ReplicaState.SUSPECT:

@@ -107,7 +107,7 @@ class Rolling:
             return late
         if replica.state not in _ON_ITS_WAY:
             return Finding(Result.LOST, f"it left: {replica.reason}")
-        replica.weight_version = None
+        replica.overwrite()
         await self._snapshots.note_overwritten([replica])
         with update.timed("load"):
             try:

@@ -12,6 +12,7 @@ import pytest
 
 from engines.sim_worker import SimWorker
 from engines.weight_store import Draft, claim_draft, raw
+from gateway.canary import Canary
 from tests.rig import Json, Rig, StartRig
 
 Reply = tuple[int, Any]
@@ -148,6 +149,30 @@ async def test_a_replica_that_leaves_keeps_what_it_has_over_the_load(
         assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
         assert 0 < old["end"] == new["start"] < 100
     assert sum(replica.placed for replica in rig.fleet.replicas) == 2, "nothing was done twice"
+
+
+async def test_what_ends_between_load_and_verdict_is_held_back_and_not_done_twice(
+    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start(2, sim={"decode_step_s": 0.02})
+    check = Canary.check
+
+    async def slow(*asked: Any, **how: Any) -> Any:
+        async with asyncio.timeout(20):
+            await ended.wait()
+        return await check(*asked, **how)
+
+    ended = asyncio.Event()
+    monkeypatch.setattr(Canary, "check", slow)
+    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=20, ignore_eos=True))
+    await asyncio.sleep(0.1)
+    async with rolling(rig, folder) as pushing:
+        await asyncio.sleep(1.0)
+        assert not running.done()  # one of the two replicas is without a verdict
+        ended.set()
+        assert (await pushing)[0] == 200
+    assert len((await running)["choices"]) == 2
+    assert sum(replica.placed for replica in rig.fleet.replicas) == 2
 
 
 async def test_so_many_leave_at_a_time_as_the_width_says_and_one_always_serves(

@@ -36,8 +36,9 @@ class Settings:
     in_flight: PauseMode | None = None
     """What a sync does to completions under way: "keep" freezes them, "abort" has them asked for anew from where they
     stood, "wait" lets them end. Keep where asynchronous, wait otherwise, unless given."""
-    rolling: bool = False
-    """Replicas take a version one after the other while the others serve, which the store alone can."""
+    rolling: bool | None = None
+    """Whether replicas take a version one after the other while the others serve, which the store alone can; as the
+    gateway's `weights.rolling` says unless given."""
     max_in_flight: int = 512
     """Completions that one agent loop worker asks for at a time."""
     rollout_timeout_s: float = 3600.0

@@ -26,6 +26,7 @@ from gateway import relay
 from gateway.weights import WeightCoordinator
 from tests.rig import Json, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightSender
+from trainer_client import tensors as sources
 
 SHAPES: Json = {"w": [4, 4], "b": [4]}
 BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
@@ -206,6 +207,30 @@ async def test_our_own_sender_takes_the_relay_for_what_it_is(start: StartRig) ->
 
     assert await asyncio.to_thread(push) == [1, 2]
     assert await served(rig) == {2}
+
+
+async def test_an_iterator_that_fails_in_the_middle_ends_the_update_and_the_next_push_is_taken(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start()
+    monkeypatch.setattr(sources, "PART_BYTES", 1)
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.ones(4, 4)
+        yield "b", torch.ones(4)
+        raise MemoryError
+
+    def push() -> int:
+        with BlockingRolloutClient(rig.url) as client, WeightSender(client, timeout_s=TIMEOUT_S) as sender:
+            with pytest.raises(MemoryError):
+                sender.push(failing())
+            return sender.push(tensors())
+
+    assert await asyncio.to_thread(push) == 1
+    _, told = await rig.get("/v1/weight_updates")
+    assert [update["end"] for update in told["weight_updates"]] == ["committed", "aborted"]
+    assert told["weight_updates"][1]["error"].startswith("the trainer gave it up: MemoryError")
+    assert await served(rig) == {1}
 
 
 async def test_replicas_serve_until_they_load(trainer: Trainer) -> None:

@@ -58,7 +58,7 @@ class GlooReceiver:
     def join(self, init_info: Json) -> None:
         if not init_info.get("packed", True):
             raise InvalidRequest(
-                "the relay receives packed chunks over gloo, as TRL's client and GroupSender send them: set packed to "
+                "the relay receives packed chunks over gloo, as TRL's client and WeightSender send them: set packed to "
                 "true, or weights.relay to never where the engines receive tensor by tensor",
                 param="packed",
             )

@@ -52,6 +52,9 @@ FLAGS = (
 )
 _KEYS = {flag.name: flag.key for flag in FLAGS} | {lever.vllm: f"engine.{lever.name}" for lever in LEVERS}
 _KEYS |= {"replicas": "engine.num_replicas", "name": "name"}
+_DEFAULTS = Source(origin="default", tree={"gateway": {"port": TRL_PORT}})
+_OUR_PAIR = re.compile(r"[A-Za-z_]+(\.\w+)+=")  # engine.num_cpus=2, as every verb takes it
+_RAY_KEY: Key = ("engine", "extra", "distributed_executor_backend")
 
 HELP = f"""Usage: rollout-gateway vllm-serve --model MODEL [--replicas N] [OPTIONS]
 
@@ -106,11 +109,6 @@ def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) 
         detach=detach is not None and _is_true("detach", detach),
         timeout_s=None if timeout_s is None else _seconds(_text("timeout_s", timeout_s)),
     )
-
-
-_DEFAULTS = Source(origin="default", tree={"gateway": {"port": TRL_PORT}})
-_OUR_PAIR = re.compile(r"[A-Za-z_]+(\.\w+)+=")  # engine.num_cpus=2, as every verb takes it
-_RAY_KEY: Key = ("engine", "extra", "distributed_executor_backend")
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str | bool | list[str]]]:

@@ -69,7 +69,7 @@ spike_load := -u 2 --rate 1
 replay_load = -t 10m --trace $(TRACE)
 soak_load := -u 6 --prompts 8 --samples 4
 LOAD_OUT := out/loadtest/$(SCENARIO)
-LOCUST := $(BIN)/locust -f loadtests/scenarios/$(SCENARIO).py --headless -t 30s --stop-timeout 600 --only-summary \
+LOCUST := $(BIN)/locust -f loadtests/scenarios/$(SCENARIO).py --headless -t 30s --stop-timeout 600 --only-summary --master-bind-host 127.0.0.1 \
   --prompt-tokens 64 --max-tokens 64 $($(SCENARIO)_load) --csv $(LOAD_OUT) --html $(LOAD_OUT).html \
   --figures $(LOAD_OUT).json --report $(LOAD_OUT)-report.html $(ARGS)
 

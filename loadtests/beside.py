@@ -15,18 +15,29 @@ from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.runners import WorkerRunner
 
-from loadtests.run import Run
+from loadtests.run import Run, checked
 
 _READY_S = 60.0
 _STOP_S = 60.0
 _WATCH_S = 1.0
 
 
+def _find_weights(weights: str) -> None:
+    """Raises `ValueError` where there is nothing to push."""
+    if weights != "sim" and not any(Path(weights).glob("*.safetensors")):
+        raise ValueError(f"{weights} has no safetensors: give a checkpoint's folder, or 'sim' for simulated engines")
+
+
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
     add("--update-every", type=float, default=0.0, help="seconds between weight updates; none unless given")
-    add("--weights", default="sim", help="what updates push: a checkpoint's folder, or sim for simulated engines")
+    add(
+        "--weights",
+        type=checked(_find_weights),
+        default="sim",
+        help="what updates push: a checkpoint's folder, or sim for simulated engines",
+    )
     add("--rolling", action="store_true", help="updates replica after replica, while the others serve")
     add("--watch-pid", type=int, default=0, help="process, such as the gateway's, whose memory and CPU are measured")
 
@@ -118,22 +129,19 @@ class Watch:
 
 @events.init.add_listener
 def prepare(environment: Environment, runner: Any, **_: Any) -> None:
-    run = Run.of(environment)
-    if run.settings.update_every:
-        run.check("weights", _checked_weights)
     if isinstance(runner, WorkerRunner):
         return
+    run = Run.of(environment)
     besides: list[Updates | Watch] = []
     if run.settings.update_every:
-        besides.append(Updates(run))
+        try:
+            besides.append(Updates(run))
+        except (RuntimeError, TimeoutError) as error:
+            runner.quit()  # or workers would wait for a minute for who is gone
+            raise SystemExit(str(error)) from error
     if run.settings.watch_pid:
         besides.append(Watch(run))
     for beside in besides:
         environment.events.test_start.add_listener(beside.start)
         environment.events.test_stopping.add_listener(beside.stop)
         environment.events.test_stop.add_listener(beside.end)
-
-
-def _checked_weights(weights: str) -> None:
-    if weights != "sim" and not any(Path(weights).glob("*.safetensors")):
-        raise ValueError(f"{weights} has no safetensors: give a checkpoint's folder, or 'sim' for simulated engines")

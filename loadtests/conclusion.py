@@ -5,7 +5,6 @@ Exit codes: 1 where something failed or nothing was delivered, 3 where a thresho
 
 import os
 import platform
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from loadtests.figures import figures
 from loadtests.report import Report, page
-from loadtests.run import Run
-from loadtests.thresholds import ThresholdError, Verdict, load_thresholds
+from loadtests.run import Run, checked
+from loadtests.thresholds import Threshold, ThresholdError, Verdict, load_thresholds
 
 _FAILED, _MISSED = 1, 3
 _PROBLEMS_SHOWN = 10
@@ -30,24 +29,21 @@ _NOT_TOLD = ("api_key", "configuration", "headless", "csv_prefix", "html_file", 
 _SHOWN = ("makespan_s", "tail_ratio", "session_s", "ttft_s", "tpot_s", "completion_s", "lateness_s", "update_s")
 
 
+def _read(path: str) -> list[Threshold]:
+    return load_thresholds(Path(path))
+
+
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
-    add("--thresholds", default="", metavar="FILE", help="YAML with bounds of figures; one that is missed ends with 3")
+    add(
+        "--thresholds",
+        type=checked(_read),
+        metavar="FILE",
+        help="YAML with bounds of figures; one that is missed ends with 3",
+    )
     add("--report", default="", metavar="FILE", help="write one page of HTML about the run")
     add("--figures", default="", metavar="FILE", help="write all figures as JSON")
-
-
-@events.init.add_listener
-def refuse_what_cannot_be_judged(environment: Environment, **_: Any) -> None:
-    """Now, and not after an hour."""
-    settings = environment.parsed_options
-    if settings is not None and settings.thresholds:
-        try:
-            load_thresholds(Path(settings.thresholds))
-        except ThresholdError as error:
-            print(error, file=sys.stderr)
-            sys.exit(_MISSED)
 
 
 @events.quitting.add_listener
@@ -98,7 +94,7 @@ def _judged(run: Run, found: Mapping[str, float]) -> tuple[list[Verdict], list[s
     """A verdict for each threshold, and a line for each that the run has no figure for."""
     verdicts: list[Verdict] = []
     unjudged = []
-    for threshold in load_thresholds(Path(run.settings.thresholds)) if run.settings.thresholds else []:
+    for threshold in _read(run.settings.thresholds) if run.settings.thresholds else []:
         try:
             verdicts.append(threshold.judge(found))
         except ThresholdError as error:

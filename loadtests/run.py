@@ -1,6 +1,6 @@
 """One run of a scenario: its options, and what its users record in however many processes."""
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,13 +36,6 @@ class Run:
         assert settings is not None
         return settings
 
-    def check(self, name: str, parse: Callable[[str], object]) -> None:
-        """End this process where `parse` refuses an option: now, in each process, and not when a user begins."""
-        try:
-            parse(getattr(self.settings, name))
-        except ValueError as error:
-            raise SystemExit(f"--{name.replace('_', '-')}: {error}") from error
-
     def record(self, name: str, value: float, at: float | None = None) -> None:
         """Note a value at its time. Seconds get a row in Locust's tables too, outside of its total of requests."""
         self.measures.record(name, value, at)
@@ -62,11 +55,34 @@ class Run:
         self.environment.events.worker_report.add_listener(receive)
 
 
+def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """An option's `type`: the text as it was given, where `parse` takes it.
+
+    Text, since Locust sends options to its workers; and at once, since a process that ends later leaves its workers.
+    """
+
+    def check(text: str) -> str:
+        try:
+            parse(text)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from error
+        return text
+
+    return check
+
+
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
-    add("--prompt-tokens", default="256", help="length of a prompt: 256, or a mix: 128*3,1024*1")
-    add("--max-tokens", default="256", help="length of a completion, or a mix of lengths")
+    add(
+        "--prompt-tokens",
+        type=checked(LengthMix.parse),
+        default="256",
+        help="length of a prompt: 256, or a mix: 128*3,1024*1",
+    )
+    add(
+        "--max-tokens", type=checked(LengthMix.parse), default="256", help="length of a completion, or a mix of lengths"
+    )
     add("--model", default="", help="name to ask for; the server's own unless given")
     add("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
     add("--request-timeout", type=float, default=1800.0, help="longest wait for a reply, in seconds")
@@ -77,8 +93,6 @@ def add_options(parser: LocustArgumentParser) -> None:
 def begin(environment: Environment, **_: Any) -> None:
     run = Run(environment)
     vars(environment)["rollout_run"] = run
-    for name in ("prompt_tokens", "max_tokens"):
-        run.check(name, LengthMix.parse)
     run.share()
     # Imports took their time, and timers count from when the loop last looked at the clock: -t would end early.
     gevent.get_hub().loop.update_now()

@@ -7,7 +7,6 @@ A turn's prompt is all that was said before and what a tool has added. The sessi
 
 import time
 import uuid
-from typing import Any
 
 import gevent
 from locust import constant, events, task
@@ -17,7 +16,7 @@ from locust.env import Environment
 import loadtests.beside  # weight updates
 import loadtests.conclusion  # noqa: F401  # how it ends
 from loadtests.caller import Caller
-from loadtests.run import Run
+from loadtests.run import checked
 from loadtests.timeline import Timeline
 from loadtests.workloads import LengthMix, completion_request, random_tokens
 
@@ -25,17 +24,16 @@ from loadtests.workloads import LengthMix, completion_request, random_tokens
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
-    add("--turns", default="4", help="turns of a session: 4, or a mix: 4*3,12*1")
-    add("--tool-tokens", default="64", help="tokens that a tool adds between turns, or a mix of lengths")
+    add("--turns", type=checked(LengthMix.parse), default="4", help="turns of a session: 4, or a mix: 4*3,12*1")
+    add(
+        "--tool-tokens",
+        type=checked(LengthMix.parse),
+        default="64",
+        help="tokens that a tool adds between turns, or a mix of lengths",
+    )
     add("--tool-gap", type=float, default=0.5, help="mean seconds that a tool takes, exponentially distributed")
     add("--shared-tokens", type=int, default=0, help="tokens that all sessions begin with, as a system prompt")
     add("--max-context", type=int, default=0, help="tokens at which a session ends early; 0 for no limit")
-
-
-@events.init.add_listener
-def check_options(environment: Environment, **_: Any) -> None:
-    for name in ("turns", "tool_tokens"):
-        Run.of(environment).check(name, LengthMix.parse)
 
 
 class Agent(Caller):

@@ -24,7 +24,7 @@ from locust.runners import WorkerRunner
 import loadtests.beside
 import loadtests.conclusion  # noqa: F401  # how it ends
 from loadtests.caller import Caller
-from loadtests.run import Run
+from loadtests.run import Run, checked
 from loadtests.traces import Recorded, read_trace, sessions_of
 from loadtests.workloads import completion_request
 
@@ -32,10 +32,14 @@ _KEPT = ("temperature", "top_p", "top_k", "min_p", "seed", "min_version", "max_s
 _SETTLE_S = 2.0
 
 
+def _read(path: str) -> list[Recorded]:
+    return read_trace(Path(path))
+
+
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
-    add("--trace", default="", metavar="FILE", help="what gateway.trace.file recorded")
+    add("--trace", type=checked(_read), required=True, metavar="FILE", help="what gateway.trace.file recorded")
     add("--speed", type=float, default=1.0, help="times as fast as recorded")
     add("--closed", action="store_true", help="send when the last is answered, and not at the recorded times")
     lengths = "of completions: as recorded (a request's mean), or as the model ends them within the recorded limits"
@@ -46,7 +50,7 @@ class Share:
     """What this process sends of a trace: every so many-th session or request."""
 
     def __init__(self, environment: Environment, settings: Any) -> None:
-        trace = read_trace(Path(settings.trace))
+        trace = _read(settings.trace)
         pieces = sessions_of(trace) if settings.closed else [[recorded] for recorded in trace]
         index, processes = 0, 1
         if isinstance(environment.runner, WorkerRunner):
@@ -60,11 +64,6 @@ class Share:
         if piece is None:
             raise StopUser
         return piece
-
-
-@events.init.add_listener
-def refuse_what_is_no_trace(environment: Environment, **_: Any) -> None:
-    Run.of(environment).check("trace", lambda path: read_trace(Path(path)))
 
 
 class Replayed(Caller):

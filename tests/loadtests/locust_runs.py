@@ -9,6 +9,8 @@ from typing import Any
 
 import orjson
 
+from engines.server import free_port
+
 ROOT = Path(__file__).parents[2]
 _BOUND_S = 60.0
 
@@ -35,6 +37,9 @@ async def locust(scenario: str, url: str, folder: Path, *options: str, bound_s: 
         "--only-summary",
     ]
     command += ["--host", url, "--stop-timeout", "20", "--prompt-tokens", "8", "--max-tokens", "6"]
+    # With --processes the master listens, on a fixed port of all addresses unless told otherwise.
+    port = str(free_port())
+    command += ["--master-bind-host", "127.0.0.1", "--master-bind-port", port, "--master-port", port]
     command += ["--figures", str(figures), *options]
     process = await asyncio.create_subprocess_exec(
         *command,

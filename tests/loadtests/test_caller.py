@@ -106,14 +106,18 @@ async def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scenario", "options", "says"),
     [
-        ("trainer", ["--max-tokens", "8*x"], "--max-tokens: '8*x' is no length and no mix of lengths"),
-        ("agents", ["--turns", "0"], "--turns: lengths and weights are at least 1: '0'"),
-        ("trainer", ["--update-every", "1", "--weights", "/nowhere"], "--weights: /nowhere has no safetensors"),
+        ("trainer", ["--max-tokens", "8*x"], "argument --max-tokens: '8*x' is no length and no mix of lengths"),
+        ("agents", ["--turns", "0"], "argument --turns: lengths and weights are at least 1: '0'"),
+        (
+            "trainer",
+            ["--update-every", "1", "--weights", "/nowhere"],
+            "argument --weights: /nowhere has no safetensors",
+        ),
     ],
 )
 async def test_an_option_that_cannot_be_is_refused_before_the_run(
     tmp_path: Path, scenario: str, options: list[str], says: str
 ) -> None:
     ended = await locust(scenario, "http://127.0.0.1:1", tmp_path, *options, "--processes", "2")
-    assert ended.code == 1
+    assert ended.code == 2
     assert says in ended.said

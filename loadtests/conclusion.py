@@ -62,7 +62,7 @@ def conclude(environment: Environment, **_: Any) -> None:
     elif unjudged or not all(verdict.is_met for verdict in verdicts):
         environment.process_exit_code = _MISSED
     if run.settings.figures:
-        Path(run.settings.figures).write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
+        _write(run.settings.figures, orjson.dumps(found, option=orjson.OPT_INDENT_2))
     if run.settings.report:
         report = Report(
             title=f"Load test: {_scenario(run)}",
@@ -73,10 +73,17 @@ def conclude(environment: Environment, **_: Any) -> None:
             verdicts=verdicts,
             problems=[*problems, *unjudged],
         )
-        Path(run.settings.report).write_text(page(report), encoding="utf-8")
+        _write(run.settings.report, page(report).encode())
     if run.settings.csv_prefix:
         # The writer of the CSV files looks at the numbers once in a while and not at the end: let it see the last ones.
         gevent.sleep(1.1 * CSV_STATS_INTERVAL_SEC)
+
+
+def _write(file: str, content: bytes) -> None:
+    """As Locust writes its own files: into a folder that need not be there."""
+    path = Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
 
 
 def summary(found: Mapping[str, float]) -> str:

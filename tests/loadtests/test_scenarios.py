@@ -90,7 +90,7 @@ async def test_a_soak_tells_what_drifts(rig: Rig, tmp_path: Path) -> None:
 async def test_a_threshold_that_is_missed_fails_the_run(rig: Rig, tmp_path: Path) -> None:
     bounds = tmp_path / "bounds.yaml"
     bounds.write_text("failures: {max: 0}\nmakespan_s.p50: {max: 0.001}\n")
-    report = tmp_path / "report.html"
+    report = tmp_path / "out" / "report.html"
     options = ["-t", "1s", "--prompts", "2", "--samples", "2", "--thresholds", str(bounds), "--report", str(report)]
     ended = await locust("trainer", rig.url, tmp_path, *options)
     assert ended.code == 3

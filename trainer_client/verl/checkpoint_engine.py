@@ -1,7 +1,7 @@
 """verl's way of weights to the gateway: a checkpoint engine, of which every training worker has one."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from engines.errors import ConfigError, StoreFailed
-from engines.types import PauseMode
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.sender import TransportName, WeightSender
 from trainer_client.verl.settings import Settings
@@ -33,7 +32,6 @@ class GatewayCheckpointEngine(CheckpointEngine):
         self._settings = Settings(**settings)
         self._client: BlockingRolloutClient | None = None
         self._sender: WeightSender | None = None
-        self._through_store = False
         self._left_out: set[str] = set()
         self._version_of_step_0: int | None = None
 
@@ -66,25 +64,16 @@ class GatewayCheckpointEngine(CheckpointEngine):
         # The first version is whichever is next at the gateway; from then on versions count as verl's steps do, so that
         # a version tells its step. Somebody else's update in between is a conflict, never a wrong step.
         wanted = None if self._version_of_step_0 is None else self._version_of_step_0 + global_steps
-        stop = _Stop(self._client, self._settings.pause_mode)
         named = ((name, tensor) for name, tensor in weights if name not in self._left_out)
-        try:
-            # A draft is whole before the gateway hears of it, so generation goes on until then. A group is told first.
-            source = stop.after(named) if self._through_store else stop.before(named)
-            version = self._sender.push(source, wanted, rolling=self._settings.rolling)
-        finally:
-            stop.end()
+        version = self._sender.push(named, wanted, rolling=self._settings.rolling)
         self._version_of_step_0 = version - global_steps
         return {WEIGHT_VERSION: version, "gateway/sync_s": time.perf_counter() - began}
 
     def _opened(self, client: BlockingRolloutClient) -> WeightSender:
         settings = self._settings
-        self._through_store = settings.transport == "store" or (
-            settings.transport == "auto" and self._sees_store(client)
-        )
-        transport: TransportName | None = "store" if self._through_store else None
-        if settings.transport in ("gloo", "nccl"):
-            transport = settings.transport
+        transport: TransportName | None = settings.transport if settings.transport != "auto" else None
+        if transport is None and self._sees_store(client):
+            transport = "store"
         return WeightSender(
             client,
             transport=transport,
@@ -133,29 +122,3 @@ def _second_names(client: BlockingRolloutClient) -> set[str]:
     """verl names a tied head beside the embedding that it is; a checkpoint, and so the served model, does not."""
     served = client.served_weights().tensors
     return set() if served is None or any(tensor.name == _HEAD for tensor in served) else {_HEAD}
-
-
-class _Stop:
-    """Stops the completions under way for a sync, before or after its tensors are gathered."""
-
-    def __init__(self, client: BlockingRolloutClient, mode: PauseMode) -> None:
-        self._client = client
-        self._mode = mode
-        self._is_on = False
-
-    def before(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        self._begin()
-        return iter(tensors)
-
-    def after(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        yield from tensors
-        self._begin()
-
-    def end(self) -> None:
-        if self._is_on:
-            self._client.resume()
-
-    def _begin(self) -> None:
-        if self._mode is not PauseMode.WAIT:  # the gateway itself waits for them
-            self._is_on = True
-            self._client.pause(self._mode)

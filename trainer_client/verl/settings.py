@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from engines.errors import ConfigError
-from engines.types import PauseMode
 from trainer_client.client import URL_VARIABLE
 
 SECTION = "trainer.v1.gateway"
@@ -33,9 +32,6 @@ class Settings:
     """What weights are sent in; what the engines hold them in unless given."""
     num_warmup_batches: float = 0
     """Batches of prompts asked for ahead of the training, which makes it asynchronous; 0 is on-policy."""
-    in_flight: PauseMode | None = None
-    """What a sync does to completions under way: "keep" freezes them, "abort" has them asked for anew from where they
-    stood, "wait" lets them end. Keep where asynchronous, wait otherwise, unless given."""
     rolling: bool | None = None
     """Whether replicas take a version one after the other while the others serve, which the store alone can; as the
     gateway's `weights.rolling` says unless given."""
@@ -53,8 +49,6 @@ class Settings:
     def __post_init__(self) -> None:
         if self.transport not in _TRANSPORTS:
             raise ConfigError(f"{SECTION}.transport = {self.transport!r} is none of {', '.join(_TRANSPORTS)}")
-        if self.in_flight is not None and self.in_flight not in list(PauseMode):
-            raise ConfigError(f"{SECTION}.in_flight = {self.in_flight!r} is none of {', '.join(PauseMode)}")
         if self.rolling and self.transport in ("gloo", "nccl"):
             raise ConfigError(f"{SECTION}.rolling=True goes with transport=store, not {self.transport}")
         if self.dtype is not None and self.dtype not in _DTYPES:
@@ -64,12 +58,6 @@ class Settings:
         for name in ("max_in_flight", "sync_attempts"):
             self._check_number(name, least=1)
         self._check_number("num_warmup_batches", least=0)
-
-    @property
-    def pause_mode(self) -> PauseMode:
-        """What a sync does to completions under way."""
-        asynchronous = self.num_warmup_batches > 0 and not self.rolling
-        return PauseMode(self.in_flight or (PauseMode.KEEP if asynchronous else PauseMode.WAIT))
 
     def engine_kwargs(self) -> dict[str, Any]:
         """As verl hands them to the checkpoint engine: `rollout.checkpoint_engine.engine_kwargs.gateway`."""

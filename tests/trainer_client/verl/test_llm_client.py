@@ -27,7 +27,7 @@ ClientOf = Callable[..., GatewayLLMClient]
 
 @pytest.fixture
 async def client_of() -> AsyncIterator[ClientOf]:
-    """Makes clients of a rig: `client_of(rig, version_of_step_0=1, in_flight="keep")`."""
+    """Makes clients of a rig: `client_of(rig, version_of_step_0=1, rollout_timeout_s=1.0)`."""
     clients: list[GatewayLLMClient] = []
 
     def make(rig: Rig, *, version_of_step_0: int = 0, **settings: Any) -> GatewayLLMClient:

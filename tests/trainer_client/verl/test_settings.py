@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from engines.errors import ConfigError
-from engines.types import PauseMode
 from trainer_client.verl.settings import read_settings
 
 URL = "http://127.0.0.1:8100"
@@ -34,7 +33,6 @@ def test_without_a_url_both_places_are_named(monkeypatch: pytest.MonkeyPatch) ->
         ({"urll": URL}, r"trainer\.v1\.gateway\.urll is no setting: did you mean url\?"),
         ({"parameter_sync_step": 4}, r"parameter_sync_step is no setting: there is url"),
         ({"transport": "rdma"}, r"transport = 'rdma' is none of auto, store, gloo, nccl"),
-        ({"in_flight": "drop"}, r"in_flight = 'drop' is none of abort, wait, keep"),
         ({"dtype": "fp8"}, r"dtype = 'fp8' is none of bfloat16"),
         ({"sync_timeout_s": 0}, r"sync_timeout_s = 0 must be a number above 0"),
         ({"rollout_timeout_s": math.inf}, r"rollout_timeout_s = inf must be a number above 0"),
@@ -46,16 +44,3 @@ def test_without_a_url_both_places_are_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_wrong_key_is_named_with_the_remedy(section: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_settings({"url": URL, **section})
-
-
-@pytest.mark.parametrize(
-    ("section", "mode"),
-    [
-        ({}, PauseMode.WAIT),
-        ({"num_warmup_batches": 0.5}, PauseMode.KEEP),
-        ({"num_warmup_batches": 1, "in_flight": "abort"}, PauseMode.ABORT),
-        ({"num_warmup_batches": 1, "rolling": True}, PauseMode.WAIT),
-    ],
-)
-def test_a_sync_stops_completions_where_there_are_any_to_stop(section: dict[str, Any], mode: PauseMode) -> None:
-    assert read_settings({"url": URL, **section}).pause_mode is mode

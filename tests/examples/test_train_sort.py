@@ -1,10 +1,14 @@
 """TRL's own trainer on the digit-sorting task, against two real vLLM replicas behind the gateway."""
 
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,10 +21,12 @@ pytest.importorskip("vllm")
 from transformers import AutoTokenizer
 
 from examples.tiny_model import task, train
+from tests.client_records import runs_client, vllm_replicas
 from tests.real_vllm import RealFleet, fleet, greedy_token_ids
 
 STEPS = 36
 RISE, FLAT = 0.15, 0.08
+RUN_S, SOON_S = 600.0, 60.0
 
 
 @pytest.fixture
@@ -29,33 +35,107 @@ def real(tmp_path: Path) -> Iterator[RealFleet]:
         yield running
 
 
+GRPO = runs_client(
+    "TRL GRPOTrainer", "trl", ran="digit-sorting, weights synced before each step", against=vllm_replicas(2)
+)
+
+
+@GRPO
 @pytest.mark.vllm
-def test_three_steps_leave_every_engine_with_the_trainers_last_weights(real: RealFleet, tmp_path: Path) -> None:
+def test_three_steps_leave_every_engine_with_the_trainers_last_weights(
+    real: RealFleet, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     steps = run_trainer(real, tmp_path / "model", "--steps", "3")
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert [step["weight_version"] for step in steps] == [1, 2, 3]
-    assert all(abs(step["importance_ratio"] - 1) < 0.001 for step in steps)
+    furthest = max(abs(step["importance_ratio"] - 1) for step in steps)
+    assert furthest < 0.001
+    record_property("fact", f"importance ratio within {max(furthest, 1e-6):.0e} of 1")
     assert_engines_hold(real, tmp_path / "model")
     assert train.largest_difference(tmp_path / "model", train.COMMITTED) > 0
 
 
+@GRPO
+@pytest.mark.vllm
+def test_a_replica_killed_in_the_middle_does_not_end_the_run_and_its_successor_catches_up(
+    real: RealFleet, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def kill_one(step: dict[str, Any]) -> None:
+        seen.append(step)
+        if step["step"] == 2:
+            kill_while_it_generates(real, 1)
+        if step["step"] == 5:
+            real.restart(1)
+
+    run_trainer(real, tmp_path / "model", "--steps", "8", on_step=kill_one)
+    assert [step["step"] for step in seen] == list(range(1, 9))
+    assert [step["weight_version"] for step in seen] == list(range(1, 9))
+    assert all(abs(step["importance_ratio"] - 1) < 0.001 for step in seen)
+    wait_until_all_serve(real, version=9)
+    assert_engines_hold(real, tmp_path / "model")
+    record_property("fact", "a replica killed -9 while it generated did not end the run")
+
+
+@GRPO
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0])
-def test_the_reward_rises_with_weight_sync_and_only_with_it(real: RealFleet, tmp_path: Path, seed: int) -> None:
+def test_the_reward_rises_with_weight_sync_and_only_with_it(
+    real: RealFleet, tmp_path: Path, seed: int, record_property: Callable[[str, object], None]
+) -> None:
     cut_off = run_trainer(real, tmp_path / "cut", "--steps", str(STEPS), "--seed", str(seed), "--no-sync")
     assert abs(rise(cut_off)) < FLAT
     synced = run_trainer(real, tmp_path / "model", "--steps", str(STEPS), "--seed", str(seed))
     assert rise(synced) > RISE
+    record_property("fact", f"reward {rise(synced):+.2f} over {STEPS} steps")
     assert all(abs(step["importance_ratio"] - 1) < 0.001 for step in synced)
     assert_engines_hold(real, tmp_path / "model")
 
 
-def run_trainer(real: RealFleet, out: Path, *options: str) -> list[dict[str, Any]]:
+def run_trainer(
+    real: RealFleet, out: Path, *options: str, on_step: Callable[[dict[str, Any]], None] = lambda _: None
+) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "examples.train_sort", "--url", real.url, "--out", str(out), *options]
-    trained = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert trained.returncode == 0, trained.stderr[-2000:]
-    return [json.loads(line) for line in trained.stdout.splitlines() if line.startswith('{"step"')]
+    steps, log = [], out.parent / f"{out.name}.log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as trainer,
+    ):
+        overdue = threading.Timer(RUN_S, trainer.kill)
+        overdue.start()
+        try:
+            assert trainer.stdout is not None
+            for line in trainer.stdout:
+                if line.startswith('{"step"'):
+                    steps.append(json.loads(line))
+                    on_step(steps[-1])
+            code = trainer.wait()
+        finally:
+            overdue.cancel()
+            trainer.kill()
+    assert code == 0, log.read_text()[-2000:]
+    return steps
+
+
+def kill_while_it_generates(real: RealFleet, index: int) -> None:
+    deadline = time.monotonic() + SOON_S
+    while real.call("/status")[1]["replicas"][index]["samples_in_flight"] == 0:
+        assert time.monotonic() < deadline, real.call("/status")
+        time.sleep(0.005)
+    guard = real.replicas[index].pid
+    (engine,) = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+    os.kill(int(engine), signal.SIGKILL)  # its guard ends the rest of it
+
+
+def wait_until_all_serve(real: RealFleet, version: int) -> None:
+    deadline = time.monotonic() + SOON_S
+    while {(one["state"], one["weight_version"]) for one in real.call("/status")[1]["replicas"]} != {
+        ("SERVING", version)
+    }:
+        assert time.monotonic() < deadline, real.call("/status")
+        time.sleep(0.2)
 
 
 def rise(steps: list[dict[str, Any]]) -> float:

@@ -57,6 +57,7 @@ def test_three_steps_leave_every_engine_with_the_trainers_last_weights(
 
 @GRPO
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_a_replica_killed_in_the_middle_does_not_end_the_run_and_its_successor_catches_up(
     real: RealFleet, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -97,6 +97,7 @@ def test_async_grpo_with_lora_moves_adapters_alone(real: RealFleet, tmp_path: Pa
     record_ratio(record_property, [step["ratio"] for step in steps])
 
 
+@pytest.mark.slow
 @runs_client("TRL AsyncGRPOTrainer, weights", "trl", ran="docs/trl.md: all weights at every step", against=AGAINST)
 def test_async_grpo_syncs_whole_weights_at_every_step(real: RealFleet, tmp_path: Path, record_property: Record) -> None:
     steps = run_recipe("AsyncGRPOTrainer, whole weights", real.url, tmp_path)

@@ -6,13 +6,15 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.client_records import runs_client
 
 pytestmark = pytest.mark.verl
 
@@ -110,7 +112,15 @@ def largest_move(update: dict[str, Any]) -> float:
     return max(found["canary"].get("to_previous", 0.0) for found in update["replicas"].values() if "canary" in found)
 
 
-def test_grpo_steps_through_a_gateway_outlive_a_killed_replica(tmp_path: Path) -> None:
+@runs_client(
+    "verl main_ppo",
+    "verl",
+    ran="examples/verl_cpu.sh: GRPO, weights synced after each step, a replica killed",
+    against="2 x vLLM, CPU",
+)
+def test_grpo_steps_through_a_gateway_outlive_a_killed_replica(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     with fleet(tmp_path) as served:
         run = Run(tmp_path, served.url)
         try:
@@ -127,7 +137,9 @@ def test_grpo_steps_through_a_gateway_outlive_a_killed_replica(tmp_path: Path) -
                 f"average; score {step['critic/score/mean']:.3f}, version {step['gateway/weight_version']}, "
                 f"sync {step['gateway/sync_s']:.2f} s"
             )
-        assert [step["training/rollout_probs_diff_max"] < LARGEST_DIFFERENCE for step in steps] == [True] * STEPS
+        furthest = max(step["training/rollout_probs_diff_max"] for step in steps)
+        assert furthest < LARGEST_DIFFERENCE
+        record_property("fact", f"rollout and actor probabilities within {furthest:.0e}")
         # On-policy, by the bookkeeping of versions: the weights sent at the start are version 1, step 0.
         assert [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps] == [0] * STEPS
         assert [step["gateway/weight_version"] for step in steps] == [2, 3, 4]

@@ -252,7 +252,8 @@ class _Found:
 async def _fetches(probe: VllmEngine) -> bool:
     """Whether its owner started it with our worker extension."""
     answer = await _answer(probe, "POST", "/collective_rpc", {"method": "fetches"})
-    return bool(answer and answer.get("results")) and all(told is True for told in (answer or {})["results"])
+    told = (answer or {}).get("results") or [None]
+    return all(isinstance(worker, dict) and worker.get("fetches") is True for worker in told)
 
 
 async def _capabilities(probe: VllmEngine, model: str) -> tuple[frozenset[str], str, int]:

@@ -49,7 +49,7 @@ class SimWorker:
             case "heal":
                 self._damaged.clear()
             case "fetches":
-                return True
+                return {"fetches": True}
             case "load_snapshot":
                 await asyncio.to_thread(self._fetch, **arguments)
                 await asyncio.to_thread(self._load, arguments["path"])

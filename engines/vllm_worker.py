@@ -36,9 +36,9 @@ class WeightWorker:
         if tee is not None:
             tee.drop()
 
-    def fetches(self) -> bool:
-        """Asked of servers that somebody else started: `load_snapshot` is here."""
-        return True
+    def fetches(self) -> dict[str, bool]:
+        """Asked of servers that somebody else started: `load_snapshot` is here. vLLM would tell a bare True as text."""
+        return {"fetches": True}
 
     def load_snapshot(
         self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0

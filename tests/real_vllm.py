@@ -137,7 +137,7 @@ def served(model: Path, log_dir: Path) -> Iterator[str]:
     process.start()
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait_for_health(url, process)
+        wait_for_health(url, process)
         yield url
     finally:
         asyncio.run(process.stop())
@@ -149,7 +149,7 @@ def greedy_token_ids(url: str, prompts: Sequence[Sequence[int]], max_tokens: int
     return [choice["token_ids"] for choice in _ask(f"{url}/v1/completions", body)["choices"]]
 
 
-def _wait_for_health(url: str, process: EngineProcess) -> None:
+def wait_for_health(url: str, process: EngineProcess) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         try:

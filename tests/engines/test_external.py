@@ -12,6 +12,7 @@ from engines.config import EngineConfig, SimConfig
 from engines.errors import EngineError, EngineFailed, EngineRefused, EngineStartFailed, EngineUnreachable
 from engines.external import ExternalEngine, ExternalServer, external_engine
 from engines.sglang_engine import SglangEngine
+from engines.sim_server import SimServer
 from engines.types import Dialect, EngineKind, PauseMode
 from tests.openai_server import OpenAiServer
 from tests.rig import SimReplica
@@ -54,9 +55,25 @@ async def test_a_vllm_server_is_found_to_take_weights(vllm: SimReplica) -> None:
     assert (info.world_size, info.max_model_len, info.engine_version) == (1, 128, "0.32.0+sim")
     assert info.speaks_vllm
     assert info.takes_weights
+    assert info.fetches  # its workers answer as ours do
     assert info.has("/pause")
     await theirs.check()
     await theirs.stop()
+
+
+@pytest.mark.parametrize("answer", [[], [None], ["True"], [{"fetches": True}, None]])
+async def test_a_vllm_without_our_worker_extension_fetches_nothing(
+    monkeypatch: pytest.MonkeyPatch, answer: list[Any]
+) -> None:
+    async def rpc(*_: object) -> web.Response:
+        return web.json_response({"results": answer})
+
+    monkeypatch.setattr(SimServer, "collective_rpc", rpc)
+    replica = await SimReplica("theirs", 0, SimConfig()).start()
+    theirs = server_at(replica.info.url)
+    assert not (await theirs.start()).fetches
+    await theirs.stop()
+    await replica.kill()
 
 
 async def test_a_plain_server_takes_no_weights_and_has_the_common_routes_alone(start_server: StartServer) -> None:

@@ -324,7 +324,7 @@ async def test_it_introduces_itself_as_trl_expects() -> None:
         assert config["parallel_config"]["data_parallel_size"] == 1
 
 
-def test_the_process_starts_at_once_and_ends_on_sigterm() -> None:
+def test_the_process_ends_on_sigterm_whatever_it_is_doing() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -339,7 +339,7 @@ def test_the_process_starts_at_once_and_ends_on_sigterm() -> None:
             )
             time.sleep(0.05)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=2) == 0
+            assert process.wait(timeout=20) == 0  # the request would take forty seconds
     finally:
         process.kill()
         process.wait()
@@ -351,7 +351,7 @@ def _connects(port: int) -> bool:
 
 
 def _wait_until(is_true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 30
     while not is_true():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -10,8 +10,8 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.platforms import current_platform
 
+from engines import vllm_lora
 from engines.gloo_transfer import WeightGroup, receive
-from engines.vllm_lora import spare_prompt_logits
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):
@@ -22,7 +22,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if current_platform.is_cpu():  # the first moment in the worker that is ours
-            spare_prompt_logits()
+            vllm_lora.mend()
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Join the trainer's group; a group from before is left first, so a new trainer may come at any time."""

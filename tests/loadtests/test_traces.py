@@ -1,5 +1,6 @@
 """Traces read again: what prompts are made of, what is passed over, and a replay of what a gateway recorded."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -82,20 +83,30 @@ async def rig(start_rig: StartRig, path: Path) -> Rig:
     return rig
 
 
-def lines(path: Path) -> list[Json]:
-    return [line for line in map(json.loads, path.read_text().splitlines()) if "trace" not in line]
+async def lines(path: Path, count: int) -> list[Json]:
+    """The requests of a trace, as soon as so many are there: a thread of the gateway's writes them."""
+    async with asyncio.timeout(20):
+        while True:
+            found = [line for line in map(json.loads, text(path).splitlines()) if "trace" not in line]
+            if len(found) >= count:
+                return found
+            await asyncio.sleep(0.02)
+
+
+def text(path: Path) -> str:
+    return path.read_text()
 
 
 @pytest.mark.parametrize("options", [["--speed", "2"], ["--closed", "-u", "3"], ["--processes", "2"]])
 async def test_a_recorded_run_is_asked_again(rig: Rig, path: Path, tmp_path: Path, options: list[str]) -> None:
-    before = lines(path)
+    before = await lines(path, 6)
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(path.read_bytes())  # noqa: ASYNC240  # a small file
     ended = await locust("replay", rig.url, tmp_path, "--trace", str(copy), "--model", "sim", *options)
     assert ended.code == 0, ended.said
     assert (ended.figures["completions"], ended.figures["tokens.sum"]) == (12, 12 * 9)
     assert ("lateness_s.count" in ended.figures) is ("--closed" not in options)
-    again = lines(path)[len(before) :]
+    again = (await lines(path, 12))[6:]
     assert sorted(line["prompts"][0]["tokens"] for line in again) == [65] * 6
     assert {line["prompts"][0]["blocks"][0] for line in again} != {before[0]["prompts"][0]["blocks"][0]}
     assert len({line["prompts"][0]["blocks"][0] for line in again}) == 1

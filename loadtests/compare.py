@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import signal
 import statistics
 import sys
 import time
@@ -348,6 +349,8 @@ def _router_command(args: argparse.Namespace, side: Side) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse_arguments(argv)
+    # So that routers end with this process also where it is told to stop.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began, sides = time.monotonic(), _sides(args)
     with contextlib.ExitStack() as stack:
         started = {side: _router_command(args, side) for side in sides if side in ROUTERS}

@@ -27,6 +27,7 @@ Json = dict[str, Any]
 DISK_FULL = "disk full in the weight store"
 
 _RETRY_S = 0.2
+_FILLINGS = 5
 _UNAIDED_S = 90.0
 _TENSORS = {"names": ["weight"], "dtype_names": ["float32"], "shapes": [[4, 4]]}
 
@@ -212,14 +213,28 @@ async def damaged_in_the_store(world: World) -> None:
 async def disk_full(world: World) -> None:
     """An update over the group goes on without a copy; one through the store is told so, and leaves nothing behind."""
     folder = Path((await world.trainer.call("GET", "/v1/weight_store"))["folder"])
-    with _filled(folder):
+    with _filled(folder) as fill:
         await world.trainer.update()
-        try:
-            with refused(409):  # where the draft just fitted, and its promotion does not
-                await world.trainer.push()
-        except StoreFailed as error:
-            if "is full" not in str(error):
-                raise
+        for _ in range(_FILLINGS):  # a version that the update made superfluous may go, and leaves room
+            fill()
+            if await _finds_no_room(world.trainer):
+                return
+    raise AssertionError(f"{_FILLINGS} pushes found room on a full disk")
+
+
+async def _finds_no_room(trainer: Trainer) -> bool:
+    """False where the push was taken; any other failure than the one looked for is raised."""
+    try:
+        await trainer.push()
+    except StoreFailed as error:
+        if "is full" not in str(error):
+            raise
+        return True
+    except CallFailed as error:
+        if error.status != 409:  # where the draft just fitted, and its promotion does not
+            raise
+        return True
+    return False
 
 
 async def returns_with_old_weights(world: World) -> None:
@@ -304,14 +319,18 @@ async def _rolling(world: World) -> "AsyncIterator[tuple[asyncio.Task[None], Jso
 
 
 @contextmanager
-def _filled(folder: Path) -> Iterator[None]:
-    """Leaves no byte of the file system that holds the folder."""
+def _filled(folder: Path) -> Iterator[Callable[[], None]]:
+    """Takes every byte of the file system that holds the folder; the function yielded does so again."""
     filler = folder / "filler"
-    try:
-        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+
+    def fill() -> None:
+        with filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(4096))
-        yield
+
+    try:
+        fill()
+        yield fill
     finally:
         filler.unlink()
 

@@ -42,6 +42,8 @@ class SimConfig(BaseModel):
     """What it holds then: the weights from before the update, or none that any update brought."""
     corrupt_loads: bool = False
     """True where weights loaded from a folder are then other ones than it says."""
+    load_s: float = Field(0.0, ge=0)
+    """Seconds that a load of weights from a folder takes."""
     logprob_noise: float = Field(0.0, ge=0)
     """Nats by which a prompt's log-probs differ when it is read beside others, as rounding does on real engines."""
 

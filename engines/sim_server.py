@@ -255,6 +255,7 @@ class SimServer:
         self.corrupt_after = sim.corrupt_after
         self._corrupt = sim.corrupt
         self.corrupt_loads = sim.corrupt_loads
+        self._load_s = sim.load_s
         self._num_updates = 0
         self._limits = limits
         self._world_size = world_size
@@ -461,6 +462,7 @@ class SimServer:
             return _json({"results": [None] * self._world_size})
         answer = await self.worker.call(asked.method, asked.kwargs)
         if asked.method == "load_snapshot":
+            await asyncio.sleep(self._load_s)
             self._weights.break_off()
             self._model.held.clear()  # it computes with what it says again
         return _json({"results": [answer] * self._world_size})

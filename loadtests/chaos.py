@@ -32,7 +32,7 @@ from gateway.config import Config
 from loadtests.faults import DISK_FULL, FAULTS, CallFailed, Hung, Trainer, World, until
 from loadtests.witness import Tally, Witness
 
-_SIM = SimConfig(decode_step_s=0.004)
+_SIM = SimConfig(load_s=0.3, decode_step_s=0.004)
 _CLIENTS = 4
 _BOUND_S = 60.0
 _UP_S = 120.0

@@ -28,6 +28,7 @@ DISK_FULL = "disk full in the weight store"
 
 _RETRY_S = 0.2
 _FILLINGS = 5
+_PUSHES = 20
 _UNAIDED_S = 90.0
 _TENSORS = {"names": ["weight"], "dtype_names": ["float32"], "shapes": [[4, 4]]}
 
@@ -300,22 +301,25 @@ async def _is_out(world: World, replica: Json) -> bool:
 
 @asynccontextmanager
 async def _rolling(world: World) -> "AsyncIterator[tuple[asyncio.Task[None], Json]]":
-    """A rolling update, when the first replica serves the new version and another one leaves; that one."""
-    pushing = asyncio.create_task(world.trainer.push(rolling=True))
-    leaving: list[Json] = []
+    """A rolling update, when the first replica serves the new version and another one leaves; that one.
 
-    async def is_under_way() -> bool:
-        replicas = await world.replicas()
-        leaving[:] = [replica for replica in replicas if replica["state"] == "UPDATING"]
-        versions = {replica["weight_version"] for replica in replicas if replica["state"] == "SERVING"}
-        return bool(leaving) and len(versions) > 1
-
-    try:
-        await until(is_under_way, _UNAIDED_S, "a replica to take a version while others serve the one before", 0.0)
-        yield pushing, leaving[0]
-    finally:
-        pushing.cancel()
-        await asyncio.gather(pushing, return_exceptions=True)
+    One that was over unseen is followed by another.
+    """
+    for _ in range(_PUSHES):
+        pushing = asyncio.create_task(world.trainer.push(rolling=True))
+        try:
+            while not pushing.done():
+                replicas = await world.replicas()
+                leaving = [replica for replica in replicas if replica["state"] == "UPDATING"]
+                versions = {replica["weight_version"] for replica in replicas if replica["state"] == "SERVING"}
+                if leaving and len(versions) > 1:
+                    yield pushing, leaving[0]
+                    return
+            pushing.result()
+        finally:
+            pushing.cancel()
+            await asyncio.gather(pushing, return_exceptions=True)
+    raise AssertionError(f"in {_PUSHES} rolling updates no replica was seen to leave")
 
 
 @contextmanager

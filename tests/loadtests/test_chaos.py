@@ -19,7 +19,7 @@ def test_killed_replicas_and_a_killed_gateway_lose_nothing(tmp_path: Path, capsy
         "gateway killed in the middle",
         "replica killed in a rolling update",
     ]
-    status = main(["--replicas", "2", "--json", str(out), *(word for fault in faults for word in ("--fault", fault))])
+    status = main(["--replicas", "3", "--json", str(out), *(word for fault in faults for word in ("--fault", fault))])
     assert status == 0
     assert capsys.readouterr().out.rstrip().endswith("lost 0, duplicated 0, stale 0, hung 0")
     assert [outcome["fault"] for outcome in orjson.loads(out.read_bytes())["faults"]] == faults

@@ -162,7 +162,8 @@ class ExternalServer:
         try:
             while True:
                 try:
-                    return list((await probe.ask("GET", "/v1/models", None, _PROBE_TIMEOUT_S))["data"])
+                    models = list((await probe.ask("GET", "/v1/models", None, _PROBE_TIMEOUT_S))["data"])
+                    return await self._as_started(models)
                 except EngineRefused as error:
                     key = "; is engine.api_key right?" if error.status in (401, 403) else ""
                     raise EngineStartFailed(f"{self._url}: {error}{key}") from error
@@ -175,6 +176,17 @@ class ExternalServer:
                     await asyncio.sleep(_PROBE_INTERVAL_S)
         finally:
             await probe.close()
+
+    async def _as_started(self, models: list[Json]) -> list[Json]:
+        """The models under the names that an SGLang was started with, which it forgets when it loads other weights."""
+        if not models or models[0].get("owned_by") != "sglang":
+            return models
+        probe = SglangEngine(self._replica_id, self._url, self._key)
+        try:
+            named = await _answer(probe, "GET", "/v1/models")
+        finally:
+            await probe.close()
+        return list(named["data"]) if named else models
 
     async def _describe(self, models: list[Json]) -> ReplicaInfo:
         card = self._chosen(models)

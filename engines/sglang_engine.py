@@ -4,7 +4,8 @@
     POST /v1/completions                  /generate, see `sglang_dialect`
     POST /v1/chat/completions             the same; structured_outputs becomes regex, ebnf or response_format
     POST /tokenize, /detokenize           /v1/tokenize, /v1/detokenize; the text is `prompt`, not `text`
-    GET /v1/models, /health, /metrics     the same
+    GET /v1/models                        the same, by the name of /server_info: SGLang goes by the folder loaded last
+    GET /health, /metrics                 the same
     GET /version, /server_info,           /server_info
         /get_world_size
     GET /weight_info                      /model_info weight_version
@@ -92,6 +93,7 @@ class SglangEngine(HttpEngine):
         self._has_sessions = False
         self._load_format: str | None = None
         self._vocab_size: int | None = None
+        self._served_name = ""
         self._adapters: set[str] = set()
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
@@ -99,6 +101,8 @@ class SglangEngine(HttpEngine):
             case "/openapi.json":
                 served = (await self._call("GET", path, None, timeout_s))["paths"]
                 return {"paths": {route: {} for route, needed in _ROUTES.items() if needed in served}}
+            case "/v1/models":
+                return await self._models(timeout_s)
             case "/server_info":
                 return server_info(await self._server_info(timeout_s))
             case "/version":
@@ -265,6 +269,14 @@ class SglangEngine(HttpEngine):
             found = re.search(r"keys in \[0, (\d+)\]", str(error))
             return int(found[1]) + 1 if found else 0
         return 0
+
+    async def _models(self, timeout_s: float) -> Json:
+        """What it lists, under the name that it was started with, whatever folder it has loaded since."""
+        listed = await self._call("GET", "/v1/models", None, timeout_s)
+        if not self._served_name:
+            self._served_name = str((await self._server_info(timeout_s))["served_model_name"])
+        name, (model, *adapters) = self._served_name, listed["data"]
+        return {**listed, "data": [{**model, "id": name, "root": name}, *({**one, "parent": name} for one in adapters)]}
 
     async def _server_info(self, timeout_s: float) -> Json:
         return await self._call("GET", "/server_info", None, timeout_s)

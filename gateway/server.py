@@ -21,7 +21,7 @@ from engines.errors import (
     RolloutGatewayError,
     WeightUpdateFailed,
 )
-from engines.types import Dialect, EngineKind, InFlight, PauseMode
+from engines.types import EngineKind, InFlight, PauseMode
 from gateway.access import Access
 from gateway.adapter_coordinator import AdapterCoordinator
 from gateway.adapters import Adapter
@@ -468,8 +468,6 @@ class GatewayServer:
         for card in listed.get("data") or ():
             if card.get("id") == model:
                 return dict(card)
-        if replica.info.dialect is Dialect.SGLANG and listed.get("data"):
-            return {**listed["data"][0], "id": model}  # SGLang goes by the folder that it has loaded last
         raise EngineFailed(f"/v1/models lists {model!r} no longer", replica_id=replica.replica_id)
 
     async def _model_card_if_up(self, model: str) -> Json | None:

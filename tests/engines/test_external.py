@@ -106,7 +106,7 @@ def sglang_routes(dp_size: int = 1) -> list[web.RouteDef]:
 
     async def server_info(_: web.Request) -> web.Response:
         info = {"version": "0.5.17", "tp_size": 2, "pp_size": 1, "dp_size": dp_size, "model_path": "m"}
-        return web.json_response(info)
+        return web.json_response(info | {"served_model_name": "gpt"})
 
     async def model_info(_: web.Request) -> web.Response:
         return web.json_response({"weight_version": "4"})
@@ -139,6 +139,16 @@ async def test_an_sglang_server_is_found_and_spoken_to_as_such(start_server: Sta
     await engine.health(SOON_S)
     assert await engine.weight_version(SOON_S) == 4
     await engine.close()
+    await theirs.stop()
+
+
+async def test_an_sglang_server_that_has_loaded_a_version_goes_by_the_name_it_was_started_with(
+    start_server: StartServer,
+) -> None:
+    there = await start_server(sglang_routes())
+    there.listing["data"][0] |= {"owned_by": "sglang", "id": "/store/v3"}
+    theirs = server_at(there.url)
+    assert (await theirs.start()).model == "gpt"
     await theirs.stop()
 
 

@@ -77,10 +77,13 @@ class FakeSglang:
                 paths: dict[str, object] = {"/generate": {}, "/init_weights_update_group": {}}
                 return web.json_response({"paths": paths | ({"/begin_weight_update": {}} if self.has_sessions else {})})
             case "/server_info":
-                return web.json_response({"version": "0.5.23", "tp_size": 2, "pp_size": 3, "model_path": "m"})
+                info = {"version": "0.5.23", "tp_size": 2, "pp_size": 3, "model_path": "m", "served_model_name": "m"}
+                return web.json_response(info)
             case "/v1/models":
                 adapters = [{"id": "v1", "root": "/a/v1", "parent": "m"}] if self.knows_v1 else []
-                return web.json_response({"data": [{"id": "m", "root": "m"}, *adapters]})
+                loaded = [body["model_path"] for path, body in self.asked if path == "/update_weights_from_disk"]
+                name = loaded[-1] if loaded else "m"  # as SGLang: by the folder that it has loaded last
+                return web.json_response({"data": [{"id": name, "root": name}, *adapters]})
             case "/model_info":
                 return web.json_response({"weight_version": "default"})
             case "/v1/loads":
@@ -410,3 +413,13 @@ async def test_adapters_that_an_earlier_client_loaded_are_known_and_unloaded(
     server.knows_v1 = False
     await engine.unload_lora_adapter("v1", TIMEOUT_S)
     assert server.paths().count("/unload_lora_adapter") == 1
+
+
+async def test_what_it_has_loaded_is_listed_under_the_name_that_it_was_started_with(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.knows_v1 = True
+    await engine.load_snapshot("/store/v3", 3, TIMEOUT_S)
+    model, adapter = (await engine.ask("GET", "/v1/models", None, TIMEOUT_S))["data"]
+    assert (model["id"], model["root"]) == ("m", "m")
+    assert (adapter["id"], adapter["parent"]) == ("v1", "m")

@@ -5,6 +5,7 @@ changed. The gateway learns what to expect through the `user_config` of its own 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError
@@ -29,7 +30,7 @@ def scale(
     """
     state, api = State.read(name), ServeApi.from_environment()
     if state:
-        api = ServeApi(state.dashboard, api.token)
+        api = replace(api, address=state.dashboard)
     application = api.application(name)
     deployed = application and application.get("deployed_app_config")
     if not deployed:

@@ -17,11 +17,16 @@ from engines.errors import RolloutGatewayError
 _APPLICATIONS = "/api/serve/applications/"
 # Serve starts its controller within the first deploy.
 _DEPLOY_TIMEOUT_S = 120.0
-_ASK_TIMEOUT_S = 10.0
+# The dashboard imports Serve at the first question about it, which takes half a minute on a busy machine.
+_ASK_TIMEOUT_S = 60.0
 
 
 class ClusterUnreachable(RolloutGatewayError):
     """No Ray dashboard answers at the address."""
+
+
+class ClusterSilent(RolloutGatewayError):
+    """Something is at the address, and has not answered in time."""
 
 
 class ClusterRefused(RolloutGatewayError):
@@ -30,10 +35,14 @@ class ClusterRefused(RolloutGatewayError):
 
 @dataclass(frozen=True, slots=True)
 class ServeApi:
-    """Serve on the cluster whose dashboard is at `address`."""
+    """Serve on the cluster whose dashboard is at `address`.
+
+    Every call raises `ClusterUnreachable`, `ClusterSilent` or `ClusterRefused` where it has no answer.
+    """
 
     address: str
     token: str | None = None
+    ask_timeout_s: float = _ASK_TIMEOUT_S
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "ServeApi":
@@ -42,7 +51,7 @@ class ServeApi:
         return cls(address.rstrip("/"), ray_token(environ))
 
     def is_up(self) -> bool:
-        """Whether a Ray dashboard answers, be it with a demand for a token."""
+        """Whether a Ray dashboard answers, be it with a demand for a token. Raises `ClusterSilent`."""
         try:
             self._call("GET", "/api/version")
         except ClusterRefused:
@@ -85,11 +94,12 @@ class ServeApi:
     def _put(self, document: Mapping[str, Any]) -> None:
         self._call("PUT", _APPLICATIONS, json.dumps(document).encode(), timeout_s=_DEPLOY_TIMEOUT_S)
 
-    def _call(self, method: str, path: str, body: bytes | None = None, timeout_s: float = _ASK_TIMEOUT_S) -> bytes:
+    def _call(self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None) -> bytes:
         headers = {"Content-Type": "application/json"}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
         request = urllib.request.Request(self.address + path, method=method, data=body, headers=headers)
+        timeout_s = timeout_s or self.ask_timeout_s
         try:
             return _send(request, timeout_s)
         except urllib.error.HTTPError as error:
@@ -99,6 +109,11 @@ class ServeApi:
                 ) from error
         except (urllib.error.URLError, OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise ClusterSilent(
+                    f"the Ray dashboard at {self.address} has not answered {method} {path} within {timeout_s:.0f} s; "
+                    "try again when the machine is less busy, or end that Ray: ray stop"
+                ) from error
             raise ClusterUnreachable(
                 f"no Ray dashboard answers at {self.address} ({reason}); RAY_DASHBOARD_ADDRESS names another"
             ) from error

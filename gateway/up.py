@@ -21,17 +21,18 @@ from engines.errors import DeadlineExceeded, RolloutGatewayError
 from gateway.config import Config
 from gateway.node_gpus import VISIBLE
 from gateway.progress import Report, starts_of
-from gateway.serve_api import ClusterRefused, ClusterUnreachable, ServeApi, ask_control_plane
+from gateway.serve_api import ClusterRefused, ClusterSilent, ClusterUnreachable, ServeApi, ask_control_plane
 from gateway.serve_config import serve_config, written_out_keys
 
-_RAY_START_TIMEOUT_S = 120.0
+_RAY_START_TIMEOUT_S = 240.0
+_TOKEN_TIMEOUT_S = 120.0
 _RAY_STOP_TIMEOUT_S = 30.0
 _DELETE_TIMEOUT_S = 120.0
 # What placing replicas and Serve's own start may take on top of the engines' start.
 DEPLOY_SLACK_S = 120.0
 _POLL_S = 0.5
 _STAY_POLL_S = 5.0
-_STAY_SILENCE_S = 60.0
+_STAY_SILENCE_S = 180.0
 _RAY_GCS_PORT = 6379
 
 
@@ -85,7 +86,7 @@ class State:
 
     @property
     def ray_lives(self) -> bool:
-        return self.ray_pid is not None and _started_at(self.ray_pid) == self.ray_started_at
+        return self.ray_pid is not None and process_started_at(self.ray_pid) == self.ray_started_at
 
 
 def up(config: Config, report: Report, timeout_s: float | None = None, gpus: Sequence[str] = ()) -> Running:
@@ -131,7 +132,12 @@ def down(name: str, report: Report) -> bool:
     state = State.read(name)
     if state is None:
         return _delete(api, name, report)
-    removed = _delete(ServeApi(state.dashboard, api.token), name, report)
+    try:
+        removed = _delete(replace(api, address=state.dashboard), name, report)
+    except ClusterSilent:
+        if not state.ray_lives:
+            raise
+        removed = False  # its Ray is ours, and takes the application along
     if state.ray_lives:
         report.step("stopping Ray")
         _stop_ray(state)
@@ -143,7 +149,7 @@ def down(name: str, report: Report) -> bool:
 def stay(name: str, report: Report) -> None:
     """Wait until the application is gone or somebody ends us, and then take down what there is of it.
 
-    Raises `ClusterUnreachable` when its Ray has been silent for a minute.
+    Raises `ClusterUnreachable` or `ClusterSilent` when nothing was heard of its Ray for three minutes.
     """
     ended = threading.Event()
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -155,7 +161,7 @@ def stay(name: str, report: Report) -> None:
                     report.step(f"{name} was taken down")
                     return
                 heard = time.monotonic()
-            except ClusterUnreachable:
+            except (ClusterUnreachable, ClusterSilent):
                 if time.monotonic() - heard > _STAY_SILENCE_S:
                     raise
         down(name, report)
@@ -210,7 +216,7 @@ def _start_ray(state: State, api: ServeApi, report: Report) -> None:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
         )
-    state.ray_pid, state.ray_started_at = process.pid, _started_at(process.pid)
+    state.ray_pid, state.ray_started_at = process.pid, process_started_at(process.pid)
     state.write()
     wait_until(lambda: _answers(process, api, log), _RAY_START_TIMEOUT_S, f"Ray to start; its output is in {log}")
 
@@ -222,7 +228,10 @@ def _answers(process: "subprocess.Popen[bytes]", api: ServeApi, log: Path) -> bo
         raise RolloutGatewayError(
             f"ray start --head ended with exit code {process.returncode}: {last_error(text)}\n{last_words}"
         )
-    return api.is_up()
+    try:
+        return api.is_up()
+    except ClusterSilent:  # it still starts
+        return False
 
 
 def _ray_environment() -> dict[str, str]:
@@ -254,8 +263,13 @@ def _script(name: str) -> str:
 
 
 def _run(command: list[str], environ: Mapping[str, str]) -> None:
-    # The umask is for the token, which Ray would write for everyone to read.
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60, umask=0o077)
+    try:
+        # The umask is for the token, which Ray would write for everyone to read.
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, check=False, timeout=_TOKEN_TIMEOUT_S, umask=0o077
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineExceeded(f"{' '.join(command)} has not ended within {_TOKEN_TIMEOUT_S:.0f} s") from error
     if done.returncode:
         raise RolloutGatewayError(f"{' '.join(command)} failed: {done.stderr.strip()[-1000:]}")
 
@@ -355,7 +369,7 @@ def running(name: str) -> Running | None:
     state = State.read(name)
     api = ServeApi.from_environment()
     if state:
-        api = ServeApi(state.dashboard, api.token)
+        api = replace(api, address=state.dashboard)
     details = api.details()
     application = details["applications"].get(name)
     if application is None:
@@ -405,7 +419,7 @@ def _stop_ray(state: State) -> None:
         os.killpg(state.ray_pid, signal.SIGKILL)
 
 
-def _started_at(pid: int) -> int | None:
+def process_started_at(pid: int) -> int | None:
     """When the process began, in clock ticks since boot; None when it is gone or a zombie."""
     try:
         # The second field is the command in parentheses, which may itself hold spaces.

@@ -34,7 +34,7 @@ class Shell:
         self.environ.pop("XDG_STATE_HOME", None)
         (folder / "sim.yaml").write_text(SIM)
 
-    def run(self, *arguments: str, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
+    def run(self, *arguments: str, timeout_s: float = 150) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [SCRIPT, *arguments],
             cwd=self.folder,
@@ -283,7 +283,7 @@ def test_vllm_serve_stays_until_it_is_ended_and_takes_its_ray_down(cluster_shell
             [SCRIPT, "vllm-serve", *words], cwd=shell.folder, env=shell.environ, stdout=file, stderr=file
         )
     try:
-        _wait_until(lambda: "rollout URL:" in output.read_text() or serving.poll() is not None, 200)
+        _wait_until(lambda: "rollout URL:" in output.read_text() or serving.poll() is not None, 300)
         assert f"http://127.0.0.1:{port}" in output.read_text()
         fleet = json.loads(shell.run("status", "--json").stdout)["fleet"]
         assert sorted(replica["gpu_ids"] for replica in fleet["replicas"]) == [[2], [3]]
@@ -295,7 +295,7 @@ def test_vllm_serve_stays_until_it_is_ended_and_takes_its_ray_down(cluster_shell
         assert len(json.loads(shell.run("status", "--json").stdout)["fleet"]["replicas"]) == 2
 
         serving.terminate()
-        assert serving.wait(120) == 0, output.read_text()
+        assert serving.wait(180) == 0, output.read_text()
     finally:
         serving.kill()
         serving.wait()

@@ -21,6 +21,8 @@ _PATH = "/v1/completions"
 _GROUP = "tune"
 # The bound of the whole ends a batch, not that of each request.
 _MARGIN_S = 60.0
+# Engines that take turns, each started anew, make so many runs a start.
+RUNS_A_START = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +50,16 @@ class Bench(Protocol):
     def side_by_side(self, engine: EngineConfig) -> int:
         """Engines like this one that may be measured at the same time."""
 
-    def both_fit(self, one: EngineConfig, other: EngineConfig) -> bool:
-        """Whether the two can be up at the same time."""
+    def all_fit(self, engines: Sequence[EngineConfig]) -> bool:
+        """Whether they can be up at the same time."""
 
     async def measure(self, engine: EngineConfig, runs: Sequence[int], start_s: float, run_s: float) -> Measured:
         """Start, warm up, run the batches of these numbers, stop. A start may take `start_s`, a run `run_s`."""
 
-    def pairs(
-        self, one: EngineConfig, other: EngineConfig, runs: Sequence[int], start_s: float, run_s: float
-    ) -> AsyncGenerator[tuple[float, float]]:
-        """Speeds of both in each of these runs, in turn. Raises what a start or a run raises."""
+    def rounds(
+        self, engines: Sequence[EngineConfig], runs: Sequence[int], start_s: float, run_s: float
+    ) -> AsyncGenerator[tuple[float, ...]]:
+        """Speeds of all engines in each of these runs, in turn. Raises what a start or a run raises."""
 
 
 class EngineBench:
@@ -74,8 +76,8 @@ class EngineBench:
         needed = gpus_per_replica(engine)
         return max(1, self._num_gpus // needed) if needed else 1
 
-    def both_fit(self, one: EngineConfig, other: EngineConfig) -> bool:
-        return gpus_per_replica(one) + gpus_per_replica(other) <= self._num_gpus
+    def all_fit(self, engines: Sequence[EngineConfig]) -> bool:
+        return sum(map(gpus_per_replica, engines)) <= self._num_gpus
 
     async def measure(self, engine: EngineConfig, runs: Sequence[int], start_s: float, run_s: float) -> Measured:
         speeds, run_times, began = list[float](), [0.0], time.monotonic()
@@ -90,23 +92,29 @@ class EngineBench:
             return Measured(failure=str(error), cut_off=isinstance(error, TooSlow))
         return Measured(speeds=tuple(speeds), start_s=started_s, run_s=max(run_times))
 
-    async def pairs(
-        self, one: EngineConfig, other: EngineConfig, runs: Sequence[int], start_s: float, run_s: float
-    ) -> AsyncGenerator[tuple[float, float]]:
-        """Where only one fits, it is restarted in an order (one, other, other, one, ...) that does so least."""
+    async def rounds(
+        self, engines: Sequence[EngineConfig], runs: Sequence[int], start_s: float, run_s: float
+    ) -> AsyncGenerator[tuple[float, ...]]:
+        """Where not all fit, one is up at a time and makes some runs a start, in an order (a, b, b, a) that has few."""
+        fit = self.all_fit(engines)
+        at_a_time = 1 if fit else RUNS_A_START
+        order = list(range(len(engines)))
         async with AsyncExitStack() as stack:
             up: dict[int, _Running] = {}
-            for number, order in zip(runs, itertools.cycle([(0, 1), (1, 0)]), strict=False):
-                speeds = [0.0, 0.0]
+            for first in range(0, len(runs), at_a_time):
+                speeds: list[dict[int, float]] = [{} for _ in runs[first : first + at_a_time]]
                 for index in order:
-                    if index not in up and not self.both_fit(one, other):
+                    if index not in up and not fit:
                         await stack.aclose()
                         up.clear()
                     if index not in up:
-                        up[index] = await stack.enter_async_context(self._serving((one, other)[index], start_s))
-                    seconds = await up[index].run(number, run_s)
-                    speeds[index] = up[index].tokens / seconds / up[index].gpus
-                yield speeds[0], speeds[1]
+                        up[index] = await stack.enter_async_context(self._serving(engines[index], start_s))
+                    for number, found in zip(runs[first:], speeds, strict=False):
+                        seconds = await up[index].run(number, run_s)
+                        found[index] = up[index].tokens / seconds / up[index].gpus
+                for found in speeds:
+                    yield tuple(found[index] for index in range(len(engines)))
+                order.reverse()
 
     @asynccontextmanager
     async def _serving(self, engine: EngineConfig, start_s: float) -> AsyncIterator["_Running"]:

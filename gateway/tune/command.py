@@ -18,8 +18,8 @@ from gateway.node_gpus import read_gpus, visible_gpus
 from gateway.plan.workload import Lengths, StepWorkload
 from gateway.tune.batch import Batch, drawn, recorded
 from gateway.tune.bench import EngineBench
-from gateway.tune.journal import Journal
-from gateway.tune.levers import Lever, levers_of
+from gateway.tune.journal import NOT_THE_SUBJECT, Journal
+from gateway.tune.levers import Lever, expected_of, levers_of
 from gateway.tune.report import as_json, configuration, page, print_outcome, replicas_for
 from gateway.tune.search import Outcome, Tuner
 
@@ -41,6 +41,10 @@ def tune_command(
     ] = None,
     gpu_ids: Annotated[str, typer.Option("--gpus", metavar="0,1", help="GPUs to measure on; all unless given.")] = "",
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Final runs of start and best, in turn.")] = 3,
+    against: Annotated[
+        Path | None,
+        typer.Option("--against", metavar="FILE", help="A configuration to hold the best one against, in turn."),
+    ] = None,
     out: Annotated[
         Path, typer.Option("--out", metavar="FOLDER", help="Where results go. One that was cut short goes on.")
     ] = Path("tune"),
@@ -71,7 +75,8 @@ def tune_command(
         replicas_for(engine, engine.model_copy(update={"tensor_parallel_size": value}))
     budget_s = _seconds(budget)
     journal = Journal(out / "journal.jsonl", _subject(engine, levers, batch))
-    outcome = asyncio.run(_tune(engine, levers, batch, EngineBench(batch, gpus), journal, budget_s, pairs))
+    known = _known(against, name, engine) if against else None
+    outcome = asyncio.run(_tune(engine, levers, batch, EngineBench(batch, gpus), journal, budget_s, pairs, known))
     text = configuration(found, name, config, context.args, outcome)
     (out / "best.yaml").write_text(text, encoding="utf-8")
     (out / "report.html").write_text(page(outcome, batch.told, text), encoding="utf-8")
@@ -92,6 +97,7 @@ async def _tune(
     journal: Journal,
     budget_s: float,
     pairs: int,
+    known: EngineConfig | None,
 ) -> Outcome:
     console, began = Console(stderr=True), time.monotonic() - journal.spent_s
 
@@ -100,12 +106,16 @@ async def _tune(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     tell(f"{batch.told}; " + ", ".join(f"{one.name} {len(one.values)}" for one in levers))
-    return await Tuner(engine, levers, bench, journal, budget_s=budget_s, pairs=pairs, tell=tell).run()
+    expected = expected_of(engine, levers, batch.completions)
+    tuner = Tuner(
+        engine, levers, bench, journal, budget_s=budget_s, pairs=pairs, tell=tell, expected=expected, against=known
+    )
+    return await tuner.run()
 
 
 def _subject(engine: EngineConfig, levers: list[Lever], batch: Batch) -> dict[str, object]:
-    """What a journal is about. Where logs lie and how many replicas there are makes no difference."""
-    dumped = engine.model_dump(mode="json", exclude={"log_dir", "num_replicas"})
+    """What a journal is about."""
+    dumped = engine.model_dump(mode="json", exclude=NOT_THE_SUBJECT)
     return {"engine": dumped, "levers": {one.name: one.values for one in levers}, "workload": batch.digest}
 
 
@@ -117,6 +127,18 @@ def _group(config: Config, name: str) -> tuple[str, EngineConfig]:
         told = f"{name!r} is none of" if name else "there are several;"
         raise ConfigError(f"--group: {told} {', '.join(groups)}")
     return name, groups[name]
+
+
+def _known(file: Path, name: str, engine: EngineConfig) -> EngineConfig:
+    """The same group, or the only one, of another file."""
+    found = load(file)
+    known = found.groups[name] if name in found.groups else _group(found, "")[1]
+    if (known.kind, known.model) != (engine.kind, engine.model):
+        raise ConfigError(
+            f"--against {str(file)!r}: it runs {known.kind} with {known.model!r}, and this is {engine.kind} with "
+            f"{engine.model!r}; what is compared must compute the same"
+        )
+    return known
 
 
 def _drawn(prompts: int, samples: int, prompt: str, response: str) -> Batch:

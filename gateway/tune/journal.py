@@ -1,5 +1,6 @@
 """What was measured, a line of JSON each, so that a run that was cut short goes on where it was."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -7,11 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engines.config import EngineConfig
 from engines.errors import ConfigError
 from gateway.tune.bench import Measured
 from gateway.tune.levers import Setting
 
 Json = dict[str, Any]
+
+# What makes no difference to the speed of one replica.
+NOT_THE_SUBJECT = {"log_dir", "num_replicas"}
 
 
 class Journal:
@@ -42,9 +47,17 @@ class Journal:
     def add_measured(self, setting: Setting, measured: Measured, at_s: float) -> None:
         self._add({"setting": dict(setting.values), "measured": asdict(measured), "at_s": at_s})
 
-    def add_pair(self, setting: Setting, start: float, best: float, at_s: float) -> None:
-        """Speeds of the start and of `setting`, one run each."""
-        self._add({"setting": dict(setting.values), "pair": [start, best], "at_s": at_s})
+    def add_round(
+        self, fastest: Setting, engines: Mapping[str, EngineConfig], speeds: Mapping[str, float], at_s: float
+    ) -> None:
+        """Speeds of the final engines, one run each, by their roles; `fastest` is what the search found."""
+        told = {"setting": dict(fastest.values), "round": dict(speeds), "engines": _digest(engines)}
+        self._add({**told, "at_s": at_s})
+
+    def rounds(self, fastest: Setting, engines: Mapping[str, EngineConfig]) -> list[dict[str, float]]:
+        """The final runs of just these engines."""
+        known = (entry for entry in self.entries if "round" in entry and setting_of(entry) == fastest)
+        return [dict(entry["round"]) for entry in known if entry["engines"] == _digest(engines)]
 
     def _add(self, entry: Json) -> None:
         self.entries.append(entry)
@@ -55,6 +68,17 @@ class Journal:
             stream.write(json.dumps(entry) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
+
+
+def setting_of(entry: Json) -> Setting:
+    """The setting that an entry is about."""
+    return Setting(tuple(entry["setting"].items()))
+
+
+def _digest(engines: Mapping[str, EngineConfig]) -> str:
+    """Of what makes them what they are, which is not where their logs lie."""
+    dumped = {role: one.model_dump(mode="json", exclude=NOT_THE_SUBJECT) for role, one in engines.items()}
+    return hashlib.sha256(json.dumps(dumped, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _whole_lines(file: Path) -> Iterator[Json]:

@@ -28,6 +28,8 @@ _STREAM_INTERVALS = (32, 128)
 _API_SERVERS = (1, 2, 4)
 _MEMORY_SHARES = (0.9, 0.94)
 _LEAST_SEQS = 8
+# More than this brought nothing where it was measured (docs/benchmarks.md, Levers of an engine).
+_ENOUGH = {"max_num_batched_tokens": 8192, "stream_interval": 32, "gpu_memory_utilization": 0.9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,28 @@ def start_of(engine: EngineConfig, levers: Sequence[Lever]) -> Setting:
     return Setting(tuple((lever.name, getattr(engine, lever.name)) for lever in levers))
 
 
+def expected_of(engine: EngineConfig, levers: Sequence[Lever], completions: int) -> Setting:
+    """Of the values that are tried, those that other measurements (docs/benchmarks.md) let expect the most of.
+
+    What is enough stays as it is, and so does what nobody can know without measuring.
+    """
+    enough = _ENOUGH | {"max_num_seqs": completions}
+    expected = start_of(engine, levers)
+    for lever in levers:
+        own = getattr(engine, lever.name)
+        if lever.name == "enforce_eager" and False in lever.values:
+            expected = expected.changed_to(lever.name, False)
+        elif lever.name in enough and own is not None and own < enough[lever.name]:
+            expected = expected.changed_to(lever.name, _least(lever, enough[lever.name]))
+    return expected
+
+
+def _least(lever: Lever, enough: float) -> Value:
+    """The least value that is enough, else the largest."""
+    given = sorted(value for value in lever.values if isinstance(value, int | float))
+    return next((value for value in given if value >= enough), given[-1])
+
+
 def levers_of(engine: EngineConfig, given: Sequence[str], completions: int, num_gpus: int) -> list[Lever]:
     """`NAME=VALUE,VALUE` as given, else those that matter for this engine under so many completions at a time.
 
@@ -91,18 +115,18 @@ def levers_of(engine: EngineConfig, given: Sequence[str], completions: int, num_
 
 
 def _usual(engine: EngineConfig, completions: int, num_gpus: int) -> dict[str, tuple[Value, ...]]:
-    """Most telling first: a budget that runs out leaves the last untried."""
+    """Most telling first: a budget that runs out leaves the last untried. vLLM's defaults have no second name."""
     is_vllm, on_gpu = engine.kind is EngineKind.VLLM, gpus_per_replica(engine) > 0
     found: dict[str, tuple[Value, ...]] = {"max_num_seqs": _sequences(completions)}
     if engine.enforce_eager and (on_gpu or engine.kind is EngineKind.SIM):
         found["enforce_eager"] = (False,)  # on CPU it is compiled code instead, which takes minutes to start
     if is_vllm and on_gpu and not engine.enable_lora:
-        found["api_server_count"] = _API_SERVERS
+        found["api_server_count"] = _API_SERVERS if engine.api_server_count else _API_SERVERS[1:]
     found["max_num_batched_tokens"] = _BATCHED_TOKENS
     if engine.kind is not EngineKind.SIM:
         found["stream_interval"] = _STREAM_INTERVALS
     if is_vllm and on_gpu and engine.kv_cache_memory_bytes is None and engine.gpus_per_replica is None:
-        found["gpu_memory_utilization"] = _MEMORY_SHARES
+        found["gpu_memory_utilization"] = _MEMORY_SHARES if engine.gpu_memory_utilization else _MEMORY_SHARES[1:]
     return found
 
 

@@ -19,6 +19,7 @@ from gateway.tune.search import Outcome, Record, ratios
 _WIDTH_OF_A_PIPE = 200
 _BARS = 40
 _BAR_PX, _ROW_PX, _LABEL_PX, _WIDTH_PX = 440, 24, 430, 1020
+_NO_PAIRS = "<p>None: nothing was faster.</p>"
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1060px;margin:2rem auto;padding:0 1rem;color:#1c1c1c;background:#fff}
 h1{font-size:1.5rem;margin:0} h2{font-size:1.1rem;margin:2rem 0 .5rem} p{margin:.3rem 0}
@@ -79,10 +80,7 @@ def replicas_for(before: EngineConfig, after: EngineConfig) -> int:
 
 def page(outcome: Outcome, workload: str, text: str) -> str:
     """One HTML page that needs nothing from elsewhere. `text` is the configuration."""
-    pairs = [
-        [str(index), f"{start:,.0f}", f"{best:,.0f}", f"{best / start:.3f}"]
-        for index, (start, best) in enumerate(outcome.pairs, start=1)
-    ]
+    against = _html_table(["run", "held against", "best", "ratio"], _pair_rows(outcome.against))
     rows = [
         [
             _speed(record),
@@ -101,12 +99,20 @@ def page(outcome: Outcome, workload: str, text: str) -> str:
 <p class=dim>{html.escape(workload)}. {measured}. The start has {html.escape(str(outcome.start))}.</p>
 <h2>Tokens/s of a GPU</h2>{_plot(outcome)}
 <h2>Final pairs, in alternating order</h2>
-{_html_table(["pair", "start", "fastest", "ratio"], pairs) if pairs else "<p>None: nothing was faster.</p>"}
+{_html_table(["pair", "start", "fastest", "ratio"], _pair_rows(outcome.pairs)) if outcome.pairs else _NO_PAIRS}
+{against if outcome.against else ""}
 <h2>All measurements</h2>
 {_html_table(["median", "of the start's", "runs", "setting"], rows)}
 <h2>Configuration</h2><pre>{html.escape(text)}</pre>
 </html>
 """
+
+
+def _pair_rows(pairs: Sequence[tuple[float, float]]) -> list[list[str]]:
+    return [
+        [str(index), f"{one:,.0f}", f"{other:,.0f}", f"{other / one:.3f}"]
+        for index, (one, other) in enumerate(pairs, start=1)
+    ]
 
 
 def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -138,8 +144,12 @@ def _plot(outcome: Outcome) -> str:
 
 def _decision(outcome: Outcome) -> str:
     if outcome.best == outcome.start:
-        return f"keep what you have\n{outcome.reason}"
-    return f"take {outcome.best.told_from(outcome.start)}\n{outcome.reason}"
+        decision = f"keep what you have\n{outcome.reason}"
+    else:
+        decision = f"take {outcome.best.told_from(outcome.start)}\n{outcome.reason}"
+    if outcome.against_known is not None:
+        decision += f"; {outcome.against_known:.3f} of what it was held against, in the same runs"
+    return decision
 
 
 def _speed(record: Record) -> str:
@@ -163,6 +173,8 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "reason": outcome.reason,
         "pairs": [{"start": start, "fastest": best} for start, best in outcome.pairs],
         "ratios": ratios(outcome.pairs),
+        "against": [{"known": known, "best": best} for known, best in outcome.against],
+        "against_ratios": ratios(outcome.against),
         "spent_s": outcome.spent_s,
         "settings": outcome.settings,
         "measured": [

@@ -1,8 +1,9 @@
 """Which settings are measured, and which one is kept.
 
-Successive halving over settings that differ from the best one in a lever: all are run once, the better third twice,
-the best of them four times. Then what helped is put together, and tried again from there, until nothing helps; at
-last some are drawn at random. The best one then meets the start in alternating runs, and is kept where it wins them.
+The start and what other measurements let expect the most of come first; the better one is the base. Then successive
+halving over settings that differ from it in a lever: all are run once, the better third twice, the best of them four
+times. What helped is put together, and tried again from there, until nothing helps; at last some are drawn at random.
+The best one then meets the start in alternating runs, and is kept where it wins them.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ from dataclasses import dataclass, field
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError, DeadlineExceeded, EngineError
-from gateway.tune.bench import Bench, Measured
-from gateway.tune.journal import Journal
+from gateway.tune.bench import RUNS_A_START, Bench, Measured
+from gateway.tune.journal import Journal, setting_of
 from gateway.tune.levers import Lever, Setting, start_of
 
 # A setting is better than another when it is faster by more than this; runs of one engine differ by about as much.
@@ -27,16 +28,21 @@ GAIN = 0.01
 _BESIDE = 0.05
 _KEEP = 1 / 3
 _RUNGS = 3
+# Runs of one engine never differ by so much: what is ahead by more needs no second run, and few final pairs.
+_CLEAR = 0.1
 # A setting that takes so many times as long as the fastest so far, and so many times as long as the start, is cut off.
 _PATIENCE, _SLOWER = 3.0, 1.5
 _DRAWN_AT_A_TIME = 6
 _DRAWS_WITHOUT_GAIN = 2
 _SEED = 0
+# Runs are worth at most so much of the time of the start that they need; no setting gets more than the last rung has.
+_RUNS_OF_A_START = 0.5
 # The runs of the final pairs have prompts of their own.
 _FIRST_PAIR = 1000
 # Estimates of what is still to come are raised by this.
 _RESERVE = 1.2
 _MORE_PAIRS_WON = 0.5
+_OVER = "the budget was over"
 
 Tell = Callable[[str], None]
 
@@ -79,6 +85,8 @@ class Outcome:
     """What the search found; the start where that is best."""
     pairs: list[tuple[float, float]]
     """Speeds of start and fastest in alternating runs."""
+    against: list[tuple[float, float]]
+    """Speeds of the configuration that it is to be held against and of `best`, in the same runs."""
     reason: str
     records: dict[Setting, Record]
     spent_s: float
@@ -90,13 +98,21 @@ class Outcome:
         """Median of fastest / start over the pairs."""
         return statistics.median(ratios(self.pairs)) if self.pairs else None
 
+    @property
+    def against_known(self) -> float | None:
+        """Median of best / the configuration that it is to be held against."""
+        return statistics.median(ratios(self.against)) if self.against else None
+
 
 class BudgetOver(Exception):
     """What is left is needed for the final pairs."""
 
 
 class Tuner:
-    """One run of `tune`. `budget_s` counts what earlier sittings of the same journal took."""
+    """One run of `tune`. `budget_s` counts what earlier sittings of the same journal took.
+
+    `expected` is measured second, the start where there is none. `against` is an engine to hold the best one against.
+    """
 
     def __init__(
         self,
@@ -108,6 +124,8 @@ class Tuner:
         budget_s: float,
         pairs: int,
         tell: Tell,
+        expected: Setting | None = None,
+        against: EngineConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -120,13 +138,15 @@ class Tuner:
         self._clock = clock
         self._began = clock() - journal.spent_s
         self._draw = random.Random(_SEED)
-        self.start = start_of(engine, levers)
+        self.start = self._base = start_of(engine, levers)
+        self._expected = expected or self.start
+        self._against = against
         self.records: dict[Setting, Record] = {}
         # What earlier sittings measured is taken when the search comes to it, so that it takes the same way again.
         self._known: dict[Setting, deque[Measured]] = defaultdict(deque)
         for entry in journal.entries:
             if "measured" in entry:
-                self._known[_setting(entry)].append(_measured(entry))
+                self._known[setting_of(entry)].append(_measured(entry))
 
     @property
     def spent_s(self) -> float:
@@ -159,7 +179,10 @@ class Tuner:
             raise ConfigError(f"the starting configuration cannot be measured: {failure}")
 
     async def _search(self) -> Setting:
-        best = await self._halve(self.start, self._one_change(self.start))
+        if self._expected != self.start and self._is_possible(self._expected):
+            await self._measure_all([self._expected], self._runs_of_a_start(self.start))
+            self._base = self._fastest([self._expected])
+        best = await self._halve(self._base, self._one_change(self._base))
         while better := await self._better(best, [*self._combined(best), *self._promising(best)]):
             best = better
         idle = 0
@@ -178,7 +201,8 @@ class Tuner:
         if not alive:
             return best
         for rung in range(_RUNGS):
-            await self._measure_all([best, *alive] if rung else alive, 2**rung)
+            runs = max(2**rung, self._runs_of_a_start(best))
+            await self._measure_all([best, *alive] if rung else alive, runs)
             alive = [one for one in alive if self.records[one].speed > 0]
             alive.sort(key=lambda one: -self.records[one].speed)
             # Engines that work beside each other are a little slower than the start was alone.
@@ -186,36 +210,42 @@ class Tuner:
             alive = [one for one in alive if self._is_better(one, best, margin)][: math.ceil(len(alive) * _KEEP)]
             if not alive:
                 return best
-            if rung and len(alive) == 1:
+            if (rung and len(alive) == 1) or all(self._is_better(alive[0], one, _CLEAR) for one in (best, *alive[1:])):
                 break
         return alive[0]
+
+    def _runs_of_a_start(self, setting: Setting) -> int:
+        """Where starts are long and runs short, a setting has more than one at once and need not be started again."""
+        known = self.records[setting]
+        worth = int(_RUNS_OF_A_START * known.start_s / known.run_s)
+        return int(min(max(worth, 1), 2 ** (_RUNGS - 1)))
 
     def _is_better(self, one: Setting, other: Setting, margin: float = GAIN) -> bool:
         return self.records[one].speed > (1 + margin) * self.records[other].speed
 
     def _one_change(self, best: Setting) -> list[Setting]:
-        """Every setting that differs from `best` in one lever."""
-        changed = (best.changed_to(lever.name, value) for lever in self._levers for value in lever.values)
+        """Every setting that differs from `best` in one lever. What goes back to the start comes last."""
+        changed = [best.changed_to(lever.name, value) for lever in self._levers for value in lever.values]
+        changed.sort(key=lambda one: len(one.changes_from(self.start)) < len(best.changes_from(self.start)))
         return [setting for setting in changed if setting != best and self._is_possible(setting)]
 
     def _combined(self, best: Setting) -> list[Setting]:
         """All changes together that helped by themselves."""
         combined = best
         for lever in self._levers:
-            changed = [self.start.changed_to(lever.name, value) for value in lever.values]
-            known = [setting for setting in changed if setting in self.records]
-            winner = self._fastest([self.start, *known])
-            if self._is_better(winner, self.start):
+            changed = [self._base.changed_to(lever.name, value) for value in lever.values]
+            winner = max(filter(self.records.__contains__, changed), key=lambda one: self.records[one].speed)
+            if self._is_better(winner, self._base):
                 combined = combined.changed_to(lever.name, dict(winner.values)[lever.name])
         return [combined] if combined not in self.records and self._is_possible(combined) else []
 
     def _promising(self, best: Setting) -> list[Setting]:
         """Changes of `best` that were not tried yet, but for those that did harm by themselves."""
-        floor = (1 - GAIN) * self.records[self.start].speed
+        floor = (1 - GAIN) * self.records[self._base].speed
         found = []
         for setting in self._one_change(best):
             (name, value), *_ = setting.changes_from(best).items()
-            alone = self.records.get(self.start.changed_to(name, value))
+            alone = self.records.get(self._base.changed_to(name, value))
             if setting not in self.records and (alone is None or alone.speed >= floor):
                 found.append(setting)
         return found
@@ -230,7 +260,7 @@ class Tuner:
         return self._draw.sample(rest, min(len(rest), _DRAWN_AT_A_TIME))
 
     def _has_failed(self, setting: Setting) -> bool:
-        alone = (self.start.changed_to(name, value) for name, value in setting.changes_from(self.start).items())
+        alone = (self._base.changed_to(name, value) for name, value in setting.changes_from(self._base).items())
         return any(one in self.records and self.records[one].is_broken for one in alone)
 
     def _all(self) -> Iterator[Setting]:
@@ -270,11 +300,10 @@ class Tuner:
             self._add(setting, self._known[setting].popleft())
         missing, start = self._missing(setting, runs), self.records[self.start]
         left_s = self._budget_s - self.spent_s - self._reserve_s
-        if missing and left_s < start.start_s + missing * start.run_s:
+        if missing and left_s < self._longest_start_s + missing * self._shortest_run_s:
             raise BudgetOver
-        shortest = min(record.run_s for record in self.records.values() if record.speed)
         # One that changes nothing is as slow as the start, and shall be seen to be.
-        await self._measure(setting, missing, left_s, max(_PATIENCE * shortest, _SLOWER * start.run_s))
+        await self._measure(setting, missing, left_s, max(_PATIENCE * self._shortest_run_s, _SLOWER * start.run_s))
 
     def _missing(self, setting: Setting, runs: int) -> int:
         """Runs that it has not had yet."""
@@ -310,54 +339,76 @@ class Tuner:
             record.failure = ""  # all others are told against it; that it fails at times shows in the pairs
 
     @property
+    def _longest_start_s(self) -> float:
+        return max(record.start_s for record in self.records.values())
+
+    @property
+    def _shortest_run_s(self) -> float:
+        return min(record.run_s for record in self.records.values() if record.speed)
+
+    @property
     def _reserve_s(self) -> float:
         """What the final pairs will take."""
-        start = self.records[self.start]
-        starts = 2 if self._bench.both_fit(self._engine, self._engine) else self._num_pairs + 1
-        return _RESERVE * (starts * start.start_s + 2 * self._num_pairs * start.run_s)
+        engines = [self._engine] * (2 if self._against is None else 3)
+        turns = 1 if self._bench.all_fit(engines) else math.ceil(self._num_pairs / RUNS_A_START)
+        starts = len(engines) + (turns - 1) * (len(engines) - 1)
+        run_s = self.records[self.start].run_s + (len(engines) - 1) * self._shortest_run_s
+        return _RESERVE * (starts * self._longest_start_s + self._num_pairs * run_s)
 
     async def _verdict(self, fastest: Setting) -> Outcome:
-        pairs: list[tuple[float, float]] = []
+        best, reason = self.start, "nothing that was measured is faster by more than 1 %"
         if not self._is_better(fastest, self.start):
-            best, fastest, reason = self.start, self.start, "nothing that was measured is faster by more than 1 %"
-        else:
-            pairs, failure = await self._pairs(fastest)
+            fastest = self.start
+        rounds, failure = await self._rounds(fastest)
+        pairs = [(one["start"], one["fastest"]) for one in rounds if "fastest" in one]
+        if fastest != self.start:
             best, reason = self._judge(fastest, pairs, failure)
+        role = "start" if best == self.start else "fastest"
         return Outcome(
             start=self.start,
             best=best,
             fastest=fastest,
             pairs=pairs,
+            against=[(one["against"], one[role]) for one in rounds if "against" in one],
             reason=reason,
             records=self.records,
             spent_s=self.spent_s,
             settings=math.prod(len(lever.values) for lever in self._levers),
         )
 
-    async def _pairs(self, fastest: Setting) -> tuple[list[tuple[float, float]], str]:
-        """The final runs, those of an earlier sitting among them, and why there are fewer than asked for."""
-        kept = (entry for entry in self._journal.entries if "pair" in entry and _setting(entry) == fastest)
-        pairs = [(float(start), float(best)) for start, best in (entry["pair"] for entry in kept)]
-        numbers = range(_FIRST_PAIR + len(pairs), _FIRST_PAIR + self._num_pairs)
+    async def _rounds(self, fastest: Setting) -> tuple[list[dict[str, float]], str]:
+        """The final runs, speeds by role, those of an earlier sitting among them; and why there are fewer than asked
+        for."""
+        engines = {"start": self._engine}
+        if fastest != self.start:
+            engines["fastest"] = fastest.applied_to(self._engine)
+        if self._against is not None:
+            engines["against"] = self._against
+        rounds = self._journal.rounds(fastest, engines)
+        numbers = range(_FIRST_PAIR + len(rounds), _FIRST_PAIR + self._num_pairs)
+        if len(engines) == 1 or not numbers:
+            return rounds, ""
         left_s = self._budget_s - self.spent_s
-        if not numbers:
-            return pairs, ""
         run_s = _PATIENCE * max(self.records[one].run_s for one in (self.start, fastest))
-        found = self._bench.pairs(self._engine, fastest.applied_to(self._engine), numbers, left_s, run_s)
         try:
-            async with asyncio.timeout(left_s), aclosing(found) as runs:
-                async for start, best in runs:
-                    pairs.append((start, best))
-                    self._journal.add_pair(fastest, start, best, self.spent_s)
-                    self._tell(f"pair {len(pairs)}: start {start:,.0f}, best {best:,.0f} tokens/s ({best / start:.3f})")
+            async with (
+                asyncio.timeout(left_s),
+                aclosing(self._bench.rounds(list(engines.values()), numbers, left_s, run_s)) as runs,
+            ):
+                async for speeds in runs:
+                    rounds.append(dict(zip(engines, speeds, strict=True)))
+                    self._journal.add_round(fastest, engines, rounds[-1], self.spent_s)
+                    told = ", ".join(f"{role} {speed:,.0f}" for role, speed in rounds[-1].items())
+                    self._tell(f"pair {len(rounds)}: {told} tokens/s")
         except (EngineError, DeadlineExceeded) as error:
-            return pairs, str(error).splitlines()[0]
+            return rounds, str(error).splitlines()[0]
         except TimeoutError:
-            return pairs, "the budget was over"
-        return pairs, ""
+            return rounds, _OVER
+        return rounds, ""
 
     def _judge(self, fastest: Setting, pairs: list[tuple[float, float]], failure: str) -> tuple[Setting, str]:
-        if len(pairs) < self._num_pairs:
+        # Pairs that the budget cut short tell enough where they leave no doubt.
+        if len(pairs) < self._num_pairs and (failure != _OVER or not pairs or min(ratios(pairs)) < 1 + _CLEAR):
             return self.start, f"the start is kept: {len(pairs)} of {self._num_pairs} final pairs were run: {failure}"
         found = ratios(pairs)
         won = sum(ratio > 1 for ratio in found) / len(found)
@@ -369,12 +420,6 @@ class Tuner:
 
 def ratios(pairs: Sequence[tuple[float, float]]) -> list[float]:
     return [best / start for start, best in pairs]
-
-
-def _setting(entry: dict[str, object]) -> Setting:
-    values = entry["setting"]
-    assert isinstance(values, dict)
-    return Setting(tuple(values.items()))
 
 
 def _measured(entry: dict[str, object]) -> Measured:

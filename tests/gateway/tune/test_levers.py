@@ -7,7 +7,7 @@ import pytest
 from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.types import EngineKind
-from gateway.tune.levers import Lever, levers_of, start_of
+from gateway.tune.levers import Lever, Setting, expected_of, levers_of, start_of
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny_model" / "digit-sort"
 SIM = EngineConfig(kind=EngineKind.SIM)
@@ -67,3 +67,19 @@ def test_a_setting_is_told_by_what_it_changes() -> None:
     start = start_of(SIM, levers)
     assert start.told_from(start) == "start"
     assert start.changed_to("enforce_eager", True).told_from(start) == "enforce_eager=true"
+
+
+def test_what_is_too_little_is_expected_to_be_enough_and_the_rest_to_stay() -> None:
+    slow = SIM.model_copy(update={"enforce_eager": True, "max_num_seqs": 16, "max_num_batched_tokens": 512})
+    given = ["enforce_eager=false", "max_num_seqs=64,128,512", "max_num_batched_tokens=2048,8192,32768"]
+    levers = levers_of(slow, [*given, "stream_interval=32,128"], 100, 0)
+    expected = expected_of(slow, levers, 100).changes_from(start_of(slow, levers))
+    assert expected == {"enforce_eager": False, "max_num_seqs": 128, "max_num_batched_tokens": 8192}
+    large = slow.model_copy(update={"enforce_eager": False, "max_num_seqs": 1024, "max_num_batched_tokens": None})
+    assert expected_of(large, levers, 100) == start_of(large, levers)
+
+
+def test_the_most_that_is_tried_is_expected_where_nothing_is_enough() -> None:
+    levers = [Lever("max_num_seqs", (8, 16, 32))]
+    few = SIM.model_copy(update={"max_num_seqs": 8})
+    assert expected_of(few, levers, 100) == Setting((("max_num_seqs", 32),))

@@ -9,7 +9,7 @@ from engines.errors import ConfigError
 from engines.types import EngineKind
 from gateway.load import load
 from gateway.tune.levers import Setting
-from gateway.tune.report import configuration, page, replicas_for
+from gateway.tune.report import as_json, configuration, page, replicas_for
 from gateway.tune.search import Outcome, Record
 
 TINY_CPU = Path(__file__).parents[3] / "examples" / "tiny-cpu.yaml"
@@ -24,8 +24,8 @@ def outcome(best: Setting = BEST, start: Setting = START) -> Outcome:
         Setting((("max_num_seqs", 9),)): Record(failure="<no>"),
     }
     return Outcome(
-        start=start, best=best, fastest=best, pairs=[(10.0, 20.0)], reason="2.000 of the start's tokens/s",
-        records=records, spent_s=5.0, settings=3,
+        start=start, best=best, fastest=best, pairs=[(10.0, 20.0)], against=[(25.0, 20.0)],
+        reason="2.000 of the start's tokens/s", records=records, spent_s=5.0, settings=3,
     )  # fmt: skip
 
 
@@ -69,3 +69,11 @@ def test_the_page_shows_decision_runs_and_failures_and_escapes_what_engines_say(
     assert made.count("<circle") == 3
     assert "&lt;no&gt;" in made
     assert "failed" in made
+
+
+def test_what_the_best_was_held_against_is_told() -> None:
+    found = as_json(outcome())
+    assert (found["against"], found["against_ratios"]) == ([{"known": 25.0, "best": 20.0}], [0.8])
+    made = page(outcome(), "64 prompts", "engine: {}")
+    assert "0.800 of what it was held against, in the same runs" in made
+    assert "<th>held against<th>best<th>ratio" in made

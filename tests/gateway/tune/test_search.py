@@ -77,7 +77,7 @@ class VirtualBench:
     def side_by_side(self, engine: EngineConfig) -> int:
         return 1
 
-    def both_fit(self, one: EngineConfig, other: EngineConfig) -> bool:
+    def all_fit(self, engines: Sequence[EngineConfig]) -> bool:
         return True
 
     async def measure(self, engine: EngineConfig, runs: Sequence[int], start_s: float, run_s: float) -> Measured:
@@ -94,19 +94,29 @@ class VirtualBench:
         speeds = tuple(TOKENS / one * better * self._draw.gauss(1, self._noise) for one in seconds)
         return Measured(speeds=speeds, start_s=START_S, run_s=max(seconds))
 
-    async def pairs(
-        self, one: EngineConfig, other: EngineConfig, runs: Sequence[int], start_s: float, run_s: float
-    ) -> AsyncGenerator[tuple[float, float]]:
-        self.now += 2 * START_S
+    async def rounds(
+        self, engines: Sequence[EngineConfig], runs: Sequence[int], start_s: float, run_s: float
+    ) -> AsyncGenerator[tuple[float, ...]]:
+        self.now += len(engines) * START_S
         for _ in runs:
             await asyncio.sleep(0)
-            self.now += TOKENS / speed(one) + TOKENS / speed(other)
-            yield speed(one), speed(other)
+            self.now += sum(TOKENS / speed(engine) for engine in engines)
+            yield tuple(map(speed, engines))
 
 
-async def tune(folder: Path, bench: VirtualBench, budget_s: float = 1e6, levers: Sequence[Lever] = LEVERS) -> Outcome:
+async def tune(
+    folder: Path,
+    bench: VirtualBench,
+    budget_s: float = 1e6,
+    levers: Sequence[Lever] = LEVERS,
+    expected: Setting | None = None,
+    against: EngineConfig | None = None,
+) -> Outcome:
     journal = Journal(folder / "journal.jsonl", {"engine": "sim"})
-    tuner = Tuner(START, levers, bench, journal, budget_s=budget_s, pairs=3, tell=lambda _: None, clock=bench.clock)
+    tuner = Tuner(
+        START, levers, bench, journal, budget_s=budget_s, pairs=3, tell=lambda _: None, clock=bench.clock,
+        expected=expected, against=against,
+    )  # fmt: skip
     return await tuner.run()
 
 
@@ -184,10 +194,10 @@ async def test_a_start_that_cannot_be_measured_is_an_error(tmp_path: Path) -> No
 
 async def test_pairs_that_break_off_keep_the_start(tmp_path: Path) -> None:
     class Dying(VirtualBench):
-        async def pairs(
-            self, one: EngineConfig, other: EngineConfig, runs: Sequence[int], start_s: float, run_s: float
-        ) -> AsyncGenerator[tuple[float, float]]:
-            yield speed(one), speed(other)
+        async def rounds(
+            self, engines: Sequence[EngineConfig], runs: Sequence[int], start_s: float, run_s: float
+        ) -> AsyncGenerator[tuple[float, ...]]:
+            yield tuple(map(speed, engines))
             raise EngineFailed("it died", replica_id="tune-1")
 
     outcome = await tune(tmp_path, Dying())
@@ -205,3 +215,57 @@ async def test_a_start_far_slower_than_the_best_is_measured_to_its_end(tmp_path:
     outcome = await tuner.run()
     assert not outcome.records[outcome.start].failure
     assert speed(outcome.best.applied_to(slow)) > 10 * speed(slow)
+
+
+async def test_what_is_expected_is_measured_second_and_searched_around(tmp_path: Path) -> None:
+    """With too little time for anything else it is found all the same."""
+    speeds = all_speeds()
+    best = max(speeds, key=lambda one: speeds[one])
+    outcome = await tune(tmp_path, VirtualBench(), budget_s=550.0, expected=best)
+    assert list(outcome.records)[:2] == [outcome.start, best]
+    assert outcome.best == best
+    assert (await tune(tmp_path / "unexpected", VirtualBench(), budget_s=550.0)).best != best
+
+
+async def test_an_expectation_that_does_not_start_is_a_finding(tmp_path: Path) -> None:
+    broken = Setting((("max_num_seqs", 64), ("max_num_batched_tokens", 8192), ("max_cudagraph_capture_size", 64)))
+    outcome = await tune(tmp_path, VirtualBench(), expected=broken)
+    assert outcome.records[broken].failure == "out of memory"
+    speeds = all_speeds()
+    assert speeds[outcome.best] > 0.99 * max(speeds.values())
+
+
+async def test_the_best_is_held_against_a_known_configuration_in_the_same_runs(tmp_path: Path) -> None:
+    known = START.model_copy(update={"max_num_seqs": 16})
+    outcome = await tune(tmp_path, VirtualBench(), against=known)
+    assert outcome.against == [(speed(known), speed(outcome.best.applied_to(START)))] * 3
+    assert outcome.against_known == pytest.approx(outcome.against[0][1] / speed(known))
+    kept = await tune(tmp_path / "kept", VirtualBench(), levers=[Lever("max_num_seqs", (8, 4))], against=known)
+    assert kept.pairs == []
+    assert kept.against == [(speed(known), speed(START))] * 3
+
+
+@pytest.mark.parametrize(("ratio", "is_kept"), [(1.2, True), (1.05, False)])
+async def test_final_pairs_that_the_budget_ends_count_where_they_leave_no_doubt(
+    tmp_path: Path, ratio: float, is_kept: bool
+) -> None:
+    class Slowing(VirtualBench):
+        async def rounds(
+            self, engines: Sequence[EngineConfig], runs: Sequence[int], start_s: float, run_s: float
+        ) -> AsyncGenerator[tuple[float, ...]]:
+            yield 100.0, 100.0 * ratio
+            raise TimeoutError
+
+    outcome = await tune(tmp_path, Slowing())
+    assert (outcome.best == outcome.fastest) is is_kept
+    kept = "the start is kept: 1 of 3 final pairs were run: the budget was over"
+    assert outcome.reason == ("1.200 of the start's tokens/s in 1 alternating pairs" if is_kept else kept)
+
+
+async def test_short_runs_of_one_start_spare_others(tmp_path: Path) -> None:
+    """A setting is started once for its first runs, and not again while they leave no doubt."""
+    bench = VirtualBench()
+    outcome = await tune(tmp_path, bench, levers=[Lever("max_num_seqs", (8, 64))])
+    (better,) = (record for setting, record in outcome.records.items() if setting != outcome.start)
+    assert len(better.speeds) == 4
+    assert bench.starts == 2

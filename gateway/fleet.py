@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
+from weakref import WeakSet
 
 import structlog
 
@@ -25,6 +26,7 @@ from engines.errors import (
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.adapters import Adapter, Adapters
 from gateway.config import Config
+from gateway.flight import Flight
 from gateway.models import Models
 from gateway.routing import Rollout
 
@@ -68,6 +70,7 @@ class Replica:
         self.reason = ""
         self._before_suspect, self._reason_before = ReplicaState.STARTING, ""
         self._calls: set[asyncio.Timeout] = set()
+        self._flights: WeakSet[Flight] = WeakSet()
         self._steady = asyncio.Event()
         self._steady.set()
 
@@ -106,6 +109,20 @@ class Replica:
         self.load_samples += rollout.n
         self.placed += rollout.n
         self.idle.clear()
+
+    def take_off(self) -> Flight:
+        """A request is sent now: what becomes of the weights under it."""
+        flight = Flight(self.weight_version)
+        self._flights.add(flight)
+        return flight
+
+    def hold(self, version: int, *, keeps_kv: bool) -> None:
+        """It has taken `version`; what is in flight goes on over the KV that it has, or has it made anew."""
+        if version == self.weight_version:
+            return  # in a rolling update it took it before the commit
+        self.weight_version = version
+        for flight in self._flights:
+            flight.meet(version, keeps_kv=keeps_kv)
 
     async def unless_lost(self, call: Awaitable[T]) -> T:
         """The call's result; `EngineUnreachable` as soon as the replica is given up, however long the call hangs."""
@@ -275,10 +292,10 @@ class Fleet:
         if rolling:
             self.rolling_to = version
 
-    def serve_ahead(self, replica: Replica, version: int) -> None:
+    def serve_ahead(self, replica: Replica, version: int, *, keeps_kv: bool) -> None:
         """A replica has taken the version of a rolling update before the others, and serves it."""
         self._spent = max(self._spent, version)
-        replica.weight_version = version
+        replica.hold(version, keeps_kv=keeps_kv)
         self.settle(replica, f"loaded version {version}")
 
     def end_roll(self) -> None:

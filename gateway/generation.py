@@ -24,6 +24,7 @@ class Generation:
         self._fleet = fleet
         self._scheduler = scheduler
         self._paused: PauseMode | None = None
+        self._cleared = False
         self._frozen: tuple[Replica, ...] = ()
 
     @property
@@ -47,7 +48,7 @@ class Generation:
                 "wait for its end"
             )
         self._scheduler.close_gate(_PAUSE)
-        self._paused = mode
+        self._paused, self._cleared = mode, clear_cache
         timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
         await on_all(
             members,
@@ -90,7 +91,10 @@ class Generation:
     async def freeze(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
         """From here on none of these replicas makes a token, until the update lets it."""
         self._scheduler.close_gate(_UPDATE)
-        if self.is_paused or update.in_flight is InFlight.DRAIN:
+        if self.is_paused:
+            update.keeps_kv = not self._cleared
+            return
+        if update.in_flight is InFlight.DRAIN:
             return
         timeout_s, clears = self._config.control_timeout_s, update.in_flight is InFlight.RECOMPUTE
         self._frozen, update.frozen_at = tuple(members), time.monotonic()

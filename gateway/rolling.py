@@ -95,7 +95,7 @@ class Rolling:
         passed = [replica for replica in loaded if findings[replica].may_serve and replica.state in _ON_ITS_WAY]
         for replica in batch:
             if replica in passed:
-                self._fleet.serve_ahead(replica, update.version)
+                self._fleet.serve_ahead(replica, update.version, keeps_kv=update.keeps_kv)
             elif replica.state in _ON_ITS_WAY:
                 self._fleet.fence(replica, f"did not take version {update.version}: {findings[replica].reason}")
         await self._snapshots.note_holders(update.version, passed)

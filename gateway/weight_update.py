@@ -32,7 +32,8 @@ class WeightUpdate:
     `seconds` are by step (transfer, store, drain, load, digests, commit, canary); what is missing to the whole is the
     trainer's own time between its calls. Of a `rolling` one they are summed over replicas. `frozen_at` is when it froze
     the engines, where it holds them still, and `stopped_s` for how long it held them. `replicas` say by replica id what
-    became of it there. `draft` is where its tensors are written for the weight store.
+    became of it there. `draft` is where its tensors are written for the weight store. `keeps_kv` says that what is in
+    flight goes on over KV of the version before.
     """
 
     version: int
@@ -49,10 +50,14 @@ class WeightUpdate:
     replicas: dict[str, Json] = field(default_factory=dict)
     draft: Path | None = None
     rolling: bool = False
+    keeps_kv: bool = field(init=False)
     frozen_at: float | None = None
     stopped_s: float = 0.0
     error: str = ""
     ended_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.keeps_kv = self.in_flight is InFlight.KEEP
 
     @property
     def age_s(self) -> float:

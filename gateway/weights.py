@@ -574,7 +574,7 @@ class WeightCoordinator:
         fenced = {replica: finding for replica, finding in findings.items() if not finding.may_serve}
         for replica in members:
             if replica not in fenced:
-                replica.weight_version = update.version
+                replica.hold(update.version, keeps_kv=update.keeps_kv)
         for replica, finding in fenced.items():
             self._fleet.fence(replica, f"fenced at version {update.version}: {finding.reason}")
         for replica in policy(self._fleet):

@@ -36,7 +36,9 @@ class WeightSpan:
 class Completion:
     """One sample of one prompt. `token_ids` is int32, `logprobs` float32 of the same length: that of each token at the
     temperature asked, as the engine drew it, or None where they were not asked for. `finish_reason` is "stop", "length"
-    or "abort". `spans` is empty where the server tells no weight versions, as vLLM alone does."""
+    or "abort". `spans` is empty where the server tells no weight versions, as vLLM alone does. `kv_versions` are the
+    versions that wrote the KV under its last token, oldest first: more than one where an update kept that of older
+    weights."""
 
     prompt_index: int
     sample_index: int
@@ -45,6 +47,7 @@ class Completion:
     text: str
     finish_reason: str
     spans: tuple[WeightSpan, ...]
+    kv_versions: tuple[int, ...] = ()
 
     @property
     def oldest_version(self) -> int | None:
@@ -104,4 +107,5 @@ def _read_completion(choice: Json, prompt_index: int, sample_index: int) -> Comp
         spans=tuple(
             WeightSpan(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()
         ),
+        kv_versions=tuple(choice.get("kv_versions") or ()),
     )

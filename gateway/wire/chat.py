@@ -6,6 +6,7 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.config import GatewayConfig
 from gateway.fleet import Fleet, Replica
+from gateway.flight import Flight
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
 from gateway.wire.completions import (
@@ -16,6 +17,7 @@ from gateway.wire.completions import (
     name_adapter,
     number_versions,
     stamp_versions,
+    tell_kv,
     versioned_salt,
     wants_usage,
     with_usage_rule,
@@ -62,11 +64,11 @@ class Chat:
         body = without_freshness(body)
 
         async def call(replica: Replica) -> Json:
-            began = replica.weight_version
             check_replica(body, replica)
-            asked = asked_of_engine(body, began, rollout.adapter)
+            flight = replica.take_off()
+            asked = asked_of_engine(body, flight.began, rollout.adapter)
             answer = await replica.engine.generate(PATH, asked, self._config.generate_timeout_s)
-            stamp_versions(answer, began, await replica.vouched(), rollout.adapter)
+            stamp_versions(answer, flight, await replica.vouched(), rollout.adapter)
             if not body.get("return_token_ids"):
                 for choice in answer["choices"]:
                     choice["token_ids"] = None
@@ -80,8 +82,12 @@ class Chat:
         body = without_freshness(body)
         options = {**(body.get("stream_options") or {}), "include_usage": True}
 
+        flight: Flight
+
         def call(replica: Replica) -> AsyncGenerator[Json]:
+            nonlocal flight
             check_replica(body, replica)
+            flight = replica.take_off()
             salt = versioned_salt(body, replica.weight_version, rollout.adapter)
             salted = {**body, "cache_salt": salt, "stream_options": options}
             return replica.engine.stream(PATH, salted, self._config.generate_timeout_s)
@@ -90,6 +96,7 @@ class Chat:
             for choice in chunk["choices"]:
                 choice["weight_version"] = replica.weight_version
                 number_versions(choice)
+                tell_kv(choice, flight)
                 name_adapter(choice, rollout.adapter)
             usage.add_chunk(0, chunk.get("usage"))
             if chunk["choices"]:

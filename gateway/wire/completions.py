@@ -13,6 +13,7 @@ from engines.vllm_engine import version_number
 from gateway.adapters import Adapter
 from gateway.config import GatewayConfig
 from gateway.fleet import Fleet, Replica
+from gateway.flight import Flight
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
 from gateway.wire.assembly import assemble, is_read_streamed
@@ -119,13 +120,13 @@ class Completions:
 
     async def _generate_one(self, prompt: Prompt) -> Json:
         async def call(replica: Replica) -> Json:
-            began = replica.weight_version
             check_replica(prompt.body, replica)
+            flight = replica.take_off()
             try:
                 answer = await self._answer(prompt, replica)
             except EngineRefused as error:
                 raise _naming_prompt(error, prompt.index) from error
-            stamp_versions(answer, began, await replica.vouched(), prompt.rollout.adapter)
+            stamp_versions(answer, flight, await replica.vouched(), prompt.rollout.adapter)
             for choice in answer["choices"]:
                 if not prompt.body.get("return_token_ids"):
                     choice |= {"token_ids": None, "prompt_token_ids": None}
@@ -142,8 +143,12 @@ class Completions:
         return await assemble(chunks, prompt.rollout.n, replica.replica_id)
 
     async def _stream_one(self, prompt: Prompt) -> AsyncGenerator[Json]:
+        flight: Flight
+
         def call(replica: Replica) -> AsyncGenerator[Json]:
+            nonlocal flight
             check_replica(prompt.body, replica)
+            flight = replica.take_off()
             body = {
                 **prompt.body,
                 "cache_salt": versioned_salt(prompt.body, replica.weight_version, prompt.rollout.adapter),
@@ -157,6 +162,7 @@ class Completions:
                 choice["index"] += prompt.index * prompt.rollout.n
                 choice["weight_version"] = replica.weight_version
                 number_versions(choice)
+                tell_kv(choice, flight)
                 name_adapter(choice, prompt.rollout.adapter)
             yield chunk
 
@@ -246,12 +252,13 @@ def check_replica(body: Json, replica: Replica) -> None:
         )
 
 
-def stamp_versions(answer: Json, began: int | None, ended: int | None, adapter: Adapter | None = None) -> None:
-    """Say which weights made the tokens of each choice: in the engine's words where it says so itself.
+def stamp_versions(answer: Json, flight: Flight, ended: int, adapter: Adapter | None = None) -> None:
+    """Say which weights made the tokens of each choice, and the KV under them: in the engine's words where it says so.
 
     Otherwise one span where the version was the same at both ends. Where it was not, the update fell inside, at a token
     that the engine alone knows: both versions are named, without limits.
     """
+    began = flight.began
     for choice in answer["choices"]:
         if choice.get("weight_versions"):
             number_versions(choice)
@@ -259,7 +266,14 @@ def stamp_versions(answer: Json, began: int | None, ended: int | None, adapter: 
             choice["weight_versions"] = [{"version": began, "start": 0, "end": _token_count(answer, choice)}]
         else:
             choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in (began, ended)]
+        choice["kv_versions"] = flight.kv_versions(choice)
         name_adapter(choice, adapter)
+
+
+def tell_kv(choice: Json, flight: Flight) -> None:
+    """With the last chunk of a sample: the versions of the KV under its last token."""
+    if choice.get("finish_reason") is not None:
+        choice["kv_versions"] = flight.kv_versions(choice)
 
 
 def number_versions(choice: Json) -> None:

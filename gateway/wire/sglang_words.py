@@ -245,7 +245,7 @@ def _weights(choice: Json) -> Json:
     spans = choice.get("weight_versions")
     version = spans[-1]["version"] if spans else choice.get("weight_version")
     told: Json = {"weight_version": str(version)}
-    return told | {"weight_versions": spans} if spans else told
+    return told | {key: choice[key] for key in ("weight_versions", "kv_versions") if choice.get(key)}
 
 
 def _output_logprobs(asked: Asked, choice: Json, token_ids: Sequence[int]) -> Json:

@@ -12,10 +12,11 @@ from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownRoute
 from gateway.config import GatewayConfig
 from gateway.fleet import Fleet, Replica
+from gateway.flight import Flight
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
 from gateway.wire import completions
-from gateway.wire.completions import check_sampling, name_adapter, stamp_versions, versioned_salt
+from gateway.wire.completions import check_sampling, name_adapter, stamp_versions, tell_kv, versioned_salt
 from gateway.wire.freshness import read_freshness, without_freshness
 from gateway.wire.spans import StreamSpans
 from gateway.wire.token_words import completion_body, token_chunk, token_reply
@@ -70,20 +71,24 @@ class TokenGeneration:
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
         async def call(replica: Replica) -> Json:
-            began, timeout_s = replica.weight_version, self._config.generate_timeout_s
+            flight, timeout_s = replica.take_off(), self._config.generate_timeout_s
             asked = self._asked_of(replica, rollout, body)
             if _serves(replica):
                 answer = await replica.engine.generate(PATH, asked, timeout_s)
             else:
                 completed = completion_body(asked, replica.info)
                 answer = token_reply(await replica.engine.generate(completions.PATH, completed, timeout_s), asked)
-            stamp_versions(answer, began, await replica.vouched(), rollout.adapter)
+            stamp_versions(answer, flight, await replica.vouched(), rollout.adapter)
             return answer
 
         return await self._scheduler.run(rollout, call)
 
     async def stream(self, rollout: Rollout, body: Json, usage: completions.Usage) -> AsyncGenerator[Json]:
+        flight: Flight
+
         def call(replica: Replica) -> AsyncGenerator[Json]:
+            nonlocal flight
+            flight = replica.take_off()
             asked = self._asked_of(replica, rollout, body)
             if _serves(replica):
                 return replica.engine.stream(PATH, asked, self._config.generate_timeout_s)
@@ -94,6 +99,7 @@ class TokenGeneration:
             for choice in chunk["choices"]:
                 choice["weight_version"] = replica.weight_version
                 spans.stamp(choice, found := len(choice["token_ids"] or ()))
+                tell_kv(choice, flight)
                 tokens += found
                 name_adapter(choice, rollout.adapter)
             usage.add_chunk(0, {"prompt_tokens": len(body["token_ids"]), "completion_tokens": tokens})

@@ -115,6 +115,7 @@ def test_every_completion_that_an_update_falls_into_tells_the_exact_token(
         # the vocabulary is small and the seed the same.
         assert choice["token_ids"][:boundary] == old[:boundary]
         assert choice["token_ids"] != old
+        assert choice["kv_versions"] == [version + 1] if in_flight == "recompute" else [version, version + 1]
     record = real.call("/v1/weight_updates")[1]["weight_updates"][0]
     print(record)
     assert (record["end"], record["in_flight"]) == ("committed", in_flight)

@@ -148,6 +148,7 @@ async def test_a_replica_that_leaves_keeps_what_it_has_over_the_load(
         old, new = choice["weight_versions"]
         assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
         assert 0 < old["end"] == new["start"] < 100
+        assert choice["kv_versions"] == ([0, 1] if in_flight == "keep" else [1])
     assert sum(replica.placed for replica in rig.fleet.replicas) == 2, "nothing was done twice"
 
 

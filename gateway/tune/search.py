@@ -227,7 +227,7 @@ class Tuner:
         """Every setting that differs from `best` in one lever. What goes back to the start comes last."""
         changed = [best.changed_to(lever.name, value) for lever in self._levers for value in lever.values]
         changed.sort(key=lambda one: len(one.changes_from(self.start)) < len(best.changes_from(self.start)))
-        return [setting for setting in changed if setting != best and self._is_possible(setting)]
+        return [setting for setting in changed if setting not in (best, self.start) and self._is_possible(setting)]
 
     def _combined(self, best: Setting) -> list[Setting]:
         """All changes together that helped by themselves."""
@@ -298,12 +298,15 @@ class Tuner:
     async def _measure_within_budget(self, setting: Setting, runs: int) -> None:
         while self._known[setting] and self._missing(setting, runs):
             self._add(setting, self._known[setting].popleft())
-        missing, start = self._missing(setting, runs), self.records[self.start]
+        if not (missing := self._missing(setting, runs)):
+            return
         left_s = self._budget_s - self.spent_s - self._reserve_s
-        if missing and left_s < self._longest_start_s + missing * self._shortest_run_s:
+        affordable = int((left_s - self._usual_start_s) / self._shortest_run_s)
+        if affordable < 1:
             raise BudgetOver
         # One that changes nothing is as slow as the start, and shall be seen to be.
-        await self._measure(setting, missing, left_s, max(_PATIENCE * self._shortest_run_s, _SLOWER * start.run_s))
+        run_s = max(_PATIENCE * self._shortest_run_s, _SLOWER * self.records[self.start].run_s)
+        await self._measure(setting, min(missing, affordable), left_s, run_s)
 
     def _missing(self, setting: Setting, runs: int) -> int:
         """Runs that it has not had yet."""
@@ -339,8 +342,9 @@ class Tuner:
             record.failure = ""  # all others are told against it; that it fails at times shows in the pairs
 
     @property
-    def _longest_start_s(self) -> float:
-        return max(record.start_s for record in self.records.values())
+    def _usual_start_s(self) -> float:
+        """The first start of compiled code takes longer than those that find it in the engine's cache."""
+        return statistics.median(record.start_s for record in self.records.values() if record.speed)
 
     @property
     def _shortest_run_s(self) -> float:
@@ -348,12 +352,14 @@ class Tuner:
 
     @property
     def _reserve_s(self) -> float:
-        """What the final pairs will take."""
+        """What the final pairs will take. While nothing is known that the start could meet, one: a slow start shall not
+        take all of the time for itself."""
+        num_pairs = self._num_pairs if len(self.records) > 1 else 1
         engines = [self._engine] * (2 if self._against is None else 3)
-        turns = 1 if self._bench.all_fit(engines) else math.ceil(self._num_pairs / RUNS_A_START)
+        turns = 1 if self._bench.all_fit(engines) else math.ceil(num_pairs / RUNS_A_START)
         starts = len(engines) + (turns - 1) * (len(engines) - 1)
         run_s = self.records[self.start].run_s + (len(engines) - 1) * self._shortest_run_s
-        return _RESERVE * (starts * self._longest_start_s + self._num_pairs * run_s)
+        return _RESERVE * (starts * self._usual_start_s + num_pairs * run_s)
 
     async def _verdict(self, fastest: Setting) -> Outcome:
         best, reason = self.start, "nothing that was measured is faster by more than 1 %"

@@ -262,6 +262,21 @@ async def test_final_pairs_that_the_budget_ends_count_where_they_leave_no_doubt(
     assert outcome.reason == ("1.200 of the start's tokens/s in 1 alternating pairs" if is_kept else kept)
 
 
+async def test_pairs_of_a_slow_start_leave_time_for_something_to_meet_it(tmp_path: Path) -> None:
+    """Ten final pairs of it would take more than the whole budget."""
+    speeds = all_speeds()
+    best = max(speeds, key=lambda one: speeds[one])
+    slow = START.model_copy(update={"max_num_seqs": 1})
+    levers = [Lever("max_num_seqs", (1, 64)), *LEVERS[1:]]
+    bench = VirtualBench()
+    budget_s = START_S * 5 + 6 * TOKENS / speed(slow)
+    journal = Journal(tmp_path / "journal.jsonl", {})
+    tuner = Tuner(
+        slow, levers, bench, journal, budget_s=budget_s, pairs=10, tell=lambda _: None, clock=bench.clock, expected=best
+    )
+    assert (await tuner.run()).fastest == best
+
+
 async def test_short_runs_of_one_start_spare_others(tmp_path: Path) -> None:
     """A setting is started once for its first runs, and not again while they leave no doubt."""
     bench = VirtualBench()

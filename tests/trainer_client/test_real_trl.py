@@ -18,6 +18,7 @@ from engines.server import free_port
 from examples.tiny_model.train import COMMITTED
 from tests.client_records import runs_client, vllm_replicas
 from tests.real_vllm import RealFleet, app, engine_config
+from tests.trainer_client.rloo_ratio import RATIO
 
 pytestmark = pytest.mark.vllm
 
@@ -29,6 +30,11 @@ _EPILOGUE = """
 if __name__ == "__main__":
     import json
     print("LOGS " + json.dumps(trainer.state.log_history))
+"""
+
+_WITNESS = """
+from tests.trainer_client import rloo_ratio
+rloo_ratio.install()
 """
 
 
@@ -52,10 +58,12 @@ def recipe(heading: str, url: str) -> str:
     return str(code.replace('vllm_mode="server"', f'vllm_mode="server", vllm_group_port={free_port()}'))
 
 
-def run_recipe(heading: str, url: str, folder: Path, before: Sequence[str] = ()) -> list[dict[str, Any]]:
+def run_recipe(
+    heading: str, url: str, folder: Path, before: Sequence[str] = (), prologue: str = "", epilogue: str = ""
+) -> list[dict[str, Any]]:
     """Runs it to its end, with packages of these folders before our own; what it logged at each step."""
     program = folder / "recipe.py"
-    program.write_text(recipe(heading, url) + _EPILOGUE)
+    program.write_text(prologue + recipe(heading, url) + epilogue + _EPILOGUE)
     (folder / "examples").symlink_to(ROOT / "examples")
     environ = {
         **os.environ,
@@ -112,13 +120,13 @@ def test_grpo_syncs_before_every_step(real: RealFleet, tmp_path: Path, record_pr
     steps = run_recipe("GRPOTrainer", real.url, tmp_path)
     assert len(steps) == STEPS
     assert versions(real) == [version + STEPS for version in before]
-    record_ratio(record_property, [step["sampling/importance_sampling_ratio/mean"] for step in steps])
+    record_ratio(record_property, [step[f"{RATIO}/mean"] for step in steps])
 
 
-# It does not look at the engines' log-probs.
 @runs_client("TRL RLOOTrainer", "trl", ran="docs/trl.md: weights synced before each step", against=AGAINST)
-def test_rloo_syncs_before_every_step(real: RealFleet, tmp_path: Path) -> None:
+def test_rloo_syncs_before_every_step(real: RealFleet, tmp_path: Path, record_property: Record) -> None:
     before = versions(real)
-    steps = run_recipe("RLOOTrainer", real.url, tmp_path)
+    steps = run_recipe("RLOOTrainer", real.url, tmp_path, prologue=_WITNESS)
     assert len(steps) == STEPS
     assert versions(real) == [version + STEPS for version in before]
+    record_ratio(record_property, [step[f"{RATIO}/{which}"] for step in steps for which in ("min", "mean", "max")])

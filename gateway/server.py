@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 import orjson
@@ -28,6 +28,7 @@ from gateway.adapters import Adapter
 from gateway.api import body_of, error_body, status_of
 from gateway.config import Config
 from gateway.fleet import Fleet, Replica
+from gateway.guards import Guards, Handler
 from gateway.metrics import Metrics
 from gateway.scheduler import Scheduler
 from gateway.served_weights import served_weights
@@ -46,8 +47,6 @@ from gateway.wire.sglang_generate import SglangGenerate
 from gateway.wire.token_generation import TokenGeneration, lacking
 
 log = structlog.get_logger()
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID = "X-Request-Id"
 _USAGE: web.RequestKey[Json] = web.RequestKey("usage", dict)
@@ -124,10 +123,11 @@ class GatewayServer:
         post("/pause", self._for_admin(self._pause))
         post("/resume", self._for_admin(self._resume))
         get("/is_paused", self._for_admin(self._is_paused))
-        self._sglang_control.add_routes(app.router, self._for_inference, self._for_admin)
+        guards = Guards(self._for_inference, self._for_admin)
+        self._sglang_control.add_routes(app.router, guards)
         if self._config.gateway.trl_legacy:
             legacy = TrlLegacy(self._fleet, self._weights, self._completions, self._chat)
-            legacy.add_routes(app.router, self._for_inference, self._for_admin)
+            legacy.add_routes(app.router, guards)
         app.cleanup_ctx.append(self._watching)
         return app
 

@@ -12,12 +12,11 @@ from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownRoute
 from engines.types import PauseMode
 from gateway.fleet import Fleet
+from gateway.guards import Guards
 from gateway.scheduler import Scheduler
 from gateway.weights import WeightCoordinator
 from gateway.wire.json_body import read_object, reply
 from gateway.wire.sglang_generate import SglangGenerate
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.KEEP}
 _ABORT_TIMEOUT_S = 30.0
@@ -60,22 +59,20 @@ class SglangControl:
         self._generate = generate
         self._model_info = model_info
 
-    def add_routes(
-        self, router: web.UrlDispatcher, for_inference: Callable[[Handler], Handler], for_admin: Callable[..., Handler]
-    ) -> None:
-        router.add_get("/workers", for_inference(self._workers))
-        router.add_get("/list_workers", for_inference(self._list_workers))
-        router.add_get("/get_server_info", for_inference(self._server_info))
-        router.add_get("/get_weight_version", for_inference(self._weight_version))
-        router.add_post("/abort_request", for_inference(self._abort_request))
+    def add_routes(self, router: web.UrlDispatcher, guards: Guards) -> None:
+        router.add_get("/workers", guards.for_inference(self._workers))
+        router.add_get("/list_workers", guards.for_inference(self._list_workers))
+        router.add_get("/get_server_info", guards.for_inference(self._server_info))
+        router.add_get("/get_weight_version", guards.for_inference(self._weight_version))
+        router.add_post("/abort_request", guards.for_inference(self._abort_request))
         for method in ("GET", "POST"):
-            router.add_route(method, "/flush_cache", for_admin(self._flush_cache))
-        router.add_post("/pause_generation", for_admin(self._pause_generation))
-        router.add_post("/continue_generation", for_admin(self._continue_generation))
+            router.add_route(method, "/flush_cache", guards.for_admin(self._flush_cache))
+        router.add_post("/pause_generation", guards.for_admin(self._pause_generation))
+        router.add_post("/continue_generation", guards.for_admin(self._continue_generation))
         for path in REFUSED:
-            router.add_route("*", path, for_inference(self._refuse))
-        router.add_post("/workers", for_inference(self._refuse))
-        router.add_route("*", "/workers/{worker:.+}", for_inference(self._refuse))
+            router.add_route("*", path, guards.for_inference(self._refuse))
+        router.add_post("/workers", guards.for_inference(self._refuse))
+        router.add_route("*", "/workers/{worker:.+}", guards.for_inference(self._refuse))
 
     async def _workers(self, request: web.Request) -> web.Response:
         worker = {

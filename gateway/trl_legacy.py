@@ -6,7 +6,7 @@ nobody bounds, has no place here.
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -14,13 +14,12 @@ from aiohttp import web
 from engines.engine import Json
 from engines.errors import WeightUpdateConflict
 from gateway.fleet import Fleet
+from gateway.guards import Guards
 from gateway.weights import WeightCoordinator
 from gateway.wire.chat import Chat
 from gateway.wire.completions import Completions
 from gateway.wire.json_body import read_object, reply
 from gateway.wire.trl_legacy_words import chat_bodies, completion_body, generated, scored, scoring_bodies
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REMEDY = (
     "TRL up to 1.10 syncs weights with `from trainer_client import trl_legacy; trl_legacy.install()` before the "
@@ -37,18 +36,16 @@ class TrlLegacy:
         self._completions = completions
         self._chat = chat
 
-    def add_routes(
-        self, router: web.UrlDispatcher, for_inference: Callable[[Handler], Handler], for_admin: Callable[..., Handler]
-    ) -> None:
+    def add_routes(self, router: web.UrlDispatcher, guards: Guards) -> None:
         router.add_get("/health/", self._health)
-        router.add_get("/get_world_size/", for_admin(self._world_size))
-        router.add_post("/generate/", for_inference(self._generate))
-        router.add_post("/chat/", for_inference(self._converse))
-        router.add_post("/get_sequence_logprobs/", for_inference(self._score))
-        router.add_post("/reset_prefix_cache/", for_admin(self._reset_prefix_cache))
-        router.add_post("/close_communicator/", for_admin(self._close_communicator))
+        router.add_get("/get_world_size/", guards.for_admin(self._world_size))
+        router.add_post("/generate/", guards.for_inference(self._generate))
+        router.add_post("/chat/", guards.for_inference(self._converse))
+        router.add_post("/get_sequence_logprobs/", guards.for_inference(self._score))
+        router.add_post("/reset_prefix_cache/", guards.for_admin(self._reset_prefix_cache))
+        router.add_post("/close_communicator/", guards.for_admin(self._close_communicator))
         for path in ("/init_communicator/", "/update_named_param/"):
-            router.add_post(path, for_admin(self._refuse_weights))
+            router.add_post(path, guards.for_admin(self._refuse_weights))
 
     async def _health(self, request: web.Request) -> web.Response:
         """TRL waits without end for a 200."""

@@ -22,6 +22,8 @@ from gateway.listener import engine_client
 from gateway.metrics import Metrics
 from gateway.server import GatewayServer
 
+STORED = {"w": [4, 4], "b": [4]}
+"""Tensors of a simulated engine, for tests of the weight store: the shapes by name."""
 MAX_MODEL_LEN = 128
 FAST_WATCH = {"discover_interval_s": 0.05, "probe_interval_s": 0.05, "probe_timeout_s": 0.5, "lost_after_s": 0.5}
 

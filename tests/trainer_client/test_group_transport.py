@@ -29,19 +29,6 @@ UPDATE = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 
 
 @pytest.fixture
-def gateway() -> Iterator[PlayedGateway]:
-    played = PlayedGateway()
-    yield played
-    played.close()
-
-
-@pytest.fixture
-def client(gateway: PlayedGateway) -> Iterator[BlockingRolloutClient]:
-    with BlockingRolloutClient(gateway.url) as client:
-        yield client
-
-
-@pytest.fixture
 def sender(client: BlockingRolloutClient) -> Iterator[WeightSender]:
     with WeightSender(client, timeout_s=TIMEOUT_S) as sender:
         yield sender

@@ -25,19 +25,11 @@ GPU = "GPU-5f3a"
 
 
 @pytest.fixture
-def gateway() -> Iterator[PlayedGateway]:
-    played = PlayedGateway()
+def gateway(gateway: PlayedGateway) -> PlayedGateway:
     replica = {"replica_id": "engine-1", "gpus": [GPU]}
     served = {"model": "tiny", "weight_version": 6, "update": None, "tensors": SERVED, "replicas": [replica]}
-    played.answers["/v1/weights"] = lambda _: (200, served)
-    yield played
-    played.close()
-
-
-@pytest.fixture
-def client(gateway: PlayedGateway) -> Iterator[BlockingRolloutClient]:
-    with BlockingRolloutClient(gateway.url) as client:
-        yield client
+    gateway.answers["/v1/weights"] = lambda _: (200, served)
+    return gateway
 
 
 @pytest.mark.parametrize("transport", ["gloo", "nccl", "store"])

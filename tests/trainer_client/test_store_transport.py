@@ -22,24 +22,17 @@ from engines.errors import (
 )
 from engines.sim_worker import SimWorker
 from engines.weight_store import Draft, check_bytes, claim_draft, digest_of, raw
-from tests.rig import Rig, StartRig
+from tests.rig import STORED, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
 
-SHAPES = {"w": [4, 4], "b": [4]}
-
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-async def rig(start_rig: StartRig, folder: Path) -> Rig:
-    return await start_rig(2, sim={"tensors": SHAPES}, weights={"store": str(folder)})
+def rig(store_rig: Rig) -> Rig:
+    return store_rig
 
 
 def tensors(**changes: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    return list({**{name: torch.zeros(shape) for name, shape in SHAPES.items()}, **changes}.items())
+    return list({**{name: torch.zeros(shape) for name, shape in STORED.items()}, **changes}.items())
 
 
 async def push(
@@ -120,7 +113,7 @@ async def test_what_is_left_out_stays_as_it_is(rig: Rig, folder: Path) -> None:
     await push(rig, tensors())
     assert await push(rig, [("b", torch.ones(4))]) == 2
     before, after = check_bytes(folder / "v1").tensors, check_bytes(folder / "v2").tensors
-    assert [name for name in SHAPES if before[name].digest != after[name].digest] == ["b"]
+    assert [name for name in STORED if before[name].digest != after[name].digest] == ["b"]
 
 
 async def test_a_delta_writes_what_changed_and_links_the_rest(rig: Rig, folder: Path) -> None:
@@ -176,7 +169,7 @@ async def test_tensors_of_another_model_are_refused_and_nothing_is_touched(
 async def test_a_damaged_file_is_refused_by_the_tensors_name(rig: Rig, folder: Path) -> None:
     draft, _ = claim_draft(folder)
     written = Draft(draft, "sim")
-    written.add([raw(name, "float32", shape, bytes(4 * 4 * len(shape) ** 2)) for name, shape in SHAPES.items()])
+    written.add([raw(name, "float32", shape, bytes(4 * 4 * len(shape) ** 2)) for name, shape in STORED.items()])
     written.finish()
     file = draft / "model-00001.safetensors"
     content = bytearray(file.read_bytes())
@@ -271,7 +264,7 @@ async def test_a_trainer_that_leaves_in_the_middle_leaves_the_version_before(
 
 
 async def test_without_a_store_the_remedy_is_named(start_rig: StartRig) -> None:
-    rig = await start_rig(1, sim={"tensors": SHAPES})
+    rig = await start_rig(1, sim={"tensors": STORED})
     with pytest.raises(StoreFailed, match=r"there is no weight store: weights\.store is null"):
         await push(rig, tensors())
 

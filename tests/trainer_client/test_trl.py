@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,6 @@ from tests.played_gateway import TIMEOUT_S, Answer, PlayedGateway
 from trainer_client import trl as gloo_trl
 
 SOON_S = 5.0
-
-
-@pytest.fixture
-def gateway() -> Iterator[PlayedGateway]:
-    played = PlayedGateway()
-    yield played
-    played.close()
 
 
 @pytest.fixture

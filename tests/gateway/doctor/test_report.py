@@ -11,13 +11,15 @@ from gateway.doctor.finding import Finding
 from gateway.doctor.report import as_json, print_findings
 from gateway.doctor.rules import examine
 from gateway.doctor.subject import subject_of
+from tests.gateway.doctor.production import write_production
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
 @pytest.fixture(scope="module")
-def findings() -> list[Finding]:
-    return examine(subject_of(verl=FIXTURES / "inference.yaml", against=FIXTURES / "production.sh"))
+def findings(tmp_path_factory: pytest.TempPathFactory) -> list[Finding]:
+    production = write_production(tmp_path_factory.mktemp("production"))
+    return examine(subject_of(verl=FIXTURES / "inference.yaml", against=production))
 
 
 def printed(findings: list[Finding], *, width: int, terminal: bool, with_fine: bool = False) -> str:

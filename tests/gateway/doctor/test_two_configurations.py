@@ -8,9 +8,9 @@ import pytest
 from gateway.doctor.finding import Finding, Severity
 from gateway.doctor.rules import examine
 from gateway.doctor.subject import subject_of
+from tests.gateway.doctor.production import write_production
 
 FIXTURES = Path(__file__).parent / "fixtures"
-PRODUCTION = FIXTURES / "production.sh"
 INFERENCE = FIXTURES / "inference.yaml"
 
 HURTS, CONSIDER, FINE = Severity.HURTS, Severity.CONSIDER, Severity.FINE
@@ -44,13 +44,18 @@ CLAIMS = [
 
 
 @pytest.fixture(scope="module")
-def inference() -> list[Finding]:
-    return examine(subject_of(verl=INFERENCE, against=PRODUCTION))
+def command(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_production(tmp_path_factory.mktemp("production"))
 
 
 @pytest.fixture(scope="module")
-def production() -> list[Finding]:
-    return examine(subject_of(verl=PRODUCTION))
+def inference(command: Path) -> list[Finding]:
+    return examine(subject_of(verl=INFERENCE, against=command))
+
+
+@pytest.fixture(scope="module")
+def production(command: Path) -> list[Finding]:
+    return examine(subject_of(verl=command))
 
 
 def one(findings: list[Finding], rule: str, key: str) -> Finding:

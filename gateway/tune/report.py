@@ -19,7 +19,7 @@ from gateway.tune.search import Outcome, Record, ratios
 _WIDTH_OF_A_PIPE = 200
 _BARS = 40
 _BAR_PX, _ROW_PX, _LABEL_PX, _WIDTH_PX = 440, 24, 430, 1020
-_NO_PAIRS = "<p>None: nothing was faster.</p>"
+_NO_PAIRS = "<p>None were needed.</p>"
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1060px;margin:2rem auto;padding:0 1rem;color:#1c1c1c;background:#fff}
 h1{font-size:1.5rem;margin:0} h2{font-size:1.1rem;margin:2rem 0 .5rem} p{margin:.3rem 0}

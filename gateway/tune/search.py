@@ -37,6 +37,8 @@ _DRAWS_WITHOUT_GAIN = 2
 _SEED = 0
 # Runs are worth at most so much of the time of the start that they need; no setting gets more than the last rung has.
 _RUNS_OF_A_START = 0.5
+# A start that is behind by more needs no final pairs.
+_BEYOND_DOUBT = 1.0
 # The runs of the final pairs have prompts of their own.
 _FIRST_PAIR = 1000
 # Estimates of what is still to come are raised by this.
@@ -355,19 +357,39 @@ class Tuner:
         """What the final pairs will take. While nothing is known that the start could meet, one: a slow start shall not
         take all of the time for itself."""
         num_pairs = self._num_pairs if len(self.records) > 1 else 1
-        engines = [self._engine] * (2 if self._against is None else 3)
-        turns = 1 if self._bench.all_fit(engines) else math.ceil(num_pairs / RUNS_A_START)
+        engines = self._finalists(self._fastest(self.records))
+        if len(engines) < 2:
+            engines["fastest"] = self._engine  # that is still to be found
+        turns = 1 if self._bench.all_fit(list(engines.values())) else math.ceil(num_pairs / RUNS_A_START)
         starts = len(engines) + (turns - 1) * (len(engines) - 1)
-        run_s = self.records[self.start].run_s + (len(engines) - 1) * self._shortest_run_s
+        run_s = (len(engines) - 1) * self._shortest_run_s
+        run_s += self.records[self.start].run_s if "start" in engines else self._shortest_run_s
         return _RESERVE * (starts * self._usual_start_s + num_pairs * run_s)
+
+    def _finalists(self, fastest: Setting) -> dict[str, EngineConfig]:
+        """Engines of the final runs, by role. A start that is far behind is in nobody's doubt, and slow."""
+        engines = {}
+        if not self._is_far_ahead(fastest):
+            engines["start"] = self._engine
+        if fastest != self.start:
+            engines["fastest"] = fastest.applied_to(self._engine)
+        if self._against is not None:
+            engines["against"] = self._against
+        return engines
+
+    def _is_far_ahead(self, fastest: Setting) -> bool:
+        return self._is_better(fastest, self.start, _BEYOND_DOUBT)
 
     async def _verdict(self, fastest: Setting) -> Outcome:
         best, reason = self.start, "nothing that was measured is faster by more than 1 %"
         if not self._is_better(fastest, self.start):
             fastest = self.start
         rounds, failure = await self._rounds(fastest)
-        pairs = [(one["start"], one["fastest"]) for one in rounds if "fastest" in one]
-        if fastest != self.start:
+        pairs = [(one["start"], one["fastest"]) for one in rounds if one.keys() >= {"start", "fastest"}]
+        if self._is_far_ahead(fastest):
+            gain = self.records[fastest].speed / self.records[self.start].speed
+            best, reason = fastest, f"{gain:.3f} of the start's tokens/s, too far ahead for pairs to tell more"
+        elif fastest != self.start:
             best, reason = self._judge(fastest, pairs, failure)
         role = "start" if best == self.start else "fastest"
         return Outcome(
@@ -385,11 +407,7 @@ class Tuner:
     async def _rounds(self, fastest: Setting) -> tuple[list[dict[str, float]], str]:
         """The final runs, speeds by role, those of an earlier sitting among them; and why there are fewer than asked
         for."""
-        engines = {"start": self._engine}
-        if fastest != self.start:
-            engines["fastest"] = fastest.applied_to(self._engine)
-        if self._against is not None:
-            engines["against"] = self._against
+        engines = self._finalists(fastest)
         rounds = self._journal.rounds(fastest, engines)
         numbers = range(_FIRST_PAIR + len(rounds), _FIRST_PAIR + self._num_pairs)
         if len(engines) == 1 or not numbers:

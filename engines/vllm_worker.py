@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.peer_store import PeerStore, fetched
+from engines.snapshot_reader import read_tensors
 from engines.vllm_gloo import rebuild_tied_head
 from engines.weight_tee import Scribe, WeightTee
 
@@ -51,13 +52,8 @@ class WeightWorker:
         if peer_url:
             fetched(Path(path), PeerStore(peer_url, peer_key), version, timeout_s)
         self.drop_receipt()
-        config = worker.vllm_config.model_config
-        before = config.model
-        try:
-            _end_reload(worker)
-            worker.reload_weights(weights_path=path)
-        finally:
-            config.model = before  # vLLM would go on telling the snapshot's folder
+        _end_reload(worker)
+        worker.reload_weights(weights_iterator=read_tensors(Path(path), worker.device))
         worker._weight_update_active = False
         rebuild_tied_head(worker.get_model())
 

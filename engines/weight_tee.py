@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ NamedTensor = tuple[str, torch.Tensor]
 
 _BUDGET_BYTES = 4 << 30
 """Tensors that wait in host memory for the disk."""
+_SPARE_BYTES = 4 << 30
+"""Memory of a GPU that is left alone while tensors wait in it: the engine may need some."""
 
 
 class WeightTee:
@@ -69,7 +72,7 @@ class WeightTee:
                 self._scribe.give_up(f"the worker could not digest what it received: {error}")
         if self._scribe is None or self._is_blind:
             return self._load(tensors)
-        # A copy from the GPU runs beside the load; the stream that uses the receiver's buffer again waits for it.
+        # A copy to the host runs beside the load; the stream that uses the receiver's buffer again waits for it.
         with self._scribe.copying([(name, tensor, self._digests[name]) for name, tensor in tensors]):
             return self._load(tensors)
 
@@ -87,7 +90,7 @@ class Scribe:
         self._expected = list(names)
         self._wait_s = wait_s
         self._given_up = ""
-        self._waiting: queue.SimpleQueue[list[_Copy] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[deque[_Copy] | None] = queue.SimpleQueue()
         self._bytes = 0
         self._room = threading.Condition()
         self._stream: Any = None
@@ -133,8 +136,9 @@ class Scribe:
             self.give_up("the weight store's disk was too slow (weights.store_wait_s)")
         return not self._given_up
 
-    def put(self, copies: "list[_Copy]") -> None:
-        self._waiting.put(copies)
+    def put(self, copies: "Iterable[_Copy]") -> None:
+        """Have these written, and let go of each once it is."""
+        self._waiting.put(deque(copies))
 
     def stream(self, device: torch.device) -> Any:
         if self._stream is None:
@@ -151,36 +155,51 @@ class Scribe:
 
     def _write_all(self) -> None:
         shard: list[RawTensor] = []
+        budgeted = 0
         while not self._given_up and (copies := self._waiting.get()) is not None:
-            shard += [copy.on_host() for copy in copies]
-            if sum(tensor.num_bytes for tensor in shard) >= SHARD_BYTES:
-                self._add(shard)
-                shard = []
+            while copies and not self._given_up:
+                copy = copies.popleft()
+                shard.append(copy.on_host())
+                budgeted += copy.budgeted
+                if sum(tensor.num_bytes for tensor in shard) >= SHARD_BYTES:
+                    self._add(shard, budgeted)
+                    shard, budgeted = [], 0
         if self._given_up:
             return
         if shard:
-            self._add(shard)
+            self._add(shard, budgeted)
         self._draft.complete_from(self._base, self._expected)
         self._draft.finish()
 
-    def _add(self, shard: list[RawTensor]) -> None:
+    def _add(self, shard: list[RawTensor], budgeted: int) -> None:
         self._draft.add(shard)
         with self._room:
-            self._bytes -= sum(tensor.num_bytes for tensor in shard)
+            self._bytes -= budgeted
             self._room.notify_all()
 
 
 class _Copy:
-    """A tensor's copy in host memory, or on its way there until `done`."""
+    """A tensor's copy in host memory, in that of its GPU, or on its way to either until `done`."""
 
-    def __init__(self, name: str, tensor: torch.Tensor, digest: str, done: Any) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, digest: str, done: Any = None, stream: Any = None) -> None:
+        """`stream` is what a copy leaves its GPU on."""
         self._name = name
         self._tensor = tensor
         self._digest = digest
         self._done = done
+        self._stream = stream
+
+    @property
+    def budgeted(self) -> int:
+        """Bytes of the host's memory that it takes while it waits."""
+        return 0 if self._stream is not None else self._tensor.nbytes
 
     def on_host(self) -> RawTensor:
-        if self._done is not None:
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(self._done)
+                self._tensor = self._tensor.cpu()
+        elif self._done is not None:
             self._done.synchronize()
         return raw_tensor(self._name, self._tensor, self._digest)
 
@@ -190,6 +209,8 @@ class _Copying:
         self._scribe = scribe
         self._tensors = tensors
         self._device = next((tensor.device for _, tensor, _ in tensors if tensor.is_cuda), None)
+        self._num_bytes = sum(tensor.nbytes for _, tensor, _ in tensors)
+        self._leaves_by: Any = None
 
     def __enter__(self) -> None:
         try:
@@ -199,26 +220,49 @@ class _Copying:
             self._scribe.give_up(f"the worker could not copy what it received: {error}")
 
     def _begin(self) -> None:
-        if not self._scribe.has_room(sum(tensor.nbytes for _, tensor, _ in self._tensors)):
-            self._device = None
+        if self._device is not None and self._num_bytes <= _room_on(self._device) and self._copy_on_device():
+            return
+        if not self._scribe.has_room(self._num_bytes):
             return
         if self._device is None:
-            self._scribe.put([_Copy(name, t.clone(), _known(digest), None) for name, t, digest in self._tensors])
-            return
-        stream = self._scribe.stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._scribe.put(_Copy(name, t.clone(), _known(digest)) for name, t, digest in self._tensors)
+        else:
+            self._copy_to_host(self._device)
+
+    def _copy_on_device(self) -> bool:
+        """Within the GPU, which takes no time. False where its free memory is in pieces too small."""
+        assert self._device is not None
+        try:
+            copies = [(name, tensor.clone(), _known(digest)) for name, tensor, digest in self._tensors]
+        except torch.OutOfMemoryError:
+            return False
+        done, stream = torch.cuda.Event(), self._scribe.stream(self._device)
+        done.record(torch.cuda.current_stream(self._device))
+        self._scribe.put(_Copy(*copy, done, stream) for copy in copies)
+        return True
+
+    def _copy_to_host(self, device: torch.device) -> None:
+        self._leaves_by = stream = self._scribe.stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             pinned = [
-                (name, torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True), digest)
+                (name, torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True), _known(digest))
                 for name, t, digest in self._tensors
             ]
             done = torch.cuda.Event()
             done.record(stream)
-        self._scribe.put([_Copy(name, copy, _known(digest), done) for name, copy, digest in pinned])
+        self._scribe.put(_Copy(*copy, done) for copy in pinned)
 
     def __exit__(self, *_: object) -> None:
-        if self._device is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._scribe.stream(self._device))
+        if self._leaves_by is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._leaves_by)
+
+
+def _room_on(device: torch.device) -> int:
+    """Bytes of a GPU that copies may take: what nobody has, and what torch has of this process and does not use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free + unused - _SPARE_BYTES)
 
 
 def _known(digest: Any) -> str:

@@ -1,0 +1,128 @@
+"""A checkpoint folder's tensors on a GPU, as fast as its host copies memory.
+
+vLLM's own reader copies tensor after tensor from a mapped file, which one core does; a replica that comes back, and a
+fleet that loads what the relay wrote, wait for it. Here threads read parts of the files into pinned memory while the
+parts before are on their way.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.checkpoint import Span, read_spans
+
+_PART_BYTES = 32 << 20
+_BATCH_BYTES = 256 << 20
+"""Tensors that lie behind each other are on the device together, so many bytes at least."""
+_THREADS = 8
+_BUFFERS = 2 * _THREADS
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Tensors behind each other in one file."""
+
+    file: Path
+    spans: Sequence[Span]
+
+    @property
+    def begin(self) -> int:
+        return self.spans[0].begin
+
+    @property
+    def num_bytes(self) -> int:
+        return self.spans[-1].end - self.begin
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Offset in the batch and length of each."""
+        for offset in range(0, self.num_bytes, _PART_BYTES):
+            yield offset, min(_PART_BYTES, self.num_bytes - offset)
+
+
+class _Buffer:
+    """Pinned host memory that a part passes through."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._left: Any = None
+
+    def fill(self, file: Path, offset: int, length: int) -> "_Buffer":
+        """Read once what was here before has left."""
+        if self._left is not None:
+            self._left.synchronize()
+        view = memoryview(self.memory.numpy())[:length]
+        with file.open("rb", buffering=0) as source:
+            source.seek(offset)
+            while view:
+                got = source.readinto(view)
+                if not got:
+                    raise OSError(f"{file} ends before its header says")
+                view = view[got:]
+        return self
+
+    def leave_for(self, place: torch.Tensor) -> None:
+        place.copy_(self.memory[: place.numel()], non_blocking=True)
+        if place.is_cuda:
+            self._left = torch.cuda.Event()
+            self._left.record(torch.cuda.current_stream(place.device))
+
+
+def read_tensors(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor, in the order of the files. A tensor is good for work on the device's current stream.
+
+    Raises `OSError` where the folder holds no tensors, and later where a file cannot be read to its end.
+    """
+    batches = [batch for file, spans in read_spans(folder).items() for batch in _batches(folder / file, spans)]
+    if not batches:
+        raise FileNotFoundError(f"{folder} holds no safetensors")
+    return _read(batches, device)
+
+
+def _read(batches: Sequence[_Batch], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    buffers = deque(_Buffer(device) for _ in range(_BUFFERS))
+    readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot")
+    jobs = ((batch, offset, length) for batch in batches for offset, length in batch.parts())
+    try:
+        # As many reads are under way as there are buffers, and each ends in the order that it began.
+        reading: deque[Future[_Buffer]] = deque()
+
+        def read_on() -> None:
+            for batch, offset, length in islice(jobs, len(buffers)):
+                reading.append(readers.submit(buffers.popleft().fill, batch.file, batch.begin + offset, length))
+
+        read_on()
+        for batch in batches:
+            there = torch.empty(batch.num_bytes, dtype=torch.uint8, device=device)
+            for offset, length in batch.parts():
+                buffer = reading.popleft().result()
+                buffer.leave_for(there[offset : offset + length])
+                buffers.append(buffer)
+                read_on()
+            yield from _tensors(batch, there)
+    finally:
+        readers.shutdown(cancel_futures=True)
+
+
+def _batches(file: Path, spans: Sequence[Span]) -> Iterator[_Batch]:
+    batch: list[Span] = []
+    for span in sorted(spans, key=lambda one: one.begin):
+        batch.append(span)
+        if batch[-1].end - batch[0].begin >= _BATCH_BYTES:
+            yield _Batch(file, batch)
+            batch = []
+    if batch:
+        yield _Batch(file, batch)
+
+
+def _tensors(batch: _Batch, there: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    for span in batch.spans:
+        content, dtype = there[span.begin - batch.begin : span.end - batch.begin], getattr(torch, span.dtype)
+        # Files packed tightly may begin a tensor at any byte; a tensor of wider elements may not.
+        is_aligned = content.storage_offset() % dtype.itemsize == 0
+        yield span.name, (content if is_aligned else content.clone()).view(dtype).view(span.shape)

@@ -15,9 +15,11 @@ import multiprocessing
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import structlog
@@ -33,6 +35,7 @@ from gateway.load import load
 from gateway.node_gpus import visible_gpus
 
 _GATEWAY_START_TIMEOUT_S = 60.0
+_GATEWAY_STOP_S = 30.0
 _COMMAND_STOP_S = 10.0
 
 
@@ -52,33 +55,48 @@ class LocalFleet:
         self._config = config
         self._servers = engine_servers(config, visible_gpus())
         self._sizes = list(sizes) or [len(self._servers)]
-        self._pipes: list[Connection] = []
+        self._running: list[tuple[BaseProcess, Connection]] = []
         if max(self._sizes) > len(self._servers):
             raise ConfigError(f"--sizes {max(self._sizes)}, but the configuration has {len(self._servers)} engines")
 
     async def start(self) -> tuple[list[ReplicaInfo], list[GatewayProcess]]:
         """Raises `EngineStartFailed` for the first engine that does not start, and stops the others."""
+        infos = await self.start_engines()
+        return infos, [await asyncio.to_thread(self._start_gateway, self._config, infos[:n]) for n in self._sizes]
+
+    async def start_engines(self) -> list[ReplicaInfo]:
+        """The engines alone; see `gateway`."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(server.start()) for server in self._servers]
         except* EngineStartFailed as errors:
             raise errors.exceptions[0] from None
-        infos = [task.result() for task in tasks]
-        return infos, [await asyncio.to_thread(self._start_gateway, infos[:size]) for size in self._sizes]
+        return [task.result() for task in tasks]
+
+    @asynccontextmanager
+    async def gateway(self, config: Config, infos: list[ReplicaInfo]) -> AsyncIterator[GatewayProcess]:
+        """A gateway of other settings over engines that were started, until the end of the block."""
+        gateway = await asyncio.to_thread(self._start_gateway, config, infos)
+        process, pipe = self._running.pop()
+        try:
+            yield gateway
+        finally:
+            pipe.close()
+            await asyncio.to_thread(process.join, _GATEWAY_STOP_S)
 
     async def stop(self) -> None:
-        for pipe in self._pipes:
+        for _, pipe in self._running:
             pipe.close()
         await asyncio.gather(*(server.stop() for server in self._servers))
 
-    def _start_gateway(self, infos: list[ReplicaInfo]) -> GatewayProcess:
+    def _start_gateway(self, given: Config, infos: list[ReplicaInfo]) -> GatewayProcess:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        self._pipes.append(ours)
-        config = gateway_config(self._config, len(infos), own_port=len(self._sizes) == 1)
+        config = gateway_config(given, len(infos), own_port=len(self._sizes) == 1)
         process = context.Process(target=_serve_gateway, args=(config, infos, theirs), daemon=True)
         process.start()
         theirs.close()
+        self._running.append((process, ours))
         if not ours.poll(_GATEWAY_START_TIMEOUT_S):
             raise TimeoutError(f"the gateway did not start within {_GATEWAY_START_TIMEOUT_S:g} s")
         return GatewayProcess(url=ours.recv(), pid=process.pid or 0, replicas=len(infos))

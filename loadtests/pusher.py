@@ -7,9 +7,11 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 
 from engines.errors import RolloutGatewayError
+from engines.types import InFlight
 from trainer_client.sender import TransportName
 
 _READY_S = 300.0
+_NO_LOGPROB = -1000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,15 @@ class Pusher:
 
     def push(self, in_flight: str) -> Pushed:
         """One update; returns when it is over, one way or the other."""
-        self._pipe.send(in_flight)
+        return self._ask(in_flight, spoilt=False)
+
+    def push_in_vain(self) -> Pushed:
+        """One update that the canary refuses once all replicas hold it, after one that goes well: what the trainer says
+        of its weights moves, and the weights do not."""
+        return self._ask(InFlight.KEEP, spoilt=True)
+
+    def _ask(self, in_flight: str, *, spoilt: bool) -> Pushed:
+        self._pipe.send((in_flight, spoilt))
         pushed: Pushed = self._receive(10 * self._timeout_s)
         return pushed
 
@@ -71,12 +81,17 @@ def _serve(pipe: Connection, url: str, transport: TransportName, device: str, ti
         with WeightSender(client, transport=transport, device=device, timeout_s=timeout_s) as sender:
             while True:
                 try:
-                    in_flight = pipe.recv()
+                    in_flight, spoilt = pipe.recv()
                 except (EOFError, KeyboardInterrupt):
                     return
+                told: list[float] | None = None
                 began = time.perf_counter()
                 try:
-                    version, error = sender.push(tensors, in_flight=in_flight), ""
+                    if spoilt:
+                        told = [-1.0] * (len(client.canary_token_ids()) - 1)
+                        sender.push(tensors, in_flight=in_flight, canary_logprobs=told)
+                        told, began = [_NO_LOGPROB] * len(told), time.perf_counter()
+                    version, error = sender.push(tensors, in_flight=in_flight, canary_logprobs=told), ""
                 except RolloutGatewayError as refused:
                     version, error = 0, f"{type(refused).__name__}: {refused}"
                 pipe.send(Pushed(seconds=time.perf_counter() - began, version=version, error=error))

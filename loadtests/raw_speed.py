@@ -62,6 +62,48 @@ def file_speeds(folder: Path, num_bytes: int) -> tuple[float, float]:
     return num_bytes / (middle - began) / 1e9, num_bytes / (ended - middle) / 1e9
 
 
+def copy_speeds(device: str, num_bytes: int) -> tuple[float, float]:
+    """GB/s at which so many bytes get to a GPU from the host: from pinned memory, and from a file that lies in memory,
+    tensor by tensor as a checkpoint is read. Its process ends with the call."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_copy, args=(theirs, device, num_bytes), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not pipe.poll(_TIMEOUT_S):
+            raise TimeoutError(f"a copy to {device} did not end within {_TIMEOUT_S:g} s")
+        pinned_s, mapped_s = pipe.recv()
+    finally:
+        process.terminate()
+        process.join()
+    return num_bytes / pinned_s / 1e9, num_bytes / mapped_s / 1e9
+
+
+def _copy(pipe: Connection, device: str, num_bytes: int) -> None:
+    import torch
+
+    there = torch.empty(min(num_bytes, _BLOCK_BYTES), dtype=torch.uint8, device=device)
+    pinned = torch.empty(len(there), dtype=torch.uint8, pin_memory=True)
+    path = Path("/dev/shm") / f"copied-{os.getpid()}"
+    path.write_bytes(os.urandom(len(there)))
+    mapped = torch.from_file(str(path), size=len(there), dtype=torch.uint8)
+
+    def seconds(source: torch.Tensor) -> float:
+        torch.cuda.synchronize(device)
+        began, left = time.perf_counter(), num_bytes
+        while left > 0:
+            there[:left].copy_(source[:left], non_blocking=True)
+            left -= len(there)
+        torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    try:
+        pipe.send([min(seconds(source) for _ in range(_REPEATS)) for source in (pinned, mapped)])
+    finally:
+        path.unlink()
+
+
 def _take_part(pipe: Connection, backend: str, device: str, rank: int, port: int, num_bytes: int) -> None:
     import torch
     import torch.distributed

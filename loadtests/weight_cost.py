@@ -1,25 +1,30 @@
 """What a weight update costs the rollouts beside it: the same load with updates and without, in alternating runs.
 
-    python -m loadtests.weight_cost -c FILE.yaml --transport nccl --device cuda:1 --streams 256 --json out.json
+    python -m loadtests.weight_cost -c FILE.yaml --transport nccl --device cuda:0 --streams 256 --json out.json
     python -m loadtests.weight_cost -c FILE.yaml --transport store --in-flight keep drain [KEY=VALUE ...]
+    python -m loadtests.weight_cost -c FILE.yaml --variant "flat: transport=nccl weights.relay=never" \
+        --variant "relay: transport=nccl weights.relay=always weights.relay_device=cuda:1" --restores 2
 
-Starts the engines and a gateway over them, without Ray, and a trainer's process that pushes weights of the served
-model's shapes. A pair is one run of the load alone and one for each of `--in-flight`, with `--updates` spread over it.
-What a run takes longer than the one beside it, by update, is the work that an update costs. The updates' own records
-tell for how long generation stood still and what each step took. In the same run the medium is measured alone: torch's
-own broadcast of the same bytes, or a file written and read in the weight store.
+Starts the engines, a gateway over them, without Ray, and a trainer's process that pushes weights of the served model's
+shapes. Variants are settings of the gateway over the file's: one after the other has the same engines. A pair is one
+run of the load alone and one for each of `--in-flight`, with `--updates` spread over it. What a run takes longer than
+the one beside it, by update, is the work that an update costs. The updates' own records tell for how long generation
+stood still and what each step took. `--restores` are updates refused by the canary: what is told of them is the time
+from the trainer's error to a completion of the version before. In the same run the media are measured alone: torch's
+own broadcast of the same bytes, a file written and read where the weight store is, a copy to the engine's GPU.
 """
 
 import argparse
 import asyncio
 import os
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import aiohttp
 import orjson
@@ -30,11 +35,11 @@ from gateway.load import load as load_config
 from loadtests.clients import ClientPool, Stream, Totals, total
 from loadtests.fleet import LocalFleet
 from loadtests.pusher import Pushed, Pusher
-from loadtests.raw_speed import broadcast_speed, file_speeds
+from loadtests.raw_speed import broadcast_speed, copy_speeds, file_speeds
 from loadtests.workloads import LengthMix, Workload
+from trainer_client.sender import TransportName
 
 _QUIET = "none"
-_ASK_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +55,49 @@ class Run:
     updates: list[dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """An update that was refused. `seconds` from then to the first completion, which is of `version`."""
+
+    seconds: float
+    version: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Settings of the gateway, and what the trainer sends over."""
+
+    name: str
+    transport: TransportName
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str, transport: TransportName | None) -> "Variant":
+        """`NAME: transport=nccl KEY=VALUE`. Raises `ConfigError` where no transport is named."""
+        name, _, settings = text.partition(":")
+        words = shlex.split(settings)
+        asked = next((word.partition("=")[2] for word in words if word.startswith("transport=")), transport)
+        chosen = next((known for known in get_args(TransportName) if known == asked), None)
+        if chosen is None:
+            raise ConfigError(f"variant {name!r} names no transport: say transport=store, gloo or nccl")
+        return cls(name.strip(), chosen, tuple(word for word in words if not word.startswith("transport=")))
+
+
 class Bench:
     """One gateway, its clients and a trainer."""
 
-    def __init__(self, url: str, pool: ClientPool, pusher: Pusher, args: argparse.Namespace, replicas: int) -> None:
+    def __init__(
+        self, url: str, pool: ClientPool, pusher: Pusher, args: argparse.Namespace, replicas: int, restores: int
+    ) -> None:
         self._url = url
         self._pool = pool
         self._pusher = pusher
         self._args = args
         self._replicas = replicas
+        self._num_restores = restores
         self.runs: list[Run] = []
+        self.restores: list[Restore] = []
 
     async def measure(self) -> None:
         """All pairs, after one run that does not count. The order in a pair turns from one to the next."""
@@ -72,6 +110,17 @@ class Bench:
                 self.runs.append(run)
                 if kind == _QUIET:
                     expected_s = run.wall_s
+        for _ in range(self._num_restores):
+            self.restores.append(await self._restore())
+
+    async def _restore(self) -> Restore:
+        pushed = await asyncio.to_thread(self._pusher.push_in_vain)
+        if not pushed.error:
+            raise ConfigError("the canary let pass what it should not: weights.canary.enabled must be true")
+        began = time.monotonic()
+        body = {"prompt": [1, 2, 3], "max_tokens": 1}
+        answer = await self._ask("POST", "/v1/completions", body)
+        return Restore(time.monotonic() - began, answer["choices"][0]["weight_versions"][-1]["version"], pushed.error)
 
     async def _run(self, pair: int, in_flight: str, expected_s: float) -> Run:
         count = 0 if in_flight == _QUIET else self._args.updates
@@ -106,13 +155,18 @@ class Bench:
 
     async def _records(self, count: int) -> list[dict[str, Any]]:
         """The gateway's records of the last so many updates."""
-        timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
+        records: list[dict[str, Any]] = (await self._ask("GET", "/v1/weight_updates"))["weight_updates"]
+        return records[:count]
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=self._args.timeout_s)
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            session.get(f"{self._url}/v1/weight_updates") as reply,
+            session.request(method, f"{self._url}{path}", json=body) as reply,
         ):
-            records: list[dict[str, Any]] = (await reply.json())["weight_updates"]
-        return records[:count]
+            reply.raise_for_status()
+            answer: dict[str, Any] = await reply.json()
+        return answer
 
 
 def summarise(runs: Sequence[Run], num_bytes: int) -> list[dict[str, Any]]:
@@ -154,13 +208,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
 
 
-def medium(transport: str, devices: tuple[str, str], store: Path, num_bytes: int) -> dict[str, float]:
-    """GB/s of what carries the transport, by itself."""
-    if transport == "store":
-        store.mkdir(parents=True, exist_ok=True)
-        written, read = file_speeds(store, num_bytes)
-        return {"file_write": written, "file_read": read}
-    return {"broadcast": broadcast_speed(transport, devices, num_bytes)}
+def media(transports: set[str], args: argparse.Namespace, store: Path, num_bytes: int) -> dict[str, float]:
+    """GB/s of what carries the variants, by itself."""
+    speeds: dict[str, float] = {}
+    receiver = args.receiver or args.device
+    for backend in sorted(transports - {"store"}):
+        speeds[f"{backend} broadcast"] = broadcast_speed(backend, (args.device, receiver), num_bytes)
+    store.mkdir(parents=True, exist_ok=True)
+    speeds["file write"], speeds["file read"] = file_speeds(store, num_bytes)
+    if receiver.startswith("cuda"):
+        speeds["pinned copy"], speeds["mapped copy"] = copy_speeds(receiver, num_bytes)
+    return speeds
 
 
 def _steps(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -182,36 +240,57 @@ def _name(pair: int) -> str:
 
 async def _measured(args: argparse.Namespace) -> dict[str, Any]:
     config = load_config(args.config, args.overrides)
-    fleet = LocalFleet(config, [])
+    variants = [Variant.parse(text, args.transport) for text in args.variant or [args.transport or "as it is"]]
+    fleet, measured = LocalFleet(config, []), []
+    num_bytes = 0
     try:
-        infos, (gateway,) = await fleet.start()
-        with (
-            ClientPool(args.clients, args.timeout_s) as pool,
-            await asyncio.to_thread(Pusher, gateway.url, args.transport, args.device, args.timeout_s) as pusher,
-        ):
-            bench = Bench(gateway.url, pool, pusher, args, len(infos))
-            await bench.measure()
-            num_bytes = pusher.num_bytes
+        infos = await fleet.start_engines()
+        with ClientPool(args.clients, args.timeout_s) as pool:
+            for variant in variants:
+                print(f"{variant.name}:", file=sys.stderr)
+                settings = load_config(args.config, [*args.overrides, *variant.overrides])
+                async with fleet.gateway(settings, infos) as gateway:
+                    # Without a store nothing is brought back.
+                    restores = args.restores if settings.weights.store else 0
+                    bench, num_bytes = await _benched(variant, gateway.url, pool, args, len(infos), restores)
+                measured.append(_as_report(variant, bench, num_bytes))
     finally:
         await fleet.stop()
-    store = Path(args.medium or config.weights.store or "/dev/shm")
-    folder = store if store.is_absolute() else Path("/dev/shm")
-    speeds = await asyncio.to_thread(
-        medium, args.transport, (args.device, args.receiver or args.device), folder, num_bytes
-    )
+    named = args.medium or config.weights.store or ""
+    store = Path(named if Path(named).is_absolute() else "/dev/shm")
+    speeds = await asyncio.to_thread(media, {variant.transport for variant in variants}, args, store, num_bytes)
     return {
         "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "label": args.label,
         "cpus": os.cpu_count(),
-        "transport": args.transport,
         "replicas": len(infos),
         "engine": f"{infos[0].kind} {infos[0].engine_version}",
         "streams": args.streams,
         "prompt_tokens": str(args.prompt_tokens),
         "max_tokens": args.max_tokens,
         "bytes": num_bytes,
-        "medium_gb_per_s": speeds,
+        "media_gb_per_s": speeds,
+        "variants": measured,
+    }
+
+
+async def _benched(
+    variant: Variant, url: str, pool: ClientPool, args: argparse.Namespace, replicas: int, restores: int
+) -> tuple[Bench, int]:
+    """One variant to its end, and the bytes of its updates."""
+    with await asyncio.to_thread(Pusher, url, variant.transport, args.device, args.timeout_s) as pusher:
+        bench = Bench(url, pool, pusher, args, replicas, restores)
+        await bench.measure()
+        return bench, pusher.num_bytes
+
+
+def _as_report(variant: Variant, bench: Bench, num_bytes: int) -> dict[str, Any]:
+    return {
+        "name": variant.name,
+        "transport": variant.transport,
+        "settings": variant.overrides,
         "summary": summarise(bench.runs, num_bytes),
+        "restores": [asdict(restore) for restore in bench.restores],
         "runs": [asdict(run) for run in bench.runs],
     }
 
@@ -224,24 +303,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, EngineStartFailed) as error:
         print(error, file=sys.stderr)
         return 2
-    print(table(report["summary"]))
-    speeds = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in report["medium_gb_per_s"].items())
-    print(f"{report['bytes'] / 1e9:.3f} GB over {args.transport} to {report['replicas']} replicas; alone: {speeds}")
+    for variant in report["variants"]:
+        print(f"{variant['name']}, {variant['transport']}:", table(variant["summary"]), sep="\n")
+        for restore in variant["restores"]:
+            print(f"refused and back at version {restore['version']} after {restore['seconds']:.3f} s")
+    speeds = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in report["media_gb_per_s"].items())
+    print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas; alone: {speeds}")
     if args.json:
         args.json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
-    return 1 if any(row["errors"] for row in report["summary"]) else 0
+    return 1 if any(row["errors"] for variant in report["variants"] for row in variant["summary"]) else 0
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtests.weight_cost", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("-c", "--config", type=Path, metavar="FILE")
-    add("--transport", choices=["store", "gloo", "nccl"], required=True)
+    add("--transport", choices=["store", "gloo", "nccl"], help="of variants that do not name theirs")
+    add("--variant", action="append", metavar="NAME: KEY=VALUE ...", help="may be repeated")
     add("--device", default="cpu", help="where the trainer's tensors are, such as cuda:1")
     add("--receiver", default="", help="the other end of the medium measured alone; as --device unless given")
     add("--medium", default="", metavar="FOLDER", help="whose file speed is measured; the weight store unless given")
     add("--in-flight", nargs="+", choices=list(InFlight), default=[InFlight.KEEP], type=InFlight)
     add("--updates", type=int, default=2, help="in each run")
+    add("--restores", type=int, default=0, help="updates that are refused, for each variant")
     add("--pairs", type=int, default=5)
     add("--streams", type=int, default=64, help="callers for each replica")
     add("--rounds", type=int, default=2, help="requests of each caller in a run, one after the other")

@@ -5,9 +5,10 @@ from pathlib import Path
 import orjson
 import pytest
 
+from engines.errors import ConfigError
 from loadtests.pusher import Pushed
 from loadtests.raw_speed import broadcast_speed, file_speeds
-from loadtests.weight_cost import Run, main, summarise
+from loadtests.weight_cost import Run, Variant, main, summarise
 
 
 def run(pair: int, in_flight: str, wall_s: float, stopped_s: float = 0.0, error: str = "") -> Run:
@@ -38,16 +39,24 @@ def test_each_way_with_rollouts_in_flight_has_a_row_and_failures_are_counted() -
 def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     status = main(
-        ["-c", "examples/sim.yaml", "--transport", "store", "--in-flight", "keep", "drain", "--pairs", "1",
-         "--updates", "1", "--streams", "2", "--rounds", "1", "--max-tokens", "64", "--prompt-tokens", "8",
+        ["-c", "examples/sim.yaml", "--variant", "together: transport=store", "--variant",
+         "rolling: transport=store weights.rolling=true", "--in-flight", "keep", "drain", "--pairs", "1",
+         "--updates", "1", "--restores", "1", "--streams", "2", "--rounds", "1", "--max-tokens", "64",
+         "--prompt-tokens", "8",
          "--json", str(out), "gateway.port=0", f"weights.store={tmp_path / 'store'}", "engine.num_replicas=2",
          f"engine.log_dir={tmp_path}"]
     )  # fmt: skip
     assert status == 0, capsys.readouterr().err
     report = orjson.loads(out.read_bytes())
-    assert [row["in_flight"] for row in report["summary"]] == ["keep", "drain"]
-    assert all(row["updates"] == 1 and row["push_s"] > 0 for row in report["summary"])
-    assert {one["in_flight"] for one in report["runs"]} == {"none", "keep", "drain"}
+    together, rolling = report["variants"]
+    assert (together["name"], rolling["settings"]) == ("together", ["weights.rolling=true"])
+    for variant, version in ((together, 4), (rolling, 8)):  # the second gateway finds the first one's
+        assert [row["in_flight"] for row in variant["summary"]] == ["keep", "drain"]
+        assert all(row["updates"] == 1 and row["push_s"] > 0 for row in variant["summary"])
+        assert {one["in_flight"] for one in variant["runs"]} == {"none", "keep", "drain"}
+        (restore,) = variant["restores"]
+        assert restore["version"] == version
+        assert "canary" in restore["error"]
     assert report["bytes"] == 64
     assert "work lost s" in capsys.readouterr().out
 
@@ -59,3 +68,8 @@ def test_the_medium_alone_has_a_speed(tmp_path: Path) -> None:
     assert read > 0
     assert not list(tmp_path.iterdir())
     assert broadcast_speed("gloo", ("cpu", "cpu"), 1 << 20) > 0
+
+
+def test_a_variant_without_a_transport_is_refused() -> None:
+    with pytest.raises(ConfigError, match="variant 'flat' names no transport"):
+        Variant.parse("flat: weights.relay=never", None)

@@ -56,7 +56,7 @@ class Journal:
 
     def rounds(self, fastest: Setting, engines: Mapping[str, EngineConfig]) -> list[dict[str, float]]:
         """The final runs of just these engines."""
-        known = (entry for entry in self.entries if "round" in entry and setting_of(entry) == fastest)
+        known = (entry for entry in self.entries if "round" in entry and entry["setting"] == dict(fastest.values))
         return [dict(entry["round"]) for entry in known if entry["engines"] == _digest(engines)]
 
     def _add(self, entry: Json) -> None:
@@ -68,11 +68,6 @@ class Journal:
             stream.write(json.dumps(entry) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-
-
-def setting_of(entry: Json) -> Setting:
-    """The setting that an entry is about."""
-    return Setting(tuple(entry["setting"].items()))
 
 
 def _digest(engines: Mapping[str, EngineConfig]) -> str:

@@ -13,15 +13,15 @@ import random
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError, DeadlineExceeded, EngineError
 from gateway.tune.bench import RUNS_A_START, Bench, Measured
-from gateway.tune.journal import Journal, setting_of
-from gateway.tune.levers import Lever, Setting, start_of
+from gateway.tune.journal import Journal
+from gateway.tune.levers import Lever, Setting, Value, start_of
 
 # A setting is better than another when it is faster by more than this; runs of one engine differ by about as much.
 GAIN = 0.01
@@ -148,7 +148,7 @@ class Tuner:
         self._known: dict[Setting, deque[Measured]] = defaultdict(deque)
         for entry in journal.entries:
             if "measured" in entry:
-                self._known[setting_of(entry)].append(_measured(entry))
+                self._known[self._setting(entry["setting"])].append(_measured(entry))
 
     @property
     def spent_s(self) -> float:
@@ -269,6 +269,10 @@ class Tuner:
         names = [lever.name for lever in self._levers]
         for values in itertools.product(*(lever.values for lever in self._levers)):
             yield Setting(tuple(zip(names, values, strict=True)))
+
+    def _setting(self, values: Mapping[str, Value]) -> Setting:
+        """In the order that the levers have now."""
+        return Setting(tuple((lever.name, values[lever.name]) for lever in self._levers))
 
     def _is_possible(self, setting: Setting) -> bool:
         """Settings that cannot go together are none."""

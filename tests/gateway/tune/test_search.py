@@ -201,6 +201,14 @@ async def test_it_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     assert (third.starts, again.best, again.pairs) == (0, outcome.best, outcome.pairs)
 
 
+async def test_levers_in_another_order_go_on_too(tmp_path: Path) -> None:
+    whole = await tune(tmp_path, VirtualBench())
+    bench = VirtualBench()
+    again = await tune(tmp_path, bench, levers=LEVERS[::-1])
+    assert dict(again.start.values) == dict(whole.start.values)
+    assert bench.starts < len(again.records), "not even the start would be known"
+
+
 async def test_a_start_that_cannot_be_measured_is_an_error(tmp_path: Path) -> None:
     class Broken(VirtualBench):
         async def measure(self, engine: EngineConfig, runs: Sequence[int], start_s: float, run_s: float) -> Measured:

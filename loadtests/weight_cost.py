@@ -66,35 +66,47 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Settings of the gateway, and what the trainer sends over."""
+    """Settings of the gateway, what the trainer sends over, and what is to become of rollouts in flight."""
 
     name: str
     transport: TransportName
+    in_flight: tuple[InFlight, ...]
     overrides: tuple[str, ...]
 
     @classmethod
-    def parse(cls, text: str, transport: TransportName | None) -> "Variant":
-        """`NAME: transport=nccl KEY=VALUE`. Raises `ConfigError` where no transport is named."""
+    def parse(cls, text: str, transport: TransportName | None, in_flight: Sequence[InFlight]) -> "Variant":
+        """`NAME: transport=nccl in_flight=keep,drain KEY=VALUE`. Raises `ConfigError` where no transport is named."""
         name, _, settings = text.partition(":")
-        words = shlex.split(settings)
-        asked = next((word.partition("=")[2] for word in words if word.startswith("transport=")), transport)
+        told = dict(word.partition("=")[::2] for word in shlex.split(settings))
+        asked = told.pop("transport", transport)
         chosen = next((known for known in get_args(TransportName) if known == asked), None)
         if chosen is None:
             raise ConfigError(f"variant {name!r} names no transport: say transport=store, gloo or nccl")
-        return cls(name.strip(), chosen, tuple(word for word in words if not word.startswith("transport=")))
+        ways = told.pop("in_flight", None)
+        kinds = tuple(map(InFlight, ways.split(","))) if ways else tuple(in_flight)
+        return cls(name.strip(), chosen, kinds, tuple(f"{key}={value}" for key, value in told.items()))
 
 
 class Bench:
     """One gateway, its clients and a trainer."""
 
     def __init__(
-        self, url: str, pool: ClientPool, pusher: Pusher, args: argparse.Namespace, replicas: int, restores: int
+        self,
+        url: str,
+        pool: ClientPool,
+        pusher: Pusher,
+        args: argparse.Namespace,
+        *,
+        replicas: int,
+        in_flight: Sequence[InFlight],
+        restores: int,
     ) -> None:
         self._url = url
         self._pool = pool
         self._pusher = pusher
         self._args = args
         self._replicas = replicas
+        self._in_flight = in_flight
         self._num_restores = restores
         self.runs: list[Run] = []
         self.restores: list[Restore] = []
@@ -102,9 +114,9 @@ class Bench:
     async def measure(self) -> None:
         """All pairs, after one run that does not count. The order in a pair turns from one to the next."""
         expected_s = (await self._run(-1, _QUIET, 0.0)).wall_s
-        await asyncio.to_thread(self._pusher.push, self._args.in_flight[0])  # opens the group
+        await asyncio.to_thread(self._pusher.push, self._in_flight[0])  # opens the group
         for pair in range(self._args.pairs):
-            kinds = [_QUIET, *self._args.in_flight]
+            kinds = [_QUIET, *self._in_flight]
             for kind in kinds[:: -1 if pair % 2 else 1]:
                 run = await self._run(pair, kind, expected_s)
                 self.runs.append(run)
@@ -240,7 +252,8 @@ def _name(pair: int) -> str:
 
 async def _measured(args: argparse.Namespace) -> dict[str, Any]:
     config = load_config(args.config, args.overrides)
-    variants = [Variant.parse(text, args.transport) for text in args.variant or [args.transport or "as it is"]]
+    texts = args.variant or [args.transport or "as it is"]
+    variants = [Variant.parse(text, args.transport, args.in_flight) for text in texts]
     fleet, measured = LocalFleet(config, []), []
     num_bytes = 0
     try:
@@ -279,7 +292,7 @@ async def _benched(
 ) -> tuple[Bench, int]:
     """One variant to its end, and the bytes of its updates."""
     with await asyncio.to_thread(Pusher, url, variant.transport, args.device, args.timeout_s) as pusher:
-        bench = Bench(url, pool, pusher, args, replicas, restores)
+        bench = Bench(url, pool, pusher, args, replicas=replicas, in_flight=variant.in_flight, restores=restores)
         await bench.measure()
         return bench, pusher.num_bytes
 

@@ -6,6 +6,7 @@ import orjson
 import pytest
 
 from engines.errors import ConfigError
+from engines.types import InFlight
 from loadtests.pusher import Pushed
 from loadtests.raw_speed import broadcast_speed, file_speeds
 from loadtests.weight_cost import Run, Variant, main, summarise
@@ -70,6 +71,12 @@ def test_the_medium_alone_has_a_speed(tmp_path: Path) -> None:
     assert broadcast_speed("gloo", ("cpu", "cpu"), 1 << 20) > 0
 
 
+def test_a_variant_says_what_it_differs_in() -> None:
+    variant = Variant.parse("a b: transport=gloo in_flight=keep,drain weights.store=null", "nccl", [InFlight.KEEP])
+    assert variant == Variant("a b", "gloo", (InFlight.KEEP, InFlight.DRAIN), ("weights.store=null",))
+    assert Variant.parse("plain", "nccl", [InFlight.DRAIN]) == Variant("plain", "nccl", (InFlight.DRAIN,), ())
+
+
 def test_a_variant_without_a_transport_is_refused() -> None:
     with pytest.raises(ConfigError, match="variant 'flat' names no transport"):
-        Variant.parse("flat: weights.relay=never", None)
+        Variant.parse("flat: weights.relay=never", None, [InFlight.KEEP])

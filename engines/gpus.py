@@ -1,14 +1,13 @@
-"""Which GPUs this process sees, by the names that they have on every machine and in every process."""
+"""Which GPUs a process sees, by the names that they have on every machine and in every process."""
 
 import asyncio
-import os
 
 _TIMEOUT_S = 10.0
 _UUID = "GPU-"
 
 
-async def visible_gpus() -> tuple[str, ...]:
-    """UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, or of all where it is not set; () where no driver tells."""
+async def visible_gpus(visible: str | None) -> tuple[str, ...]:
+    """UUIDs of the GPUs that CUDA_VISIBLE_DEVICES = `visible` names, of all where it is None; () where no driver tells."""
     try:
         asking = await asyncio.create_subprocess_exec(
             "nvidia-smi",
@@ -26,7 +25,7 @@ async def visible_gpus() -> tuple[str, ...]:
         asking.kill()
         await asking.wait()
         return ()
-    return chosen(listed.decode(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return chosen(listed.decode(), visible)
 
 
 def chosen(listed: str, visible: str | None) -> tuple[str, ...]:

@@ -132,6 +132,7 @@ class EngineServer:
             )
         )
         assert self._process is not None
+        visible = {**os.environ, **self._config.env}.get("CUDA_VISIBLE_DEVICES")
         return ReplicaInfo(
             replica_id=self._replica_id,
             incarnation=f"{self._process.pid}@{time.time_ns()}",
@@ -144,8 +145,8 @@ class EngineServer:
             max_num_seqs=self._config.max_num_seqs,
             engine_version=version["version"],
             capabilities=frozenset(routes["paths"]),
-            gpu_ids=tuple(int(gpu) for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.isdigit()),
-            gpus=await visible_gpus() if self._config.device != "cpu" else (),
+            gpu_ids=tuple(int(gpu) for gpu in (visible or "").split(",") if gpu.isdigit()),
+            gpus=await visible_gpus(visible) if self._config.device != "cpu" else (),
             dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,
             streams=streams_coarsely(self._config),
             has_tee=self._has_tee,

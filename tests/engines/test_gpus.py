@@ -24,4 +24,4 @@ def test_they_are_those_that_the_environment_leaves(visible: str | None, expecte
 
 async def test_without_a_driver_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert await visible_gpus() == ()
+    assert await visible_gpus(None) == ()

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
-import orjson
 import structlog
 from aiohttp import web
 
@@ -42,7 +41,7 @@ from gateway.trl_legacy import TrlLegacy
 from gateway.weights import WeightCoordinator
 from gateway.wire.chat import Chat
 from gateway.wire.completions import Completions, Usage
-from gateway.wire.json_body import read_object, reply
+from gateway.wire.json_body import event, read_object, reply
 from gateway.wire.sglang_generate import SglangGenerate
 from gateway.wire.token_generation import TokenGeneration, lacking
 
@@ -495,11 +494,11 @@ async def _send_events(request: web.Request, chunks: AsyncGenerator[Json]) -> we
         async for chunk in chunks:
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
+            await response.write(event(chunk))
     except RolloutGatewayError as error:
         if not response.prepared:
             raise
-        await response.write(b"data: " + orjson.dumps(body_of(error)) + b"\n\n")
+        await response.write(event(body_of(error)))
     finally:
         await chunks.aclose()
     if not response.prepared:

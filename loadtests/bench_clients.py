@@ -1,4 +1,4 @@
-"""The bench clients of vLLM and SGLang, and aiperf, run against a gateway in each of their dialects.
+"""The bench clients of vLLM and SGLang, aiperf and guidellm, run against a gateway in each of their dialects.
 
     python -m loadtests.shapes qwen2-0.5b /tmp/shape
     python -m loadtests.fleet -c examples/sim.yaml -- python -m loadtests.bench_clients {url} --tokenizer /tmp/shape
@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ _VLLM_BENCH = (
     "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
 )
 _TIMEOUT_S = 300.0
-_AIPERF_STREAMS = 8
+_STREAMS = 8
 _SHOWN_OF_A_FAILURE = 2000
 
 
@@ -70,8 +70,9 @@ def clients(
     sglang_python: str | None,
     sglang_python_path: str = "",
     aiperf_python: str | None = None,
+    guidellm_python: str | None = None,
 ) -> list[Client]:
-    """SGLang's and aiperf are left out where there is no Python that has them."""
+    """SGLang's, aiperf and guidellm are left out where there is no Python that has them."""
     common = {
         "base-url": load.url,
         "model": load.model,
@@ -90,7 +91,11 @@ def clients(
         )
     if sglang_python is not None:
         found += _sglang_clients(common, folder, sglang_python, sglang_python_path)
-    return found + (_aiperf_clients(load, folder, aiperf_python) if aiperf_python is not None else [])
+    if aiperf_python is not None:
+        found += _aiperf_clients(load, folder, aiperf_python)
+    if guidellm_python is not None:
+        found += _guidellm_clients(load, folder, guidellm_python)
+    return found
 
 
 def _sglang_clients(common: dict[str, Any], folder: Path, python: str, python_path: str) -> list[Client]:
@@ -113,12 +118,29 @@ def _aiperf_clients(load: Load, folder: Path, python: str) -> list[Client]:
         out = folder / f"aiperf-{kind}"
         options = {
             "url": load.url, "model": load.model, "tokenizer": load.tokenizer, "endpoint-type": kind,
-            "request-count": load.prompts, "concurrency": min(load.prompts, _AIPERF_STREAMS), "isl": load.tokens_in,
+            "request-count": load.prompts, "concurrency": min(load.prompts, _STREAMS), "isl": load.tokens_in,
             "osl": load.tokens_out, "extra-inputs": "ignore_eos:true", "artifact-dir": out, "ui": "none",
         }  # fmt: skip
         command = [python, "-m", "aiperf", "profile", *_flags(options), "--streaming", "--use-server-token-count"]
         result = out / "profile_export_aiperf.json"
         found.append(Client("aiperf", "aiperf", f"--endpoint-type {kind}", route, command, result))
+    return found
+
+
+def _guidellm_clients(load: Load, folder: Path, python: str) -> list[Client]:
+    found = []
+    for route in ("/v1/completions", "/v1/chat/completions"):
+        result = folder / f"guidellm{route.replace('/', '-')}.json"
+        options = {
+            "backend": f"kind=openai_http,target={load.url},model={load.model},request_format={route}",
+            "profile": f"kind=concurrent,streams={min(load.prompts, _STREAMS)}",
+            "constraint": f"kind=max_requests,count={load.prompts}",
+            "tokenizer": f"kind=huggingface_auto,model={load.tokenizer}",
+            "data": f"kind=synthetic_text,prompt_tokens={load.tokens_in},output_tokens={load.tokens_out}",
+            "output": f"kind=json,path={result}",
+        }
+        command = [python, "-m", "guidellm", "run", *_flags(options), "--disable-console-interactive"]
+        found.append(Client("guidellm", "guidellm", f"request_format={route}", route, command, result))
     return found
 
 
@@ -134,15 +156,29 @@ def row(client: Client, result: dict[str, Any], prompts: int) -> str:
 def read_result(client: Client) -> dict[str, Any]:
     """A client's own result in the words of vLLM's and SGLang's: completed, total_output_tokens, ..."""
     text = client.result.read_text()
-    if client.program != "aiperf":
-        found: dict[str, Any] = json.loads(text.splitlines()[-1])
-        return found
-    told = json.loads(text)
+    readers: dict[str, Callable[[Any], dict[str, Any]]] = {"aiperf": _of_aiperf, "guidellm": _of_guidellm}
+    if reader := readers.get(client.program):
+        return reader(json.loads(text))
+    found: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return found
+
+
+def _of_aiperf(told: Any) -> dict[str, Any]:
     return {
         "completed": round(told["request_count"]["avg"]),
         "total_output_tokens": round(told["total_output_tokens"]["avg"]),
         "output_throughput": told["output_token_throughput"]["avg"],
         "median_ttft_ms": told["time_to_first_token"]["p50"],
+    }
+
+
+def _of_guidellm(told: Any) -> dict[str, Any]:
+    metrics = told["benchmarks"][0]["metrics"]
+    return {
+        "completed": metrics["request_totals"]["successful"],
+        "total_output_tokens": round(metrics["output_token_count"]["successful"]["total_sum"]),
+        "output_throughput": metrics["output_tokens_per_second"]["successful"]["mean"],
+        "median_ttft_ms": metrics["time_to_first_token_ms"]["successful"]["median"],
     }
 
 
@@ -198,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sglang-python", help="such as .venv-sglang/bin/python")
     parser.add_argument("--sglang-python-path", default="", help="on CPU tests/sglang_cpu")
     parser.add_argument("--aiperf-python", help="Python of an environment that has aiperf")
+    parser.add_argument("--guidellm-python", help="Python of an environment that has guidellm")
     parser.add_argument("--record", type=Path, help="folder for README's table of clients")
     parser.add_argument("--against", default="4 simulated engines", help="what --record says the URL's engines are")
     args = parser.parse_args(argv)
@@ -213,7 +250,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("| client | route | answered | tokens | tokens/s | median TTFT, ms |\n| --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         for client in clients(
-            load, Path(folder), args.vllm_python, args.sglang_python, args.sglang_python_path, args.aiperf_python
+            load,
+            Path(folder),
+            args.vllm_python,
+            args.sglang_python,
+            args.sglang_python_path,
+            args.aiperf_python,
+            args.guidellm_python,
         ):
             try:
                 result = _run(client)

@@ -7,6 +7,9 @@ from aiohttp import web
 
 from engines.errors import BodyTooLarge, InvalidRequest
 
+# httpx's `aiter_lines`, for one. JSON writes those below U+0020 as escapes by itself.
+_LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
+
 
 async def read_object(request: web.Request, *, required: bool = True) -> dict[str, Any]:
     """The body as a JSON object; an empty body is one without keys where it is not `required`."""
@@ -31,6 +34,14 @@ async def read_object(request: web.Request, *, required: bool = True) -> dict[st
 def reply(body: Any, status: int = 200) -> web.Response:
     """A JSON reply. Lists of numbers may hold NaN, which orjson writes as null."""
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def event(body: Any) -> bytes:
+    """A server-sent event, of one line also to clients that split lines as Unicode does: its line ends are escaped."""
+    data = orjson.dumps(body)
+    for character, escape in _LINE_ENDS:
+        data = data.replace(character, escape)
+    return b"data: " + data + b"\n\n"
 
 
 def _too_large(size: int, limit: int) -> str:

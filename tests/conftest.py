@@ -1,4 +1,4 @@
-"""Fixtures that start gateways over simulated engines, see `rig.py`; and the hooks of `client_records.py`."""
+"""Fixtures that start gateways over simulated engines, see `rig.py`; and the hooks of two files beside this one."""
 
 from collections.abc import AsyncIterator
 
@@ -9,6 +9,7 @@ from gateway.config import Config
 from tests.client_records import pytest_runtest_logreport as pytest_runtest_logreport
 from tests.client_records import pytest_runtest_setup as pytest_runtest_setup
 from tests.rig import FAST_WATCH, Json, Rig, SimReplica, StartRig
+from tests.selection import pytest_ignore_collect as pytest_ignore_collect
 
 
 @pytest.fixture

@@ -132,7 +132,8 @@ class CompletionReply:
         return self._envelope
 
     def _count(self, index: int, meta: Json) -> None:
-        self._prompt_tokens = meta["prompt_tokens"]
+        # One that is aborted in the queue does not say it.
+        self._prompt_tokens = meta.get("prompt_tokens", self._prompt_tokens)
         self._cached_tokens = meta.get("cached_tokens") or 0
         self._told.completion_tokens[index] = meta["completion_tokens"]
 

@@ -46,6 +46,7 @@ class InFlight(StrEnum):
 
     KEEP = "keep"  # freeze them while engines are overwritten; they go on, with the KV that older weights made
     RECOMPUTE = "recompute"  # the same, and the KV is made again by the new weights
+    ABORT = "abort"  # end them at once; they go on from the tokens they have, on whichever replica, read by new weights
     DRAIN = "drain"  # let them finish first
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,23 +24,32 @@ class Adapter:
         self.load_id = load_id
         numbered = _VERSIONED.search(name)
         self.version = int(numbered[1]) if numbered else loads
-        self.users = 0
+        self._uses: Counter[str] = Counter()
         self.is_leaving = False
         self.unused = asyncio.Event()
         self.unused.set()
 
+    @property
+    def users(self) -> int:
+        return len(self._uses)
+
     @contextmanager
-    def used(self) -> Iterator[None]:
-        """By one rollout, from its place in the queue on. Raises `UnknownModel` where it was unloaded meanwhile."""
-        if self.is_leaving:
+    def used(self, request_id: str) -> Iterator[None]:
+        """By one rollout, from its place in the queue on, and by what is left of it after an update has cut it off.
+
+        Raises `UnknownModel` where it was unloaded meanwhile.
+        """
+        if self.is_leaving and request_id not in self._uses:
             raise UnknownModel(f"the LoRA adapter {self.name!r} was unloaded", param="model")
-        self.users += 1
+        self._uses[request_id] += 1
         self.unused.clear()
         try:
             yield
         finally:
-            self.users -= 1
-            if not self.users:
+            self._uses[request_id] -= 1
+            if not self._uses[request_id]:
+                del self._uses[request_id]
+            if not self._uses:
                 self.unused.set()
 
 

@@ -100,8 +100,8 @@ class WeightsConfig(_Section):
     canary: CanaryConfig = CanaryConfig()
     in_flight: InFlight = InFlight.KEEP
     """What becomes of rollouts in flight, unless the update says so or the trainer has paused generation: `keep`
-    freezes them while engines are overwritten, `recompute` has the new weights read them again too, `drain` waits for
-    their end first."""
+    freezes them while engines are overwritten, `recompute` has the new weights read them again too, `abort` ends them
+    at once and has any replica go on from their tokens, `drain` waits for their end first."""
 
     rolling: bool = False
     """How a version in the store reaches the replicas, where the push does not say: True for one after the other, so

@@ -49,7 +49,8 @@ class Replica:
     """One replica as the gateway sees it. `weight_version` is None where its weights are unknown.
 
     A frozen one holds version 0, its checkpoint, for ever. `adapters` are those that its engine knows, by name; None
-    is one that may be there and is not to be used.
+    is one that may be there and is not to be used. `cuts_off` while an update has its engine end all that it has in
+    flight.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
@@ -69,7 +70,8 @@ class Replica:
         self.suspect_since: float | None = None
         self.reason = ""
         self._before_suspect, self._reason_before = ReplicaState.STARTING, ""
-        self._calls: set[asyncio.Timeout] = set()
+        self._calls: dict[asyncio.Timeout, asyncio.Task[object] | None] = {}
+        self.cuts_off = False
         self._flights: WeakSet[Flight] = WeakSet()
         self._steady = asyncio.Event()
         self._steady.set()
@@ -132,12 +134,12 @@ class Replica:
             raise EngineUnreachable(f"given up: {self.reason}", replica_id=self.replica_id)
         try:
             async with asyncio.timeout(None) as bound:
-                self._calls.add(bound)
+                self._calls[bound] = asyncio.current_task()
                 return await call
         except TimeoutError as error:
             raise EngineUnreachable(f"given up: {self.reason}", replica_id=self.replica_id) from error
         finally:
-            self._calls.discard(bound)
+            self._calls.pop(bound, None)
 
     async def vouched(self) -> int:
         """The weight version, once no update is under way: until its end nobody knows what made the tokens in flight.
@@ -155,9 +157,11 @@ class Replica:
         self._steady.clear()
 
     def drop_calls(self) -> None:
-        """End all calls in flight, as a loss does: what runs there is generated again elsewhere."""
-        for call in self._calls:
-            call.reschedule(asyncio.get_running_loop().time())
+        """End all calls in flight, as a loss does, but for the caller's own: what runs there is generated again
+        elsewhere."""
+        for call, task in self._calls.items():
+            if task is not asyncio.current_task():
+                call.reschedule(asyncio.get_running_loop().time())
 
     def enter(self, state: ReplicaState, reason: str) -> None:
         """Change state; `Fleet` calls this."""

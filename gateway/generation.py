@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from engines.errors import WeightUpdateConflict
 from engines.types import InFlight, PauseMode
 from gateway.config import WeightsConfig
+from gateway.cut_off import cut_off
 from gateway.fleet import Fleet, Replica
 from gateway.replica_calls import names, on_all, on_living, try_on_all
 from gateway.scheduler import Scheduler
@@ -98,11 +99,14 @@ class Generation:
             return
         timeout_s, clears = self._config.control_timeout_s, update.in_flight is InFlight.RECOMPUTE
         self._frozen, update.frozen_at = tuple(members), time.monotonic()
-        await on_living(
-            members,
-            lambda replica: replica.engine.pause(PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s),
-            timeout_s,
-        )
+
+        async def stop(replica: Replica) -> None:
+            if update.in_flight is InFlight.ABORT:
+                await cut_off(replica, timeout_s)
+            else:
+                await replica.engine.pause(PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s)
+
+        await on_living(members, stop, timeout_s)
 
     async def thaw(self, update: WeightUpdate) -> None:
         """Have the engines go on, with the new weights. What they make is delivered once the update is committed."""

@@ -17,6 +17,7 @@ from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, Wei
 from engines.types import InFlight, PauseMode, ReplicaState
 from gateway.canary import Canary
 from gateway.config import WeightsConfig
+from gateway.cut_off import cut_off
 from gateway.fleet import Fleet, Replica
 from gateway.snapshots import Snapshots, bounded
 from gateway.verdicts import Finding, Result
@@ -105,6 +106,8 @@ class Rolling:
         """Have a replica load, around its rollouts or after them; why it did not, or None."""
         if update.in_flight is InFlight.DRAIN and (late := await self._drained(update, replica)):
             return late
+        if update.in_flight is InFlight.ABORT and (why := await self._cut_off(update, replica)):
+            return why
         if replica.state not in _ON_ITS_WAY:
             return Finding(Result.LOST, f"it left: {replica.reason}")
         replica.overwrite()
@@ -133,15 +136,26 @@ class Rolling:
                 )
         return None
 
+    async def _cut_off(self, update: WeightUpdate, replica: Replica) -> Finding | None:
+        """None once it has no rollouts any more, which then go on elsewhere."""
+        timeout_s = self._config.control_timeout_s
+        with update.timed("abort"):
+            try:
+                await bounded(replica.unless_lost(cut_off(replica, timeout_s)), timeout_s, "its rollouts did not end")
+            except EngineUnreachable as error:
+                return Finding(Result.LOST, str(error))
+            except (EngineError, DeadlineExceeded) as error:
+                return Finding(Result.FAILED, str(error))
+        return None
+
     async def _taken(self, update: WeightUpdate, replica: Replica, path: Path) -> None:
         """The load, with what it generates frozen. A replica that fails is woken when it is brought back."""
         engine, timeout_s = replica.engine, self._config.control_timeout_s
-        freezes = update.in_flight is not InFlight.DRAIN
-        if freezes:
+        if update.in_flight in (InFlight.KEEP, InFlight.RECOMPUTE):
             clears = update.in_flight is InFlight.RECOMPUTE
             await engine.pause(PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s)
         await engine.load_snapshot(str(path), update.version, self._config.load_timeout_s)
-        if freezes:
+        if update.in_flight is not InFlight.DRAIN:
             await engine.resume(timeout_s)
 
     async def _verify(

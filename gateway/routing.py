@@ -18,6 +18,7 @@ class Rollout:
     `min_version` is the least weight version that may make it, `max_staleness` how far that may be behind the newest.
     `session` names the conversation that it is a turn of, if it is one.
     `adapter` is that of the model's LoRA adapters which makes its tokens; None for the model alone.
+    `goes_on` for the rest of one that has begun, which is placed before those that have not.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class Rollout:
     min_version: int = 0
     max_staleness: int | None = None
     session: str = ""
+    goes_on: bool = False
 
     def least_version(self, newest: int) -> int:
         """The oldest weight version that will do when `newest` is the one that replicas are to hold."""

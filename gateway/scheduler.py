@@ -24,8 +24,9 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 
-def _using(rollout: Rollout) -> AbstractContextManager[None]:
-    return rollout.adapter.used() if rollout.adapter else nullcontext()
+def using(rollout: Rollout) -> AbstractContextManager[None]:
+    """Keeps the adapter of a rollout loaded, if it has one."""
+    return rollout.adapter.used(rollout.request_id) if rollout.adapter else nullcontext()
 
 
 @dataclass(eq=False)
@@ -85,7 +86,7 @@ class Scheduler:
     async def run(self, rollout: Rollout, call: Callable[[Replica], Awaitable[T]]) -> T:
         """The call's result from the first replica that gives one."""
         avoid: set[str] = set()
-        with _using(rollout):
+        with using(rollout):
             while True:
                 async with self._placed(rollout, avoid) as replica:
                     try:
@@ -100,7 +101,7 @@ class Scheduler:
     ) -> AsyncGenerator[tuple[Replica, Json]]:
         """Chunks of the first replica that gives any. What has begun is not begun again elsewhere."""
         avoid: set[str] = set()
-        with _using(rollout):
+        with using(rollout):
             while True:
                 begun = False
                 async with self._placed(rollout, avoid) as replica, aclosing(call(replica)) as chunks:
@@ -118,7 +119,10 @@ class Scheduler:
                         self._failed(rollout, replica, error, avoid)
 
     def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, avoid: set[str]) -> None:
-        """Note a failure; raise it when there was one too many."""
+        """Note a failure; raise it when there was one too many. One that an update cut off has not failed."""
+        if replica.cuts_off:
+            self._metrics.retries.inc()
+            return
         avoid.add(replica.replica_id)
         if replica.can_serve:  # one that was fenced is out already, and says why
             self._fleet.suspect(replica, str(error))
@@ -138,7 +142,8 @@ class Scheduler:
 
     async def _place(self, rollout: Rollout, avoid: set[str]) -> Replica:
         waiter, began = _Waiter(rollout, avoid), time.monotonic()
-        self._queues[rollout.model].append(waiter)
+        queue = self._queues[rollout.model]
+        (queue.appendleft if rollout.goes_on else queue.append)(waiter)
         self._pump(rollout.model)
         try:
             async with asyncio.timeout(self._config.queue_timeout_s):

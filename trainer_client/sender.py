@@ -100,7 +100,7 @@ class WeightSender:
         *,
         canary_logprobs: Sequence[float] | None = None,
         rolling: bool | None = None,
-        in_flight: InFlight | Literal["keep", "recompute", "drain"] | None = None,
+        in_flight: InFlight | Literal["keep", "recompute", "abort", "drain"] | None = None,
     ) -> int:
         """Have every replica serve these tensors. Returns their version, the next one unless `version` is given.
 
@@ -113,7 +113,8 @@ class WeightSender:
         `canary_logprobs` are the trainer's own of the client's `canary_token_ids`, all but the first. With `rolling`
         replicas take the version one after the other while the others serve, which the store alone can. `in_flight` is
         what becomes of rollouts in flight: frozen while engines are overwritten ("keep"), and read again by the new
-        weights ("recompute"), or waited for ("drain"). Both are as the gateway's `weights` say unless given.
+        weights ("recompute"), ended and taken up again from their tokens ("abort"), or waited for ("drain"). Both are
+        as the gateway's `weights` say unless given.
 
         Raises the gateway's own error: `InvalidRequest` where names, shapes or dtypes are not the model's,
         `WeightUpdateConflict` where another update is under way or `version` cannot be, `WeightUpdateFailed` with the

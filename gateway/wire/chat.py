@@ -23,6 +23,7 @@ from gateway.wire.completions import (
     with_usage_rule,
 )
 from gateway.wire.freshness import read_freshness, without_freshness
+from gateway.wire.resumption import begun_or_anew, refuse_cut_off
 
 PATH = "/v1/chat/completions"
 
@@ -68,6 +69,7 @@ class Chat:
             flight = replica.take_off()
             asked = asked_of_engine(body, flight.began, rollout.adapter)
             answer = await replica.engine.generate(PATH, asked, self._config.generate_timeout_s)
+            refuse_cut_off(answer, replica)
             stamp_versions(answer, flight, await replica.vouched(), rollout.adapter)
             if not body.get("return_token_ids"):
                 for choice in answer["choices"]:
@@ -90,7 +92,7 @@ class Chat:
             flight = replica.take_off()
             salt = versioned_salt(body, replica.weight_version, rollout.adapter)
             salted = {**body, "cache_salt": salt, "stream_options": options}
-            return replica.engine.stream(PATH, salted, self._config.generate_timeout_s)
+            return begun_or_anew(replica.engine.stream(PATH, salted, self._config.generate_timeout_s), replica)
 
         async for replica, chunk in self._scheduler.stream(rollout, call):
             for choice in chunk["choices"]:

@@ -4,7 +4,9 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from engines.engine import Json
@@ -15,25 +17,41 @@ from gateway.config import GatewayConfig
 from gateway.fleet import Fleet, Replica
 from gateway.flight import Flight
 from gateway.routing import Rollout
-from gateway.scheduler import Scheduler
+from gateway.scheduler import Scheduler, using
 from gateway.wire.assembly import assemble, is_read_streamed
+from gateway.wire.cut_stream import CutStream
 from gateway.wire.freshness import FIELDS, read_freshness
+from gateway.wire.resumption import (
+    CUT_OFF,
+    begun_or_anew,
+    joined,
+    mark_cut_off,
+    rest_body,
+    whole_characters,
+)
 
 PATH = "/v1/completions"
 
 # vLLM's own default of max_tokens in this dialect.
 _DEFAULT_MAX_TOKENS = 16
 _CHARACTERS_PER_TOKEN = 4
+_ASK_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a request: its place there, and the body that asks one replica for its completions."""
+    """One prompt of a request: its place there, and the body that asks one replica for its completions.
+
+    `made` are the tokens that an update has cut it off after, which are read after the prompt; it has one sample then.
+    `has_text` where their text was told.
+    """
 
     request_id: str
     index: int
     rollout: Rollout
     body: Json
+    made: tuple[int, ...] = ()
+    has_text: bool = False
 
 
 class Completions:
@@ -82,7 +100,10 @@ class Completions:
                 tasks = [group.create_task(self._generate_one(prompt)) for prompt in prompts]
         except* Exception as errors:
             raise errors.exceptions[0] from None
-        return _assemble([task.result() for task in tasks], prompts)
+        answers = [task.result() for task in tasks]
+        for choice in (choice for answer in answers for choice in answer["choices"]):
+            _hide_ids(choice, prompts[0].body)
+        return _assemble(answers, prompts)
 
     async def stream(self, prompts: Sequence[Prompt], usage: "Usage | None" = None) -> AsyncGenerator[Json]:
         """Chunks of all prompts as they come, numbered as if one engine had made them. `usage` is counted up."""
@@ -94,6 +115,8 @@ class Completions:
             async for chunk in self._stream_one(prompt):
                 usage.add_chunk(prompt.index, chunk.get("usage"))
                 if chunk["choices"]:
+                    for choice in chunk["choices"]:
+                        _hide_ids(choice, prompt.body)
                     chunks.put_nowait(with_usage_rule(chunk, prompt.body))
 
         async def all_prompts() -> None:
@@ -126,23 +149,65 @@ class Completions:
                 answer = await self._answer(prompt, replica)
             except EngineRefused as error:
                 raise _naming_prompt(error, prompt.index) from error
+            mark_cut_off(answer, replica, prompt.body)
             stamp_versions(answer, flight, await replica.vouched(), prompt.rollout.adapter)
-            for choice in answer["choices"]:
-                if not prompt.body.get("return_token_ids"):
-                    choice |= {"token_ids": None, "prompt_token_ids": None}
             return answer
 
-        return await self._scheduler.run(prompt.rollout, call)
+        with using(prompt.rollout):  # also between what was cut off and its rest
+            return await self._gone_on(prompt, await self._scheduler.run(prompt.rollout, call))
+
+    async def _gone_on(self, prompt: Prompt, answer: Json) -> Json:
+        """The reply with the rest of those choices that an update has cut off."""
+        cut = [place for place, choice in enumerate(answer["choices"]) if choice["finish_reason"] == CUT_OFF]
+        if not cut:
+            return answer
+        choices = list(answer["choices"])
+        try:
+            async with asyncio.TaskGroup() as group:
+                rests = {
+                    place: group.create_task(self._generate_one(_rest_of(prompt, choices[place]))) for place in cut
+                }
+        except* Exception as errors:
+            raise errors.exceptions[0] from None
+        for place, rest in rests.items():
+            choices[place] = joined(choices[place], rest.result()["choices"][0])
+        usage = Json(answer.get("usage") or {})
+        usage["completion_tokens"] = sum(len(choice["token_ids"]) for choice in choices)
+        usage["total_tokens"] = (usage.get("prompt_tokens") or 0) + usage["completion_tokens"]
+        return {**answer, "choices": choices, "usage": usage}
 
     async def _answer(self, prompt: Prompt, replica: Replica) -> Json:
-        body = asked_of_engine(prompt.body, replica.weight_version, prompt.rollout.adapter)
         timeout_s = self._config.generate_timeout_s
+        body = asked_of_engine(prompt.body, replica.weight_version, prompt.rollout.adapter)
+        if prompt.made:
+            made = list(prompt.made)
+            if prompt.has_text:  # an engine without a tokenizer tells none, and could not be asked
+                made = await whole_characters(made, partial(_detokenized, replica, prompt.body.get("model")))
+            body = rest_body(body, [*body["prompt"], *made], len(made))
         if not is_read_streamed(body, replica.info):
             return await replica.engine.generate(PATH, body, timeout_s)
         chunks = replica.engine.stream(PATH, body | {"stream_options": {"include_usage": True}}, timeout_s)
         return await assemble(chunks, prompt.rollout.n, replica.replica_id)
 
     async def _stream_one(self, prompt: Prompt) -> AsyncGenerator[Json]:
+        n, usage = prompt.rollout.n, Json()
+        stream, rest_usage = CutStream(prompt.body, range(prompt.index * n, (prompt.index + 1) * n)), Usage()
+        with using(prompt.rollout):
+            async for chunk in self._stream_first(prompt, stream):
+                usage = chunk.get("usage") or usage
+                yield chunk
+            rests = [_rest_of(prompt, cut, index) for index, cut in stream.cut_off().items()]
+            if not rests:
+                return
+            async with aclosing(self.stream(rests, rest_usage)) as chunks:
+                async for chunk in chunks:
+                    for choice in chunk["choices"]:
+                        stream.follow(choice)
+                    yield chunk | {"usage": stream.usage(usage, rest_usage.total())}
+            yield chunk | {"choices": [], "usage": stream.usage(usage, rest_usage.total())}
+
+    async def _stream_first(self, prompt: Prompt, stream: CutStream) -> AsyncGenerator[Json]:
+        """The chunks up to where an update cuts them off."""
         flight: Flight
 
         def call(replica: Replica) -> AsyncGenerator[Json]:
@@ -150,11 +215,13 @@ class Completions:
             check_replica(prompt.body, replica)
             flight = replica.take_off()
             body = {
-                **prompt.body,
-                "cache_salt": versioned_salt(prompt.body, replica.weight_version, prompt.rollout.adapter),
+                **asked_of_engine(prompt.body, replica.weight_version, prompt.rollout.adapter),
                 "stream_options": {**(prompt.body.get("stream_options") or {}), "include_usage": True},
             }
-            return replica.engine.stream(PATH, body, self._config.generate_timeout_s)
+            if prompt.made:
+                body = rest_body(body, [*body["prompt"], *prompt.made], len(prompt.made))
+            chunks = replica.engine.stream(PATH, body, self._config.generate_timeout_s)
+            return begun_or_anew(chunks, replica)
 
         async for replica, chunk in self._scheduler.stream(prompt.rollout, call):
             chunk["id"] = f"cmpl-{prompt.request_id}"
@@ -164,6 +231,7 @@ class Completions:
                 number_versions(choice)
                 tell_kv(choice, flight)
                 name_adapter(choice, prompt.rollout.adapter)
+                stream.see(choice, replica)
             yield chunk
 
 
@@ -318,6 +386,29 @@ def _checked_length(index: int, value: Any, max_len: int | None) -> int:
             param="prompt",
         )
     return len(value)
+
+
+def _rest_of(prompt: Prompt, choice: Json, index: int | None = None) -> Prompt:
+    """What is still to be made of a choice that was cut off. `index` is its own among those of the request."""
+    limit = prompt.body.get("max_tokens") or prompt.body.get("max_completion_tokens") or _DEFAULT_MAX_TOKENS
+    read: list[int] = choice["prompt_token_ids"]
+    kept = len(read) - len(prompt.body["prompt"]) if prompt.made else 0
+    body = rest_body(prompt.body | {"max_tokens": limit, "return_token_ids": True}, read, kept)
+    rollout = replace(prompt.rollout, n=1, tokens=len(read) + limit - kept, goes_on=True)
+    index = prompt.index if index is None else index
+    made, has_text = tuple(choice["token_ids"]), bool(choice.get("text"))
+    return replace(prompt, index=index, rollout=rollout, body=body, made=made, has_text=has_text)
+
+
+def _hide_ids(choice: Json, body: Json) -> None:
+    """Token ids are for those who asked; here they are always needed."""
+    if not body.get("return_token_ids"):
+        choice |= {"token_ids": None, "prompt_token_ids": None}
+
+
+async def _detokenized(replica: Replica, model: str | None, token_ids: list[int]) -> str:
+    asked = {"tokens": token_ids} | ({} if model is None else {"model": model})  # SGLang refuses null
+    return str((await replica.engine.ask("POST", "/detokenize", asked, _ASK_TIMEOUT_S))["prompt"])
 
 
 def _naming_prompt(error: EngineRefused, index: int) -> EngineRefused:

@@ -18,6 +18,7 @@ from gateway.scheduler import Scheduler
 from gateway.wire import completions
 from gateway.wire.completions import check_sampling, name_adapter, stamp_versions, tell_kv, versioned_salt
 from gateway.wire.freshness import read_freshness, without_freshness
+from gateway.wire.resumption import begun_or_anew, refuse_cut_off
 from gateway.wire.spans import StreamSpans
 from gateway.wire.token_words import completion_body, token_chunk, token_reply
 
@@ -78,6 +79,7 @@ class TokenGeneration:
             else:
                 completed = completion_body(asked, replica.info)
                 answer = token_reply(await replica.engine.generate(completions.PATH, completed, timeout_s), asked)
+            refuse_cut_off(answer, replica)
             stamp_versions(answer, flight, await replica.vouched(), rollout.adapter)
             return answer
 
@@ -91,8 +93,10 @@ class TokenGeneration:
             flight = replica.take_off()
             asked = self._asked_of(replica, rollout, body)
             if _serves(replica):
-                return replica.engine.stream(PATH, asked, self._config.generate_timeout_s)
-            return self._translated(replica, asked)
+                chunks = replica.engine.stream(PATH, asked, self._config.generate_timeout_s)
+            else:
+                chunks = self._translated(replica, asked)
+            return begun_or_anew(chunks, replica)
 
         spans, tokens = StreamSpans(), 0
         async for replica, chunk in self._scheduler.stream(rollout, call):

@@ -369,3 +369,19 @@ async def _until_used(rig: Rig) -> None:
 async def _reason(rig: Rig, replica_id: str) -> str:
     _, status = await rig.get("/status")
     return str(next(one["reason"] for one in status["replicas"] if one["replica_id"] == replica_id))
+
+
+async def test_an_adapter_stays_until_what_an_update_cut_off_has_ended(start: StartAdapters, tmp_path: Path) -> None:
+    rig = await start(sim={"decode_step_s": 0.01, "mean_tokens": 10_000}, weights={"in_flight": "abort"})
+    await rig.open_group()
+    await rig.load("v1", write_adapter(tmp_path / "v1"))
+    running = asyncio.create_task(rig.complete(PROMPT, model="v1", max_tokens=60, ignore_eos=True))
+    await _until_used(rig)
+    unloading = asyncio.create_task(rig.unload("v1"))
+    await asyncio.sleep(0.2)
+    await rig.update()
+    assert not running.done()
+    choice = (await running)["choices"][0]
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (60, "length")
+    assert [(span["version"], span["base_version"]) for span in choice["weight_versions"]] == [(1, 0), (1, 1)]
+    assert (await unloading)[0] == 200

@@ -28,6 +28,7 @@ from trainer_client import trl as gloo_trl
 pytestmark = pytest.mark.sglang
 
 USER, ASSISTANT = 2, 3
+LONG = 300
 PROMPTS = [[USER, 5 + digit, 6 + digit, 5, ASSISTANT] for digit in range(8)]
 
 
@@ -223,6 +224,29 @@ def test_weights_pushed_through_the_store_reach_both_kinds_and_a_successor(real:
         time.sleep(0.1)
     check()
     assert greedy(real, model="judge") == judged
+
+
+def test_what_an_update_cuts_off_goes_on_whichever_kind_made_its_beginning(real: real_vllm.RealFleet) -> None:
+    model = AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32)
+    with BlockingRolloutClient(real.url) as client, WeightSender(client, transport="store") as sender:
+        served = sender.push(model)
+        asked = {"max_tokens": LONG, "ignore_eos": True, "logprobs": 0}
+        with ThreadPoolExecutor(1) as pool:
+            before = placed(real)
+            running = pool.submit(complete, real, **asked)
+            while any(placed(real)[one] == before[one] for one in ("vllm-0", "sglang-0")):
+                time.sleep(0.01)
+            time.sleep(0.3)
+            assert sender.push(model, in_flight="abort") == served + 1
+            choices = running.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
+    spans = [[(span["version"], span["start"], span["end"]) for span in one["weight_versions"]] for one in choices]
+    print(spans)
+    assert sum(len(told) == 2 and told[0][0] == served for told in spans) >= 4, "at least those of the slower engine"
+    for prompt, choice in zip(PROMPTS, choices, strict=True):
+        assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", LONG)
+        assert len(choice["logprobs"]["token_logprobs"]) == LONG
+        assert is_greedy(model, prompt, choice["token_ids"][:16])
+        assert choice["prompt_token_ids"] == prompt
 
 
 def test_trls_client_updates_both_kinds_through_the_relay(

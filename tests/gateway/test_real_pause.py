@@ -46,6 +46,11 @@ def other_weights(seed: int) -> Any:
     return model
 
 
+def trained() -> Any:
+    """The weights that the engines come with."""
+    return AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32)
+
+
 def asked(real: RealFleet) -> list[Any]:
     """The choices of a whole completion, of a group, of a chat and of a stream, all in flight together."""
 
@@ -122,3 +127,77 @@ def test_every_completion_that_an_update_falls_into_tells_the_exact_token(
     assert (record["stopped_s"] > 0) == (paused_by == "the update")
     (replica,) = record["replicas"].values()
     assert replica["canary"]["result"] == "no peer"
+
+
+def update(real: RealFleet, model: Any, in_flight: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
+    client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=60.0)
+    client.init_communicator("cpu")
+    body = {"in_flight": in_flight}
+    monkeypatch.setattr(
+        client, "_start_weight_update", lambda: client._post(f"{real.url}/start_weight_update", json=body)
+    )
+    client.update_model_params(model)
+    client.close_communicator()
+
+
+def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
+    real: RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, and with the same weights again: the seam must not be seen in what is told."""
+    update(real, trained(), "keep", monkeypatch)
+    version = real.call("/status")[1]["weight_version"]
+    greedy = {"temperature": 0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True, "max_tokens": LONG}
+    body = {"model": str(COMMITTED), "prompt": [COMPLETION["prompt"], [2, 9, 5, 8, 3]], **greedy}
+
+    def choices() -> Any:
+        status, reply = real.call("/v1/completions", body)
+        assert status == 200, reply
+        assert reply["usage"]["completion_tokens"] == 2 * LONG
+        return reply["choices"]
+
+    before = choices()
+    with ThreadPoolExecutor(3) as pool:
+        whole, stream = pool.submit(choices), pool.submit(streamed, real, COMPLETION | greedy | {"seed": None})
+        group = pool.submit(real.call, "/v1/completions", body | {"n": 2, "temperature": 1.0})
+        time.sleep(0.5)
+        update(real, trained(), "abort", monkeypatch)
+        after, (last,), (status, sampled) = whole.result(), stream.result(), group.result()
+    assert status == 200, sampled
+    for choice in (*after, last, *sampled["choices"]):
+        first, second = choice["weight_versions"]
+        print(choice["weight_versions"])
+        assert (first["version"], first["start"], second["version"], second["end"]) == (version, 0, version + 1, LONG)
+        assert 0 < first["end"] == second["start"] < LONG
+        assert (choice["kv_versions"], choice["finish_reason"]) == ([version + 1], "length")
+    for old, choice in zip(before, after, strict=True):
+        assert choice["token_ids"] == old["token_ids"]
+        assert choice["text"] == old["text"]
+        assert choice["prompt_token_ids"] == old["prompt_token_ids"]
+        for key in ("tokens", "text_offset"):
+            assert choice["logprobs"][key] == old["logprobs"][key]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(old["logprobs"]["token_logprobs"], abs=1e-3)
+    assert last["token_ids"] == before[0]["token_ids"]
+    record = real.call("/v1/weight_updates")[1]["weight_updates"][0]
+    print(record)
+    assert (record["end"], record["in_flight"]) == ("committed", "abort")
+
+
+def test_what_cannot_go_on_from_its_tokens_is_made_again_by_the_new_weights(
+    real: RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = real.call("/status")[1]["weight_version"]
+    with ThreadPoolExecutor(2) as pool:
+        running = [
+            pool.submit(real.call, "/v1/completions", COMPLETION),
+            pool.submit(real.call, "/v1/chat/completions", CHAT),
+        ]
+        time.sleep(0.5)
+        update(real, other_weights(seed=version), "abort", monkeypatch)
+        replies = [future.result() for future in running]
+    again = [real.call(path, body) for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT))]
+    for (status, reply), (_, fresh) in zip(replies, again, strict=True):
+        assert status == 200, reply
+        (choice,) = reply["choices"]
+        assert [span["version"] for span in choice["weight_versions"]] == [version + 1]
+        assert choice["token_ids"] == fresh["choices"][0]["token_ids"], "seeded: what the new weights always say"

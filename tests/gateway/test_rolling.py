@@ -152,6 +152,21 @@ async def test_a_replica_that_leaves_keeps_what_it_has_over_the_load(
     assert sum(replica.placed for replica in rig.fleet.replicas) == 2, "nothing was done twice"
 
 
+async def test_what_a_replica_that_leaves_cuts_off_goes_on_elsewhere(start: StartRig, folder: Path) -> None:
+    rig = await start(2, sim={"decode_step_s": 0.02})
+    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True, temperature=0))
+    await asyncio.sleep(0.2)
+    assert (await push(rig, folder, in_flight="abort"))[0] == 200
+    assert not running.done()
+    for choice in (await running)["choices"]:
+        old, new = choice["weight_versions"]
+        assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
+        assert 0 < old["end"] == new["start"] < 100
+        assert (choice["kv_versions"], len(choice["token_ids"])) == ([1], 100)
+    (record,) = (await rig.get("/v1/weight_updates"))[1]["weight_updates"]
+    assert (record["in_flight"], record["end"], "abort" in record["seconds"]) == ("abort", "committed", True)
+
+
 async def test_what_ends_between_load_and_verdict_is_held_back_and_not_done_twice(
     start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

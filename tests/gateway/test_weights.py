@@ -210,7 +210,7 @@ async def test_what_becomes_of_rollouts_in_flight_is_one_of_a_few_words(rig: Rig
     await rig.open_group()
     status, reply = await rig.post("/start_weight_update", {"in_flight": "abort everything"})
     assert (status, reply["error"]["param"]) == (400, "in_flight")
-    assert "keep, recompute, drain" in reply["error"]["message"]
+    assert "keep, recompute, abort, drain" in reply["error"]["message"]
 
 
 async def test_rollouts_frozen_by_an_update_that_fails_are_made_again_by_the_version_before(

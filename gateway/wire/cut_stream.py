@@ -1,0 +1,70 @@
+"""The stream of one prompt of which an update cuts samples off: what it has told of each, how their rests follow."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engines.engine import Json
+from gateway.fleet import Replica
+from gateway.wire.resumption import joined_spans, may_resume, was_cut_off
+from gateway.wire.spans import StreamSpans
+
+
+@dataclass(slots=True)
+class _Sample:
+    token_ids: list[int] = field(default_factory=list)
+    spans: list[Json] = field(default_factory=list)
+    has_ended: bool = False
+
+
+class CutStream:
+    """Sees each choice of each chunk before the client does, and marks its last one with its spans.
+
+    `indexes` are those of the prompt's samples, as the client knows them.
+    """
+
+    def __init__(self, body: Json, indexes: Sequence[int]) -> None:
+        self._may_resume = may_resume(body)
+        self._samples = {index: _Sample() for index in indexes}
+        self._prompt_token_ids: list[int] = []
+        self._is_cut = False
+        self._spans, self._rest_spans = StreamSpans(), StreamSpans()
+
+    def see(self, choice: Json, replica: Replica) -> None:
+        """A choice that an update ends goes on for the client, where it can."""
+        sample, token_ids = self._samples[choice["index"]], choice.get("token_ids") or []
+        sample.token_ids += token_ids
+        self._prompt_token_ids = choice.get("prompt_token_ids") or self._prompt_token_ids
+        self._spans.stamp(choice, len(token_ids))
+        if not (self._may_resume and self._prompt_token_ids and was_cut_off({"choices": [choice]}, replica)):
+            sample.has_ended = choice.get("finish_reason") is not None
+            return
+        self._is_cut, sample.spans = True, choice.pop("weight_versions")
+        choice |= {"finish_reason": None, "stop_reason": None}
+        choice.pop("kv_versions", None)
+
+    def cut_off(self) -> dict[int, Json]:
+        """The samples that have not ended where an update cut the stream, by index: what was read, and what was made.
+
+        Engines tell nothing at all of one that they had not begun.
+        """
+        if not self._is_cut:
+            return {}
+        return {
+            index: {"prompt_token_ids": self._prompt_token_ids, "token_ids": sample.token_ids}
+            for index, sample in self._samples.items()
+            if not sample.has_ended
+        }
+
+    def follow(self, choice: Json) -> None:
+        """A choice of the stream of a sample's rest, as it goes on."""
+        sample = self._samples[choice["index"]]
+        self._rest_spans.stamp(choice, len(choice.get("token_ids") or ()))
+        choice["prompt_token_ids"] = None  # told before
+        if choice.get("finish_reason") is not None:
+            rest = choice["weight_versions"]
+            choice["weight_versions"] = joined_spans(sample.spans, rest, len(sample.token_ids))
+
+    def usage(self, first: Json, rests: Json) -> Json:
+        """The usage of the whole: the prompt is counted once, and what was read again not at all."""
+        made = sum(len(sample.token_ids) for sample in self._samples.values()) + rests["completion_tokens"]
+        return {**first, "completion_tokens": made, "total_tokens": (first.get("prompt_tokens") or 0) + made}

@@ -7,7 +7,7 @@ _UUID = "GPU-"
 
 
 async def visible_gpus(visible: str | None) -> tuple[str, ...]:
-    """UUIDs of the GPUs that CUDA_VISIBLE_DEVICES = `visible` names, of all where it is None; () where no driver tells."""
+    """UUIDs of the GPUs that CUDA_VISIBLE_DEVICES = `visible` names, of all where None; () where no driver tells."""
     try:
         asking = await asyncio.create_subprocess_exec(
             "nvidia-smi",

@@ -19,7 +19,7 @@ import numpy as np
 
 from gateway.plan.gpu import GPUS
 from gateway.plan.shape import ModelShape, shape_of
-from gateway.plan.speed import EngineModel, Speeds, rollout
+from gateway.plan.speed import LARGEST_GRAPH, EngineModel, Speeds, rollout
 from gateway.plan.workload import Lengths, StepWorkload
 from loadtests.shapes import SHAPES
 
@@ -30,7 +30,7 @@ _BEGIN, _END = "<!-- rows: python -m scripts.fit_speeds --write -->\n", "<!-- en
 _RESULTS = ROOT / "docs" / "results"
 _DAY = "2026-11-21-"
 # Where the search starts: shares of the data sheet's limits, seconds, and how much slower the slow day's cores were.
-_START = (0.7, 0.65, 1.5e-3, 8e-6, 35e-6, 5e-4, 1.4)
+_START = (0.7, 0.65, 1.5e-3, 4e-4, 8e-6, 35e-6, 5e-4, 1.4)
 # Weak: it keeps a constant that few rows tell of from running away.
 _PULL_TO_START = 0.006
 _ROUNDS = 40
@@ -49,13 +49,14 @@ class Row:
     tensor_parallel: int = 1
     max_num_seqs: int = 1024
     api_servers: int = 1
+    graph_seqs: int = LARGEST_GRAPH
     slow_cores: bool = False
     fits: bool = False
     """Whether the constants are fitted to it."""
 
 
 def rows() -> list[Row]:
-    """All measured rows of vLLM with CUDA graphs."""
+    """All measured rows of vLLM."""
     return [*_lengths(), *_compared(), *_levers()]
 
 
@@ -68,6 +69,7 @@ def predicted(row: Row, speeds: Speeds, slow_factor: float) -> float:
         max_num_seqs=row.max_num_seqs,
         kv_tokens=_PLENTY,
         api_servers=row.api_servers,
+        graph_seqs=row.graph_seqs,
         cpu_factor=slow_factor if row.slow_cores else 1.0,
         speeds=speeds,
     )
@@ -181,6 +183,7 @@ def _levers() -> Iterator[Row]:
     wave = "h200x4-vllm-0.26-levers-"
     variants: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("graphs-seqs", "graphs, 1024 seqs", {"fits": True}),
+        ("graphs-seqs", "eager", {"graph_seqs": 0}),
         ("graphs-seqs", "256 seqs", {"max_num_seqs": 256}),
         ("graphs-seqs", "64 seqs", {"max_num_seqs": 64}),
         ("batched-tokens", "default", {}),
@@ -207,8 +210,9 @@ def _levers() -> Iterator[Row]:
             yield dataclasses.replace(row, fits=row.fits or row.name in _ALSO_FITTED)
 
 
-# One row each that tells of long prompts, of the API process, and of a step that is nothing but its launch.
+# Rows that tell of steps without a CUDA graph, of long prompts, of the API process, and of a step that is its launch.
 _ALSO_FITTED = (
+    "graphs-seqs, eager: 64",
     "batched-tokens, default: 64",
     "tp, one TP2: 512",
     "tp, one TP2: 64x8",

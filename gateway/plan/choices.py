@@ -12,8 +12,8 @@ from gateway.plan.speed import EngineModel, Rollout, Speeds, rollout
 from gateway.plan.workload import StepWorkload
 
 _TENSOR_PARALLEL = (1, 2, 4, 8)
-# Above 512 sequences vLLM's steps have no CUDA graph, and nothing here was fitted to them.
-_MAX_NUM_SEQS = (16, 32, 64, 128, 256, 512)
+# Nothing larger was measured.
+_MAX_NUM_SEQS = (16, 32, 64, 128, 256, 512, 1024)
 _API_SERVERS = (1, 2, 4)
 # An API process that is busy for less of the time than this is no limit.
 _API_IS_BUSY = 0.7

@@ -1,9 +1,9 @@
 """How long an engine takes for a batch of rollouts: a roofline whose few constants are fitted to measurements.
 
 A decode step reads the weights or multiplies with them, whichever takes longer, and reads the KV cache. It takes no
-less than what the CPU needs to launch it, and each sequence in it costs the CPU some more. Prompts are multiplied with
-the weights once, for all samples of a group. Beside that an API process parses requests and turns tokens into replies,
-and whichever of engine and API process is slower sets the pace.
+less than what the CPU needs to launch it, which without a CUDA graph grows with the layers, and each sequence in it
+costs the CPU some more. Prompts are multiplied with the weights once, for all samples of a group. Beside that an API
+process parses requests and turns tokens into replies, and whichever of engine and API process is slower sets the pace.
 """
 
 import heapq
@@ -17,6 +17,8 @@ from gateway.plan.gpu import Gpu
 from gateway.plan.shape import ModelShape
 from gateway.plan.workload import StepWorkload
 
+# vLLM captures CUDA graphs up to this many sequences, where max_num_seqs is at least half as large.
+LARGEST_GRAPH = 512
 # Two costs that overlap take a little more than the longer of them; the larger the power, the less.
 _OVERLAP = 8
 # Two all-reduces a layer, of a usual latency between GPUs with NVLink; not fitted.
@@ -28,14 +30,16 @@ _DISTINCT_LENGTHS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """The fitted constants, of vLLM with CUDA graphs. `scripts/fit_speeds.py` makes them."""
+    """The fitted constants, of vLLM. `scripts/fit_speeds.py` makes them."""
 
     bandwidth: float
     """Share of the memory bandwidth that decoding reaches."""
     compute: float
     """Share of the bfloat16 FLOP/s that matrix products reach."""
     step_s: float
-    """CPU time to launch a step: the least that one takes."""
+    """CPU time to launch a step that has a CUDA graph: the least that one takes."""
+    eager_layer_s: float
+    """CPU time to launch each layer of a step that has none."""
     sequence_s: float
     """CPU time for each sequence of a step."""
     api_token_s: float
@@ -60,6 +64,8 @@ class EngineModel:
     kv_tokens: float
     """Tokens that its KV cache holds."""
     api_servers: int = 1
+    graph_seqs: int = LARGEST_GRAPH
+    """Sequences of the largest step that has a CUDA graph; 0 where none has."""
     cpu_factor: float = 1.0
     speeds: Speeds
 
@@ -71,7 +77,8 @@ class EngineModel:
         product = 2 * shape.active_parameters * sequences / share / self._flops
         cache = kv_tokens * shape.kv_bytes(share) / bandwidth
         on_gpu = overlapped(weights, product) + cache + self._all_reduce_s(sequences)
-        launched = overlapped(on_gpu, self.speeds.step_s * self.cpu_factor)
+        launch_s = self.speeds.step_s if sequences <= self.graph_seqs else self.speeds.eager_layer_s * shape.layers
+        launched = overlapped(on_gpu, launch_s * self.cpu_factor)
         return launched + self.speeds.sequence_s * self.cpu_factor * sequences
 
     def prefill_s(self, prompt_tokens: float) -> float:

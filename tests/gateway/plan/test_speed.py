@@ -25,6 +25,15 @@ def test_a_decode_step_takes_no_less_than_its_weights_need_from_memory() -> None
     assert ENGINE.step_s(1, 300) > ENGINE.shape.read_bytes(1) / (ENGINE.gpu.tb_per_s * 1e12)
 
 
+def test_a_step_without_a_cuda_graph_takes_the_cpu_longer_where_the_gpu_does_not() -> None:
+    """More sequences than have a graph, or an eager engine."""
+    small = dataclasses.replace(ENGINE, shape=shape_of(SHAPES["qwen2-0.5b"], "qwen2-0.5b"))
+    eager = dataclasses.replace(small, graph_seqs=0)
+    assert small.step_s(513, 1000) > small.step_s(512, 1000) + 0.5 * small.shape.layers * small.speeds.eager_layer_s
+    assert eager.step_s(64, 1000) > 2 * small.step_s(64, 1000)
+    assert eager.step_s(513, 1000) == small.step_s(513, 1000)
+
+
 def test_samples_of_a_group_read_their_prompt_once() -> None:
     alone = dataclasses.replace(WORK, prompts=512, samples=1)
     assert rollout(ENGINE, alone).prefill_s == pytest.approx(8 * rollout(ENGINE, WORK).prefill_s)

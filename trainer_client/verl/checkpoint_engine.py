@@ -11,7 +11,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from engines.errors import ConfigError, StoreFailed
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.sender import TransportName, WeightSender
-from trainer_client.verl.settings import Settings
+from trainer_client.verl.settings import ENGINE_KWARGS, read_settings
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -29,7 +29,7 @@ class GatewayCheckpointEngine(CheckpointEngine):
 
     def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:
         self._is_master = is_master
-        self._settings = Settings(**settings)
+        self._settings = read_settings(settings, ENGINE_KWARGS)
         self._client: BlockingRolloutClient | None = None
         self._sender: WeightSender | None = None
         self._left_out: set[str] = set()
@@ -91,7 +91,7 @@ class GatewayCheckpointEngine(CheckpointEngine):
         except StoreFailed:
             return False  # the gateway keeps none
 
-    # The rest is for engines on verl's own workers, of which a gateway's trainer has none.
+    # Between training workers and servers there is nothing to agree on: both know the gateway.
 
     def prepare(self) -> dict[str, Any]:
         return {}
@@ -100,22 +100,19 @@ class GatewayCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        raise ConfigError(_NO_RECEIVERS)
+        return {}, {}
 
     def init_process_group(self, **_: Any) -> None:
-        raise ConfigError(_NO_RECEIVERS)
+        pass
 
     async def receive_weights(self, global_steps: int | None = None) -> Any:
-        raise ConfigError(_NO_RECEIVERS)
+        raise ConfigError(
+            "checkpoint_engine.backend=gateway brings weights to the gateway's engines and to none of verl's own: set "
+            "actor_rollout_ref.rollout.name=gateway"
+        )
 
     def finalize(self) -> None:
         pass
-
-
-_NO_RECEIVERS = (
-    "checkpoint_engine.backend=gateway has no receivers among verl's workers: it goes with "
-    "trainer.v1.trainer_mode=gateway, and the gateway brings the weights to its engines"
-)
 
 
 def _second_names(client: BlockingRolloutClient) -> set[str]:

@@ -26,6 +26,20 @@ def install() -> None:
         opened(_SINGLE if backend == _DOUBLED else backend, *args, **kwargs)
 
     torch.distributed.init_process_group = init_process_group
+    _copy_saved_weights()
+
+
+def _copy_saved_weights() -> None:
+    """verl keeps a step's first weights by moving them to the CPU. Where they are there, that gives the same memory."""
+    from verl.utils import fsdp_utils  # asks for the platform
+
+    save = fsdp_utils.fsdp2_sharded_save_to_cpu
+
+    def saved(model: torch.nn.Module) -> Any:
+        state, spec = save(model)
+        return {name: (tensor.clone(), its_spec) for name, (tensor, its_spec) in state.items()}, spec
+
+    fsdp_utils.fsdp2_sharded_save_to_cpu = saved
 
 
 class _CpuModule(types.ModuleType):

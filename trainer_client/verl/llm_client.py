@@ -1,9 +1,6 @@
-"""What verl's agent loops call for tokens: verl's own client interface, answered by a gateway."""
+"""What agent loops of `trainer_mode=gateway` call for tokens: verl's own client interface, answered by a gateway."""
 
 import asyncio
-import hashlib
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.utils import normalize_token_ids
@@ -11,42 +8,29 @@ from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from engines.errors import DeadlineExceeded, EngineFailed, InvalidRequest
-from trainer_client.client import RolloutClient
+from engines.errors import DeadlineExceeded
 from trainer_client.results import Completion
-from trainer_client.sampling import SamplingParams
 from trainer_client.verl.settings import Settings
+from trainer_client.verl.token_source import TokenSource, refuse_media
 
 _ABORTED_PAUSE_S = 0.5
-_REMEMBERED = 10_000
-_STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
-"""As verl's vLLM server names them."""
-_OWN_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "min_tokens", "seed", "stop", "stop_token_ids")
 
 
 class GatewayLLMClient(LLMServerClient):
-    """One per agent loop worker, to which it is pickled. Its connections belong to the worker's event loop.
+    """One per agent loop worker, to which it is pickled.
 
-    `version_of_step_0` is the gateway's weight version less verl's global step: the two count alike from the first sync
-    of a run on. `max_model_len` is the engines', prompt and response together.
+    `version_of_step_0` and `max_model_len` are those of `TokenSource`.
     """
 
     def __init__(self, config: Any, settings: Settings, *, version_of_step_0: int, max_model_len: int) -> None:
         super().__init__(config=config)
-        self._settings = settings
-        self._version_of_step_0 = version_of_step_0
-        self._max_model_len = max_model_len
-        self._client: RolloutClient | None = None
-        self._sessions: OrderedDict[str, str] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_client": None, "_sessions": OrderedDict()}
+        self._timeout_s = settings.rollout_timeout_s
+        self._source = TokenSource(settings, config.actor_rollout_ref.rollout, max_model_len)
+        self._source.version_of_step_0 = version_of_step_0
 
     async def close(self) -> None:
         """Drop the connections. verl's workers end with theirs."""
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+        await self._source.close()
 
     @rollout_trace_op
     async def generate(
@@ -65,91 +49,22 @@ class GatewayLLMClient(LLMServerClient):
 
         Raises the gateway's own error, which costs verl this prompt's group, and `DeadlineExceeded`.
         """
-        for name, given in (("image_data", image_data), ("video_data", video_data), ("audio_data", audio_data)):
-            if given:
-                raise InvalidRequest(f"{name} was given, but the gateway takes token ids alone", param=name)
+        refuse_media(image_data=image_data, video_data=video_data, audio_data=audio_data)
         prompt_ids = normalize_token_ids(prompt_ids)
-        session = self._session(request_id, prompt_ids)
-        budget = self._budget(len(prompt_ids), sampling_params)
+        budget = self._source.budget(len(prompt_ids), sampling_params)
         parts: list[Completion] = []
         try:
-            async with asyncio.timeout(self._settings.rollout_timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 while True:
                     done = [token_id for part in parts for token_id in part.token_ids.tolist()]
-                    sampling = _sampling(sampling_params, budget - len(done))
-                    parts.append(await self._complete(prompt_ids + done, sampling, session))
-                    left = budget - len(done) - len(parts[-1].token_ids)
+                    left = budget - len(done)
+                    parts.append(await self._source.complete(request_id, prompt_ids + done, sampling_params, left))
+                    left -= len(parts[-1].token_ids)
                     if parts[-1].finish_reason != "abort" or left <= 0:
-                        return self._output(parts)
+                        return self._source.output(parts)
                     await asyncio.sleep(_ABORTED_PAUSE_S)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"request {request_id}: no whole completion within {self._settings.rollout_timeout_s:g} s; "
+                f"request {request_id}: no whole completion within {self._timeout_s:g} s; "
                 f"{len(parts)} parts were aborted"
             ) from error
-
-    async def _complete(self, prompt_ids: list[int], sampling: SamplingParams, session: str) -> Completion:
-        if self._client is None:
-            self._client = RolloutClient(self._settings.url, max_in_flight=self._settings.max_in_flight)
-        batch = self._client.generate(
-            [prompt_ids], sampling, sessions=[session], timeout_s=self._settings.rollout_timeout_s
-        )
-        (rollout,) = await batch.gather()
-        return rollout.completions[0]
-
-    def _session(self, request_id: str, prompt_ids: Sequence[int]) -> str:
-        """The replica holding the prefix is the right one for all turns of a trajectory, which share `request_id`, and
-        for all samples of a prompt, which verl asks for one by one: a session begins with its first prompt."""
-        session = self._sessions.pop(request_id, None)
-        if session is None:
-            session = hashlib.sha256(repr(prompt_ids).encode()).hexdigest()[:32]
-        self._sessions[request_id] = session
-        while len(self._sessions) > _REMEMBERED:
-            self._sessions.popitem(last=False)
-        return session
-
-    def _budget(self, prompt_tokens: int, sampling_params: Mapping[str, Any]) -> int:
-        """Tokens that may be generated: what is asked for, else what verl's own servers take. At least 1."""
-        rollout = self.config.actor_rollout_ref.rollout
-        asked = sampling_params.get("max_tokens") or sampling_params.get("max_new_tokens")
-        if asked is None:
-            asked = min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt_tokens)
-        return max(1, min(int(asked), self._max_model_len - prompt_tokens))
-
-    def _output(self, parts: Sequence[Completion]) -> TokenOutput:
-        """Parts of one completion as verl has it."""
-        last = parts[-1]
-        log_probs = None
-        if last.logprobs is not None:
-            log_probs = [value for part in parts if part.logprobs is not None for value in part.logprobs.tolist()]
-        oldest, newest = self._global_steps(parts)
-        return TokenOutput(
-            token_ids=[token_id for part in parts for token_id in part.token_ids.tolist()],
-            log_probs=log_probs,
-            stop_reason=_STOP_REASONS.get(last.finish_reason, last.finish_reason),
-            num_preempted=len(parts) - 1,
-            extra_fields={"global_steps": newest, "min_global_steps": oldest, "max_global_steps": newest},
-        )
-
-    def _global_steps(self, parts: Sequence[Completion]) -> tuple[int, int]:
-        """Steps of the oldest and the newest weights that made any of the tokens."""
-        versions = [span.version for part in parts for span in part.spans]
-        if not versions:
-            raise EngineFailed(
-                f"{self._settings.url} tells no weight versions with its completions: is it a rollout gateway?"
-            )
-        return min(versions) - self._version_of_step_0, max(versions) - self._version_of_step_0
-
-
-def _sampling(params: Mapping[str, Any], max_tokens: int) -> SamplingParams:
-    """verl's sampling parameters as ours; those that have no name here are passed on as they are."""
-    rest = {name: value for name, value in params.items() if name not in ("max_tokens", "max_new_tokens")}
-    named = {name: value for name in _OWN_NAMES if (value := rest.pop(name, None)) is not None}
-    return SamplingParams(
-        max_tokens=max_tokens,
-        top_k=max(0, int(rest.pop("top_k", 0))),  # verl says -1 for all tokens
-        logprobs=bool(rest.pop("logprobs", False)),
-        ignore_eos=bool(rest.pop("ignore_eos", False)),
-        extra=rest,
-        **named,
-    )

@@ -1,4 +1,4 @@
-"""The keys `+trainer.v1.gateway.*` of verl's configuration."""
+"""How verl reaches a gateway: the keys `+trainer.v1.gateway.*` of its configuration, or `ENGINE_KWARGS.*`."""
 
 import difflib
 import math
@@ -8,9 +8,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from engines.errors import ConfigError
+from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.client import URL_VARIABLE
 
 SECTION = "trainer.v1.gateway"
+"""Of `trainer.v1.trainer_mode=gateway`."""
+ENGINE_KWARGS = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.gateway"
+"""Where verl's own trainers have them."""
 
 Transport = Literal["auto", "store", "gloo", "nccl"]
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -35,6 +39,9 @@ class Settings:
     rolling: bool | None = None
     """Whether replicas take a version one after the other while the others serve, which the store alone can; as the
     gateway's `weights.rolling` says unless given."""
+    abort_at_sync: bool = False
+    """Whether rollouts are aborted before a sync and asked for on after it, as verl's own servers do; else they go on
+    as the gateway's `weights.in_flight` says. Of verl's own trainers alone."""
     max_in_flight: int = 512
     """Completions that one agent loop worker asks for at a time."""
     rollout_timeout_s: float = 3600.0
@@ -48,11 +55,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.transport not in _TRANSPORTS:
-            raise ConfigError(f"{SECTION}.transport = {self.transport!r} is none of {', '.join(_TRANSPORTS)}")
+            raise ConfigError(f"gateway.transport = {self.transport!r} is none of {', '.join(_TRANSPORTS)}")
         if self.rolling and self.transport in ("gloo", "nccl"):
-            raise ConfigError(f"{SECTION}.rolling=True goes with transport=store, not {self.transport}")
+            raise ConfigError(f"gateway.rolling=True goes with transport=store, not {self.transport}")
+        if self.rolling and self.abort_at_sync:
+            raise ConfigError("gateway.abort_at_sync=True stops all replicas, which rolling=True is there to avoid")
         if self.dtype is not None and self.dtype not in _DTYPES:
-            raise ConfigError(f"{SECTION}.dtype = {self.dtype!r} is none of {', '.join(_DTYPES)}")
+            raise ConfigError(f"gateway.dtype = {self.dtype!r} is none of {', '.join(_DTYPES)}")
         for name in ("rollout_timeout_s", "sync_timeout_s", "ready_timeout_s"):
             self._check_number(name, least=0, above=True)
         for name in ("max_in_flight", "sync_attempts"):
@@ -68,18 +77,36 @@ class Settings:
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not number or value < least or (above and value == least):
             bound = f"above {least:g}" if above else f"at least {least:g}"
-            raise ConfigError(f"{SECTION}.{name} = {value!r} must be a number {bound}")
+            raise ConfigError(f"gateway.{name} = {value!r} must be a number {bound}")
 
 
-def read_settings(section: Mapping[str, Any]) -> Settings:
-    """Settings from what stands under `trainer.v1.gateway`. Raises `ConfigError`, which names the key."""
+def read_settings(section: Mapping[str, Any], place: str = SECTION) -> Settings:
+    """Settings from what stands under `place`. Raises `ConfigError`, which names the key."""
     known = [field.name for field in fields(Settings)]
     for key in section:
         if key not in known:
             nearest = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"there is {', '.join(known)}"
-            raise ConfigError(f"{SECTION}.{key} is no setting: {hint}")
+            raise ConfigError(f"{place}.{key} is no setting: {hint}")
     url = section.get("url") or os.environ.get(URL_VARIABLE, "")
     if not url:
-        raise ConfigError(f"no rollout URL: give +{SECTION}.url=http://HOST:8100, or set {URL_VARIABLE}")
+        raise ConfigError(f"no rollout URL: give +{place}.url=http://HOST:8100, or set {URL_VARIABLE}")
     return Settings(**{**section, "url": str(url)})
+
+
+def check_gateway(settings: Settings, rollout: Any) -> int:
+    """Length of the engines' context, prompt and response together. Waits for a fleet that is not complete yet.
+
+    `rollout` is verl's section `rollout`. Raises `ConfigError` where the batch would not fit, `DeadlineExceeded` with
+    what the fleet lacks, and the gateway's own error.
+    """
+    with BlockingRolloutClient(settings.url) as client:
+        client.wait_ready(settings.ready_timeout_s)
+        policy = client.models()[0]
+    needed, has = rollout.prompt_length + rollout.response_length, policy["max_model_len"]
+    if needed > has:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length = {needed}, but {policy['id']!r} behind "
+            f"{settings.url} takes {has} tokens: start its engines with max_model_len={needed}, or ask for less"
+        )
+    return int(has)

@@ -9,10 +9,9 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
 from engines.errors import ConfigError, DeadlineExceeded, EngineError, GatewayUnreachable, WeightUpdateFailed
-from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.verl.checkpoint_engine import WEIGHT_VERSION
 from trainer_client.verl.llm_client import GatewayLLMClient
-from trainer_client.verl.settings import Settings, read_settings
+from trainer_client.verl.settings import Settings, check_gateway, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class PPOTrainerGateway(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         self._settings = prepare(config)
-        self._max_model_len = check_gateway(self._settings, config)
+        self._max_model_len = check_gateway(self._settings, config.actor_rollout_ref.rollout)
         self._version_of_step_0 = 0
         super().__init__(config)
 
@@ -115,22 +114,3 @@ def _refuse(config: DictConfig) -> None:
             "reward.reward_model.enable_resource_pool=False puts the reward model where verl's rollouts would be, and "
             f"{MODE} mode has none there: set it to True"
         )
-
-
-def check_gateway(settings: Settings, config: DictConfig) -> int:
-    """Length of the engines' context, prompt and response together. Waits for a fleet that is not complete yet.
-
-    Raises `ConfigError` where the batch would not fit, `DeadlineExceeded` with what the fleet lacks, and the gateway's
-    own error.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    with BlockingRolloutClient(settings.url) as client:
-        client.wait_ready(settings.ready_timeout_s)
-        policy = client.models()[0]
-    needed, has = rollout.prompt_length + rollout.response_length, policy["max_model_len"]
-    if needed > has:
-        raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length = {needed}, but {policy['id']!r} behind "
-            f"{settings.url} takes {has} tokens: start its engines with max_model_len={needed}, or ask for less"
-        )
-    return int(has)

@@ -14,23 +14,17 @@ import torch
 from engines.errors import InvalidRequest, NotAllowed, WeightUpdateConflict
 from engines.weight_store import Manifest
 from tests.played_gateway import PlayedGateway
-from tests.rig import Rig, StartRig
+from tests.rig import STORED, Rig, StartRig
 from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
 
 pytestmark = pytest.mark.verl
 
-SHAPES = {"w": [4, 4], "b": [4]}
 EngineOf = Callable[..., GatewayCheckpointEngine]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-async def rig(start_rig: StartRig, folder: Path) -> Rig:
-    return await start_rig(2, sim={"tensors": SHAPES}, weights={"store": str(folder)})
+def rig(store_rig: Rig) -> Rig:
+    return store_rig
 
 
 class Gathered:
@@ -60,16 +54,9 @@ def engine_of() -> Iterator[EngineOf]:
         engine.close()
 
 
-@pytest.fixture
-def gateway() -> Iterator[PlayedGateway]:
-    played = PlayedGateway()
-    yield played
-    played.close()
-
-
 async def send(engine: GatewayCheckpointEngine, global_steps: int, weights: Gathered | None = None) -> dict[str, Any]:
     """In a thread: a training worker is a process of its own."""
-    gathered = iter(weights or Gathered(**SHAPES))
+    gathered = iter(weights or Gathered(**STORED))
     return await asyncio.to_thread(lambda: asyncio.run(engine.send_weights(gathered, global_steps)))
 
 
@@ -98,12 +85,12 @@ async def test_tensors_are_sent_in_the_served_dtype(rig: Rig, engine_of: EngineO
 async def test_a_head_that_the_served_model_does_not_name_is_its_embedding_and_is_left_out(
     rig: Rig, engine_of: EngineOf, folder: Path
 ) -> None:
-    await send(engine_of(rig.url), 0, Gathered(**SHAPES, **{"lm_head.weight": [4, 4]}))
+    await send(engine_of(rig.url), 0, Gathered(**STORED, **{"lm_head.weight": [4, 4]}))
     assert set(Manifest.read(folder / "v1").tensors) == {"w", "b"}
 
 
 async def test_the_other_workers_take_part_and_send_nothing(engine_of: EngineOf) -> None:
-    weights = Gathered(**SHAPES)
+    weights = Gathered(**STORED)
     assert await send(engine_of("http://127.0.0.1:1", is_master=False), 0, weights) == {}
     assert weights.left == 0
 
@@ -112,7 +99,7 @@ async def test_a_worker_that_fails_to_send_gathers_on_for_the_others(
     gateway: PlayedGateway, engine_of: EngineOf
 ) -> None:
     gateway.answers["/v1/weight_store"] = lambda _: (403, {"error": {"message": "no admin key", "code": 403}})
-    weights = Gathered(**SHAPES)
+    weights = Gathered(**STORED)
     with pytest.raises(NotAllowed, match="no admin key"):
         await send(engine_of(gateway.url), 0, weights)
     assert weights.left == 0
@@ -126,7 +113,7 @@ async def test_another_models_tensors_are_refused_by_name(rig: Rig, engine_of: E
 async def test_completions_under_way_go_on_with_the_weights_of_a_sync(
     start_rig: StartRig, engine_of: EngineOf, folder: Path
 ) -> None:
-    rig = await start_rig(2, sim={"tensors": SHAPES, "decode_step_s": 0.05}, weights={"store": str(folder)})
+    rig = await start_rig(2, sim={"tensors": STORED, "decode_step_s": 0.05}, weights={"store": str(folder)})
     asking = asyncio.create_task(rig.complete([4, 5, 6], max_tokens=100, ignore_eos=True))
     async with asyncio.timeout(5):
         while not any(replica["samples_in_flight"] for replica in (await rig.get("/status"))[1]["replicas"]):

@@ -85,7 +85,7 @@ async def test_what_an_abort_cut_short_goes_on_with_the_next_weights(start_rig: 
     rig = await start_rig(2, sim={"decode_step_s": 0.03})
     await rig.open_group()
     asking = asyncio.create_task(ask(client_of(rig), max_tokens=80))
-    await _until_generating(rig)
+    await until_generating(rig)
     assert (await rig.post("/pause?mode=abort"))[0] == 200
     await rig.update()
     assert (await rig.post("/resume"))[0] == 200
@@ -97,7 +97,7 @@ async def test_what_an_abort_cut_short_goes_on_with_the_next_weights(start_rig: 
 async def test_a_completion_that_stays_aborted_ends_in_time(start_rig: StartRig, client_of: ClientOf) -> None:
     rig = await start_rig(1, sim={"decode_step_s": 0.03})
     asking = asyncio.create_task(ask(client_of(rig, rollout_timeout_s=1.0), max_tokens=80))
-    await _until_generating(rig)
+    await until_generating(rig)
     await rig.post("/pause?mode=abort")
     with pytest.raises(DeadlineExceeded, match="within"):
         await asking
@@ -107,17 +107,17 @@ async def test_a_killed_replica_costs_no_completion(start_rig: StartRig, client_
     rig = await start_rig(2, sim={"decode_step_s": 0.01})
     client = client_of(rig)
     asking = [asyncio.create_task(ask(client, [4, 5, number])) for number in range(4, 20)]
-    await _until_generating(rig)
+    await until_generating(rig)
     await rig.replicas[0].kill()
     assert [len(output.token_ids) for output in await asyncio.gather(*asking)] == [RESPONSE_LENGTH] * len(asking)
 
 
 async def test_samples_of_a_prompt_and_turns_of_a_trajectory_share_a_session(rig: Rig, client_of: ClientOf) -> None:
     client = client_of(rig)
-    first = client._session("a", PROMPT)
-    assert client._session("b", PROMPT) == first
-    assert client._session("a", (*PROMPT, 7, 8)) == first
-    assert client._session("c", [9, 9]) != first
+    first = client._source.session("a", PROMPT)
+    assert client._source.session("b", PROMPT) == first
+    assert client._source.session("a", (*PROMPT, 7, 8)) == first
+    assert client._source.session("c", [9, 9]) != first
 
 
 async def test_a_client_reaches_its_workers_pickled(rig: Rig, client_of: ClientOf) -> None:
@@ -133,7 +133,7 @@ async def test_images_are_refused_by_name(rig: Rig, client_of: ClientOf) -> None
         await client_of(rig).generate("r", prompt_ids=list(PROMPT), sampling_params=SAMPLING, image_data=["image"])
 
 
-async def _until_generating(rig: Rig) -> None:
+async def until_generating(rig: Rig) -> None:
     async with asyncio.timeout(5):
         while not any(replica["samples_in_flight"] for replica in (await rig.get("/status"))[1]["replicas"]):
             await asyncio.sleep(0.01)

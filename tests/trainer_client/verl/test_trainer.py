@@ -26,8 +26,8 @@ from tests.played_gateway import PlayedGateway
 from tests.rig import MAX_MODEL_LEN, Rig
 from trainer_client.verl import trainer
 from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
-from trainer_client.verl.settings import Settings
-from trainer_client.verl.trainer import PPOTrainerGateway, check_gateway, prepare
+from trainer_client.verl.settings import Settings, check_gateway
+from trainer_client.verl.trainer import PPOTrainerGateway, prepare
 
 pytestmark = pytest.mark.verl
 
@@ -113,14 +113,16 @@ def test_a_lora_that_is_merged_is_taken() -> None:
 async def test_a_batch_that_does_not_fit_the_engines_is_refused_by_its_keys(rig: Rig) -> None:
     config = config_of("data.max_prompt_length=100", "data.max_response_length=100")
     with pytest.raises(ConfigError, match=r"data\.max_prompt_length \+ data\.max_response_length = 200.*takes 128"):
-        await asyncio.to_thread(check_gateway, Settings(url=rig.url), config)
+        await asyncio.to_thread(check_gateway, Settings(url=rig.url), config.actor_rollout_ref.rollout)
     config = config_of("data.max_prompt_length=100", "data.max_response_length=28")
-    assert await asyncio.to_thread(check_gateway, Settings(url=rig.url), config) == MAX_MODEL_LEN
+    assert (
+        await asyncio.to_thread(check_gateway, Settings(url=rig.url), config.actor_rollout_ref.rollout) == MAX_MODEL_LEN
+    )
 
 
 def test_a_gateway_that_is_not_there_is_told_in_time() -> None:
     with pytest.raises(DeadlineExceeded, match=r"http://127\.0\.0\.1:1 is not ready after 0\.5 s"):
-        check_gateway(Settings(url="http://127.0.0.1:1", ready_timeout_s=0.5), config_of())
+        check_gateway(Settings(url="http://127.0.0.1:1", ready_timeout_s=0.5), config_of().actor_rollout_ref.rollout)
 
 
 class Worker:
@@ -143,11 +145,9 @@ class Worker:
 
 
 @pytest.fixture
-def gateway() -> Iterator[PlayedGateway]:
-    played = PlayedGateway()
-    played.answers["/v1/weight_store"] = lambda _: (409, {"error": {"type": "StoreFailed", "message": "none kept"}})
-    yield played
-    played.close()
+def gateway(gateway: PlayedGateway) -> PlayedGateway:
+    gateway.answers["/v1/weight_store"] = lambda _: (409, {"error": {"type": "StoreFailed", "message": "none kept"}})
+    return gateway
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def syncing(gateway: PlayedGateway, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """A trainer as far as it syncs weights, at step 5."""
     worker, made = Worker(gateway.url), object.__new__(PPOTrainerGateway)
     made.__dict__.update(
-        _settings=Settings(url=gateway.url), actor_rollout_wg=worker, global_steps=5, timing_raw={}, config=None
+        _settings=Settings(url=gateway.url), actor_rollout_wg=worker, global_steps=5, timing_raw={}, config=config_of()
     )
     monkeypatch.setattr(trainer, "ray", SimpleNamespace(get=worker.get))
     monkeypatch.setattr(trainer, "_PAUSE_S", 0.0)
@@ -190,4 +190,4 @@ def test_a_sync_that_goes_on_failing_ends_the_run_with_its_error(
 def test_agent_loops_count_versions_from_the_step_of_the_first_sync(syncing: PPOTrainerGateway) -> None:
     syncing._max_model_len = 64
     syncing.on_init_end()
-    assert syncing.get_llm_client()._version_of_step_0 == 7 - 5
+    assert syncing.get_llm_client()._source.version_of_step_0 == 7 - 5

@@ -1,0 +1,124 @@
+"""Completions of a gateway in verl's words: its sampling parameters, its token budget, its `TokenOutput`."""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.workers.rollout.replica import TokenOutput
+
+from engines.errors import EngineFailed, InvalidRequest
+from trainer_client.client import RolloutClient
+from trainer_client.results import Completion
+from trainer_client.sampling import SamplingParams
+from trainer_client.verl.settings import Settings
+
+_REMEMBERED = 10_000
+_STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
+"""As verl's vLLM server names them."""
+_OWN_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "min_tokens", "seed", "stop", "stop_token_ids")
+
+
+class TokenSource:
+    """Asks a gateway. It may be pickled; its connections belong to the event loop that asks first.
+
+    `rollout` is verl's section `rollout`. `max_model_len` is the engines', prompt and response together.
+    """
+
+    def __init__(self, settings: Settings, rollout: Any, max_model_len: int) -> None:
+        self.version_of_step_0 = 0
+        """The gateway's weight version less verl's global step: the two count alike from a run's first sync on."""
+        self._settings = settings
+        self._rollout = rollout
+        self._max_model_len = max_model_len
+        self._client: RolloutClient | None = None
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_client": None, "_sessions": OrderedDict()}
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def complete(
+        self, request_id: str, prompt_ids: list[int], sampling_params: Mapping[str, Any], max_tokens: int
+    ) -> Completion:
+        """One completion, or the part of one that an abort left. Raises the gateway's own error."""
+        if self._client is None:
+            self._client = RolloutClient(self._settings.url, max_in_flight=self._settings.max_in_flight)
+        batch = self._client.generate(
+            [prompt_ids],
+            _sampling(sampling_params, max_tokens),
+            sessions=[self.session(request_id, prompt_ids)],
+            timeout_s=self._settings.rollout_timeout_s,
+        )
+        (rollout,) = await batch.gather()
+        return rollout.completions[0]
+
+    def session(self, request_id: str, prompt_ids: Sequence[int]) -> str:
+        """The replica holding the prefix is the right one for all turns of a trajectory, which share `request_id`, and
+        for all samples of a prompt, which verl asks for one by one: a session begins with its first prompt."""
+        session = self._sessions.pop(request_id, None)
+        if session is None:
+            session = hashlib.sha256(repr(prompt_ids).encode()).hexdigest()[:32]
+        self._sessions[request_id] = session
+        while len(self._sessions) > _REMEMBERED:
+            self._sessions.popitem(last=False)
+        return session
+
+    def budget(self, prompt_tokens: int, sampling_params: Mapping[str, Any]) -> int:
+        """Tokens that may be generated: what is asked for, else what verl's own servers take. At least 1."""
+        asked = sampling_params.get("max_tokens") or sampling_params.get("max_new_tokens")
+        if asked is None:
+            room = self._rollout.prompt_length + self._rollout.response_length - prompt_tokens
+            asked = min(self._rollout.response_length, room)
+        return max(1, min(int(asked), self._max_model_len - prompt_tokens))
+
+    def output(self, parts: Sequence[Completion]) -> TokenOutput:
+        """Parts of one completion as verl has it."""
+        last = parts[-1]
+        log_probs = None
+        if last.logprobs is not None:
+            log_probs = [value for part in parts if part.logprobs is not None for value in part.logprobs.tolist()]
+        oldest, newest = self._global_steps(parts)
+        return TokenOutput(
+            token_ids=[token_id for part in parts for token_id in part.token_ids.tolist()],
+            log_probs=log_probs,
+            stop_reason=_STOP_REASONS.get(last.finish_reason, last.finish_reason),
+            num_preempted=len(parts) - 1,
+            extra_fields={"global_steps": newest, "min_global_steps": oldest, "max_global_steps": newest},
+        )
+
+    def _global_steps(self, parts: Sequence[Completion]) -> tuple[int | None, int | None]:
+        """Steps of the oldest and the newest weights that made any of the tokens; None where there are no tokens."""
+        if not any(len(part.token_ids) for part in parts):
+            return None, None
+        versions = [span.version for part in parts for span in part.spans]
+        if not versions:
+            raise EngineFailed(
+                f"{self._settings.url} tells no weight versions with its completions: is it a rollout gateway?"
+            )
+        return min(versions) - self.version_of_step_0, max(versions) - self.version_of_step_0
+
+
+def refuse_media(**given: Any) -> None:
+    """Raises `InvalidRequest`, which names the argument, where one has anything."""
+    for name, value in given.items():
+        if value:
+            raise InvalidRequest(f"{name} was given, but the gateway takes token ids alone", param=name)
+
+
+def _sampling(params: Mapping[str, Any], max_tokens: int) -> SamplingParams:
+    """verl's sampling parameters as ours; those that have no name here are passed on as they are."""
+    rest = {name: value for name, value in params.items() if name not in ("max_tokens", "max_new_tokens")}
+    named = {name: value for name in _OWN_NAMES if (value := rest.pop(name, None)) is not None}
+    return SamplingParams(
+        max_tokens=max_tokens,
+        top_k=max(0, int(rest.pop("top_k", 0))),  # verl says -1 for all tokens
+        logprobs=bool(rest.pop("logprobs", False)),
+        ignore_eos=bool(rest.pop("ignore_eos", False)),
+        extra=rest,
+        **named,
+    )

@@ -196,9 +196,13 @@ class _Copy:
 
     def on_host(self) -> RawTensor:
         if self._stream is not None:
+            # Into pinned memory, which is used again: a copy to any other holds up the kernels that generate.
+            there = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, pin_memory=True)
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(self._done)
-                self._tensor = self._tensor.cpu()
+                there.copy_(self._tensor, non_blocking=True)
+            self._stream.synchronize()
+            self._tensor = there
         elif self._done is not None:
             self._done.synchronize()
         return raw_tensor(self._name, self._tensor, self._digest)

@@ -5,7 +5,7 @@ BIN := .venv/bin
 EXTRAS := --extra serve --extra cpu --extra trl --extra load --extra demo --extra dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang setup-verl check format test test-unit test-vllm test-sglang test-verl test-ray test-all test-slow demo \
+.PHONY: help setup setup-sglang setup-verl check format test test-unit test-load test-vllm test-sglang test-verl test-ray test-all test-slow demo \
   loadtest compare chaos lock clean
 
 help: ## Say what there is
@@ -37,10 +37,13 @@ format: setup ## Mend what format and lint can mend
 
 # One process a suite: Ray and vLLM leave state in a process that the next suite must not meet.
 test: setup setup-sglang setup-verl ## Unit tests, then those with real engines and a real Ray cluster
-	@scripts/suites unit vllm sglang verl ray
+	@scripts/suites unit load vllm sglang verl ray
 
 test-unit: setup ## Unit tests alone
 	@scripts/suites unit
+
+test-load: setup ## Tests of load tests and tune with simulated engines
+	@scripts/suites load
 
 test-vllm: setup ## Tests with real vLLM engines
 	@scripts/suites vllm
@@ -58,7 +61,7 @@ test-slow: setup setup-sglang ## Tests that take minutes
 	@scripts/suites slow
 
 test-all: setup setup-sglang setup-verl ## Everything
-	@scripts/suites unit vllm sglang verl ray slow
+	@scripts/suites unit load vllm sglang verl ray slow
 
 # What each scenario of `make loadtest` asks for, small enough for engines on CPU. ARGS="..." adds to it or overrides it.
 SCENARIO ?= trainer

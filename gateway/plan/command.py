@@ -13,12 +13,12 @@ from engines.errors import ConfigError
 from gateway.load import load
 from gateway.plan.choices import Question, best_of_each, ranked
 from gateway.plan.gpu import gpu_of
+from gateway.plan.options import BATCH, PromptLengths, ResponseLengths, Samples, step_of
 from gateway.plan.report import as_json, configuration, print_plan
 from gateway.plan.shape import read_shape
 from gateway.plan.speed import fitted
-from gateway.plan.workload import Lengths, StepWorkload
 
-_BATCH, _HARDWARE = "The batch", "The hardware"
+_HARDWARE = "The hardware"
 
 
 def plan_command(
@@ -47,14 +47,10 @@ def plan_command(
             rich_help_panel=_HARDWARE,
         ),
     ] = 1.0,
-    prompts: Annotated[int, typer.Option("--prompts", help="Prompts of a step.", rich_help_panel=_BATCH)] = 128,
-    samples: Annotated[int, typer.Option("--samples", "-n", help="Samples of a prompt.", rich_help_panel=_BATCH)] = 8,
-    prompt: Annotated[
-        str, typer.Option("--prompt", metavar="MEAN[:MAX]", help="Tokens of a prompt.", rich_help_panel=_BATCH)
-    ] = "512:1024",
-    response: Annotated[
-        str, typer.Option("--response", metavar="MEAN[:MAX]", help="Tokens of a completion.", rich_help_panel=_BATCH)
-    ] = "1024:4096",
+    prompts: Annotated[int, typer.Option("--prompts", help="Prompts of a step.", rich_help_panel=BATCH)] = 128,
+    samples: Samples = 8,
+    prompt: PromptLengths = "512:1024",
+    response: ResponseLengths = "1024:4096",
     overlaps: Annotated[
         bool, typer.Option("--async", help="The trainer learns from one batch while engines make the next.")
     ] = False,
@@ -75,12 +71,7 @@ def plan_command(
         shape=read_shape(model, shape.split(",") if shape else ()),
         gpu=gpu_of(gpu),
         gpus=gpus,
-        work=StepWorkload(
-            prompts=prompts,
-            samples=samples,
-            prompt=Lengths.parse(prompt, "--prompt"),
-            response=Lengths.parse(response, "--response"),
-        ),
+        work=step_of(prompts, samples, prompt, response),
         speeds=fitted(),
         trainer_gpus=trainer_gpus,
         overlaps=overlaps,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from engines.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """Limits of one GPU. What of them an engine reaches is fitted to measurements (`gateway/plan/speed.py`)."""
 
@@ -22,67 +22,16 @@ class Gpu:
     source: str
 
 
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu(
-            name="A100-40",
-            memory_gib=40.0,
-            tb_per_s=1.555,
-            tflops=312,
-            link_gb_per_s=300,
-            source="NVIDIA A100 data sheet (SXM4 40 GB)",
-        ),
-        Gpu(
-            name="A100",
-            memory_gib=80.0,
-            tb_per_s=2.039,
-            tflops=312,
-            link_gb_per_s=300,
-            source="NVIDIA A100 data sheet (SXM4 80 GB)",
-        ),
-        Gpu(
-            name="H100",
-            memory_gib=79.6,
-            tb_per_s=3.35,
-            tflops=989,
-            link_gb_per_s=450,
-            source="NVIDIA H100 data sheet (SXM5)",
-        ),
-        Gpu(
-            name="H200",
-            memory_gib=140.4,
-            tb_per_s=4.8,
-            tflops=989,
-            link_gb_per_s=450,
-            source="NVIDIA H200 data sheet (SXM5)",
-        ),
-        Gpu(
-            name="B200",
-            memory_gib=179.0,
-            tb_per_s=7.7,
-            tflops=2250,
-            link_gb_per_s=900,
-            source="NVIDIA DGX B200 data sheet, an eighth of it",
-        ),
-        Gpu(
-            name="L40S",
-            memory_gib=45.0,
-            tb_per_s=0.864,
-            tflops=362,
-            link_gb_per_s=32,
-            source="NVIDIA L40S data sheet (PCIe 4)",
-        ),
-        Gpu(
-            name="L4",
-            memory_gib=22.5,
-            tb_per_s=0.3,
-            tflops=121,
-            link_gb_per_s=16,
-            source="NVIDIA L4 data sheet (PCIe 4 x8)",
-        ),
-    )
-}
+_KNOWN = (
+    Gpu("A100-40", 40.0, 1.555, 312, 300, "NVIDIA A100 data sheet (SXM4 40 GB)"),
+    Gpu("A100", 80.0, 2.039, 312, 300, "NVIDIA A100 data sheet (SXM4 80 GB)"),
+    Gpu("H100", 79.6, 3.35, 989, 450, "NVIDIA H100 data sheet (SXM5)"),
+    Gpu("H200", 140.4, 4.8, 989, 450, "NVIDIA H200 data sheet (SXM5)"),
+    Gpu("B200", 179.0, 7.7, 2250, 900, "NVIDIA DGX B200 data sheet, an eighth of it"),
+    Gpu("L40S", 45.0, 0.864, 362, 32, "NVIDIA L40S data sheet (PCIe 4)"),
+    Gpu("L4", 22.5, 0.3, 121, 16, "NVIDIA L4 data sheet (PCIe 4 x8)"),
+)
+GPUS = {gpu.name: gpu for gpu in _KNOWN}
 
 _NUMBERS = ("memory_gib", "tb_per_s", "tflops", "link_gb_per_s")
 

@@ -15,7 +15,7 @@ from engines.errors import ConfigError
 from gateway.config import Config
 from gateway.load import load
 from gateway.node_gpus import read_gpus, visible_gpus
-from gateway.plan.workload import Lengths, StepWorkload
+from gateway.plan.options import BATCH, PromptLengths, ResponseLengths, Samples, step_of
 from gateway.tune.batch import Batch, drawn, recorded
 from gateway.tune.bench import EngineBench
 from gateway.tune.journal import NOT_THE_SUBJECT, Journal
@@ -23,7 +23,6 @@ from gateway.tune.levers import Lever, expected_of, levers_of
 from gateway.tune.report import as_json, configuration, page, print_outcome, replicas_for
 from gateway.tune.search import Outcome, Tuner
 
-_BATCH = "The batch, for each GPU"
 _PROMPTS = 64
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -50,25 +49,23 @@ def tune_command(
     ] = Path("tune"),
     workload: Annotated[
         Path | None,
-        typer.Option("--workload", metavar="FILE", help="A trace, or JSON lines.", rich_help_panel=_BATCH),
+        typer.Option("--workload", metavar="FILE", help="A trace, or JSON lines.", rich_help_panel=BATCH),
     ] = None,
     prompts: Annotated[
         int | None,
-        typer.Option("--prompts", min=1, help="Prompts at a time; 64, or all recorded ones.", rich_help_panel=_BATCH),
+        typer.Option(
+            "--prompts", min=1, help="Prompts at a time for each GPU; 64, or all recorded.", rich_help_panel=BATCH
+        ),
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", "-n", help="Samples of a prompt.", rich_help_panel=_BATCH)] = 8,
-    prompt: Annotated[
-        str, typer.Option("--prompt", metavar="MEAN[:MAX]", help="Tokens of a prompt.", rich_help_panel=_BATCH)
-    ] = "256:512",
-    response: Annotated[
-        str, typer.Option("--response", metavar="MEAN[:MAX]", help="Tokens of a completion.", rich_help_panel=_BATCH)
-    ] = "512:2048",
+    samples: Samples = 8,
+    prompt: PromptLengths = "256:512",
+    response: ResponseLengths = "512:2048",
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure settings of an engine on this machine, and write the best one as a configuration."""
     found = load(config, context.args)
     name, engine = _group(found, group)
-    batch = recorded(workload, prompts) if workload else _drawn(prompts or _PROMPTS, samples, prompt, response)
+    batch = recorded(workload, prompts) if workload else drawn(step_of(prompts or _PROMPTS, samples, prompt, response))
     gpus = list(read_gpus(gpu_ids)) if gpu_ids else visible_gpus()
     levers = levers_of(engine, lever or (), batch.completions, len(gpus))
     for value in next((one.values for one in levers if one.name == "tensor_parallel_size"), ()):
@@ -139,11 +136,6 @@ def _known(file: Path, name: str, engine: EngineConfig) -> EngineConfig:
             f"{engine.model!r}; what is compared must compute the same"
         )
     return known
-
-
-def _drawn(prompts: int, samples: int, prompt: str, response: str) -> Batch:
-    lengths = Lengths.parse(prompt, "--prompt"), Lengths.parse(response, "--response")
-    return drawn(StepWorkload(prompts=prompts, samples=samples, prompt=lengths[0], response=lengths[1]))
 
 
 def _seconds(text: str) -> float:

@@ -11,6 +11,8 @@ from aiohttp import web
 
 from tests.loadtests.locust_runs import locust
 
+pytestmark = pytest.mark.load
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

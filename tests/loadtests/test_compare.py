@@ -133,6 +133,7 @@ async def compared(replicas: list[SimReplica], gateway_url: str, *options: str) 
     return process.returncode, printed.decode()
 
 
+@pytest.mark.load
 async def test_a_short_run(replicas: list[SimReplica], gateway_url: str, tmp_path: Path) -> None:
     report, sides = tmp_path / "out.json", [side for side in Side if side is not Side.SGLANG_ROUTER]
     router = f"{sys.executable} {ROUTER}"
@@ -155,6 +156,7 @@ async def test_a_short_run(replicas: list[SimReplica], gateway_url: str, tmp_pat
     assert "gateway-streamed" in printed
 
 
+@pytest.mark.load
 async def test_text_prompts_reach_the_router_that_takes_no_token_ids(
     replicas: list[SimReplica], gateway_url: str
 ) -> None:
@@ -168,12 +170,14 @@ async def test_text_prompts_reach_the_router_that_takes_no_token_ids(
     assert " sglang-router " in printed
 
 
+@pytest.mark.load
 async def test_a_router_that_is_not_there_has_no_row(replicas: list[SimReplica], gateway_url: str) -> None:
     code, printed = await compared(replicas, gateway_url, "--sides", "direct", "vllm-router")
     assert code == 0, printed
     assert "vllm-router is left out: give its command as --vllm-router or VLLM_ROUTER" in printed
 
 
+@pytest.mark.load
 async def test_a_router_that_does_not_start_says_why(replicas: list[SimReplica], gateway_url: str) -> None:
     options = ["--sides", "direct", "vllm-router", "--vllm-router", f"{sys.executable} {ROUTER} --fail"]
     code, printed = await compared(replicas, gateway_url, *options)
@@ -181,6 +185,7 @@ async def test_a_router_that_does_not_start_says_why(replicas: list[SimReplica],
     assert "did not start:\nno workers for me" in printed
 
 
+@pytest.mark.load
 async def test_a_side_that_delivers_nothing_ends_the_comparison(replicas: list[SimReplica], gateway_url: str) -> None:
     code, printed = await compared(replicas, gateway_url, "--sides", "direct", "gateway", "--model", "other")
     assert code == 1

@@ -42,6 +42,7 @@ def test_speed_is_per_gpu() -> None:
     assert [row["tokens_per_s_per_gpu"] for row in rows] == [100, 50]
 
 
+@pytest.mark.load
 def test_engines_that_differ_in_a_lever_are_measured_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +61,7 @@ def test_engines_that_differ_in_a_lever_are_measured_side_by_side(
     assert "against first" in capsys.readouterr().out
 
 
+@pytest.mark.load
 def test_an_engine_that_does_not_start_is_reported_and_the_others_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     log = f"engine.log_dir={tmp_path}"

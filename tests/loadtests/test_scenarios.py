@@ -8,6 +8,8 @@ import pytest
 from tests.loadtests.locust_runs import locust
 from tests.rig import Rig, StartRig
 
+pytestmark = pytest.mark.load
+
 
 @pytest.fixture
 async def rig(start_rig: StartRig, tmp_path: Path) -> Rig:

@@ -97,6 +97,7 @@ def text(path: Path) -> str:
     return path.read_text()
 
 
+@pytest.mark.load
 @pytest.mark.parametrize("options", [["--speed", "2"], ["--closed", "-u", "3"], ["--processes", "2"]])
 async def test_a_recorded_run_is_asked_again(rig: Rig, path: Path, tmp_path: Path, options: list[str]) -> None:
     before = await lines(path, 6)
@@ -113,6 +114,7 @@ async def test_a_recorded_run_is_asked_again(rig: Rig, path: Path, tmp_path: Pat
     assert sum(line["session"] is not None for line in again) == 2
 
 
+@pytest.mark.load
 async def test_a_replay_without_a_trace_says_so(tmp_path: Path) -> None:
     ended = await locust("replay", "http://127.0.0.1:1", tmp_path, "--trace", str(tmp_path / "none"))
     assert ended.code == 2

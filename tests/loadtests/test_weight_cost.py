@@ -37,6 +37,7 @@ def test_each_way_with_rollouts_in_flight_has_a_row_and_failures_are_counted() -
     assert [(row["in_flight"], row["failed"], row["errors"]) for row in rows] == [("keep", 0, 0), ("drain", 2, 1)]
 
 
+@pytest.mark.load
 def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     status = main(
@@ -62,6 +63,7 @@ def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: py
     assert "work lost s" in capsys.readouterr().out
 
 
+@pytest.mark.load
 def test_the_medium_alone_has_a_speed(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     written, read = file_speeds(tmp_path, 1 << 20)

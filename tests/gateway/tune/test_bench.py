@@ -11,6 +11,8 @@ from engines.types import EngineKind
 from gateway.tune.batch import Ask, Batch
 from gateway.tune.bench import EngineBench
 
+pytestmark = pytest.mark.load
+
 BATCH = Batch((Ask(8, 10, 2), Ask(16, 20, 2)), "two prompts")
 START_S = 120.0
 

@@ -36,6 +36,7 @@ def tune(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
 
 
+@pytest.mark.load
 def test_it_ends_with_the_best_configuration_and_its_evidence(tmp_path: Path) -> None:
     done = tune(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -67,6 +68,7 @@ def test_a_journal_of_another_workload_is_refused(tmp_path: Path) -> None:
     assert "it was begun with another engine, levers, workload; give another --out folder" in done.stderr
 
 
+@pytest.mark.load
 def test_sequences_that_the_engine_does_not_hold_are_refused(tmp_path: Path) -> None:
     done = tune(tmp_path, "--engine.max_model_len=12")
     assert done.returncode == 1

@@ -57,7 +57,7 @@ test-verl: setup setup-verl ## Tests with verl's own trainer against real vLLM e
 test-ray: setup ## Tests with a real Ray cluster
 	@scripts/suites ray
 
-test-slow: setup setup-sglang ## Tests that take minutes
+test-slow: setup setup-sglang setup-verl ## Tests that take minutes
 	@scripts/suites slow
 
 test-all: setup setup-sglang setup-verl ## Everything

@@ -358,10 +358,11 @@ class Tuner:
 
     @property
     def _reserve_s(self) -> float:
-        """What the final pairs will take. While nothing is known that the start could meet, one: a slow start shall not
-        take all of the time for itself."""
-        num_pairs = self._num_pairs if len(self.records) > 1 else 1
-        engines = self._finalists(self._fastest(self.records))
+        """What the final pairs will take. While nothing is known that the start could meet, one pair of these two alone:
+        a slow start shall not take all of the time for itself."""
+        num_pairs, engines = self._num_pairs, self._finalists(self._fastest(self.records))
+        if len(self.records) == 1:
+            num_pairs, engines = 1, {"start": self._engine}
         if len(engines) < 2:
             engines["fastest"] = self._engine  # that is still to be found
         turns = 1 if self._bench.all_fit(list(engines.values())) else math.ceil(num_pairs / RUNS_A_START)

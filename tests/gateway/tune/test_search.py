@@ -288,7 +288,10 @@ async def test_final_pairs_that_the_budget_ends_count_where_they_leave_no_doubt(
     assert outcome.reason == ("1.200 of the start's tokens/s in 1 alternating pairs" if is_kept else kept)
 
 
-async def test_pairs_of_a_slow_start_leave_time_for_something_to_meet_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("against", [None, START])
+async def test_pairs_of_a_slow_start_leave_time_for_something_to_meet_it(
+    tmp_path: Path, against: EngineConfig | None
+) -> None:
     """Ten final pairs of it would take more than the whole budget, until it is known that none are needed."""
     speeds = all_speeds()
     best = max(speeds, key=lambda one: speeds[one])
@@ -298,8 +301,9 @@ async def test_pairs_of_a_slow_start_leave_time_for_something_to_meet_it(tmp_pat
     budget_s = START_S * 5 + 6 * TOKENS / speed(slow)
     journal = Journal(tmp_path / "journal.jsonl", {})
     tuner = Tuner(
-        slow, levers, bench, journal, budget_s=budget_s, pairs=10, tell=lambda _: None, clock=bench.clock, expected=best
-    )
+        slow, levers, bench, journal, budget_s=budget_s, pairs=10, tell=lambda _: None, clock=bench.clock,
+        expected=best, against=against,
+    )  # fmt: skip
     assert (await tuner.run()).fastest == best
 
 

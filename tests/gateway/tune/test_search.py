@@ -1,6 +1,7 @@
 """The search, on simulated engines in virtual time, so that every optimum is known by trying all settings."""
 
 import asyncio
+import dataclasses
 import itertools
 import random
 from collections.abc import AsyncGenerator, Sequence
@@ -305,6 +306,24 @@ async def test_pairs_of_a_slow_start_leave_time_for_something_to_meet_it(
         expected=best, against=against,
     )  # fmt: skip
     assert (await tuner.run()).fastest == best
+
+
+async def test_a_first_start_that_takes_longer_leaves_time_to_try_something(tmp_path: Path) -> None:
+    """Nothing of the engine is in the page cache then."""
+
+    class Cold(VirtualBench):
+        async def measure(self, engine: EngineConfig, runs: Sequence[int], start_s: float, run_s: float) -> Measured:
+            measured = await super().measure(engine, runs, start_s, run_s)
+            if self.starts > 1:
+                return measured
+            self.now += START_S
+            return dataclasses.replace(measured, start_s=2 * START_S)
+
+    bench = Cold()
+    outcome = await tune(tmp_path, bench, budget_s=8.5 * START_S, levers=SMALL)
+    assert outcome.best != outcome.start
+    assert len(outcome.pairs) == 3
+    assert bench.now < 8.5 * START_S
 
 
 async def test_short_runs_of_one_start_spare_others(tmp_path: Path) -> None:

@@ -375,6 +375,15 @@ class Fleet:
         while any(replica.state is ReplicaState.SUSPECT for replica in self.policy):
             await self._changed.wait()
 
+    async def settled_within(self, timeout_s: float) -> None:
+        """The same, or as long: a probe that came late on a busy machine must neither break a group nor leave a replica
+        out of one."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.settled()
+        except TimeoutError:
+            log.warning("a replica stays SUSPECT", seconds=timeout_s)
+
     def set_state(self, replica: Replica, state: ReplicaState, reason: str) -> None:
         if replica.state is state:
             return

@@ -1,7 +1,7 @@
 """The relay as the gateway sees it: a process that receives a trainer's weights in the place of all replicas.
 
 The trainer's group then has two members, itself and the relay, so that no death of a replica can touch it. How the
-relay receives is told in `engines/relay.py`; what becomes of it is decided in `weights.py`.
+relay receives is told in `engines/relay.py`; what becomes of it is decided in `relay_update.py`.
 """
 
 import asyncio

@@ -5,8 +5,6 @@ by then is taken back by `catch_up.py`.
 """
 
 import asyncio
-import contextlib
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from gateway.config import WeightsConfig
 from gateway.cut_off import cut_off
 from gateway.fleet import Fleet, Replica
 from gateway.snapshots import Snapshots, bounded
+from gateway.update_policy import ended_by
 from gateway.verdicts import Finding, Result
 from gateway.weight_update import WeightUpdate
 
@@ -75,9 +74,8 @@ class Rolling:
     async def _next(self, update: WeightUpdate, findings: Mapping[Replica, Finding]) -> list[Replica]:
         """Whose turn it is: those with the least to finish first, and never all that serve."""
         if not self._behind(update, findings):
-            with contextlib.suppress(TimeoutError):  # one that stays silent catches up when it speaks
-                async with asyncio.timeout(self._config.control_timeout_s):
-                    await self._fleet.settled()
+            # One that stays silent catches up when it speaks.
+            await self._fleet.settled_within(self._config.control_timeout_s)
         serving = sum(replica.can_serve for replica in self._fleet.policy)
         width = min(self._config.rolling_width, max(serving - 1, 1))
         return sorted(self._behind(update, findings), key=lambda replica: replica.load_tokens)[:width]
@@ -170,17 +168,12 @@ class Rolling:
 
     def _check_policy(self, findings: Mapping[Replica, Finding], waiting: int) -> None:
         """Raise where the update ends here; `waiting` are those that may pass yet."""
-        failed = {replica: one for replica, one in findings.items() if one.result is Result.FAILED}
-        passed = sum(one.may_serve for one in findings.values())
-        needed = 1
-        if self._config.policy == "quorum":
-            needed = max(1, math.ceil(self._config.quorum * (len(findings) + waiting)))
-        is_tolerated = not failed or (self._config.policy == "quorum" and passed >= _WITNESSES)
-        if is_tolerated and passed + waiting >= needed:
+        replica = ended_by(self._config, findings, waiting=waiting, witnesses=_WITNESSES)
+        if replica is None:
             return
-        replica, finding = next(iter((failed or findings).items()))
+        passed = sum(finding.may_serve for finding in findings.values())
         raise WeightUpdateFailed(
-            f"the rolling update ended at replica {replica.replica_id}: {finding.reason} (weights.policy: "
+            f"the rolling update ended at replica {replica.replica_id}: {findings[replica].reason} (weights.policy: "
             f"{self._config.policy}); {passed} replicas had taken the version and are taken back",
             replica_id=replica.replica_id,
         )

@@ -7,9 +7,11 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from engines.engine import Json
-from engines.errors import WeightUpdateConflict
+from engines.errors import DeadlineExceeded, EngineError, WeightUpdateConflict
 from engines.types import Dialect, ReplicaState
 from gateway.fleet import Replica
+from gateway.replica_calls import names
+from gateway.weight_update import num_bytes
 
 _INIT_ROUTE = "/init_weight_transfer_engine"
 
@@ -26,6 +28,29 @@ class TransferGroup:
     def broken_by(self) -> Replica | None:
         gone = (ReplicaState.DRAINING, ReplicaState.LOST)
         return next((replica for replica in self.members if replica.state in gone), None)
+
+
+async def transport_of(replica: Replica, timeout_s: float) -> str:
+    """What moves its tensors, in the word of the engine's weight transfer backend."""
+    try:
+        info = await replica.engine.ask("GET", "/server_info?config_format=json", None, timeout_s)
+        return str(info["vllm_config"]["weight_transfer_config"]["backend"])
+    except (EngineError, DeadlineExceeded, KeyError, TypeError):
+        return "unknown"  # a server that tells nothing of itself may still take weights
+
+
+def checkpoint_bytes(replica: Replica) -> int:
+    """0 where its checkpoint cannot be read."""
+    tensors = replica.info.tensors or ()
+    return num_bytes({"dtype_names": [one.dtype for one in tensors], "shapes": [one.shape for one in tensors]})
+
+
+def check_some_take_weights(members: Sequence[Replica], alive: Sequence[Replica]) -> None:
+    if not members and alive:
+        raise WeightUpdateConflict(
+            f"no replica of the policy takes weights: {names(alive)}; a vLLM server takes them when it is started "
+            "with --weight-transfer-config and VLLM_SERVER_DEV_MODE=1"
+        )
 
 
 def check_capable(members: Sequence[Replica]) -> None:

@@ -23,7 +23,7 @@ from engines.relay import GlooReceiver, NoModel, RelayServer
 from engines.server import free_port
 from engines.weight_store import Draft, WeightStore, check_bytes
 from gateway import relay
-from gateway.weights import WeightCoordinator
+from gateway import weights as coordinator
 from tests.rig import Json, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import tensors as sources
@@ -512,7 +512,7 @@ async def test_auto_is_the_relay_where_it_can_receive_for_more_than_one_replica(
     async def gloo(*_: object) -> str:
         return "gloo"
 
-    monkeypatch.setattr(WeightCoordinator, "_transport_of", gloo)
+    monkeypatch.setattr(coordinator, "transport_of", gloo)
     rig = await start(num_replicas, **{"relay": "auto"} | weights)
     assert await rig.get("/get_world_size") == (200, {"world_size": world_size})
     told = (await rig.get("/server_info?config_format=json"))[1]["vllm_config"]["weight_transfer_config"]

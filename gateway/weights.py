@@ -179,15 +179,16 @@ class WeightCoordinator:
         if self._config.relay != "auto":
             return "" if self._config.relay == "always" else "weights.relay is never"
         members = [replica for replica in policy(self._fleet) if replica.info.takes_weights]
-        vllm = next((replica for replica in members if replica.info.dialect is Dialect.VLLM), None)
-        if vllm is None:
-            return "no replica is a vLLM, whose trainers the relay understands"
-        is_mixed = any(replica.info.dialect is not Dialect.VLLM for replica in members)
+        if not members:
+            return "no replica takes weights"
+        is_mixed = len({replica.info.dialect for replica in members}) > 1
         if not is_mixed and max(len(members), self._fleet.expected_of_policy) == 1:
             return "there is one replica"
         if not all(replica.info.loads_snapshots for replica in members):
             return "not every replica can load weights from a folder"
-        if (backend := await transport_of(vllm, self._config.control_timeout_s)) != self._relay.backend:
+        # In a mixed fleet trainers send as vLLM receives.
+        asked = next((replica for replica in members if replica.info.dialect is Dialect.VLLM), members[0])
+        if (backend := await transport_of(asked, self._config.control_timeout_s)) != self._relay.backend:
             return f"engines receive over {backend}, the relay over {self._relay.backend} (weights.relay_device)"
         needed = "vllm" if self._config.relay_device else "torch"
         if importlib.util.find_spec(needed) is None:

@@ -5,6 +5,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -82,6 +83,20 @@ def streamed(real: RealFleet, body: Any) -> list[Any]:
     return [last | {"token_ids": token_ids}]
 
 
+@contextmanager
+def trainer(real: RealFleet, in_flight: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """TRL's client in a group with the engines, whose updates say what becomes of rollouts in flight."""
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
+    client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=60.0)
+    client.init_communicator("cpu")
+    body = {"in_flight": in_flight}
+    monkeypatch.setattr(
+        client, "_start_weight_update", lambda: client._post(f"{real.url}/start_weight_update", json=body)
+    )
+    yield client
+    client.close_communicator()
+
+
 @pytest.mark.parametrize(
     ("paused_by", "in_flight"), [("the trainer", "keep"), ("the update", "keep"), ("the update", "recompute")]
 )
@@ -90,23 +105,15 @@ def test_every_completion_that_an_update_falls_into_tells_the_exact_token(
 ) -> None:
     version = real.call("/status")[1]["weight_version"]
     before = [choice["token_ids"] for choice in asked(real)]
-    with ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
-        client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=60.0)
-        client.init_communicator("cpu")
+    with trainer(real, in_flight, monkeypatch) as client, ThreadPoolExecutor(1) as pool:
         flying = pool.submit(asked, real)
         time.sleep(0.5)
         if paused_by == "the trainer":
             assert real.call("/pause?mode=keep", {})[0] == 200
-        body = {"in_flight": in_flight}
-        monkeypatch.setattr(
-            client, "_start_weight_update", lambda: client._post(f"{real.url}/start_weight_update", json=body)
-        )
         client.update_model_params(other_weights(seed=version))
         if paused_by == "the trainer":
             assert real.call("/resume", {})[0] == 200
         after = flying.result()
-        client.close_communicator()
 
     assert len(after) == 5
     for old, choice in zip(before, after, strict=True):
@@ -129,23 +136,12 @@ def test_every_completion_that_an_update_falls_into_tells_the_exact_token(
     assert replica["canary"]["result"] == "no peer"
 
 
-def update(real: RealFleet, model: Any, in_flight: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
-    client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=60.0)
-    client.init_communicator("cpu")
-    body = {"in_flight": in_flight}
-    monkeypatch.setattr(
-        client, "_start_weight_update", lambda: client._post(f"{real.url}/start_weight_update", json=body)
-    )
-    client.update_model_params(model)
-    client.close_communicator()
-
-
 def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
     real: RealFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy, and with the same weights again: the seam must not be seen in what is told."""
-    update(real, trained(), "keep", monkeypatch)
+    with trainer(real, "keep", monkeypatch) as client:
+        client.update_model_params(trained())
     version = real.call("/status")[1]["weight_version"]
     greedy = {"temperature": 0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True, "max_tokens": LONG}
     body = {"model": str(COMMITTED), "prompt": [COMPLETION["prompt"], [2, 9, 5, 8, 3]], **greedy}
@@ -157,11 +153,11 @@ def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
         return reply["choices"]
 
     before = choices()
-    with ThreadPoolExecutor(3) as pool:
+    with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(3) as pool:
         whole, stream = pool.submit(choices), pool.submit(streamed, real, COMPLETION | greedy | {"seed": None})
         group = pool.submit(real.call, "/v1/completions", body | {"n": 2, "temperature": 1.0})
         time.sleep(0.5)
-        update(real, trained(), "abort", monkeypatch)
+        client.update_model_params(trained())
         after, (last,), (status, sampled) = whole.result(), stream.result(), group.result()
     assert status == 200, sampled
     for choice in (*after, last, *sampled["choices"]):
@@ -187,13 +183,13 @@ def test_what_cannot_go_on_from_its_tokens_is_made_again_by_the_new_weights(
     real: RealFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = real.call("/status")[1]["weight_version"]
-    with ThreadPoolExecutor(2) as pool:
+    with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(2) as pool:
         running = [
             pool.submit(real.call, "/v1/completions", COMPLETION),
             pool.submit(real.call, "/v1/chat/completions", CHAT),
         ]
         time.sleep(0.5)
-        update(real, other_weights(seed=version), "abort", monkeypatch)
+        client.update_model_params(other_weights(seed=version))
         replies = [future.result() for future in running]
     again = [real.call(path, body) for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT))]
     for (status, reply), (_, fresh) in zip(replies, again, strict=True):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from engines.gloo_transfer import WeightGroup, send
 from engines.process import Command
 from engines.relay import GlooReceiver, NoModel, RelayServer
 from engines.server import free_port
+from engines.types import Dialect
 from engines.weight_store import Draft, WeightStore, check_bytes
 from gateway import relay
 from gateway import weights as coordinator
@@ -517,6 +519,26 @@ async def test_auto_is_the_relay_where_it_can_receive_for_more_than_one_replica(
     assert await rig.get("/get_world_size") == (200, {"world_size": world_size})
     told = (await rig.get("/server_info?config_format=json"))[1]["vllm_config"]["weight_transfer_config"]
     assert told == {"backend": "gloo" if (num_replicas, world_size) == (2, 1) else "sim"}
+
+
+@pytest.mark.parametrize(("num_replicas", "world_size"), [(2, 1), (1, 1)])
+async def test_auto_is_the_relay_for_sglang_alone_too(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch, num_replicas: int, world_size: int
+) -> None:
+    async def gloo(*_: object) -> str:
+        return "gloo"
+
+    monkeypatch.setattr(coordinator, "transport_of", gloo)
+    rig = await start(num_replicas, relay="auto")
+    for replica in rig.fleet.replicas:
+        replica.info = replace(replica.info, dialect=Dialect.SGLANG)
+    assert await rig.get("/get_world_size") == (200, {"world_size": world_size})
+    port = free_port()
+    info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": False}
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
+    if num_replicas > 1:  # a sender that broadcasts tensor by tensor learns what to set
+        assert (status, reply["error"]["param"]) == (400, "init_info.packed")
+        assert "weights.relay to never" in reply["error"]["message"]
 
 
 async def test_auto_leaves_engines_that_receive_over_something_else_in_a_flat_group(start: StartRig) -> None:

@@ -6,7 +6,7 @@
 import argparse
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -15,9 +15,7 @@ import uvloop
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from engines.config import SimConfig
 from engines.errors import InvalidRequest, StoreFailed, UnknownModel, WeightUpdateConflict
@@ -35,46 +33,22 @@ from engines.sim_dialect import (
     TokenId,
     chat_text,
 )
+from engines.sim_metrics import SchedulerMetrics
 from engines.sim_model import CHECKPOINT_VERSION, SimModel, detokenize, tokenize
 from engines.sim_scheduler import GRAPH_SEQS, MAX_NUM_BATCHED_TOKENS, SimScheduler
+from engines.sim_weights import WeightSession
 from engines.sim_worker import SimWorker
 from engines.types import PauseMode
 from engines.vllm_engine import MIXED
 
 VERSION = "0.32.0+sim"
 
-_DTYPES = {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32", "int64"}
 _MAX_BODY_BYTES = 1 << 30
 _MAX_MODEL_LEN = 32768
 _SHUTDOWN_S = 0.1
 
 Body = TypeVar("Body", bound=BaseModel)
 ModelBody = TypeVar("ModelBody", "TokenizeBody", "DetokenizeBody", CompletionBody, ChatBody)
-
-
-class InitInfo(BaseModel):
-    """How the transfer group is opened: the keys of vLLM's own backend."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    rank_offset: int
-    world_size: int
-    master_address: str | None = None
-    master_port: int | None = None
-    nccl_unique_id_b64: str | None = None
-    packed: bool = False
-    packed_buffer_size_bytes: int | None = None
-    packed_num_buffers: int | None = None
-
-
-class UpdateInfo(BaseModel):
-    """The tensors of one chunk of an update."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
 
 
 class InitBody(BaseModel):
@@ -121,117 +95,6 @@ class LoadAdapterBody(BaseModel):
 
 class UnloadAdapterBody(BaseModel):
     lora_name: str
-
-
-class WeightSession:
-    """The order of weight calls, as vLLM's workers keep it. Tensors are announced and checked; no data moves."""
-
-    def __init__(self, tensors: dict[str, list[int]], world_size: int, worker: SimWorker) -> None:
-        self._tensors = tensors
-        self._worker = worker
-        self._world_size = world_size
-        self._group_open = False
-        self._active = False
-
-    def open_group(self, init_info: Json) -> None:
-        info = _info(InitInfo, init_info)
-        if not 1 <= info.rank_offset <= info.world_size - self._world_size:
-            raise WeightUpdateConflict(
-                f"ranks {info.rank_offset} to {info.rank_offset + self._world_size - 1} of this engine do not fit "
-                f"in a group of {info.world_size} beside the trainer"
-            )
-        self._group_open = True
-
-    def close_group(self) -> None:
-        if self._active:
-            raise WeightUpdateConflict("Cannot release a trainer connection during a weight update")
-        self._group_open = False
-
-    def start(self) -> None:
-        if self._active:
-            raise WeightUpdateConflict(
-                "start_weight_update called while a weight update is already active. Call finish_weight_update first."
-            )
-        self._active = True
-
-    def update(self, update_info: Json | list[Json]) -> None:
-        if not self._active:
-            raise WeightUpdateConflict("start_weight_update must be called before update_weights.")
-        try:
-            for info in update_info if isinstance(update_info, list) else [update_info]:
-                parsed = _info(UpdateInfo, info)
-                self._receive(parsed)
-                self._worker.see(parsed.names, parsed.shapes)
-        except WeightUpdateConflict:
-            self._active = False  # vLLM gives the update up on any error
-            raise
-
-    def finish(self) -> None:
-        if not self._active:
-            raise WeightUpdateConflict("finish_weight_update called without a matching start_weight_update.")
-        self._active = False
-
-    def break_off(self) -> None:
-        self._active = False
-
-    def _receive(self, info: UpdateInfo) -> None:
-        if not self._group_open:
-            raise WeightUpdateConflict("Weight transfer not initialized. Call init_transfer_engine() first.")
-        if not len(info.names) == len(info.dtype_names) == len(info.shapes):
-            raise WeightUpdateConflict("`names`, `dtype_names` and `shapes` should be of the same size")
-        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
-            if name not in self._tensors:
-                raise WeightUpdateConflict(f"There is no module or parameter named {name!r}")
-            if dtype not in _DTYPES:
-                raise WeightUpdateConflict(f"tensor {name!r} has unknown dtype {dtype!r}")
-            if shape != self._tensors[name]:
-                raise WeightUpdateConflict(
-                    f"tensor {name!r} has shape {shape}, but the model's is {self._tensors[name]}"
-                )
-
-
-class SchedulerMetrics(Collector):
-    """vLLM's metrics, read off the scheduler when they are asked for."""
-
-    def __init__(self, scheduler: SimScheduler, model_name: str, kv_tokens: int) -> None:
-        self._scheduler = scheduler
-        self._labels = {"engine": "0", "model_name": model_name}
-        self._kv_tokens = kv_tokens
-
-    def collect(self) -> Iterator[Metric]:
-        scheduler = self._scheduler
-        yield self._gauge("num_requests_running", "Requests in execution batches.", len(scheduler.running))
-        yield self._gauge("num_requests_waiting", "Requests waiting to be run.", len(scheduler.waiting))
-        yield self._gauge("kv_cache_usage_perc", "KV cache in use; 1 is all.", scheduler.kv_used / self._kv_tokens)
-        yield self._counter("prompt_tokens", "Prompt tokens read.", scheduler.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", scheduler.generated_tokens)
-        yield self._counter("prefix_cache_queries", "Tokens looked up.", scheduler.cache.queried_tokens)
-        yield self._counter("prefix_cache_hits", "Tokens found.", scheduler.cache.hit_tokens)
-        yield self._counter("num_preemptions", "Requests sent back to wait.", scheduler.preemptions)
-        yield self._cache_config()
-        finished = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended.", labels=[*self._labels, "finished_reason"]
-        )
-        for reason, count in scheduler.finished.items():
-            finished.add_metric([*self._labels.values(), reason], count)
-        yield finished
-
-    def _cache_config(self) -> Metric:
-        """As vLLM tells its KV cache: in the labels."""
-        labels = {"engine": "0", "block_size": "1", "num_gpu_blocks": str(self._kv_tokens)}
-        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=list(labels))
-        family.add_metric(list(labels.values()), 1)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
 
 
 class SimServer:
@@ -541,14 +404,6 @@ def _next_version(version: str) -> str:
 
 async def _body(request: web.Request, kind: type[Body]) -> Body:
     return kind.model_validate(orjson.loads(await request.read()))
-
-
-def _info(kind: type[Body], info: Json) -> Body:
-    try:
-        return kind.model_validate(info)
-    except ValidationError as error:
-        # vLLM finds this in its workers, too late for a 400.
-        raise WeightUpdateConflict(f"Invalid {kind.__name__}: {error}") from error
 
 
 @web.middleware

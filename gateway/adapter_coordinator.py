@@ -24,7 +24,8 @@ from engines.errors import (
 from engines.types import EngineKind, ReplicaState
 from gateway.adapters import Adapter
 from gateway.config import WeightsConfig
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
+from gateway.replica import Replica
 
 log = structlog.get_logger()
 

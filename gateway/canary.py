@@ -18,7 +18,7 @@ from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, EngineRefused, EngineUnreachable, InvalidRequest
 from engines.types import ReplicaInfo
 from gateway.config import CanaryConfig
-from gateway.fleet import Replica
+from gateway.replica import Replica
 from gateway.verdicts import Finding, Reading, Result, Scale, distance, judge
 
 log = structlog.get_logger()

@@ -15,7 +15,8 @@ from engines.errors import DeadlineExceeded, EngineError, StoreFailed, WeightUpd
 from engines.types import EngineKind, ReplicaState
 from gateway.canary import Canary
 from gateway.config import WeightsConfig
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
+from gateway.replica import Replica
 from gateway.snapshots import Snapshots, bounded
 
 log = structlog.get_logger()

@@ -7,7 +7,7 @@ import asyncio
 import time
 
 from engines.types import PauseMode
-from gateway.fleet import Replica
+from gateway.replica import Replica
 
 _AGAIN_S = 0.2
 _GRACE_S = 5.0

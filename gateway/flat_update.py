@@ -11,9 +11,10 @@ from engines.types import Dialect, InFlight
 from gateway.canary import Canary
 from gateway.catch_up import CatchUp
 from gateway.config import WeightsConfig
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
 from gateway.generation import Generation, policy
 from gateway.receipts import check_receipts
+from gateway.replica import Replica
 from gateway.replica_calls import on_all, try_on_all
 from gateway.snapshots import Snapshots
 from gateway.transfer_group import (

@@ -8,7 +8,8 @@ from engines.errors import WeightUpdateConflict
 from engines.types import InFlight, PauseMode
 from gateway.config import WeightsConfig
 from gateway.cut_off import cut_off
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
+from gateway.replica import Replica
 from gateway.replica_calls import names, on_all, on_living, try_on_all
 from gateway.scheduler import Scheduler
 from gateway.weight_update import WeightUpdate

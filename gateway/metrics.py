@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engines.types import ReplicaState
-from gateway.fleet import Replica
+from gateway.replica import Replica
 
 _NAMESPACE = "rollout_gateway"
 _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)

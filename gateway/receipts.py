@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from engines.errors import WeightUpdateFailed
-from gateway.fleet import Replica
+from gateway.replica import Replica
 
 Digests = Mapping[str, str]
 """A digest by tensor name, as `Engine.close_receipt` tells them; empty from an engine that cannot."""

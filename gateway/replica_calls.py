@@ -9,7 +9,7 @@ import structlog
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineError, WeightUpdateFailed
 from engines.types import ReplicaState
-from gateway.fleet import Replica
+from gateway.replica import Replica
 
 log = structlog.get_logger()
 

@@ -16,7 +16,8 @@ from engines.types import InFlight, PauseMode, ReplicaState
 from gateway.canary import Canary
 from gateway.config import WeightsConfig
 from gateway.cut_off import cut_off
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
+from gateway.replica import Replica
 from gateway.snapshots import Snapshots, bounded
 from gateway.update_policy import ended_by
 from gateway.verdicts import Finding, Result

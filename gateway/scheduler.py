@@ -14,8 +14,9 @@ import structlog
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, EngineRefused
 from gateway.config import GatewayConfig
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
 from gateway.metrics import Metrics
+from gateway.replica import Replica
 from gateway.routing import Rollout, choose, fresh_enough
 from gateway.sessions import Sessions
 

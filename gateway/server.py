@@ -1,7 +1,6 @@
 """The rollout URL: routes of vLLM's dialect, each decoded here, answered by one object, encoded here."""
 
 import asyncio
-import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
@@ -20,17 +19,17 @@ from engines.errors import (
     RolloutGatewayError,
     WeightUpdateFailed,
 )
-from engines.types import EngineKind, InFlight, PauseMode
+from engines.types import EngineKind
 from gateway.access import Access
 from gateway.adapter_coordinator import AdapterCoordinator
 from gateway.adapters import Adapter
 from gateway.api import body_of, error_body, status_of
 from gateway.config import Config
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
 from gateway.guards import Guards, Handler
 from gateway.metrics import Metrics
+from gateway.replica import Replica
 from gateway.scheduler import Scheduler
-from gateway.served_weights import served_weights
 from gateway.sessions import session_of
 from gateway.sglang_control import SglangControl
 from gateway.snapshot_files import SnapshotFiles
@@ -38,6 +37,7 @@ from gateway.snapshots import Snapshots
 from gateway.status import status_report
 from gateway.trace import Arrival, Trace
 from gateway.trl_legacy import TrlLegacy
+from gateway.weight_routes import WeightRoutes
 from gateway.weights import WeightCoordinator
 from gateway.wire.chat import Chat
 from gateway.wire.completions import Completions, Usage
@@ -66,6 +66,7 @@ class GatewayServer:
         self._snapshots = Snapshots(config.weights, config.name, _checkpoint(config))
         fleet.remembered = self._snapshots.held_by
         self._weights = WeightCoordinator(config.weights, fleet, self._scheduler, metrics, self._snapshots)
+        self._weight_routes = WeightRoutes(config.weights, fleet, self._weights, self._snapshots)
         self._snapshot_files = SnapshotFiles(fleet, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)
         self._completions = Completions(config.gateway, fleet, self._scheduler)
@@ -102,27 +103,12 @@ class GatewayServer:
         get("/health_generate", self._for_inference(self._health_generate))
         get("/model_info", self._for_inference(self._model_info))
         get("/get_model_info", self._for_inference(self._model_info))
-        get("/get_world_size", self._for_admin(self._world_size))
-        post("/init_weight_transfer_engine", self._for_admin(self._init_weights))
-        post("/start_weight_update", self._for_admin(self._start_weights))
-        post("/update_weights", self._for_admin(self._update_weights))
-        post("/finish_weight_update", self._for_admin(self._finish_weights))
-        get("/weight_info", self._for_inference(self._weight_info))
-        get("/v1/weight_updates", self._for_inference(self._weight_updates))
-        post("/v1/weight_updates", self._for_admin(self._load_weights))
-        app.router.add_delete("/v1/weight_updates", self._for_admin(self._abandon_weights))
-        get("/v1/weights", self._for_inference(self._served_weights))
-        get("/v1/weight_store", self._for_admin(self._weight_store))
         for path, handler in self._snapshot_files.routes.items():
             get(path, self._for_store(handler))
-        get("/v1/weight_canary", self._for_inference(self._weight_canary))
         post("/v1/load_lora_adapter", self._for_admin(self._load_adapter))
         post("/v1/unload_lora_adapter", self._for_admin(self._unload_adapter))
-        post("/reset_prefix_cache", self._for_admin(self._reset_prefix_cache))
-        post("/pause", self._for_admin(self._pause))
-        post("/resume", self._for_admin(self._resume))
-        get("/is_paused", self._for_admin(self._is_paused))
         guards = Guards(self._for_inference, self._for_admin)
+        self._weight_routes.add_routes(app.router, guards)
         self._sglang_control.add_routes(app.router, guards)
         if self._config.gateway.trl_legacy:
             legacy = TrlLegacy(self._fleet, self._weights, self._completions, self._chat)
@@ -280,80 +266,7 @@ class GatewayServer:
         described = {"model_path": path, "tokenizer_path": path, "is_generation": True}
         return described | {"preferred_sampling_params": None, "weight_version": str(self._fleet.version)}
 
-    async def _weight_info(self, request: web.Request) -> web.Response:
-        return reply({"weight_version": str(self._fleet.version)})
-
-    async def _served_weights(self, request: web.Request) -> web.Response:
-        return reply(served_weights(self._fleet, self._weights.updates))
-
-    async def _weight_updates(self, request: web.Request) -> web.Response:
-        """Records of the last updates, newest first; one that runs stands before them."""
-        running = [self._weights.update.report()] if self._weights.update else []
-        return reply({"weight_updates": running + self._weights.updates.reports()})
-
-    async def _weight_canary(self, request: web.Request) -> web.Response:
-        """The tokens whose log-probs a trainer may send with /finish_weight_update."""
-        return reply({"token_ids": self._weights.canary_token_ids()})
-
     # Routes for admin keys
-
-    async def _world_size(self, request: web.Request) -> web.Response:
-        return reply({"world_size": await self._weights.world_size()})
-
-    async def _init_weights(self, request: web.Request) -> web.Response:
-        await self._weights.init(_section(await read_object(request), "init_info"))
-        return reply({"message": "Weight transfer initialized"})
-
-    async def _start_weights(self, request: web.Request) -> web.Response:
-        await self._weights.start(_in_flight(await read_object(request, required=False)))
-        return reply({"message": "Weight update started"})
-
-    async def _update_weights(self, request: web.Request) -> web.Response:
-        await self._weights.receive(_section(await read_object(request), "update_info"))
-        return reply({"message": "Weights updated"})
-
-    async def _finish_weights(self, request: web.Request) -> web.Response:
-        body = await read_object(request, required=False)
-        version = await self._weights.finish(_canary_logprobs(body))
-        return reply({"message": "Weight update finished", "weight_version": version})
-
-    async def _load_weights(self, request: web.Request) -> web.Response:
-        """A version that a trainer has written into the store: `trainer_client.WeightSender` does it."""
-        body = await read_object(request)
-        if body.get("transport") != "store":
-            raise InvalidRequest(
-                f"transport = {body.get('transport')!r} is not 'store', which is what this route takes; over a group "
-                "weights come with /init_weight_transfer_engine and the calls after it",
-                param="transport",
-            )
-        snapshot, version = body.get("snapshot"), body.get("version")
-        if not isinstance(snapshot, str):
-            raise InvalidRequest("snapshot must be the name of a draft's folder", param="snapshot")
-        if version is not None and (type(version) is not int or version < 1):
-            raise InvalidRequest(
-                f"version = {version!r} is no version: an integer from 1, or left out", param="version"
-            )
-        rolling = body.get("rolling")
-        if rolling is not None and type(rolling) is not bool:
-            raise InvalidRequest(
-                f"rolling = {rolling!r} is neither true nor false; left out, it is as weights.rolling says",
-                param="rolling",
-            )
-        served = await self._weights.load(
-            snapshot, version, _canary_logprobs(body), rolling=rolling, in_flight=_in_flight(body)
-        )
-        return reply({"weight_version": served})
-
-    async def _abandon_weights(self, request: web.Request) -> web.Response:
-        """A trainer that failed in the middle of its update says so, and nobody has to wait until it is missed."""
-        reason = (await read_object(request, required=False)).get("reason")
-        await self._weights.abandon(f"the trainer gave it up: {reason}" if reason else "the trainer gave it up")
-        return reply({"weight_version": self._fleet.version})
-
-    async def _weight_store(self, request: web.Request) -> web.Response:
-        """Where a trainer writes drafts, for which model, and how they get to how many replicas."""
-        place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first}
-        return reply(place | {"rolling": self._config.weights.rolling, "replicas": len(self._fleet.policy)})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
         body = await read_object(request)
@@ -370,26 +283,6 @@ class GatewayServer:
         name = _text(await read_object(request), "lora_name")
         await self._adapters.unload(name)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
-
-    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
-        return reply({"success": await self._weights.generation.reset_prefix_cache()})
-
-    async def _pause(self, request: web.Request) -> web.Response:
-        mode = request.query.get("mode", PauseMode.ABORT)
-        if mode not in list(PauseMode):
-            raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(PauseMode)}", param="mode")
-        # vLLM clears the KV cache of paused requests unless told not to, which costs their prefill again. Nothing
-        # here depends on it: prefixes are salted by weight version.
-        clear_cache = request.query.get("clear_cache", "false").lower() == "true"
-        await self._weights.generation.pause(PauseMode(mode), clear_cache=clear_cache)
-        return reply({"status": "paused"})
-
-    async def _resume(self, request: web.Request) -> web.Response:
-        await self._weights.generation.resume()
-        return reply({"status": "resumed"})
-
-    async def _is_paused(self, request: web.Request) -> web.Response:
-        return reply({"is_paused": self._weights.generation.is_paused})
 
     # What every route passes
 
@@ -521,13 +414,6 @@ def _error_reply(error: RolloutGatewayError) -> web.Response:
     return reply(body_of(error), status)
 
 
-def _section(body: Json, key: str) -> Json:
-    section = body.get(key)
-    if not isinstance(section, dict):
-        raise InvalidRequest(f"the body needs {key!r}, a JSON object", param=key)
-    return section
-
-
 def _checkpoint(config: Config) -> str:
     """The checkpoint of the policy; "" where only somebody else's server knows it."""
     ours = (group for group in config.groups.values() if not group.frozen and group.kind is not EngineKind.EXTERNAL)
@@ -539,28 +425,6 @@ def _text(body: Json, key: str) -> str:
     if not isinstance(text, str) or not text:
         raise InvalidRequest(f"the body needs {key!r}, a text that is not empty; it is {text!r}", param=key)
     return text
-
-
-def _in_flight(body: Json) -> InFlight | None:
-    """What becomes of rollouts in flight, where the trainer says so."""
-    given = body.get("in_flight")
-    if given is not None and given not in list(InFlight):
-        raise InvalidRequest(f"in_flight = {given!r} is none of {', '.join(InFlight)}", param="in_flight")
-    return None if given is None else InFlight(given)
-
-
-def _canary_logprobs(body: Json) -> list[float] | None:
-    """The trainer's own log-probs of the canary, where it sends them."""
-    given = body.get("canary_logprobs")
-    if given is None:
-        return None
-    if not isinstance(given, list) or not all(type(value) in (int, float) and math.isfinite(value) for value in given):
-        raise InvalidRequest(
-            "canary_logprobs must be a list of numbers: the log-prob of each token of GET /v1/weight_canary but the "
-            "first, or left out",
-            param="canary_logprobs",
-        )
-    return [float(value) for value in given]
 
 
 def _request_id(request: web.Request) -> str:

@@ -19,7 +19,7 @@ from engines.engine import Json
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.weight_store import Manifest, WeightStore, check_bytes, complete, is_whole
 from gateway.config import WeightsConfig
-from gateway.fleet import Replica
+from gateway.replica import Replica
 
 log = structlog.get_logger()
 

@@ -2,7 +2,8 @@
 
 from engines.engine import Json
 from gateway.adapters import Adapter
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
+from gateway.replica import Replica
 from gateway.scheduler import Scheduler
 from gateway.snapshots import Snapshots
 from gateway.weights import WeightCoordinator

@@ -10,8 +10,9 @@ from engines.types import InFlight
 from gateway.canary import Canary
 from gateway.catch_up import CatchUp
 from gateway.config import WeightsConfig
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
 from gateway.generation import Generation, policy
+from gateway.replica import Replica
 from gateway.replica_calls import names, on_living
 from gateway.rolling import Rolling
 from gateway.snapshots import Snapshots

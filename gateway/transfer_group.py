@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, WeightUpdateConflict
 from engines.types import Dialect, ReplicaState
-from gateway.fleet import Replica
+from gateway.replica import Replica
 from gateway.replica_calls import names
 from gateway.weight_update import num_bytes
 

@@ -15,8 +15,9 @@ from engines.types import InFlight, ReplicaState
 from gateway.canary import Canary
 from gateway.catch_up import CatchUp
 from gateway.config import WeightsConfig
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
 from gateway.generation import Generation, policy
+from gateway.replica import Replica
 from gateway.snapshots import Snapshots
 from gateway.update_log import UpdateLog
 from gateway.update_policy import ended_by

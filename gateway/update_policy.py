@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from gateway.config import WeightsConfig
-from gateway.fleet import Replica
+from gateway.replica import Replica
 from gateway.verdicts import Finding, Result
 
 

@@ -5,8 +5,9 @@ from collections.abc import AsyncGenerator
 from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.config import GatewayConfig
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
 from gateway.flight import Flight
+from gateway.replica import Replica
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
 from gateway.wire.completions import (

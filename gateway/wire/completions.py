@@ -14,8 +14,9 @@ from engines.errors import EngineRefused, InvalidRequest
 from engines.vllm_engine import version_number
 from gateway.adapters import Adapter
 from gateway.config import GatewayConfig
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
 from gateway.flight import Flight
+from gateway.replica import Replica
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler, using
 from gateway.wire.assembly import assemble, is_read_streamed

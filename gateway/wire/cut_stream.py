@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engines.engine import Json
-from gateway.fleet import Replica
+from gateway.replica import Replica
 from gateway.wire.resumption import joined_spans, may_resume, was_cut_off
 from gateway.wire.spans import StreamSpans
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from engines.engine import Json
 from engines.errors import EngineFailed
-from gateway.fleet import Replica
+from gateway.replica import Replica
 
 CUT_OFF = "cut off"
 """The finish_reason of a choice that is to go on. No client sees it."""

@@ -11,8 +11,9 @@ from typing import Any
 from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownRoute
 from gateway.config import GatewayConfig
-from gateway.fleet import Fleet, Replica
+from gateway.fleet import Fleet
 from gateway.flight import Flight
+from gateway.replica import Replica
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
 from gateway.wire import completions

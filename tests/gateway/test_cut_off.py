@@ -8,7 +8,7 @@ from engines.errors import EngineUnreachable
 from engines.types import PauseMode
 from gateway import cut_off as module
 from gateway.cut_off import cut_off
-from gateway.fleet import Replica
+from gateway.replica import Replica
 from gateway.routing import Rollout
 from tests.rig import StartRig
 

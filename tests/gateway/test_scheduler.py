@@ -2,8 +2,8 @@
 
 import asyncio
 
-from gateway.fleet import Replica
 from gateway.metrics import Metrics
+from gateway.replica import Replica
 from gateway.routing import Rollout
 from gateway.scheduler import Scheduler
 from tests.rig import StartRig

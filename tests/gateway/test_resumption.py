@@ -289,6 +289,17 @@ async def test_a_completion_may_be_cut_off_more_than_once(start_rig: StartRig) -
     assert told["token_ids"] == model.complete([5, 6], versions=versions, max_tokens=LONG, ignore_eos=True)
 
 
+async def test_the_tokens_of_what_goes_on_outlive_the_replica_that_goes_on_with_them(start_rig: StartRig) -> None:
+    rig = await started(start_rig)
+    running = asyncio.create_task(posted(rig, COMPLETIONS, BODY | {"return_token_ids": True}))
+    await asyncio.sleep(0.2)
+    await rig.update()
+    (busy,) = (replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
+    await next(replica for replica in rig.replicas if replica.info.replica_id == busy).kill()
+    (told,) = (await asyncio.wait_for(running, 20))["choices"]
+    assert told["token_ids"] == expected(rig, seam(told), [5, 6])
+
+
 async def test_a_seeded_completion_is_made_again_by_the_new_weights(start_rig: StartRig) -> None:
     rig = await started(start_rig)
     body = BODY | {"temperature": 1.0, "seed": 4, "n": 2, "return_token_ids": True}

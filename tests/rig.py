@@ -221,6 +221,13 @@ class Rig:
             while await self.states() != states:
                 await asyncio.sleep(0.02)
 
+    async def begun(self, samples: int = 1) -> None:
+        """Returns when replicas have so many samples in flight, and time to make some of their tokens."""
+        async with asyncio.timeout(20):
+            while sum(replica.load_samples for replica in self.fleet.replicas) < samples:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+
     async def _discover(self) -> list[ReplicaInfo]:
         return [replica.info for replica in self.replicas] + self.external
 

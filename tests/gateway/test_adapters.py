@@ -372,7 +372,7 @@ async def _reason(rig: Rig, replica_id: str) -> str:
 
 
 async def test_an_adapter_stays_until_what_an_update_cut_off_has_ended(start: StartAdapters, tmp_path: Path) -> None:
-    rig = await start(sim={"decode_step_s": 0.01, "mean_tokens": 10_000}, weights={"in_flight": "abort"})
+    rig = await start(sim={"decode_step_s": 0.02, "mean_tokens": 10_000}, weights={"in_flight": "abort"})
     await rig.open_group()
     await rig.load("v1", write_adapter(tmp_path / "v1"))
     running = asyncio.create_task(rig.complete(PROMPT, model="v1", max_tokens=60, ignore_eos=True))

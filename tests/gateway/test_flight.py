@@ -78,10 +78,10 @@ async def asked(rig: Rig, path: str, *, stream: bool = False) -> Json:
 async def test_every_dialect_says_whether_an_update_left_older_kv_under_a_completion(
     start_rig: StartRig, in_flight: str, kv_versions: list[int], stream: bool
 ) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.01}, weights={"in_flight": in_flight})
+    rig = await start_rig(sim={"decode_step_s": 0.02}, weights={"in_flight": in_flight})
     await rig.open_group()
     running = [asyncio.create_task(asked(rig, path, stream=stream)) for path in BODIES]
-    await asyncio.sleep(0.2)
+    await rig.begun(len(BODIES))
     await rig.update()
     assert not any(task.done() for task in running)
     assert [told(await task) for task in running] == [kv_versions] * len(BODIES)
@@ -94,7 +94,7 @@ async def test_a_rollout_frozen_between_its_prompt_and_its_first_token_has_kv_of
     rig = await start_rig(1, sim={"decode_step_s": 0.5})
     await rig.open_group()
     running = asyncio.create_task(rig.complete([5], max_tokens=2, ignore_eos=True))
-    await asyncio.sleep(0.2)
+    await rig.begun()
     await rig.update()
     choice = (await running)["choices"][0]
     assert choice["weight_versions"] == [{"version": 1, "start": 0, "end": 2}]
@@ -105,10 +105,10 @@ async def test_a_rollout_frozen_between_its_prompt_and_its_first_token_has_kv_of
 async def test_what_a_trainers_own_pause_keeps_counts_as_what_an_update_keeps(
     start_rig: StartRig, clear_cache: str, kv_versions: list[int]
 ) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.01}, weights={"in_flight": "drain"})
+    rig = await start_rig(sim={"decode_step_s": 0.02}, weights={"in_flight": "drain"})
     await rig.open_group()
     running = asyncio.create_task(asked(rig, "/v1/completions"))
-    await asyncio.sleep(0.2)
+    await rig.begun()
     await rig.post(f"/pause?mode=keep&clear_cache={clear_cache}")
     await rig.update()
     await rig.post("/resume")

@@ -134,7 +134,7 @@ async def as_bytes(token_ids: list[int]) -> str:
 
 
 async def started(start_rig: StartRig, replicas: int = 2, **weights: Any) -> Rig:
-    rig = await start_rig(replicas, sim={"decode_step_s": 0.01}, weights={"in_flight": "abort"} | weights)
+    rig = await start_rig(replicas, sim={"decode_step_s": 0.02}, weights={"in_flight": "abort"} | weights)
     await rig.open_group()
     return rig
 
@@ -178,7 +178,7 @@ def scored(rig: Rig, boundary: int, prompt: list[int], token_ids: list[int]) -> 
 async def test_a_completion_goes_on_from_its_tokens_on_the_new_weights(start_rig: StartRig) -> None:
     rig = await started(start_rig)
     running = asyncio.create_task(posted(rig, COMPLETIONS, BODY | {"logprobs": 1, "return_token_ids": True}))
-    await asyncio.sleep(0.2)
+    await rig.begun()
     await rig.update()
     reply = await running
     (told,) = reply["choices"]
@@ -199,7 +199,7 @@ async def test_a_completion_goes_on_from_its_tokens_on_the_new_weights(start_rig
 async def test_ids_that_nobody_asked_for_are_not_told(start_rig: StartRig) -> None:
     rig = await started(start_rig)
     running = asyncio.create_task(posted(rig, COMPLETIONS, BODY))
-    await asyncio.sleep(0.2)
+    await rig.begun()
     await rig.update()
     (told,) = (await running)["choices"]
     assert (told["token_ids"], told["prompt_token_ids"]) == (None, None)
@@ -210,7 +210,7 @@ async def test_samples_of_a_group_go_on_each_from_its_own_tokens(start_rig: Star
     rig = await started(start_rig)
     body = BODY | {"prompt": [[5], [6]], "n": 3, "temperature": 1.0, "return_token_ids": True, "logprobs": 0}
     running = asyncio.create_task(posted(rig, COMPLETIONS, body))
-    await asyncio.sleep(0.2)
+    await rig.begun(6)
     await rig.update()
     reply = await running
     assert [told["index"] for told in reply["choices"]] == list(range(6))
@@ -229,7 +229,7 @@ async def test_a_stream_goes_on_where_it_was(start_rig: StartRig, n: int, wants_
     sampling = {"temperature": 1.0 if n > 1 else 0, "n": n, "stream_options": {"include_usage": True}}
     asked = BODY | sampling | {"return_token_ids": wants_ids}
     running = asyncio.create_task(streamed(rig, COMPLETIONS, asked))
-    await asyncio.sleep(0.2)
+    await rig.begun(n)
     await rig.update()
     *chunks, last = await running
     assert last["choices"] == []
@@ -257,7 +257,7 @@ async def test_sglangs_dialect_has_it_too(start_rig: StartRig) -> None:
         return (await streamed(rig, "/generate", body))[-1]
 
     running = [asyncio.create_task(posted(rig, "/generate", body)), asyncio.create_task(stream())]
-    await asyncio.sleep(0.2)
+    await rig.begun(2)
     await rig.update()
     for told in await asyncio.gather(*running):
         meta = told["meta_info"]
@@ -271,7 +271,7 @@ async def test_a_completion_may_be_cut_off_more_than_once(start_rig: StartRig) -
     running = asyncio.create_task(posted(rig, COMPLETIONS, BODY | {"return_token_ids": True, "min_tokens": 70}))
     stream = asyncio.create_task(streamed(rig, COMPLETIONS, BODY))
     for _ in range(2):
-        await asyncio.sleep(0.2)
+        await rig.begun(2)
         await rig.update()
     (told,) = (await running)["choices"]
     last = (await stream)[-1]["choices"][0]
@@ -292,7 +292,7 @@ async def test_a_completion_may_be_cut_off_more_than_once(start_rig: StartRig) -
 async def test_the_tokens_of_what_goes_on_outlive_the_replica_that_goes_on_with_them(start_rig: StartRig) -> None:
     rig = await started(start_rig)
     running = asyncio.create_task(posted(rig, COMPLETIONS, BODY | {"return_token_ids": True}))
-    await asyncio.sleep(0.2)
+    await rig.begun()
     await rig.update()
     (busy,) = (replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
     await next(replica for replica in rig.replicas if replica.info.replica_id == busy).kill()
@@ -304,7 +304,7 @@ async def test_a_seeded_completion_is_made_again_by_the_new_weights(start_rig: S
     rig = await started(start_rig)
     body = BODY | {"temperature": 1.0, "seed": 4, "n": 2, "return_token_ids": True}
     running = [asyncio.create_task(posted(rig, COMPLETIONS, one)) for one in (body, body | {"n": 1})]
-    await asyncio.sleep(0.2)
+    await rig.begun(3)
     await rig.update()
     for reply, one in zip(await asyncio.gather(*running), (body, body | {"n": 1}), strict=True):
         assert [told["weight_versions"] for told in reply["choices"]] == [[span(1, 0, LONG)]] * one["n"]
@@ -320,7 +320,7 @@ async def test_chats_and_token_ids_are_made_again(start_rig: StartRig) -> None:
         "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": sampling},
     }
     running = [asyncio.create_task(posted(rig, path, body)) for path, body in bodies.items()]
-    await asyncio.sleep(0.2)
+    await rig.begun(2)
     await rig.update()
     for reply in await asyncio.gather(*running):
         (told,) = reply["choices"]
@@ -334,7 +334,7 @@ async def test_a_stream_that_cannot_go_on_ends_with_what_it_has_told(start_rig: 
         asyncio.create_task(streamed(rig, CHAT, chat)),
         asyncio.create_task(streamed(rig, COMPLETIONS, BODY | {"stop": ["never"]})),
     ]
-    await asyncio.sleep(0.2)
+    await rig.begun(2)
     await rig.update()
     for chunks in await asyncio.gather(*running):
         (told,) = chunks[-1]["choices"]
@@ -353,7 +353,7 @@ async def test_a_stream_that_has_told_nothing_begins_again(start_rig: StartRig) 
         asyncio.create_task(streamed(rig, COMPLETIONS, short)),
         asyncio.create_task(streamed(rig, COMPLETIONS, short | {"n": 2, "temperature": 1.0})),
     ]
-    await asyncio.sleep(0.2)
+    await rig.begun(5)
     await rig.update()
     for chunks in await asyncio.gather(*running):
         ends = [one for chunk in chunks for one in chunk["choices"] if one["finish_reason"]]
@@ -366,7 +366,7 @@ async def test_a_stream_that_has_told_nothing_begins_again(start_rig: StartRig) 
 async def test_what_an_update_has_cut_off_goes_on_with_the_old_weights_where_it_fails(start_rig: StartRig) -> None:
     rig = await started(start_rig)
     running = asyncio.create_task(posted(rig, COMPLETIONS, BODY | {"return_token_ids": True}))
-    await asyncio.sleep(0.2)
+    await rig.begun()
     await rig.post("/start_weight_update", {})
     await rig.post("/update_weights", {"update_info": rig.tensors})
     await rig.open_group()  # a new session of the trainer
@@ -378,7 +378,7 @@ async def test_what_an_update_has_cut_off_goes_on_with_the_old_weights_where_it_
 async def test_a_trainers_own_abort_is_delivered_as_it_is(start_rig: StartRig) -> None:
     rig = await started(start_rig)
     running = asyncio.create_task(posted(rig, COMPLETIONS, BODY | {"return_token_ids": True}))
-    await asyncio.sleep(0.2)
+    await rig.begun()
     await rig.post("/pause?mode=abort")
     (told,) = (await asyncio.wait_for(running, 10))["choices"]
     assert told["finish_reason"] == "abort"

@@ -152,7 +152,9 @@ async def test_a_short_run(replicas: list[SimReplica], gateway_url: str, tmp_pat
     rows = {row["side"]: row for row in told["summary"] if row["load"] == "4"}
     assert set(rows["gateway"]["ratios"]) == {"direct", "streamed", "one-server", "vllm-router"}
     assert set(rows["vllm-router"]["ratios"]) == {"direct", "streamed"}
-    assert rows["vllm-router"]["middle_cpu_s_per_million_tokens"] > 0
+    # A short run may take less than the hundredth of a second that the kernel counts in.
+    assert rows["vllm-router"]["middle_cpu_s_per_million_tokens"] >= 0
+    assert "middle_cpu_s_per_million_tokens" not in rows["direct"]
     assert "gateway-streamed" in printed
 
 

@@ -1,21 +1,29 @@
 """What the doctor says of real vLLM: that a step's token budget bounds no sequences, and what a running one tells."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from examples.tiny_model.train import COMMITTED
+from gateway.doctor.finding import Severity
 from gateway.doctor.live import look
 from gateway.doctor.rules import examine
 from gateway.doctor.subject import subject_of
 from tests.real_vllm import RealFleet, app, engine_config
+from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
 
 BUDGET, SEQUENCES = 64, 16
 PROMPT, RESPONSE = 40, 300
+UPDATE_TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +67,35 @@ def test_a_running_engine_tells_its_settings_and_what_it_did(real: RealFleet) ->
     assert found["live-kv-capacity"].value > 0
     assert found["max-num-batched-tokens"].place == f"{real.url}/server_info"
     assert {"live-preemptions", "live-waiting", "live-replicas"} <= set(found)
+
+
+def test_an_update_under_load_tells_what_it_cost_and_cut_completions_are_told(real: RealFleet) -> None:
+    """Completions that may not end by themselves all reach their length."""
+    body = {"model": str(COMMITTED), "prompt": [[3, 4, 5, 6]] * 4, "max_tokens": 24, "ignore_eos": True}
+    is_over = threading.Event()
+
+    def ask() -> int:
+        answered = 0
+        while not is_over.is_set():
+            status, reply = real.call("/v1/completions", body)
+            assert status == 200, reply
+            answered += len(reply["choices"])
+        return answered
+
+    with ThreadPoolExecutor(4) as callers, BlockingRolloutClient(real.url) as client:
+        callers_done = [callers.submit(ask) for _ in range(4)]
+        try:
+            client.wait_ready(UPDATE_TIMEOUT_S)
+            with WeightSender(client, transport="store", timeout_s=UPDATE_TIMEOUT_S) as sender:
+                assert sender.push(AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32), 1) == 1
+        finally:
+            is_over.set()
+    assert sum(done.result() for done in callers_done) > 0
+
+    live = look(real.url)
+    found = {one.rule: one for one in examine(subject_of(live=live))}
+    steps = live.status["last_weight_update"]["seconds"]
+    assert found["live-update-cost"].value == {name: round(seconds, 3) for name, seconds in steps.items()}
+    assert f"took {sum(steps.values()):.2f} s" in found["live-update-cost"].message
+    assert found["live-clipped"].severity is Severity.HURTS
+    assert found["live-clipped"].value > 0.9

@@ -1,6 +1,7 @@
 """Hurts a fleet in every way that is known and counts what its clients lost: `make chaos`.
 
-    python -m loadtests.chaos [--replicas 3] [--fault "replica killed after the commit"] [--json out.json]
+    python -m loadtests.chaos [--replicas 3] [--fault "replica killed after the commit"] [--in-flight abort]
+                              [--json out.json]
 
 The application runs as in production, on Ray Serve with engines, gateway and clients in processes of their own; engines
 are simulated, so that every token can be checked (`witness.py`). Each fault of `faults.py` meets a whole fleet under
@@ -28,6 +29,7 @@ import orjson
 
 from engines.config import SimConfig
 from engines.server import free_port
+from engines.types import InFlight
 from gateway.config import Config
 from loadtests.faults import DISK_FULL, FAULTS, CallFailed, Hung, Trainer, World, until
 from loadtests.witness import Tally, Witness
@@ -65,7 +67,7 @@ def small_disk() -> Iterator[Path | None]:
             subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def chaos_config(replicas: int, store: Path | None) -> Config:
+def chaos_config(replicas: int, store: Path | None, in_flight: InFlight = InFlight.KEEP) -> Config:
     """Watched closely, so that a run takes minutes. The port is fixed: a restarted gateway takes the same."""
     return Config.model_validate(
         {
@@ -77,7 +79,7 @@ def chaos_config(replicas: int, store: Path | None) -> Config:
             "gateway": {"port": free_port(), "queue_timeout_s": _BOUND_S / 2, "generate_timeout_s": _BOUND_S / 2},
             "fleet": {"discover_interval_s": 0.2, "probe_interval_s": 0.2, "probe_timeout_s": 2, "lost_after_s": 4},
             "weights": {
-                "store": str(store) if store else "auto", "init_timeout_s": 10,
+                "store": str(store) if store else "auto", "in_flight": in_flight, "init_timeout_s": 10,
                 "drain_timeout_s": 20, "transfer_timeout_s": 10, "control_timeout_s": 10,
                 "idle_timeout_s": 4,
             },
@@ -171,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--fault", action="append", choices=list(FAULTS), help="this one alone; repeat for more")
+    parser.add_argument("--in-flight", type=InFlight, choices=list(InFlight), default=InFlight.KEEP, help="of updates")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome")
     args = parser.parse_args(argv)
     faults = args.fault or list(FAULTS)
@@ -178,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if disk is None and DISK_FULL in faults:
             faults.remove(DISK_FULL)
             print(f"not run: {DISK_FULL}, since this user may not mount a file system for it")
-        with running(chaos_config(args.replicas, disk)) as url:
+        with running(chaos_config(args.replicas, disk, args.in_flight)) as url:
             outcomes = asyncio.run(hurt(url, args.replicas, faults))
     if args.json:
         args.json.write_bytes(orjson.dumps(_report(outcomes, args.replicas), option=orjson.OPT_INDENT_2))

@@ -99,9 +99,9 @@ class FlatUpdate:
             await self.close()
             raise
         try:
+            if update.phase is Phase.OPEN:
+                await self._begin(update, group)
             async with self._machine.step(update, "transfer", leaving=group.members):
-                if update.phase is Phase.OPEN:
-                    await self._begin(update, group)
                 await on_all(
                     group.members,
                     lambda replica: replica.engine.update_weights(update_info, self._config.transfer_timeout_s),
@@ -167,17 +167,19 @@ class FlatUpdate:
     async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
         """Have every engine start its update, and one of them copy it into the store."""
         scribe = next((replica for replica in group.members if replica.info.has_tee), None)
-        size = max(map(checkpoint_bytes, group.members))
-        update.draft = await self._snapshots.draft(self._fleet.version, size) if scribe else None
-        await self._machine.overwrite(update, group.members)
-        timeout_s = self._config.control_timeout_s
-        copy = self._copy(update, scribe) if scribe and update.draft else None
-        await on_all(
-            group.members,
-            lambda replica: replica.engine.open_receipt(copy if replica is scribe else None, timeout_s),
-            timeout_s,
-        )
-        await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
+        async with self._machine.step(update, "store", leaving=group.members):
+            size = max(map(checkpoint_bytes, group.members))
+            update.draft = await self._snapshots.draft(self._fleet.version, size) if scribe else None
+        async with self._machine.step(update, "begin", leaving=group.members):
+            await self._machine.overwrite(update, group.members)
+            timeout_s = self._config.control_timeout_s
+            copy = self._copy(update, scribe) if scribe and update.draft else None
+            await on_all(
+                group.members,
+                lambda replica: replica.engine.open_receipt(copy if replica is scribe else None, timeout_s),
+                timeout_s,
+            )
+            await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
 
     def _copy(self, update: WeightUpdate, scribe: Replica) -> ReceiptCopy:
         """What the replica that writes the version down has to know."""

@@ -5,7 +5,7 @@ BIN := .venv/bin
 EXTRAS := --extra serve --extra cpu --extra trl --extra load --extra demo --extra dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang setup-verl check format test test-unit test-load test-vllm test-sglang test-verl test-ray test-all test-slow demo \
+.PHONY: help setup setup-sglang setup-verl check format test test-unit test-load test-vllm test-sglang test-verl test-ray test-all test-slow test-verl-slow demo \
   loadtest compare chaos lock clean
 
 help: ## Say what there is
@@ -61,7 +61,7 @@ test-slow: setup setup-sglang setup-verl ## Tests that take minutes
 	@scripts/suites slow
 
 test-all: setup setup-sglang setup-verl ## Everything
-	@scripts/suites unit load vllm sglang verl ray slow
+	@scripts/suites unit load vllm sglang verl ray slow verl-slow
 
 # What each scenario of `make loadtest` asks for, small enough for engines on CPU. ARGS="..." adds to it or overrides it.
 SCENARIO ?= trainer

@@ -132,7 +132,7 @@ class EngineServer:
             )
         )
         assert self._process is not None
-        visible = {**os.environ, **self._config.env}.get("CUDA_VISIBLE_DEVICES")
+        visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return ReplicaInfo(
             replica_id=self._replica_id,
             incarnation=f"{self._process.pid}@{time.time_ns()}",

@@ -47,10 +47,14 @@ class Recovery:
 
 
 class Watch:
-    """What the status says of one replica's death and of who comes in its place. Times are seconds since the kill."""
+    """What the status says of one replica's death and of who comes in its place. Times are seconds since the kill.
 
-    def __init__(self, victim: Json) -> None:
+    `replicas` are all that there were.
+    """
+
+    def __init__(self, victim: Json, replicas: Sequence[Json]) -> None:
         self._victim = victim
+        self._known = {one["pid"] for one in replicas}
         self.noticed: float | None = None
         self.restarted: float | None = None
         self.serving: float | None = None
@@ -71,8 +75,7 @@ class Watch:
 
     def _is_in_its_place(self, replica: Json) -> bool:
         """A restarted one may have another's id: Serve gives each actor its own."""
-        known = self._victim["others"]
-        return replica["group"] == self._victim["group"] and replica["pid"] not in (self._victim["pid"], *known)
+        return replica["group"] == self._victim["group"] and replica["pid"] not in self._known
 
 
 async def recover(session: aiohttp.ClientSession, url: str, replica_id: str, limit_s: float) -> Recovery:
@@ -81,8 +84,8 @@ async def recover(session: aiohttp.ClientSession, url: str, replica_id: str, lim
     serving = [one for one in status["replicas"] if one["state"] == _SERVING and replica_id in ("", one["replica_id"])]
     if not serving:
         raise NotRecovered(f"replica {replica_id!r} does not serve: {[one['replica_id'] for one in serving]} do")
-    victim = {**serving[0], "others": [one["pid"] for one in status["replicas"] if one is not serving[0]]}
-    watch, began = Watch(victim), time.monotonic()
+    victim = serving[0]
+    watch, began = Watch(victim, status["replicas"]), time.monotonic()
     os.kill(victim["pid"], signal.SIGKILL)
     try:
         async with asyncio.timeout(limit_s):

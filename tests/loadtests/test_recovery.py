@@ -10,7 +10,7 @@ def replica(pid: int, state: str = "SERVING", placed: int = 0, group: str = "eng
 
 
 def test_each_part_ends_when_the_status_first_shows_it() -> None:
-    watch = Watch({**replica(1), "others": [2]})
+    watch = Watch(replica(1), [replica(1), replica(2)])
     other = replica(2, placed=9)
     watch.see([replica(1), other], 0.1)
     watch.see([replica(1, "SUSPECT"), other], 0.2)
@@ -23,6 +23,6 @@ def test_each_part_ends_when_the_status_first_shows_it() -> None:
 
 
 def test_a_replica_of_another_group_or_that_was_there_before_is_not_in_its_place() -> None:
-    watch = Watch({**replica(1), "others": [2]})
+    watch = Watch(replica(1), [replica(1), replica(2)])
     watch.see([replica(2, placed=1), replica(4, group="judge", placed=1)], 1.0)
     assert (watch.noticed, watch.restarted, watch.placed) == (1.0, None, None)

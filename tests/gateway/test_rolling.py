@@ -88,6 +88,11 @@ async def until_held(rig: Rig, count: int, version: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def metrics(rig: Rig) -> str:
+    async with rig.client.get(rig.url + "/metrics") as response:
+        return await response.text()
+
+
 async def said(rig: Rig, **body: Any) -> set[int]:
     """Versions of what the fleet answers, asked so often that every replica is."""
     choices = (await rig.complete([[4, 5, 6]] * 12, **body))["choices"]
@@ -385,12 +390,11 @@ async def test_metrics_tell_who_serves_behind(start: StartRig, folder: Path, tur
     rig = await start()
     async with rolling(rig, folder) as pushing:
         turns.allow(1)
-        await until_held(rig, 1, version=1)
-        async with rig.client.get(rig.url + "/metrics") as response:
-            assert "rollout_gateway_replicas_behind 1.0" in await response.text()
+        async with asyncio.timeout(20):  # one has the version, one is away to load it, and one waits for its turn
+            while "rollout_gateway_replicas_behind 1.0" not in await metrics(rig):
+                await asyncio.sleep(0.01)
         turns.allow(2)
         await pushing
-    async with rig.client.get(rig.url + "/metrics") as response:
-        page = await response.text()
+    page = await metrics(rig)
     assert "rollout_gateway_replicas_behind 0.0" in page
     assert 'rollout_gateway_weight_update_seconds_count{step="away"} 3.0' in page

@@ -3,6 +3,8 @@
     v3/              version 3: safetensors under checkpoint names, manifest.json, and config and tokenizer files linked
     v4/              from the served checkpoint, so that engines load it as any checkpoint folder
     draft-1f2e.../   being written; whole once it holds manifest.json. `.owner` is locked as long as its writer lives
+      *.delta        changed elements of tensors of the version that it names as its base: joined with that before it is
+                     promoted, so that a version is whole, and kept for machines that hold the base and fetch this one
     .gateway         locked by the gateway that keeps the store
 
 Any file system will do; in /dev/shm a version is written and read at the speed of memory. No engine and no torch is
@@ -24,9 +26,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import xxhash
+from safetensors.numpy import save_file
 
+from engines.changed_elements import ChangedElements
 from engines.checkpoint import WEIGHT_FILES, read_spans
 from engines.errors import InvalidRequest, StoreFailed
 
@@ -43,25 +48,35 @@ HELD_BY = "held_by"
 _HOLDERS = ".holders.json"
 _HOLDERS_NOTED = 1000
 _INDEX = "model.safetensors.index.json"
+DELTA = ".delta"
+_GAPS, _VALUES = ".gaps", ".values"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a version. `dtype` as torch names it ("bfloat16"); `file` is the safetensors file that holds it."""
+    """One tensor of a version. `dtype` as torch names it ("bfloat16"); `file` is the safetensors file that holds it.
+
+    `changes` is the file of its elements that differ from those of the tensor with digest `base`; both are empty where
+    there is none. In a draft `file` is empty where nothing else is there yet.
+    """
 
     dtype: str
     shape: list[int]
     digest: str
-    file: str
+    file: str = ""
+    changes: str = ""
+    base: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a version consists of. `version` is None in a draft, which has no number yet."""
+    """What a version consists of. `version` is None in a draft, which has no number yet; `base` is the version that
+    changes are of, if there are any."""
 
     model: str
     tensors: dict[str, StoredTensor]
     version: int | None = None
+    base: int | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -72,7 +87,7 @@ class Manifest:
             tensors = {name: StoredTensor(**entry) for name, entry in tree["tensors"].items()}
             if tree["format"] != _FORMAT:
                 raise ValueError(f"format {tree['format']!r}, this is format {_FORMAT}")
-            return cls(tree["model"], tensors, tree["version"])
+            return cls(tree["model"], tensors, tree["version"], tree.get("base"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreFailed(f"{path} is no manifest of a weight version: {error!r}") from error
 
@@ -81,8 +96,9 @@ class Manifest:
         tree = {
             "format": _FORMAT,
             "version": self.version,
+            "base": self.base,
             "model": self.model,
-            "tensors": {name: asdict(tensor) for name, tensor in self.tensors.items()},
+            "tensors": {name: _told(tensor) for name, tensor in self.tensors.items()},
         }
         whole = folder / f"{MANIFEST}.new"
         whole.write_text(json.dumps(tree, indent=1), encoding="utf-8")
@@ -109,6 +125,18 @@ class RawTensor:
         return memoryview(array).cast("B")
 
 
+@dataclass(frozen=True, slots=True)
+class ChangedTensor:
+    """A tensor of which only some elements differ from those of the one with digest `base`. `digest` is its own."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    digest: str
+    base: str
+    elements: ChangedElements
+
+
 def digest_of(content: Any) -> str:
     """Digest of a tensor's bytes. xxh3_128 reads 14 GB/s on one core where blake2b reads 0.3, and guards against
     damage, not against forgers: whoever can write into the store can write a manifest."""
@@ -121,12 +149,22 @@ class Draft:
     Every method raises `StoreFailed` where the disk is full or gone; the draft is worth nothing then.
     """
 
-    def __init__(self, folder: Path, model: str, tensors: Mapping[str, StoredTensor] | None = None) -> None:
-        """In a folder that `WeightStore.draft` or `claim_draft` has made, with `tensors` already."""
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        tensors: Mapping[str, StoredTensor] | None = None,
+        base: int | None = None,
+    ) -> None:
+        """In a folder that `WeightStore.draft` or `claim_draft` has made, with `tensors` already. `base` is the version
+        that changes are of."""
         self.folder = folder
         self._model = model
         self._tensors = dict(tensors or {})
-        self._num_files = len({tensor.file for tensor in self._tensors.values()})
+        self._base = base
+        self._num_files = max(
+            (_number(file) for tensor in self._tensors.values() for file in _files_of(tensor)), default=0
+        )
 
     @property
     def names(self) -> set[str]:
@@ -157,6 +195,56 @@ class Draft:
             digest = tensor.digest or digest_of(tensor.bytes)
             self._tensors[tensor.name] = StoredTensor(tensor.dtype, list(tensor.shape), digest, path.name)
 
+    def add_changes(self, tensors: Sequence[ChangedTensor]) -> None:
+        """Write one file of tensors that differ in some elements from those of the draft's base."""
+        self._num_files += 1
+        path = self.folder / f"changes-{self._num_files:05d}{DELTA}"
+        content = {}
+        for tensor in tensors:
+            content[tensor.name + _GAPS], content[tensor.name + _VALUES] = tensor.elements.gaps, tensor.elements.values
+        with disk_errors(path):
+            if again := {tensor.name for tensor in tensors} & self._tensors.keys():
+                raise StoreFailed(f"tensor {min(again)!r} came twice in one update, in different files")
+            save_file(content, path)
+            _sync(path)
+        for one in tensors:
+            self._tensors[one.name] = StoredTensor(one.dtype, list(one.shape), one.digest, "", path.name, one.base)
+
+    def join(self, base: Path) -> None:
+        """Make the tensors whole that are here as changes to those of the version in folder `base`.
+
+        Their digests are left to `check_bytes`. Raises `InvalidRequest` before anything is written where the version
+        has others, and where the changes cannot be of them.
+        """
+        lacking = {name: tensor for name, tensor in self._tensors.items() if not tensor.file}
+        held = Manifest.read(base)
+        for name, tensor in lacking.items():
+            there = held.tensors[name].digest if name in held.tensors else "none"
+            if there != tensor.base:
+                raise InvalidRequest(
+                    f"tensor {name!r} comes as changes to {tensor.base}, and in version {held.version} it is {there}: "
+                    "push it whole",
+                    param="snapshot",
+                )
+        for file, spans in read_spans(base).items():
+            if not (wanted := [span for span in spans if span.name in lacking]):
+                continue
+            with _mapped(base / file) as content:
+                for batch in _batches(wanted):
+                    self._add_joined({span.name: lacking[span.name] for span in batch}, batch, content)
+
+    def _add_joined(self, changed: Mapping[str, StoredTensor], spans: Sequence[Any], content: mmap.mmap) -> None:
+        joined = []
+        for span in spans:
+            tensor = changed[span.name]
+            whole = _copied(content, span.name, tensor.dtype, tensor.shape, span.begin, span.end)
+            _read_changes(self.folder / tensor.changes, span.name).apply_to(np.frombuffer(whole.bytes, np.uint8))
+            joined.append(replace(whole, digest=tensor.digest))
+            del self._tensors[span.name]
+        self.add(joined)
+        for name, tensor in changed.items():
+            self._tensors[name] = replace(tensor, file=self._tensors[name].file)
+
     def complete_from(self, base: Path | None, names: Iterable[str]) -> None:
         """Take what of `names` never came from the checkpoint or version in folder `base`: it has not changed."""
         missing = set(names) - self.names
@@ -186,7 +274,11 @@ class Draft:
         except OSError:
             self._num_files -= 1
             return False
-        self._tensors |= {name: replace(one, file=path.name) for name, one in kept.items() if one.file == file.name}
+        self._tensors |= {
+            name: replace(one, file=path.name, changes="", base="")
+            for name, one in kept.items()
+            if one.file == file.name
+        }
         return True
 
     def _next_file(self) -> Path:
@@ -197,10 +289,10 @@ class Draft:
         """Write index and manifest: from here on the draft is whole."""
         with disk_errors(self.folder):
             size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-            weight_map = {name: tensor.file for name, tensor in self._tensors.items()}
+            weight_map = {name: tensor.file for name, tensor in self._tensors.items() if tensor.file}
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (self.folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-            Manifest(self._model, self._tensors).write(self.folder)
+            Manifest(self._model, self._tensors, base=self._base).write(self.folder)
 
     def fail(self, reason: str) -> None:
         """Say in the draft why it will not become whole, to whoever waits for it."""
@@ -295,7 +387,7 @@ class WeightStore:
         manifest, target = Manifest.read(draft), self.path(version)
         with disk_errors(draft):
             _link_rest(checkpoint, draft)
-            Manifest(manifest.model, manifest.tensors, version).write(draft)
+            replace(manifest, version=version).write(draft)
             (draft / _OWNER).unlink(missing_ok=True)
             if target.exists():
                 shutil.rmtree(target)
@@ -351,6 +443,23 @@ class WeightStore:
         """The last version that this engine was noted to hold; 0 where there is none."""
         numbers = [int(name) for path in self.folder.glob("v*") if (name := path.name[1:]).isdecimal()]
         return max((version for version in numbers if self._was_held(version, incarnation)), default=0)
+
+    def join(self, draft: Path) -> None:
+        """Make a draft of another process whole where some of its tensors are changes to those of a version.
+
+        Raises `InvalidRequest` before anything is written where that version is not here, or another than was meant.
+        """
+        manifest = Manifest.read(draft)
+        if all(tensor.file for tensor in manifest.tensors.values()):
+            return
+        if manifest.base not in self._known:
+            raise InvalidRequest(
+                f"snapshot = {draft.name!r} has changes to version {manifest.base}, and the store keeps "
+                f"{self.versions}: push the tensors whole",
+                param="snapshot",
+            )
+        with self.reading(manifest.base) as base:
+            join(draft, base)
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:
@@ -421,9 +530,17 @@ def complete(draft: Path, base: Path | None, names: Iterable[str]) -> None:
     manifest = Manifest.read(draft)
     if set(names) <= manifest.tensors.keys():
         return
-    added = Draft(draft, manifest.model, manifest.tensors)
+    added = Draft(draft, manifest.model, manifest.tensors, manifest.base)
     added.complete_from(base, names)
     added.finish()
+
+
+def join(draft: Path, base: Path) -> None:
+    """Make a finished draft whole that has changes to the version in folder `base`; see `Draft.join`."""
+    manifest = Manifest.read(draft)
+    joined = Draft(draft, manifest.model, manifest.tensors, manifest.base)
+    joined.join(base)
+    joined.finish()
 
 
 def is_whole(draft: Path) -> bool:
@@ -476,6 +593,28 @@ def raw(name: str, dtype: str, shape: Sequence[int], content: bytes | bytearray 
 def _copied(content: mmap.mmap, name: str, dtype: str, shape: Sequence[int], begin: int, end: int) -> RawTensor:
     with memoryview(content) as whole, whole[begin:end] as part:
         return raw(name, dtype, shape, part)
+
+
+def _told(tensor: StoredTensor) -> dict[str, Any]:
+    return {key: value for key, value in asdict(tensor).items() if value != ""}
+
+
+def _files_of(tensor: StoredTensor) -> list[str]:
+    return [file for file in (tensor.file, tensor.changes) if file]
+
+
+def _number(file: str) -> int:
+    """Of "model-00003.safetensors", 3; 0 where the name has none."""
+    number = file.partition(".")[0].rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _read_changes(path: Path, name: str) -> ChangedElements:
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            return ChangedElements(file.get_tensor(name + _GAPS), file.get_tensor(name + _VALUES))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InvalidRequest(f"{path} does not tell the changes of {name!r}: {error}", param="snapshot") from error
 
 
 def _batches(spans: Iterable[Any]) -> Iterator[list[Any]]:

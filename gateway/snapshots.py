@@ -131,9 +131,13 @@ class Snapshots:
     async def announced(self, name: str) -> Json:
         """Names, dtypes and shapes of the draft that a trainer wrote, whose bytes are what its manifest says.
 
-        Raises `InvalidRequest` where they are not, or there is no such draft.
+        What came as changes to a version is joined with it. Raises `InvalidRequest` where there is no such draft or
+        version, or the bytes are others.
         """
-        manifest = await self._aside(check_bytes, self._open_store().named(name))
+        store = self._open_store()
+        draft = store.named(name)
+        await self._aside(store.join, draft)
+        manifest = await self._aside(check_bytes, draft)
         return {
             "names": list(manifest.tensors),
             "dtype_names": [tensor.dtype for tensor in manifest.tensors.values()],

@@ -1,11 +1,12 @@
 """The weight calls that a trainer makes, vLLM's and our own, and its pauses."""
 
+import contextlib
 import math
 
 from aiohttp import web
 
 from engines.engine import Json
-from engines.errors import InvalidRequest
+from engines.errors import InvalidRequest, StoreFailed
 from engines.types import InFlight, PauseMode
 from gateway.config import WeightsConfig
 from gateway.fleet import Fleet
@@ -112,9 +113,17 @@ class WeightRoutes:
         return reply({"token_ids": self._weights.canary_token_ids()})
 
     async def _store(self, request: web.Request) -> web.Response:
-        """Where a trainer writes drafts, for which model, and how they get to how many replicas."""
-        place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first}
+        """Where a trainer writes drafts, for which model, and how they get to how many replicas. `base` is the version
+        that a draft may have changes of; None where that is not kept."""
+        place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first, "base": await self._base()}
         return reply(place | {"rolling": self._config.rolling, "replicas": len(self._fleet.policy)})
+
+    async def _base(self) -> int | None:
+        served = self._fleet.version
+        with contextlib.suppress(StoreFailed):
+            async with self._snapshots.reading(served, [one.info.incarnation for one in self._fleet.policy]):
+                return served
+        return None
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", PauseMode.ABORT)

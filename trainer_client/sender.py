@@ -46,9 +46,10 @@ class WeightSender:
     of all engines over "gloo" or "nccl"; unless named, the group that the engines say they receive over. `dtype` is
     what floats are sent in, unless given the dtypes that the engines hold them in. With `delta` only those tensors are
     sent whose bytes have changed since this sender's last push (over a group all of their layer, which vLLM loads
-    together); where another has made what is served, all are. `timeout_s` bounds each wait: for a group, for rollouts
-    in flight, for the tensors, for the commit. `on_progress` is told of every tensor. A trainer of many ranks makes one
-    sender and keeps it.
+    together); where another has made what is served, all are. Into the store, of a tensor with few changed elements
+    these alone: for that the sender keeps what it pushed last in host memory. `timeout_s` bounds each wait: for a
+    group, for rollouts in flight, for the tensors, for the commit. `on_progress` is told of every tensor. A trainer of
+    many ranks makes one sender and keeps it.
 
     Of a group: `device` is the trainer's GPU for NCCL; `address` and `port` are where engines find the trainer: unless
     given, where the gateway finds it, and a free port.
@@ -194,7 +195,7 @@ class WeightSender:
         if self._name == "store":
             from trainer_client.store_transport import StoreTransport
 
-            return StoreTransport(self._client, self._timeout_s, self._folder)
+            return StoreTransport(self._client, self._timeout_s, self._folder, delta=self._delta)
         from trainer_client.group_transport import GroupTransport
 
         return GroupTransport(

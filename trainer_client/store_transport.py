@@ -6,14 +6,15 @@ nobody hangs when somebody dies.
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from engines.errors import StoreFailed
-from engines.gloo_transfer import NamedTensor
 from engines.tensor_bytes import raw_tensor
-from engines.weight_store import SHARD_BYTES, Draft, RawTensor, claim_draft
+from engines.weight_store import SHARD_BYTES, ChangedTensor, Draft, Manifest, RawTensor, StoredTensor, claim_draft
 from trainer_client.blocking import BlockingRolloutClient
+from trainer_client.last_sent import LastSent
 from trainer_client.part import Part
 from trainer_client.push_options import PushOptions
 
@@ -22,14 +23,24 @@ _STEPS_IN_ONE_CALL = 4
 
 
 class StoreTransport:
-    """`folder` is the gateway's weight store as this machine sees it; what the gateway calls it unless given."""
+    """`folder` is the gateway's weight store as this machine sees it; what the gateway calls it unless given.
+
+    With `delta` what was sent last is kept in host memory, and of a tensor the changed elements are written where they
+    are few and the version served has what was sent last.
+    """
 
     def __init__(
-        self, client: BlockingRolloutClient, timeout_s: float, folder: str | os.PathLike[str] | None = None
+        self,
+        client: BlockingRolloutClient,
+        timeout_s: float,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        delta: bool = False,
     ) -> None:
         self._client = client
         self._timeout_s = timeout_s
         self._folder = Path(folder) if folder is not None else None
+        self._last_sent = LastSent() if delta else None
 
     def push(self, parts: Iterable[Part], options: PushOptions) -> int:
         """Write a draft and have it loaded. Raises `StoreFailed` where the store has no room or is not here."""
@@ -42,30 +53,65 @@ class StoreTransport:
             )
         path, owner = claim_draft(folder)
         try:
-            draft = Draft(path, store["model"])
-            for shard in _shards(tensor for part in parts for tensor in part.tensors):
-                draft.add(shard)
-            draft.finish()
+            self._write(path, store["model"], _base(folder, store), parts)
             rolls = store["rolling"] if options.rolling is None else options.rolling
             timeout_s = self._timeout_s * _STEPS_IN_ONE_CALL * (max(1, store["replicas"]) if rolls else 1)
             return self._client.load_weights(path.name, options, timeout_s)
+        except BaseException:
+            self.close()
+            raise
         finally:
             shutil.rmtree(path, ignore_errors=True)  # where it became a version it is not there any more
             os.close(owner)
 
     def close(self, reason: str = "") -> None:
-        """Nothing is held between two pushes."""
+        """Forget what was sent: the next push is whole, whatever the store has."""
+        if self._last_sent is not None:
+            self._last_sent.forget()
+
+    def _write(self, path: Path, model: str, base: Manifest | None, parts: Iterable[Part]) -> None:
+        held: Mapping[str, StoredTensor] = base.tensors if base else {}
+        draft = _Files(Draft(path, model, base=base.version if base else None))
+        for part in parts:
+            for name, tensor in part.tensors:
+                raw = raw_tensor(name, tensor)
+                draft.add(self._last_sent.narrowed(raw, held) if self._last_sent is not None else raw)
+        draft.finish()
 
 
-def _shards(named_tensors: Iterable[NamedTensor]) -> Iterator[list[RawTensor]]:
-    """Host copies of the tensors, as many as make a file."""
-    shard: list[RawTensor] = []
-    size = 0
-    for name, tensor in named_tensors:
-        shard.append(raw_tensor(name, tensor))
-        size += shard[-1].num_bytes
-        if size >= SHARD_BYTES:
-            yield shard
-            shard, size = [], 0
-    if shard:
-        yield shard
+class _Files:
+    """A draft's tensors, held until they are as many as make a file."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._whole: list[RawTensor] = []
+        self._changed: list[ChangedTensor] = []
+
+    def add(self, tensor: RawTensor | ChangedTensor) -> None:
+        if isinstance(tensor, RawTensor):
+            self._whole.append(tensor)
+            if sum(one.num_bytes for one in self._whole) >= SHARD_BYTES:
+                self._draft.add(self._whole)
+                self._whole = []
+        else:
+            self._changed.append(tensor)
+            if sum(one.elements.num_bytes for one in self._changed) >= SHARD_BYTES:
+                self._draft.add_changes(self._changed)
+                self._changed = []
+
+    def finish(self) -> None:
+        if self._whole:
+            self._draft.add(self._whole)
+        if self._changed:
+            self._draft.add_changes(self._changed)
+        self._draft.finish()
+
+
+def _base(folder: Path, store: Mapping[str, Any]) -> Manifest | None:
+    """The version that changes may be of; None where it is not there."""
+    if store["base"] is None:
+        return None
+    try:
+        return Manifest.read(folder / f"v{store['base']}")
+    except StoreFailed:
+        return None  # gone in this moment

@@ -7,17 +7,21 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from engines.changed_elements import ChangedElements
 from engines.checkpoint import read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.weight_store import (
     MANIFEST,
+    ChangedTensor,
     Draft,
     Manifest,
     RawTensor,
     WeightStore,
     check_bytes,
+    digest_of,
     is_whole,
     raw,
     remove_store,
@@ -302,3 +306,104 @@ def test_a_store_is_removed_unless_a_gateway_keeps_it(store: WeightStore) -> Non
     assert remove_store(store.folder)
     assert not store.folder.exists()
     assert not remove_store(store.folder)
+
+
+def changed(name: str, before: bytes, after: bytes, digest: str = "", base: str = "") -> ChangedTensor:
+    elements = ChangedElements.between(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8), 1)
+    return ChangedTensor(name, "uint8", [len(after)], digest or digest_of(after), base or digest_of(before), elements)
+
+
+AFTER = bytes([1]) * 9 + bytes([5]) + bytes([1]) * 6
+
+
+def as_changes(store: WeightStore, *tensors: ChangedTensor, base: int = 1) -> Path:
+    """A draft in which tensor "b" is whole and these are changes to those of version `base`."""
+    folder = store.draft()
+    draft = Draft(folder, "m", base=base)
+    draft.add([tensor("b", 2)])
+    draft.add_changes(tensors)
+    draft.finish()
+    return folder
+
+
+def test_a_draft_of_changes_becomes_whole_and_keeps_them(store: WeightStore) -> None:
+    store.promote(written(store, 1), 1, None)
+    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
+    store.join(draft)
+    store.promote(draft, 2, None)
+    manifest = check_bytes(store.path(2))
+    assert (manifest.version, manifest.base) == (2, 1)
+    assert (file_bytes(store.path(2), "a"), file_bytes(store.path(2), "b")) == (AFTER, bytes([2]) * 16)
+    assert {name: one.changes for name, one in manifest.tensors.items()} == {"a": "changes-00002.delta", "b": ""}
+    assert (store.path(2) / "changes-00002.delta").stat().st_size < 300
+    assert file_bytes(store.path(1), "a") == bytes([1]) * 16
+
+
+def test_a_tensor_that_did_not_change_is_one_without_changed_elements(store: WeightStore) -> None:
+    store.promote(written(store, 1), 1, None)
+    draft = as_changes(store, changed("a", bytes([1]) * 16, bytes([1]) * 16))
+    store.join(draft)
+    check_bytes(draft)
+    assert file_bytes(draft, "a") == bytes([1]) * 16
+
+
+def test_changes_to_a_version_that_is_not_kept_are_refused(store: WeightStore) -> None:
+    store.promote(written(store, 1), 4, None)
+    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER), base=3)
+    with pytest.raises(
+        InvalidRequest, match=r"changes to version 3, and the store keeps \[4\]: push the tensors whole"
+    ):
+        store.join(draft)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("a", "'a' comes as changes to xxh3_128:0, .* it is xxh3_128"), ("c", "'c' .* it is none")]
+)
+def test_changes_to_other_bytes_are_refused_before_any_is_written(store: WeightStore, name: str, message: str) -> None:
+    store.promote(written(store, 1), 1, None)
+    draft = as_changes(store, changed(name, bytes([1]) * 16, AFTER, base="xxh3_128:0"))
+    there = set(draft.iterdir())
+    with pytest.raises(InvalidRequest, match=message):
+        store.join(draft)
+    assert set(draft.iterdir()) == there
+
+
+def test_changes_that_make_other_bytes_than_the_digest_says_are_found(store: WeightStore) -> None:
+    store.promote(written(store, 1), 1, None)
+    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER, digest=digest_of(b"others")))
+    store.join(draft)
+    with pytest.raises(InvalidRequest, match=r"'a' in model-00003.safetensors is damaged"):
+        check_bytes(draft)
+
+
+@pytest.mark.parametrize("content", [b"", b"no safetensors"])
+def test_a_file_of_changes_that_is_none_is_named(store: WeightStore, content: bytes) -> None:
+    store.promote(written(store, 1), 1, None)
+    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
+    (draft / "changes-00002.delta").write_bytes(content)
+    with pytest.raises(InvalidRequest, match=r"changes-00002.delta does not tell the changes of 'a'"):
+        store.join(draft)
+
+
+def test_changes_are_not_joined_on_a_full_disk(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.promote(written(store, 1), 1, None)
+    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(StoreFailed, match=r"the disk of the weight store is full"):
+        store.join(draft)
+    assert store.versions == [1]
+
+
+def test_a_linked_file_brings_no_changes_along(store: WeightStore) -> None:
+    store.promote(written(store, 1), 1, None)
+    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
+    store.join(draft)
+    store.promote(draft, 2, None)
+    last = store.draft()
+    completed = Draft(last, "m")
+    completed.add([tensor("b", 3)])
+    completed.complete_from(store.path(2), ["a", "b"])
+    completed.finish()
+    manifest = check_bytes(last)
+    assert {(one.changes, one.base) for one in manifest.tensors.values()} == {("", "")}
+    assert (last / manifest.tensors["a"].file).stat().st_nlink == 2

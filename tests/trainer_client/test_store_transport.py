@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 
+from engines.changed_elements import ChangedElements
 from engines.errors import (
     ConfigError,
     GatewayUnreachable,
@@ -21,7 +23,7 @@ from engines.errors import (
     WeightUpdateFailed,
 )
 from engines.sim_worker import SimWorker
-from engines.weight_store import Draft, check_bytes, claim_draft, digest_of, raw
+from engines.weight_store import ChangedTensor, Draft, check_bytes, claim_draft, digest_of, raw
 from tests.rig import STORED, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
 
@@ -146,6 +148,84 @@ async def test_a_delta_of_a_fleet_that_another_trainer_moved_is_whole(rig: Rig, 
 
     await asyncio.to_thread(push_twice)
     assert check_bytes(folder / "v3").tensors["w"].digest == digest_of(bytes(64))
+
+
+def with_one(value: float) -> torch.Tensor:
+    """ "w" with one element that is not zero."""
+    changed = torch.zeros(4, 4)
+    changed[2, 1] = value
+    return changed
+
+
+async def test_a_delta_writes_the_elements_that_changed_and_the_version_is_whole(rig: Rig, folder: Path) -> None:
+    def push_thrice() -> list[int]:
+        with (
+            BlockingRolloutClient(rig.url) as client,
+            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
+        ):
+            return [sender.push(tensors(w=with_one(value))) for value in (0.0, 1.0, 2.0)]
+
+    assert await asyncio.to_thread(push_thrice) == [1, 2, 3]
+    manifest = check_bytes(folder / "v3")
+    entry = manifest.tensors["w"]
+    assert (manifest.base, entry.base) == (2, check_bytes(folder / "v2").tensors["w"].digest)
+    assert (folder / "v3" / entry.changes).is_file()
+    assert entry.digest == digest_of(with_one(2.0).numpy().tobytes())
+    versions, tokens = await said(rig)
+    assert (versions, len(tokens)) == ({3}, 1)
+
+
+async def test_a_tensor_with_many_changed_elements_goes_whole(rig: Rig, folder: Path) -> None:
+    def push_twice() -> int:
+        with (
+            BlockingRolloutClient(rig.url) as client,
+            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
+        ):
+            sender.push(tensors())
+            return sender.push(tensors(w=torch.ones(4, 4)))
+
+    await asyncio.to_thread(push_twice)
+    assert [one.changes for one in check_bytes(folder / "v2").tensors.values()] == ["", ""]
+
+
+async def test_after_a_push_that_failed_and_one_of_another_trainer_a_delta_is_whole(rig: Rig, folder: Path) -> None:
+    def push_on() -> list[int]:
+        with (
+            BlockingRolloutClient(rig.url) as client,
+            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
+        ):
+            first = sender.push(tensors())
+            with pytest.raises(WeightUpdateConflict):
+                sender.push(tensors(w=with_one(1.0)), version=1)
+            second = sender.push(tensors(w=with_one(1.0)))
+            send(rig.url, tensors(w=with_one(7.0)))
+            return [first, second, sender.push(tensors(w=with_one(2.0)))]
+
+    assert await asyncio.to_thread(push_on) == [1, 2, 4]
+    manifest = check_bytes(folder / "v4")
+    assert manifest.tensors["w"].digest == digest_of(with_one(2.0).numpy().tobytes())
+    assert manifest.tensors["w"].changes == ""
+
+
+async def test_the_store_tells_which_version_a_draft_may_have_changes_of(rig: Rig) -> None:
+    with BlockingRolloutClient(rig.url) as client:
+        assert (await asyncio.to_thread(client.weight_store))["base"] is None
+        await push(rig, tensors())
+        assert (await asyncio.to_thread(client.weight_store))["base"] == 1
+
+
+async def test_changes_to_a_version_that_is_gone_are_refused_and_nothing_is_touched(rig: Rig, folder: Path) -> None:
+    await push(rig, tensors())
+    draft, _ = claim_draft(folder)
+    before, after = (np.frombuffer(one.numpy().tobytes(), np.uint8) for one in (with_one(0), with_one(1)))
+    written = Draft(draft, "sim", base=9)
+    elements = ChangedElements.between(before, after, 4)
+    written.add_changes([ChangedTensor("w", "float32", [4, 4], digest_of(after), digest_of(before), elements)])
+    written.finish()
+    status, reply = await announce(rig, snapshot=draft.name)
+    assert (status, reply["error"]["param"]) == (400, "snapshot")
+    assert "changes to version 9, and the store keeps [1]" in reply["error"]["message"]
+    assert (await said(rig))[0] == {1}
 
 
 @pytest.mark.parametrize(

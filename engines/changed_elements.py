@@ -1,0 +1,73 @@
+"""A tensor as what differs from another of its size: places and new values of its changed elements.
+
+In a step of reinforcement learning a few percent of the bfloat16 elements change, and hardly a block of 4 KiB has none
+of them (docs/benchmarks.md): so elements are told, and not blocks.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from engines.errors import InvalidRequest
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_PIECE = 1 << 24  # elements compared at a time
+_WIDTHS = (8, 4, 2, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangedElements:
+    """`gaps` (uint8 or uint16) are how many elements lie between each one told and the one told before; `values`
+    (unsigned, as wide as the elements) are what they are now. A gap too wide for its type is cut by an element that
+    has not changed."""
+
+    gaps: Array
+    values: Array
+
+    @classmethod
+    def between(cls, old: Array, new: Array, width: int) -> "ChangedElements":
+        """Of two arrays of bytes of one length; `width` is the bytes of an element."""
+        width = next(one for one in _WIDTHS if width % one == 0)
+        unsigned = np.dtype(f"u{width}")
+        before, after = old.view(unsigned), new.view(unsigned)
+        places = np.concatenate(
+            [
+                np.flatnonzero(before[begin : begin + _PIECE] != after[begin : begin + _PIECE]) + begin
+                for begin in range(0, max(1, after.size), _PIECE)
+            ]
+        )
+        told = [_gaps(places, kind) for kind in (np.dtype("u1"), np.dtype("u2"))]
+        gaps = min(told, key=lambda one: one.size * (one.itemsize + width))
+        return cls(gaps, after[_places(gaps)])
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.gaps.nbytes + self.values.nbytes)
+
+    def apply_to(self, content: Array) -> None:
+        """Make the new tensor's bytes of the old one's, in place. Raises `InvalidRequest` where they are not of it."""
+        places = _places(self.gaps) if self.gaps.dtype.kind == "u" else np.array([content.size])
+        fits = self.gaps.shape == self.values.shape == (places.size,) and content.size % self.values.itemsize == 0
+        elements = content.view(self.values.dtype) if fits else content
+        if not fits or (places.size and places[-1] >= elements.size):
+            raise InvalidRequest(
+                f"changed elements are damaged: {self.gaps.size} gaps and {self.values.size} values for a tensor of "
+                f"{content.size} bytes",
+                param="snapshot",
+            )
+        elements[places] = self.values
+
+
+def _gaps(places: Array, kind: np.dtype[Any]) -> Array:
+    """Gaps of these places, more where one is too wide."""
+    reach = int(np.iinfo(kind).max) + 1
+    steps = (np.diff(places, prepend=-1) - 1) // reach + 1
+    back = np.repeat(np.cumsum(steps), steps) - np.arange(1, int(steps.sum()) + 1)
+    return (np.diff(np.repeat(places, steps) - back * reach, prepend=-1) - 1).astype(kind)
+
+
+def _places(gaps: Array) -> Array:
+    return np.cumsum(gaps.astype(np.int64) + 1) - 1

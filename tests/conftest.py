@@ -1,4 +1,4 @@
-"""Fixtures that start gateways over simulated engines, see `rig.py`; and the hooks of two files beside this one."""
+"""Fixtures that start gateways over simulated engines, see `rig.py`; and the hooks of three files beside this one."""
 
 from collections.abc import AsyncIterator
 
@@ -10,6 +10,7 @@ from tests.client_records import pytest_runtest_logreport as pytest_runtest_logr
 from tests.client_records import pytest_runtest_setup as pytest_runtest_setup
 from tests.rig import FAST_WATCH, Json, Rig, SimReplica, StartRig
 from tests.selection import pytest_ignore_collect as pytest_ignore_collect
+from tests.spreading import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from examples.tiny_model.train import COMMITTED
+from examples.tiny_model.task import COMMITTED
 
 
 def save(folder: Path, seed: int) -> Any:

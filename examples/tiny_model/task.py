@@ -4,8 +4,11 @@ making the model is left to train.py, reinforcement learning to ../train_sort.py
 import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+COMMITTED = Path(__file__).parent / "digit-sort"
+"""The model that the demo and the tests serve; train.py has made it."""
 MIN_DIGITS = 3
 MAX_DIGITS = 10
 MAX_ANSWER_TOKENS = MAX_DIGITS + 4

@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from examples.tiny_model import task
 
-COMMITTED = Path(__file__).parent / "digit-sort"
 SEED = 0
 STEPS = 170
 NOISY_FROM_STEP = 120
@@ -159,7 +158,7 @@ def largest_difference(one: Path, other: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the digit-sorting model, or check the committed one.")
-    parser.add_argument("--out", type=Path, default=COMMITTED, help="folder to write")
+    parser.add_argument("--out", type=Path, default=task.COMMITTED, help="folder to write")
     parser.add_argument("--check", action="store_true", help="make it in a temporary folder and compare")
     args = parser.parse_args()
     if not args.check:
@@ -167,7 +166,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as made:
         train(Path(made))
-        difference = largest_difference(Path(made), COMMITTED)
+        difference = largest_difference(Path(made), task.COMMITTED)
     print(f"largest difference of a weight: {difference:.2e} (tolerance {TOLERANCE:.0e})")
     sys.exit(difference > TOLERANCE)
 

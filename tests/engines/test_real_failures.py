@@ -12,7 +12,7 @@ from engines import server
 from engines.config import EngineConfig
 from engines.errors import EngineStartFailed
 from engines.server import EngineServer, free_port
-from examples.tiny_model.train import COMMITTED
+from examples.tiny_model.task import COMMITTED
 from tests import real_sglang, real_vllm
 
 

@@ -2,17 +2,12 @@
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-import torch
-
 from engines import vllm_lora
 
 
 def test_a_row_without_an_adapter_gets_none_though_the_last_place_is_taken() -> None:
-    from vllm.lora.ops.torch_ops import lora_ops
-
+    torch = pytest.importorskip("torch")
+    lora_ops = pytest.importorskip("vllm.lora.ops.torch_ops.lora_ops")
     vllm_lora.mend()
     vllm_lora.mend()  # once is enough
     rows, adapters = torch.ones(4, 8), torch.tensor([-1, 0, 2, -1])

@@ -7,24 +7,22 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("vllm")
-pytest.importorskip("trl")
 
 import torch
-from trl.generation import vllm_client
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from engines.errors import WeightUpdateFailed
 from engines.gloo_transfer import WeightGroup, send
 from engines.server import free_port
-from engines.vllm_gloo import GlooWeightTransferEngine
 from engines.vllm_plugin import register
 from tests.real_vllm import greedy_token_ids, served
+
+if TYPE_CHECKING:
+    from engines.vllm_gloo import GlooWeightTransferEngine
 
 TIMEOUT_S = 20.0
 SOON_S = 5.0
@@ -44,7 +42,10 @@ class PlayedModel(torch.nn.Module):
             self.loaded[name] = tensor
 
 
-def played_engine(rank: int = 0, data_parallel_index: int = 0, world_size: int = 1) -> GlooWeightTransferEngine:
+def played_engine(rank: int = 0, data_parallel_index: int = 0, world_size: int = 1) -> "GlooWeightTransferEngine":
+    pytest.importorskip("vllm")
+    from engines.vllm_gloo import GlooWeightTransferEngine
+
     parallel = SimpleNamespace(rank=rank, data_parallel_index=data_parallel_index, world_size=world_size)
     vllm_config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace())
     return GlooWeightTransferEngine(SimpleNamespace(), vllm_config, torch.device("cpu"), PlayedModel())
@@ -67,7 +68,7 @@ def init_info(port: int, **changes: Any) -> dict[str, Any]:
     return {**sent_by_trl, **changes}
 
 
-def update(engine: GlooWeightTransferEngine, tensors: dict[str, torch.Tensor]) -> None:
+def update(engine: "GlooWeightTransferEngine", tensors: dict[str, torch.Tensor]) -> None:
     """As the worker's `update_weights` does, less the wait for an accelerator."""
     update_info = {
         "names": list(tensors),
@@ -77,7 +78,7 @@ def update(engine: GlooWeightTransferEngine, tensors: dict[str, torch.Tensor]) -
     engine.receive_weights(engine.parse_update_info(update_info))
 
 
-def trainer_and_engine(pool: ThreadPoolExecutor) -> tuple[WeightGroup, GlooWeightTransferEngine]:
+def trainer_and_engine(pool: ThreadPoolExecutor) -> "tuple[WeightGroup, GlooWeightTransferEngine]":
     port = free_port()
     trainer, engine = WeightGroup("127.0.0.1", port, 0, 2, TIMEOUT_S), played_engine()
     joining = pool.submit(trainer.join)
@@ -158,13 +159,15 @@ def test_ranks_are_unique_over_data_parallel_groups() -> None:
 
 
 def test_registering_twice_is_safe_and_imports_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WeightTransferEngineFactory, "_registry", {})
+    registered = type(played_engine())
+    factory = pytest.importorskip("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+    monkeypatch.setattr(factory, "_registry", {})
     with monkeypatch.context() as unloaded:
         unloaded.delitem(sys.modules, "engines.vllm_gloo")
         register()
         register()
         assert "engines.vllm_gloo" not in sys.modules
-    assert WeightTransferEngineFactory._registry["gloo"]() is GlooWeightTransferEngine
+    assert factory._registry["gloo"]() is registered
 
 
 def test_vllm_finds_the_plugin() -> None:
@@ -176,16 +179,18 @@ def test_vllm_finds_the_plugin() -> None:
 
 @pytest.mark.vllm
 def test_a_real_engine_with_a_tied_head_answers_as_the_weights_sent_and_survives_a_bad_update(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    vllm_client = pytest.importorskip("trl.generation.vllm_client")
     from transformers import AutoTokenizer
 
-    from examples.tiny_model import task, train
+    from examples.tiny_model import task
     from tests import tied_model
     from trainer_client import trl as gloo_trl
 
     tied_model.save(tmp_path / "first", seed=1)
     second = tied_model.save(tmp_path / "second", seed=2)
     asked = list(islice(task.problems(seed=9), 8))
-    tokenizer = AutoTokenizer.from_pretrained(train.COMMITTED)
+    tokenizer = AutoTokenizer.from_pretrained(task.COMMITTED)
     prompts = [task.prompt_token_ids(tokenizer, problem) for problem in asked]
     expected = task.greedy_token_ids(str(tmp_path / "second"), asked)
     assert expected != task.greedy_token_ids(str(tmp_path / "first"), asked)

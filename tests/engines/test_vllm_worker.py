@@ -50,14 +50,14 @@ def until_whole(draft: Path) -> None:
 def test_a_version_is_copied_as_it_arrives_and_loaded_again_also_over_an_update_that_broke_off(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from examples.tiny_model import task, train
+    from examples.tiny_model import task
     from tests import tied_model
     from trainer_client import trl as gloo_trl
 
     tied_model.save(tmp_path / "first", seed=1)
     second = tied_model.save(tmp_path / "second", seed=2)
     asked = list(islice(task.problems(seed=9), 8))
-    prompts = [task.prompt_token_ids(AutoTokenizer.from_pretrained(train.COMMITTED), problem) for problem in asked]
+    prompts = [task.prompt_token_ids(AutoTokenizer.from_pretrained(task.COMMITTED), problem) for problem in asked]
     first_says, second_says = (task.greedy_token_ids(str(tmp_path / name), asked) for name in ("first", "second"))
     assert first_says != second_says
     names = tuple(name for name, _ in second.named_parameters())

@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 
-from examples.tiny_model import train
+from examples.tiny_model import task, train
 from tests.examples.test_train_sort import assert_engines_hold, rise
 from tests.real_vllm import RealFleet, fleet
+
+pytestmark = pytest.mark.vllm
 
 STEPS = 36
 RISE = 0.15
@@ -23,11 +25,10 @@ RATIO_ERROR = 1e-3
 
 @pytest.fixture
 def real(tmp_path: Path) -> Iterator[RealFleet]:
-    with fleet(train.COMMITTED, tmp_path) as running:
+    with fleet(task.COMMITTED, tmp_path) as running:
         yield running
 
 
-@pytest.mark.vllm
 def test_a_trainer_that_waits_for_each_batch_is_on_policy(real: RealFleet, tmp_path: Path) -> None:
     steps = run_trainer(real, tmp_path / "model", "--steps", "3", "--staleness", "0")
     assert [step["weight_version"] for step in steps] == [2, 3, 4]
@@ -35,10 +36,9 @@ def test_a_trainer_that_waits_for_each_batch_is_on_policy(real: RealFleet, tmp_p
     assert [step["on_policy"] for step in steps] == [1.0, 1.0, 1.0]
     assert all(step["on_policy_error"] < RATIO_ERROR for step in steps)
     assert_engines_hold(real, tmp_path / "model")
-    assert train.largest_difference(tmp_path / "model", train.COMMITTED) > 0
+    assert train.largest_difference(tmp_path / "model", task.COMMITTED) > 0
 
 
-@pytest.mark.vllm
 @pytest.mark.slow
 def test_the_reward_rises_one_step_off_policy(real: RealFleet, tmp_path: Path) -> None:
     steps = run_trainer(real, tmp_path / "model", "--steps", str(STEPS))

@@ -7,20 +7,28 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer
-
-from examples.tiny_model import task, train
+from examples.tiny_model import task
 
 MAX_MODEL_BYTES = 6_000_000
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(train.COMMITTED)
+def transformers() -> Any:
+    pytest.importorskip("torch")
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def train(transformers: Any) -> Any:
+    """The script, which loads transformers."""
+    from examples.tiny_model import train
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def tokenizer(transformers: Any) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(task.COMMITTED)
 
 
 def said(text: str) -> list[dict[str, str]]:
@@ -44,10 +52,12 @@ def test_a_seed_gives_the_same_problems_and_another_gives_others() -> None:
     assert first != other
 
 
-def test_the_committed_model_is_small_and_float32_with_an_untied_head() -> None:
-    config = AutoConfig.from_pretrained(train.COMMITTED)
-    weights = load_file(train.COMMITTED / "model.safetensors")
-    assert sum(file.stat().st_size for file in train.COMMITTED.iterdir()) < MAX_MODEL_BYTES
+def test_the_committed_model_is_small_and_float32_with_an_untied_head(transformers: Any) -> None:
+    from safetensors.torch import load_file
+
+    config = transformers.AutoConfig.from_pretrained(task.COMMITTED)
+    weights = load_file(task.COMMITTED / "model.safetensors")
+    assert sum(file.stat().st_size for file in task.COMMITTED.iterdir()) < MAX_MODEL_BYTES
     assert {str(tensor.dtype) for tensor in weights.values()} == {"torch.float32"}
     assert not config.tie_word_embeddings
     assert "lm_head.weight" in weights
@@ -59,33 +69,33 @@ def test_a_prompt_is_one_token_a_character_between_its_marks(tokenizer: Any) -> 
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|user|>", "7", "0", "3", "<|assistant|>"]
 
 
-def test_the_committed_tokenizer_is_the_one_that_the_script_makes(tokenizer: Any, tmp_path: Path) -> None:
+def test_the_committed_tokenizer_is_the_one_that_the_script_makes(train: Any, tmp_path: Path) -> None:
     train.make_tokenizer().save_pretrained(tmp_path)
     for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (tmp_path / name).read_text() == (train.COMMITTED / name).read_text()
+        assert (tmp_path / name).read_text() == (task.COMMITTED / name).read_text()
 
 
 def test_the_committed_model_mostly_knows_the_answer(tokenizer: Any) -> None:
     asked = list(islice(task.problems(seed=5), 32))
     answers = [
-        tokenizer.decode(ids, skip_special_tokens=True) for ids in task.greedy_token_ids(str(train.COMMITTED), asked)
+        tokenizer.decode(ids, skip_special_tokens=True) for ids in task.greedy_token_ids(str(task.COMMITTED), asked)
     ]
     assert sum(answer == task.answer(problem) for answer, problem in zip(answers, asked, strict=True)) >= 22
 
 
-def test_training_is_on_the_answers_alone(tokenizer: Any) -> None:
+def test_training_is_on_the_answers_alone(train: Any, tokenizer: Any) -> None:
     ids, labels = train.training_batch(random.Random(0), ["21", "4"], tokenizer, noise=0.0)
     assert tokenizer.convert_ids_to_tokens(ids[0]) == ["<|user|>", "2", "1", "<|assistant|>", "1", "2", "<|end|>"]
     assert labels[0].tolist() == [-100, -100, -100, -100, *ids[0, 4:].tolist()]
     assert tokenizer.convert_ids_to_tokens(labels[1][labels[1] != -100]) == ["4", "<|end|>"]
 
 
-def test_noise_changes_one_digit() -> None:
+def test_noise_changes_one_digit(train: Any) -> None:
     wrong = train.with_one_wrong_digit(random.Random(0), "01237")
     assert sum(a != b for a, b in zip(wrong, "01237", strict=True)) == 1
 
 
 @pytest.mark.slow
-def test_the_script_makes_the_committed_model_again(tmp_path: Path) -> None:
+def test_the_script_makes_the_committed_model_again(train: Any, tmp_path: Path) -> None:
     train.train(tmp_path)
-    assert train.largest_difference(tmp_path, train.COMMITTED) <= train.TOLERANCE
+    assert train.largest_difference(tmp_path, task.COMMITTED) <= train.TOLERANCE

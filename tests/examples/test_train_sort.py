@@ -24,6 +24,8 @@ from examples.tiny_model import task, train
 from tests.client_records import runs_client, vllm_replicas
 from tests.real_vllm import RealFleet, fleet, greedy_token_ids
 
+pytestmark = pytest.mark.vllm
+
 STEPS = 36
 RISE, FLAT = 0.15, 0.08
 RUN_S, SOON_S = 600.0, 60.0
@@ -31,7 +33,7 @@ RUN_S, SOON_S = 600.0, 60.0
 
 @pytest.fixture
 def real(tmp_path: Path) -> Iterator[RealFleet]:
-    with fleet(train.COMMITTED, tmp_path) as running:
+    with fleet(task.COMMITTED, tmp_path) as running:
         yield running
 
 
@@ -41,7 +43,6 @@ GRPO = runs_client(
 
 
 @GRPO
-@pytest.mark.vllm
 def test_three_steps_leave_every_engine_with_the_trainers_last_weights(
     real: RealFleet, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -52,11 +53,10 @@ def test_three_steps_leave_every_engine_with_the_trainers_last_weights(
     assert furthest < 0.001
     record_property("fact", f"importance ratio within {max(furthest, 1e-6):.0e} of 1")
     assert_engines_hold(real, tmp_path / "model")
-    assert train.largest_difference(tmp_path / "model", train.COMMITTED) > 0
+    assert train.largest_difference(tmp_path / "model", task.COMMITTED) > 0
 
 
 @GRPO
-@pytest.mark.vllm
 @pytest.mark.slow
 def test_a_replica_killed_in_the_middle_does_not_end_the_run_and_its_successor_catches_up(
     real: RealFleet, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -80,7 +80,6 @@ def test_a_replica_killed_in_the_middle_does_not_end_the_run_and_its_successor_c
 
 
 @GRPO
-@pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0])
 def test_the_reward_rises_with_weight_sync_and_only_with_it(

@@ -21,7 +21,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
-from examples.tiny_model.train import COMMITTED
+from examples.tiny_model.task import COMMITTED
 from tests.adapters import write_adapter
 from tests.real_vllm import REQUEST_TIMEOUT_S, START_TIMEOUT_S, RealFleet, app, engine_config
 

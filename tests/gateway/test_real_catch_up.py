@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_client
 
 from engines.server import free_port
-from examples.tiny_model import task, train
+from examples.tiny_model import task
 from tests.real_vllm import RealFleet, fleet, greedy_token_ids
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import trl as gloo_trl
@@ -66,20 +66,20 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     folder = tmp_path_factory.mktemp("trained")
-    model = AutoModelForCausalLM.from_pretrained(train.COMMITTED, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(task.COMMITTED, dtype=torch.float32)
     torch.manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.save_pretrained(folder / "version-1")
-    tokenizer = AutoTokenizer.from_pretrained(train.COMMITTED)
+    tokenizer = AutoTokenizer.from_pretrained(task.COMMITTED)
     tokenizer.save_pretrained(folder / "version-1")
     asked = list(islice(task.problems(seed=9), 8))
     prompts = [task.prompt_token_ids(tokenizer, problem) for problem in asked]
     expected = task.greedy_token_ids(str(folder / "version-1"), asked)
-    assert expected != task.greedy_token_ids(str(train.COMMITTED), asked)
+    assert expected != task.greedy_token_ids(str(task.COMMITTED), asked)
     flat = {"relay": "never"}
-    with fleet(train.COMMITTED, folder, weights=flat) as real, pytest.MonkeyPatch.context() as patch:
+    with fleet(task.COMMITTED, folder, weights=flat) as real, pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
         client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=TIMEOUT_S)
         one = Trained(real, client, model, prompts, expected)
@@ -168,7 +168,7 @@ def test_a_version_pushed_through_the_store_is_served_by_all_and_by_a_successor(
         assert sender.push(trained.model) == 3
     print(f"pushed in {time.monotonic() - began:.2f} s")
     trained.model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(train.COMMITTED).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(task.COMMITTED).save_pretrained(tmp_path)
     expected = task.greedy_token_ids(str(tmp_path), list(islice(task.problems(seed=9), 8)))
     assert expected != trained.expected
     for info in trained.real.replicas:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from examples.tiny_model.train import COMMITTED
+from examples.tiny_model.task import COMMITTED
 from tests.real_vllm import RealFleet, fleet, greedy_token_ids
 
 pytestmark = pytest.mark.vllm

@@ -19,7 +19,7 @@ from trl.generation import vllm_client
 from engines.config import EngineConfig
 from engines.server import free_port
 from engines.types import Dialect, EngineKind
-from examples.tiny_model.train import COMMITTED
+from examples.tiny_model.task import COMMITTED
 from tests import real_sglang, real_vllm
 from tests.engines.conformance.trainers import TorchBroadcasts
 from trainer_client import BlockingRolloutClient, WeightSender

@@ -15,7 +15,7 @@ from trl.generation import vllm_client
 
 from engines.server import free_port
 from examples.tiny_model import task
-from examples.tiny_model.train import COMMITTED
+from examples.tiny_model.task import COMMITTED
 from tests.real_vllm import RealFleet, app, engine_config
 from trainer_client import trl as gloo_trl
 

@@ -21,7 +21,7 @@ from engines.config import EngineConfig
 from engines.launch import engine_command
 from engines.process import EngineProcess
 from engines.server import free_port
-from examples.tiny_model import task, train
+from examples.tiny_model import task
 from tests.real_vllm import app, engine_config, greedy_token_ids, wait_for_health
 from trainer_client import BlockingRolloutClient, WeightSender
 
@@ -52,12 +52,12 @@ def test_an_external_vllm_fetches_the_versions_that_its_machine_does_not_have(tm
     store.mkdir(mode=0o700)
     if subprocess.run([*ELSEWHERE, str(store), "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount a file system")
-    model = AutoModelForCausalLM.from_pretrained(train.COMMITTED, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(task.COMMITTED, dtype=torch.float32)
     torch.manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    tokenizer = AutoTokenizer.from_pretrained(train.COMMITTED)
+    tokenizer = AutoTokenizer.from_pretrained(task.COMMITTED)
     model.save_pretrained(tmp_path / "trained")
     tokenizer.save_pretrained(tmp_path / "trained")
     asked = list(islice(task.problems(seed=9), 8))
@@ -65,7 +65,7 @@ def test_an_external_vllm_fetches_the_versions_that_its_machine_does_not_have(tm
     prompts = [task.prompt_token_ids(tokenizer, problem) for problem in asked]
     keys = {"inference_keys": ["reader"], "admin_keys": ["owner"], "trusted_networks": []}
     weights = {"store": str(store), "peer_url": f"http://127.0.0.1:{port}"}
-    with vllm_elsewhere(train.COMMITTED, logs, store) as url:
+    with vllm_elsewhere(task.COMMITTED, logs, store) as url:
         external = EngineConfig.model_validate({"kind": "external", "url": url})
         with (
             app({"far": external}, gateway={"port": port, **keys}, weights=weights) as real,

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_client
 
 from engines.server import free_port
-from examples.tiny_model import task, train
+from examples.tiny_model import task
 from tests.real_vllm import RealFleet, fleet, greedy_token_ids
 from trainer_client import trl as gloo_trl
 
@@ -51,11 +51,11 @@ class Trained:
     def expected(self) -> list[list[int]]:
         """What transformers says with the trainer's weights."""
         self.model.save_pretrained(self.folder)
-        AutoTokenizer.from_pretrained(train.COMMITTED).save_pretrained(self.folder)
+        AutoTokenizer.from_pretrained(task.COMMITTED).save_pretrained(self.folder)
         return task.greedy_token_ids(str(self.folder), problems())
 
     def said_by(self, index: int) -> list[list[int]]:
-        tokenizer = AutoTokenizer.from_pretrained(train.COMMITTED)
+        tokenizer = AutoTokenizer.from_pretrained(task.COMMITTED)
         prompts = [task.prompt_token_ids(tokenizer, problem) for problem in problems()]
         return greedy_token_ids(self.real.replicas[index].url, prompts, task.MAX_ANSWER_TOKENS)
 
@@ -77,8 +77,8 @@ def problems() -> list[Any]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     folder = tmp_path_factory.mktemp("trained")
-    model = AutoModelForCausalLM.from_pretrained(train.COMMITTED, dtype=torch.float32)
-    with fleet(train.COMMITTED, folder) as real, pytest.MonkeyPatch.context() as patch:
+    model = AutoModelForCausalLM.from_pretrained(task.COMMITTED, dtype=torch.float32)
+    with fleet(task.COMMITTED, folder) as real, pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
         client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=TIMEOUT_S)
         client.init_communicator("cpu")

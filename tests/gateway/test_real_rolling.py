@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.tiny_model import task, train
+from examples.tiny_model import task
 from tests.real_vllm import RealFleet, fleet
 from trainer_client import BlockingRolloutClient, WeightSender
 
@@ -41,14 +41,14 @@ class Policy:
 
     def push(self, seed: int, version: int) -> int:
         """Other weights, in a rolling update."""
-        model = AutoModelForCausalLM.from_pretrained(train.COMMITTED, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(task.COMMITTED, dtype=torch.float32)
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
         folder = self.folder / f"version-{version}"
         model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(train.COMMITTED).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(task.COMMITTED).save_pretrained(folder)
         self.says[version] = task.greedy_token_ids(str(folder), PROBLEMS)
         with WeightSender(self.client, transport="store", timeout_s=TIMEOUT_S) as sender:
             # What is kept over a load goes on over KV of the old weights, and says what neither version would.
@@ -80,11 +80,11 @@ class Policy:
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     folder = tmp_path_factory.mktemp("rolling")
-    tokenizer = AutoTokenizer.from_pretrained(train.COMMITTED)
+    tokenizer = AutoTokenizer.from_pretrained(task.COMMITTED)
     prompts = [task.prompt_token_ids(tokenizer, problem) for problem in PROBLEMS]
-    with fleet(train.COMMITTED, folder) as real, BlockingRolloutClient(real.url) as client:
+    with fleet(task.COMMITTED, folder) as real, BlockingRolloutClient(real.url) as client:
         client.wait_ready(TIMEOUT_S)
-        yield Policy(real, client, folder, prompts, {0: task.greedy_token_ids(str(train.COMMITTED), PROBLEMS)})
+        yield Policy(real, client, folder, prompts, {0: task.greedy_token_ids(str(task.COMMITTED), PROBLEMS)})
 
 
 @dataclass

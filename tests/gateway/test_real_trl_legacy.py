@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.tiny_model import task
-from examples.tiny_model.train import COMMITTED
+from examples.tiny_model.task import COMMITTED
 from tests.real_vllm import RealFleet, fleet
 from tests.trainer_client.test_real_senders import checkpoint
 from trainer_client import BlockingRolloutClient, WeightSender

@@ -16,9 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines.errors import InvalidRequest
-from examples.tiny_model import task, train
+from examples.tiny_model import task
 from tests.real_vllm import RealFleet, fleet
 from trainer_client import BlockingRolloutClient, Rollout, SamplingParams, WeightSender
+
+pytestmark = pytest.mark.vllm
 
 PROBLEMS = ["52", "901", "7364", "20418"]
 SAMPLING = SamplingParams(n=4, max_tokens=task.MAX_ANSWER_TOKENS)
@@ -28,7 +30,7 @@ SOON_S = 60.0
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
-    with fleet(train.COMMITTED, tmp_path_factory.mktemp("engines")) as running:
+    with fleet(task.COMMITTED, tmp_path_factory.mktemp("engines")) as running:
         yield running
 
 
@@ -41,11 +43,11 @@ def client(real: RealFleet) -> Iterator[BlockingRolloutClient]:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(train.COMMITTED, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(task.COMMITTED, dtype=torch.float32).eval()
 
 
 def drawn(client: BlockingRolloutClient) -> list[Rollout]:
-    tokenizer = AutoTokenizer.from_pretrained(train.COMMITTED)
+    tokenizer = AutoTokenizer.from_pretrained(task.COMMITTED)
     return client.generate([task.prompt_token_ids(tokenizer, problem) for problem in PROBLEMS], SAMPLING).gather()
 
 
@@ -65,7 +67,6 @@ def furthest_logprob(model: Any, rollouts: list[Rollout]) -> float:
     return furthest
 
 
-@pytest.mark.vllm
 def test_recorded_logprobs_are_the_models_before_and_after_a_push(client: BlockingRolloutClient, model: Any) -> None:
     assert furthest_logprob(model, drawn(client)) < CLOSE
     with torch.no_grad():
@@ -78,7 +79,6 @@ def test_recorded_logprobs_are_the_models_before_and_after_a_push(client: Blocki
     assert furthest_logprob(model, rollouts) < CLOSE
 
 
-@pytest.mark.vllm
 def test_a_push_of_another_models_tensors_is_refused_and_the_next_one_taken(
     client: BlockingRolloutClient, model: Any
 ) -> None:
@@ -93,7 +93,6 @@ def test_a_push_of_another_models_tensors_is_refused_and_the_next_one_taken(
     assert furthest_logprob(model, drawn(client)) < CLOSE
 
 
-@pytest.mark.vllm
 def test_a_push_after_a_replica_has_died_reaches_those_that_live(
     real: RealFleet, client: BlockingRolloutClient, model: Any
 ) -> None:

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines.errors import InvalidRequest
-from examples.tiny_model import task, train
+from examples.tiny_model import task
 from tests.model_rank import WORLD_SIZE
 from tests.real_vllm import RealFleet, fleet, greedy_token_ids
 from trainer_client import BlockingRolloutClient, WeightSender
@@ -33,11 +33,11 @@ TENSORS_OF_LAYER = 11
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
-    with fleet(train.COMMITTED, tmp_path_factory.mktemp("engines"), num_replicas=1) as running:
+    with fleet(task.COMMITTED, tmp_path_factory.mktemp("engines"), num_replicas=1) as running:
         yield running
 
 
-def checkpoint(folder: Path, *, seed: int, base: Path = train.COMMITTED, of: str = "") -> Path:
+def checkpoint(folder: Path, *, seed: int, base: Path = task.COMMITTED, of: str = "") -> Path:
     """`base` with noise on the tensors whose names begin with `of`."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(seed)
@@ -46,7 +46,7 @@ def checkpoint(folder: Path, *, seed: int, base: Path = train.COMMITTED, of: str
             if name.startswith(of):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(train.COMMITTED).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(task.COMMITTED).save_pretrained(folder)
     return folder
 
 
@@ -75,10 +75,10 @@ def pushed_by_two(real: RealFleet, folder: Path, transport: str, *models: Path) 
 
 
 def assert_engines_say_what_transformers_says(real: RealFleet, model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(train.COMMITTED)
+    tokenizer = AutoTokenizer.from_pretrained(task.COMMITTED)
     prompts = [task.prompt_token_ids(tokenizer, problem) for problem in PROBLEMS]
     expected = task.greedy_token_ids(str(model), PROBLEMS)
-    assert expected != task.greedy_token_ids(str(train.COMMITTED), PROBLEMS)
+    assert expected != task.greedy_token_ids(str(task.COMMITTED), PROBLEMS)
     for replica in real.replicas:
         assert greedy_token_ids(replica.url, prompts, task.MAX_ANSWER_TOKENS) == expected
 

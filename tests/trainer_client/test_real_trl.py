@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 from engines.server import free_port
-from examples.tiny_model.train import COMMITTED
+from examples.tiny_model.task import COMMITTED
 from tests.client_records import runs_client, vllm_replicas
 from tests.real_vllm import RealFleet, app, engine_config
 from tests.trainer_client.rloo_ratio import RATIO

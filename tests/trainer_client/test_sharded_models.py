@@ -18,7 +18,7 @@ from engines.config import SimConfig
 from gateway.config import Config
 from tests.played_gateway import PlayedGateway
 from tests.rig import FAST_WATCH, Rig
-from tests.trainer_rank import SHAPES, WORLD_SIZE, Model
+from tests.sharded_model import SHAPES, WORLD_SIZE, Model
 
 TIMEOUT_S = 240.0
 DONE = [

@@ -3,33 +3,58 @@
 import subprocess
 import sys
 import time
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("trl")
-pytest.importorskip("vllm")
 
 import torch
-from trl.generation import vllm_client, vllm_generation
 
 from engines.errors import WeightUpdateFailed
 from engines.server import free_port
 from tests.played_gateway import TIMEOUT_S, Answer, PlayedGateway
-from trainer_client import trl as gloo_trl
 
 SOON_S = 5.0
+WEIGHT_ROUTES = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+)
+
+
+@pytest.fixture(autouse=True)
+def vllm_client() -> ModuleType:
+    """TRL's; vLLM is loaded with it."""
+    pytest.importorskip("vllm")
+    pytest.importorskip("trl")
+    from trl.generation import vllm_client
+
+    return vllm_client
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def vllm_generation() -> ModuleType:
+    from trl.generation import vllm_generation
+
+    return vllm_generation
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, vllm_client: ModuleType, vllm_generation: ModuleType) -> None:
+    from trainer_client import trl as gloo_trl
+
     monkeypatch.setattr(vllm_generation, "VLLMClient", vllm_generation.VLLMClient)
     monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", vllm_client.packed_nccl_broadcast_producer)
     gloo_trl.install()
 
 
 def client_of(gateway: PlayedGateway, timeout_s: float = TIMEOUT_S) -> Any:
+    from trainer_client import trl as gloo_trl
+
     return gloo_trl.GlooVLLMClient(gateway.url, group_port=free_port(), timeout_s=timeout_s)
 
 
@@ -126,7 +151,7 @@ def test_an_engine_that_cannot_load_fails_the_update_with_its_reason(gateway: Pl
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("route", gloo_trl.WEIGHT_ROUTES)
+@pytest.mark.parametrize("route", WEIGHT_ROUTES)
 def test_a_weight_call_without_an_answer_ends_in_time_and_is_not_replayed(gateway: PlayedGateway, route: str) -> None:
     client = client_of(gateway, timeout_s=0.2)
 
@@ -158,7 +183,11 @@ def test_a_server_without_weight_transfer_is_named(gateway: PlayedGateway) -> No
         client_of(gateway).init_communicator("cpu")
 
 
-def test_install_does_nothing_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_does_nothing_where_there_is_cuda(
+    monkeypatch: pytest.MonkeyPatch, vllm_client: ModuleType, vllm_generation: ModuleType
+) -> None:
+    from trainer_client import trl as gloo_trl
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = vllm_generation.VLLMClient, vllm_client.packed_nccl_broadcast_producer
     gloo_trl.install()

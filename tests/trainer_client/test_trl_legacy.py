@@ -17,11 +17,13 @@ pytest.importorskip("trl")
 from transformers import AutoTokenizer
 
 from examples.tiny_model import task
-from examples.tiny_model.train import COMMITTED
+from examples.tiny_model.task import COMMITTED
 from tests.client_records import runs_client
 from tests.real_vllm import app, engine_config, greedy_token_ids
 from tests.trainer_client.rloo_ratio import RATIO
 from tests.trainer_client.test_real_trl import AGAINST, ROOT, STEPS, Record, record_ratio, run_recipe, versions
+
+pytestmark = pytest.mark.slow
 
 LEGACY = os.environ.get("TRL_LEGACY", "")
 PROBLEMS = task.some_problems(8)
@@ -32,7 +34,6 @@ trainer.save_model("last")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not LEGACY, reason="TRL_LEGACY names no folder with TRL 1.10.0")
 @runs_client("TRL GRPOTrainer, legacy", "trl==1.10.0", ran="docs/trl.md: weights through the store", against=AGAINST)
 def test_grpo_of_trl_1_10_syncs_before_every_step(tmp_path: Path, record_property: Record) -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples.tiny_model.train import COMMITTED
+from examples.tiny_model.task import COMMITTED
 from gateway.doctor.finding import Severity
 from gateway.doctor.live import look
 from gateway.doctor.rules import examine

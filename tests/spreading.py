@@ -1,0 +1,30 @@
+"""How pytest-xdist spreads the tests: a file goes to one process, and all that load vLLM go to the same."""
+
+from typing import Any
+
+import pytest
+
+_LOAD_VLLM = (
+    "tests/engines/test_gloo_transfer.py",
+    "tests/engines/test_launch.py",
+    "tests/engines/test_relay.py",
+    "tests/engines/test_vllm_lora.py",
+    "tests/engines/test_vllm_plugin.py",
+    "tests/examples/test_tiny_model.py",  # transformers alone, which vLLM loads too
+    "tests/gateway/test_vllm_serve.py",
+    "tests/trainer_client/test_trl.py",
+    "tests/trainer_client/test_trl_async.py",
+)
+"""Loading it takes ten seconds of CPU, once for each process."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]  # verl's environment has none
+
+    class Spreading(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "vllm" if file in _LOAD_VLLM else file
+
+    return Spreading(config, log)

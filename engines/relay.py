@@ -22,7 +22,7 @@ from aiohttp import web
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from engines.gloo_transfer import CHUNK_BYTES, NamedTensor, WeightGroup, receive
-from engines.weight_tee import Scribe, WeightTee
+from engines.weight_tee import Scribe, WeightTee, prepare
 
 log = logging.getLogger("relay")
 
@@ -225,6 +225,7 @@ def main() -> None:
     model, device = NoModel(), torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("torch sees no GPU: weights.relay_device must name one of the gateway's node")
+    prepare(device)
     receiver = GlooReceiver(model) if device.type == "cpu" else NcclReceiver(model, device)
     web.run_app(
         RelayServer(receiver, model).app(),

@@ -7,7 +7,7 @@ from typing import Any
 from engines.peer_store import PeerStore, fetched
 from engines.snapshot_reader import read_tensors
 from engines.vllm_gloo import rebuild_tied_head
-from engines.weight_tee import Scribe, WeightTee
+from engines.weight_tee import Scribe, WeightTee, prepare
 
 
 class WeightWorker:
@@ -22,6 +22,7 @@ class WeightWorker:
         """Digest what is received from now on; the first worker also copies it into folder `draft` if one is given."""
         worker: Any = self
         self.drop_receipt()
+        prepare(worker.device)
         if draft and worker.rank == 0 and worker.parallel_config.data_parallel_index == 0:
             self.scribe = _scribe_after(self.scribe, Path(draft), model, Path(base) if base else None, names, wait_s)
         self.tee = WeightTee(worker.weight_transfer_engine.model, self.scribe if draft else None)

@@ -8,14 +8,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engines.errors import RolloutGatewayError
-from engines.tensor_bytes import digest_on_host, raw_tensor, sum_on_device
+from engines.tensor_bytes import digest_on_host, raw_tensor
 from engines.weight_store import SHARD_BYTES, Draft, RawTensor
 
 log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's
@@ -62,9 +62,8 @@ class WeightTee:
     def _load_and_see(self, weights: Iterable[NamedTensor]) -> Any:
         tensors = list(weights)
         try:
-            for name, tensor in tensors if not self._is_blind else ():
-                self._digests[name] = sum_on_device(tensor) if tensor.is_cuda else digest_on_host(tensor)
-        except RuntimeError as error:  # such as a GPU without the memory for it: the update is worth more
+            self._digests |= {} if self._is_blind else _digests(tensors)
+        except Exception as error:  # such as a GPU without the memory for it: the update is worth more
             log.exception("digests of this update are given up")
             self._is_blind = True
             self._digests.clear()
@@ -94,6 +93,8 @@ class Scribe:
         self._bytes = 0
         self._room = threading.Condition()
         self._stream: Any = None
+        # Copies in GPU memory leave it once the update is over: on their way beside it they hold it up.
+        self._may_leave = threading.Event()
         self._thread = threading.Thread(target=self._write, name="scribe", daemon=True)
         self._thread.start()
 
@@ -107,6 +108,7 @@ class Scribe:
 
     def close(self) -> None:
         """No more tensors come."""
+        self._may_leave.set()
         self._waiting.put(None)
 
     def give_up(self, reason: str) -> None:
@@ -114,6 +116,7 @@ class Scribe:
         with self._room:
             self._given_up = self._given_up or reason
             self._room.notify_all()
+        self._may_leave.set()
         self._waiting.put(None)
 
     def join(self, timeout_s: float | None = None) -> bool:
@@ -123,6 +126,7 @@ class Scribe:
 
     def has_room(self, num_bytes: int) -> bool:
         """Wait for the writer while too much waits for the disk. False where this draft is given up."""
+        self._may_leave.set()
         began = time.monotonic()
         with self._room:
             self._room.wait_for(
@@ -157,6 +161,7 @@ class Scribe:
         shard: list[RawTensor] = []
         budgeted = 0
         while not self._given_up and (copies := self._waiting.get()) is not None:
+            self._may_leave.wait()
             while copies and not self._given_up:
                 copy = copies.popleft()
                 shard.append(copy.on_host())
@@ -260,6 +265,26 @@ class _Copying:
     def __exit__(self, *_: object) -> None:
         if self._leaves_by is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._leaves_by)
+
+
+def prepare(device: torch.device) -> None:
+    """Compile what digests tensors on this device, if anything: no update shall wait for it."""
+    if device.type == "cuda":
+        try:
+            _digests([("", torch.zeros(1, device=device))])
+        except Exception:  # an update does without digests, and says so
+            log.exception("tensors on %s cannot be digested", device)
+
+
+def _digests(tensors: Sequence[NamedTensor]) -> dict[str, Any]:
+    """By name: a text, or a number that is still on its way on the tensor's GPU."""
+    on_gpu = [tensor for _, tensor in tensors if tensor.is_cuda]
+    sums: Iterator[torch.Tensor] = iter(())
+    if on_gpu:
+        from engines.device_sum import sums_on_device  # needs Triton, which is where GPUs are
+
+        sums = iter(sums_on_device(on_gpu).unbind())
+    return {name: next(sums) if tensor.is_cuda else digest_on_host(tensor) for name, tensor in tensors}
 
 
 def _room_on(device: torch.device) -> int:

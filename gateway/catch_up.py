@@ -130,8 +130,9 @@ class CatchUp:
                 await self._bring_back(replica, leaves_group=False)
 
     async def _bring_back(self, replica: Replica, *, leaves_group: bool) -> None:
-        if replica.weight_version is None:
-            await self._clear(replica, leaves_group=leaves_group)
+        is_overwritten = replica.weight_version is None
+        await self._clear(replica, is_overwritten=is_overwritten, leaves_group=leaves_group)
+        if is_overwritten:
             # A gateway that died in the middle of an update left nobody who says what they held before.
             self._fleet.learn(await self._snapshots.last_held_by(replica.info.incarnation))
         for failures in range(1, _TRIES + 1):
@@ -185,13 +186,17 @@ class CatchUp:
         async with self._snapshots.reading(version, holders) as path:
             yield str(path)
 
-    async def _clear(self, replica: Replica, *, leaves_group: bool) -> None:
+    async def _clear(self, replica: Replica, *, is_overwritten: bool, leaves_group: bool) -> None:
         """End what the update left open. An engine that cannot take part in it is found out by its probes."""
         engine = replica.engine
-        calls: list[Callable[[float], Awaitable[None]]] = [engine.drop_receipt, engine.abandon_weight_update]
+        calls: list[Callable[[float], Awaitable[None]]] = []
+        if is_overwritten or leaves_group:
+            calls.append(engine.drop_receipt)
+        if is_overwritten:
+            calls.append(engine.abandon_weight_update)
         if leaves_group:
             calls.append(engine.close_weight_group)
-        if replica.info.has("/resume") and not self._is_paused():
+        if is_overwritten and replica.info.has("/resume") and not self._is_paused():
             calls.append(engine.resume)  # the update had frozen it
         for call in calls:
             await self._try(replica, call)

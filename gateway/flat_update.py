@@ -165,20 +165,26 @@ class FlatUpdate:
         return group
 
     async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
-        """Have every engine start its update, and one of them copy it into the store."""
+        """Have every engine start its update, and one of them copy it into the store.
+
+        What can be done beforehand is done before they stand still.
+        """
+        timeout_s = self._config.control_timeout_s
         scribe = next((replica for replica in group.members if replica.info.has_tee), None)
         async with self._machine.step(update, "store", leaving=group.members):
             size = max(map(checkpoint_bytes, group.members))
             update.draft = await self._snapshots.draft(self._fleet.version, size) if scribe else None
-        async with self._machine.step(update, "begin", leaving=group.members):
-            await self._machine.overwrite(update, group.members)
-            timeout_s = self._config.control_timeout_s
+        async with self._machine.step(update, "receipt", leaving=group.members):
+            await self._catch_up.settled(timeout_s)  # a replica that is brought back drops its receipt
             copy = self._copy(update, scribe) if scribe and update.draft else None
             await on_all(
                 group.members,
                 lambda replica: replica.engine.open_receipt(copy if replica is scribe else None, timeout_s),
                 timeout_s,
             )
+        async with self._machine.step(update, "pause", leaving=group.members):
+            await self._machine.overwrite(update, group.members)
+        async with self._machine.step(update, "begin", leaving=group.members):
             await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
 
     def _copy(self, update: WeightUpdate, scribe: Replica) -> ReceiptCopy:

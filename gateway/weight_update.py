@@ -29,11 +29,11 @@ class Phase(StrEnum):
 class WeightUpdate:
     """An update in progress, and its record afterwards.
 
-    `seconds` are by step (drain, abort, store, begin, transfer, load, digests, commit, canary); what is missing to the
-    whole is the trainer's own time between its calls. Of a `rolling` one they are summed over replicas. `frozen_at` is
-    when it froze the engines, where it holds them still, and `stopped_s` for how long it held them. `replicas` say by
-    replica id what became of it there. `draft` is where its tensors are written for the weight store. `keeps_kv` says
-    that what is in flight goes on over KV of the version before.
+    `seconds` are by step (drain, abort, store, receipt, pause, begin, transfer, load, digests, commit, canary); what is
+    missing to the whole is the trainer's own time between its calls. Of a `rolling` one they are summed over replicas.
+    `frozen_at` is when it froze the engines, where it holds them still, and `stopped_s` for how long it held them.
+    `replicas` say by replica id what became of it there. `draft` is where its tensors are written for the weight store.
+    `keeps_kv` says that what is in flight goes on over KV of the version before.
     """
 
     version: int

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from engines.errors import InvalidRequest
-from engines.tensor_bytes import digest_on_host, sum_on_device
+from engines.tensor_bytes import digest_on_host
 from trainer_client.served import ServedWeights
 from trainer_client.sharded import parts_here
 from trainer_client.tensors import Entry, layer_of
@@ -71,4 +71,8 @@ def _digests(entries: Sequence[Entry]) -> list[object]:
 def _digest(part: torch.Tensor) -> object:
     if not part.numel():
         return ""
-    return sum_on_device(part) if part.is_cuda else digest_on_host(part)
+    if not part.is_cuda:
+        return digest_on_host(part)
+    from engines.device_sum import sums_on_device  # needs Triton, which is where GPUs are
+
+    return sums_on_device([part])[0]

@@ -246,6 +246,26 @@ async def test_rollouts_frozen_by_an_update_that_never_began_go_on(start_rig: St
     assert set((await rig.states()).values()) == {"SERVING"}
 
 
+async def test_replicas_leave_the_group_of_an_update_that_never_touched_them(rig: Rig) -> None:
+    # The trainer already sits in its broadcast.
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise EngineFailed("no pause today", replica_id="engine-1")
+
+    rig.fleet.replicas[1].engine.pause = refuse  # type: ignore[method-assign]
+    assert (await rig.post("/update_weights", {"update_info": rig.tensors}))[0] == 424
+    url = rig.replicas[0].info.url
+    async with asyncio.timeout(20):
+        said = ""
+        while "not initialized" not in said:
+            await asyncio.sleep(0.01)
+            await rig.client.post(f"{url}/start_weight_update", json={})
+            async with rig.client.post(f"{url}/update_weights", json={"update_info": rig.tensors}) as reply:
+                said = await reply.text()
+
+
 async def test_a_drain_that_takes_too_long_answers_504_and_serving_goes_on(start_rig: StartRig) -> None:
     rig = await start_rig(sim={"decode_step_s": 0.05}, weights={"in_flight": "drain", "drain_timeout_s": 0.2})
     await rig.open_group()
@@ -272,8 +292,9 @@ async def test_after_a_first_update_that_failed_all_serve_the_checkpoint(rig: Ri
     await rig.open_group()
     before = await rig.complete([[5]], temperature=0)
     await rig.post("/start_weight_update", {})
-    await rig.replicas[0].kill()
     await rig.post("/update_weights", {"update_info": rig.tensors})
+    await rig.replicas[0].kill()
+    assert (await rig.post("/finish_weight_update", {}))[0] == 424
     await rig.add_replica("engine-0")
     await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
     after = await rig.complete([[5]] * 8, temperature=0)

@@ -1,8 +1,9 @@
 """The weight store of another machine: versions come over HTTP, in parallel ranges, and are renamed into place whole.
 
 The gateway serves them (`GET /v1/weight_store/versions/N` and the files under it). A range whose connection breaks goes
-on at the byte where it broke; files that were whole when a fetch died are not fetched again. No engine and no torch is
-needed here: engines' workers and the command line use this file.
+on at the byte where it broke; files that were whole when a fetch died are not fetched again. Where a version has
+changes to one that lies beside its place, these come and are joined with that. No engine and no torch is needed here:
+engines' workers and the command line use this file.
 """
 
 import http.client
@@ -20,7 +21,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
-from engines.weight_store import Manifest, check_bytes, disk_errors, try_lock
+from engines.successor import Successor
+from engines.weight_store import DELTA, MANIFEST, Manifest, check_bytes, disk_errors, try_lock
 
 RANGE_BYTES = 64 << 20
 VERSIONS_PATH = "/v1/weight_store/versions"
@@ -143,19 +145,46 @@ class _Fetch:
     def run(self) -> None:
         files = self._peer.files(self._version)
         self._partial.mkdir(mode=0o700, exist_ok=True)
-        lacking = [file for file in files if _size(self._partial / file.name) != file.num_bytes]
-        self._check_room(lacking)
-        self._receive(lacking)
-        try:
-            manifest = check_bytes(self._partial)
-        except (InvalidRequest, StoreFailed):
-            # What a fetch before left may be of other bytes under the same names.
-            self._receive(files)
-            manifest = self._checked()
+        manifest = self._joined(files) or self._whole(files)
         if manifest.version != self._version:
             raise StoreFailed(f"the peer's version {self._version} says that it is {manifest.version}")
         (self._partial / _FETCHED).touch()
         self._partial.rename(self._target)
+
+    def _whole(self, files: Sequence[_File]) -> Manifest:
+        files = [file for file in files if not file.name.endswith(DELTA)]
+        self._receive_lacking(files)
+        try:
+            return check_bytes(self._partial)
+        except (InvalidRequest, StoreFailed):
+            # What a fetch before left may be of other bytes under the same names.
+            self._receive(files)
+            return self._checked()
+
+    def _joined(self, files: Sequence[_File]) -> Manifest | None:
+        """The version, made of the one it has changes to; None where that is not beside it, or comes to nothing."""
+        self._receive([file for file in files if file.name == MANIFEST])
+        if (successor := Successor.of(self._partial, self._target.parent)) is None:
+            return None
+        needed = [file for file in files if successor.needs(file.name)]
+        self._remove_all_but(needed)
+        self._receive_lacking(needed)
+        try:
+            return successor.build(self._partial)
+        except (InvalidRequest, StoreFailed, OSError, ValueError):
+            # The base is damaged, or was removed in this moment.
+            self._remove_all_but([])
+            return None
+
+    def _receive_lacking(self, files: Sequence[_File]) -> None:
+        lacking = [file for file in files if _size(self._partial / file.name) != file.num_bytes]
+        self._check_room(lacking)
+        self._receive(lacking)
+
+    def _remove_all_but(self, files: Sequence[_File]) -> None:
+        """What a fetch before linked from another version must not be written into."""
+        for path in {*self._partial.iterdir()} - {self._partial / file.name for file in files}:
+            path.unlink()
 
     def _checked(self) -> Manifest:
         try:

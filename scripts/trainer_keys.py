@@ -24,14 +24,18 @@ _COMPOSED = (
     "_generated_ppo_veomni_trainer.yaml",
     "_generated_ppo_torchtitan_trainer.yaml",
 )
+_HYDRAS = ("hydra", "defaults")
+# Trainers of their own, which add keys to the default trainer's: the folder of each, and what its commands are called
+# with (a module, or --config-name).
+_OTHERS = {"fully_async_policy": "fully_async", "one_step_off_policy": "one_step_off"}
 # A dataclass with fields that the composed files leave out, which Hydra takes with a leading plus; and people build it
 # by themselves, with defaults of its own.
 _SECTION, _FILE, _CLASS = "actor_rollout_ref.rollout", "workers/config/rollout.py", "RolloutConfig"
 
 
 def verl_keys(package: Path) -> dict[str, Any]:
-    """`keys` by dotted name with their defaults; `added`, names that Hydra wants a plus for; `rollout_config`, the
-    defaults of that class."""
+    """`keys` by dotted name with their defaults; `of_trainers`, those that only other trainers have, by what these are
+    called; `added`, names that Hydra wants a plus for; `rollout_config`, the defaults of that class."""
     keys: dict[str, Any] = {}
     for name in _COMPOSED:
         tree = yaml.safe_load((package / "trainer" / "config" / name).read_text(encoding="utf-8"))
@@ -40,7 +44,21 @@ def verl_keys(package: Path) -> dict[str, Any]:
     rollout = dict(_fields(package / _FILE, _CLASS))
     names = (f"{_SECTION}.{field}" for field in rollout)
     added = [name for name in names if not any(key == name or key.startswith(f"{name}.") for key in keys)]
-    return {"keys": keys, "added": added, "rollout_config": rollout}
+    of_trainers = {
+        name: _own_keys(package / "experimental" / folder / "config", keys) for folder, name in _OTHERS.items()
+    }
+    return {"keys": keys, "of_trainers": of_trainers, "added": added, "rollout_config": rollout}
+
+
+def _own_keys(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that the YAML files of a folder add to `keys`."""
+    own: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.yaml"), key=lambda path: "megatron" in path.name):
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for key, value in _leaves({name: value for name, value in tree.items() if name not in _HYDRAS}):
+            if key not in keys:
+                own.setdefault(key, value)
+    return own
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,8 @@
 
 import difflib
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,18 @@ _TRL_GONE = {
 
 @dataclass(frozen=True, slots=True)
 class VerlKeys:
-    """`added` are keys that Hydra takes with a leading plus alone."""
+    """`added` are keys that Hydra takes with a leading plus alone. `of_trainers` are those that only some trainers
+    have, by what these are called in a command."""
 
     defaults: dict[str, Any]
+    of_trainers: dict[str, dict[str, Any]]
     added: frozenset[str]
     rollout_config: dict[str, Any]
+
+    def of(self, trainers: Iterable[str]) -> "VerlKeys":
+        """The keys that these trainers have too, or only one of them."""
+        own = {key: default for name in trainers for key, default in self.of_trainers[name].items()}
+        return replace(self, defaults=self.defaults | own, added=self.added - own.keys())
 
     def knows(self, key: str) -> bool:
         if key in self.defaults or key in self.added or key.startswith(_FREE):
@@ -73,7 +81,7 @@ class VerlKeys:
 @cache
 def verl_keys() -> VerlKeys:
     table = json.loads((_FOLDER / "verl-0.9.1.json").read_text(encoding="utf-8"))
-    return VerlKeys(table["keys"], frozenset(table["added"]), table["rollout_config"])
+    return VerlKeys(table["keys"], table["of_trainers"], frozenset(table["added"]), table["rollout_config"])
 
 
 @cache

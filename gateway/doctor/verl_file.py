@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from engines.errors import ConfigError
-from gateway.doctor.known_keys import ROLLOUT, verl_keys
+from gateway.doctor.known_keys import ROLLOUT, VerlKeys, verl_keys
 from gateway.doctor.shell_script import Word, read_commands
 from gateway.doctor.values import Values
 from gateway.load import Setting
@@ -37,11 +37,13 @@ class VerlFile:
     """`values` hold what a file gives over verl's defaults; `overrides` are those of a script, all of them, in order.
 
     `has_trainer` is False for a mapping of RolloutConfig's own fields, which says nothing of training.
+    `keys` are those that it may have: in a script those of the trainers that it calls.
     """
 
     values: Values
     overrides: tuple[Override, ...]
     has_trainer: bool
+    keys: VerlKeys
 
 
 def read_verl(path: Path) -> VerlFile:
@@ -53,7 +55,8 @@ def read_verl(path: Path) -> VerlFile:
     if not overrides:
         raise ConfigError(f"{path}: no override of verl in it; expected words such as data.train_batch_size=1024")
     given = {one.key: one.setting for one in overrides if not one.is_lost and one.plus != "~"}
-    return VerlFile(Values("verl", given, verl_keys().defaults), overrides, has_trainer=True)
+    keys = verl_keys().of(name for name in verl_keys().of_trainers if name in text)
+    return VerlFile(Values("verl", given, keys.defaults), overrides, has_trainer=True, keys=keys)
 
 
 def _overrides(path: Path, text: str) -> Iterator[Override]:
@@ -93,7 +96,7 @@ def _parsed(text: str) -> Any:
 
 
 def _from_tree(path: Path, tree: Tree, lines: Mapping[tuple[str | int, ...], int]) -> VerlFile:
-    keys = verl_keys()
+    keys = verl_keys().of(verl_keys().of_trainers)
     roots = {key.partition(".")[0] for key in keys.defaults}
     leaves = list(_leaves({name: value for name, value in tree.items() if name not in _NOT_KEYS}))
     is_whole = any(str(name).partition(".")[0] in roots for name in tree)
@@ -109,7 +112,7 @@ def _from_tree(path: Path, tree: Tree, lines: Mapping[tuple[str | int, ...], int
         value = _parsed(value) if isinstance(value, str) and "${" not in value else value
         given[prefix + dotted] = Setting(key=dotted, value=value, origin="file", place=place)
     defaults = keys.defaults if is_whole else {ROLLOUT + name: value for name, value in keys.rollout_config.items()}
-    return VerlFile(Values("verl", given, defaults, prefix), (), has_trainer=is_whole)
+    return VerlFile(Values("verl", given, defaults, prefix), (), has_trainer=is_whole, keys=keys)
 
 
 def _leaves(tree: Tree, parts: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from gateway.doctor.finding import Found, consider, fine, hurts
-from gateway.doctor.known_keys import ROLLOUT, verl_keys
+from gateway.doctor.known_keys import ROLLOUT
 from gateway.doctor.model_size import USUAL_VOCABULARY, vocabulary
 from gateway.doctor.rule import VERL_CODE, VERL_GUIDE, VERL_PRACTICE, Judged, Rule, of_verl, of_verl_rollout
 from gateway.doctor.subject import Subject
@@ -23,7 +23,7 @@ def _unknown_keys(subject: Subject) -> Iterator[Judged]:
     """Whatever verl does not have; a key that needs a plus is told apart."""
     if subject.verl is None:
         return
-    keys, file = verl_keys(), subject.verl
+    keys, file = subject.verl.keys, subject.verl
     scripted = {one.key: one for one in file.overrides}
     for setting in file.values:
         key = setting.key if file.has_trainer else ROLLOUT + setting.key

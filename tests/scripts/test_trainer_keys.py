@@ -2,10 +2,16 @@
 
 import ast
 import importlib.util
+import json
 from pathlib import Path
 
+import pytest
+
+from gateway.doctor import known_keys
 from gateway.doctor.known_keys import trl_defaults, verl_keys
 from scripts.trainer_keys import verl_keys as read_verl_keys
+
+VERL = Path(__file__).parents[2] / ".venv-verl/lib/python3.11/site-packages/verl"
 
 _ROLLOUT = """
 class RolloutConfig:
@@ -36,6 +42,28 @@ def test_keys_of_the_first_trainer_count_and_the_class_adds_what_no_yaml_has(tmp
     }
     assert found["added"] == ["actor_rollout_ref.rollout.custom"]
     assert found["rollout_config"] == {"n": 1, "max_num_seqs": 1024, "custom": None}
+
+
+def test_keys_that_only_another_trainer_has_are_told_apart(tmp_path: Path) -> None:
+    configs, own = tmp_path / "trainer" / "config", tmp_path / "experimental" / "fully_async_policy" / "config"
+    for folder in (configs, own, tmp_path / "workers" / "config"):
+        folder.mkdir(parents=True)
+    (tmp_path / "workers" / "config" / "rollout.py").write_text(_ROLLOUT, encoding="utf-8")
+    for name in ("", "_megatron", "_veomni", "_torchtitan"):
+        (configs / f"_generated_ppo{name}_trainer.yaml").write_text("data: {seed: 1}\n", encoding="utf-8")
+    text = "hydra: {searchpath: []}\ndefaults: [ppo_trainer]\ndata: {seed: 2}\nrollout: {nnodes: 1}\n"
+    (own / "fully_async_ppo_trainer.yaml").write_text(text, encoding="utf-8")
+    (own / "fully_async_ppo_megatron_trainer.yaml").write_text("rollout: {nnodes: 2, n: 4}\n", encoding="utf-8")
+    assert read_verl_keys(tmp_path)["of_trainers"] == {
+        "fully_async": {"rollout.nnodes": 1, "rollout.n": 4},
+        "one_step_off": {},
+    }
+
+
+@pytest.mark.skipif(not VERL.exists(), reason="needs make setup-verl")
+def test_the_table_is_that_of_the_installed_verl() -> None:
+    table = json.loads((Path(known_keys.__file__).parent / "known" / "verl-0.9.1.json").read_text(encoding="utf-8"))
+    assert read_verl_keys(VERL) == table, "python -m scripts.trainer_keys verl"
 
 
 def test_the_table_has_every_field_of_the_installed_grpo_config() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from engines.errors import ConfigError
+from gateway.doctor.known_keys import ROLLOUT
 from gateway.doctor.verl_file import read_verl
 
 
@@ -103,3 +104,35 @@ def test_what_is_no_configuration_is_refused_with_its_file(tmp_path: Path, name:
 def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.sh: cannot be read: No such file"):
         read_verl(tmp_path / "none.sh")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "known"),
+    [
+        ("verl.trainer.main_ppo", set()),
+        ("verl.experimental.one_step_off_policy.main_ppo", {"rollout.nnodes"}),
+        (
+            "verl.trainer.main_ppo --config-name fully_async_ppo_trainer",
+            {"rollout.nnodes", "async_training.partial_rollout"},
+        ),
+    ],
+)
+def test_keys_of_a_trainer_of_its_own_are_known_where_it_is_called(
+    tmp_path: Path, trainer: str, known: set[str]
+) -> None:
+    own = {"rollout.nnodes": 2, "async_training.partial_rollout": True}
+    text = " ".join([f"python -m {trainer}", *(f"{key}={value}" for key, value in own.items())])
+    keys = read_verl(script(tmp_path, text)).keys
+    assert {key for key in own if keys.knows(key)} == known
+    assert keys.nearest("rollout.nnodes").endswith("rollout.nnodes")
+
+
+def test_all_keys_of_a_standalone_rollout_server_are_known(tmp_path: Path) -> None:
+    rollout = (
+        "actor_rollout_ref: {rollout: {nnodes: 1, n_gpus_per_node: 4}}\nrollout: {nnodes: 1, n_gpus_per_node: 4}\n"
+    )
+    for text in (rollout, "nnodes: 1\nn_gpus_per_node: 4\n"):
+        file = read_verl(document(tmp_path, text))
+        asked = [setting.key if file.has_trainer else ROLLOUT + setting.key for setting in file.values]
+        assert len(asked) >= 2
+        assert [key for key in asked if not file.keys.knows(key)] == []

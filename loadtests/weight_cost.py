@@ -250,14 +250,54 @@ def _name(pair: int) -> str:
     return f"pair {pair + 1}" if pair >= 0 else "warm-up"
 
 
+class Report:
+    """What has been measured so far, written after each variant: a run that is cut short has not been in vain."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._path: Path | None = args.json
+        self.content: dict[str, Any] = {
+            "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "label": args.label,
+            "cpus": os.cpu_count(),
+            "streams": args.streams,
+            "prompt_tokens": str(args.prompt_tokens),
+            "max_tokens": args.max_tokens,
+            "variants": [],
+        }
+
+    def note(self, **facts: Any) -> None:
+        self.content |= facts
+        self._write()
+
+    def add(self, variant: Variant, bench: Bench) -> None:
+        self.content["variants"].append(
+            {
+                "name": variant.name,
+                "transport": variant.transport,
+                "settings": variant.overrides,
+                "summary": summarise(bench.runs, self.content["bytes"]),
+                "restores": [asdict(restore) for restore in bench.restores],
+                "runs": [asdict(run) for run in bench.runs],
+            }
+        )
+        self._write()
+
+    def _write(self) -> None:
+        if self._path:
+            self._path.write_bytes(orjson.dumps(self.content, option=orjson.OPT_INDENT_2))
+
+
 async def _measured(args: argparse.Namespace) -> dict[str, Any]:
     config = load_config(args.config, args.overrides)
     texts = args.variant or [args.transport or "as it is"]
     variants = [Variant.parse(text, args.transport, args.in_flight) for text in texts]
-    fleet, measured = LocalFleet(config, []), []
-    num_bytes = 0
+    fleet, report = LocalFleet(config, []), Report(args)
+    named = args.medium or config.weights.store or ""
+    store = Path(named if Path(named).is_absolute() else "/dev/shm")
+    transports: set[str] = {variant.transport for variant in variants}
     try:
         infos = await fleet.start_engines()
+        report.note(replicas=len(infos), engine=f"{infos[0].kind} {infos[0].engine_version}")
         with ClientPool(args.clients, args.timeout_s) as pool:
             for variant in variants:
                 print(f"{variant.name}:", file=sys.stderr)
@@ -266,25 +306,13 @@ async def _measured(args: argparse.Namespace) -> dict[str, Any]:
                     # Without a store nothing is brought back.
                     restores = args.restores if settings.weights.store else 0
                     bench, num_bytes = await _benched(variant, gateway.url, pool, args, len(infos), restores)
-                measured.append(_as_report(variant, bench, num_bytes))
+                report.note(bytes=num_bytes)
+                report.add(variant, bench)
     finally:
         await fleet.stop()
-    named = args.medium or config.weights.store or ""
-    store = Path(named if Path(named).is_absolute() else "/dev/shm")
-    speeds = await asyncio.to_thread(media, {variant.transport for variant in variants}, args, store, num_bytes)
-    return {
-        "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "label": args.label,
-        "cpus": os.cpu_count(),
-        "replicas": len(infos),
-        "engine": f"{infos[0].kind} {infos[0].engine_version}",
-        "streams": args.streams,
-        "prompt_tokens": str(args.prompt_tokens),
-        "max_tokens": args.max_tokens,
-        "bytes": num_bytes,
-        "media_gb_per_s": speeds,
-        "variants": measured,
-    }
+    speeds = await asyncio.to_thread(media, transports, args, store, report.content["bytes"])
+    report.note(media_gb_per_s=speeds)
+    return report.content
 
 
 async def _benched(
@@ -295,17 +323,6 @@ async def _benched(
         bench = Bench(url, pool, pusher, args, replicas=replicas, in_flight=variant.in_flight, restores=restores)
         await bench.measure()
         return bench, pusher.num_bytes
-
-
-def _as_report(variant: Variant, bench: Bench, num_bytes: int) -> dict[str, Any]:
-    return {
-        "name": variant.name,
-        "transport": variant.transport,
-        "settings": variant.overrides,
-        "summary": summarise(bench.runs, num_bytes),
-        "restores": [asdict(restore) for restore in bench.restores],
-        "runs": [asdict(run) for run in bench.runs],
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -322,8 +339,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"refused and back at version {restore['version']} after {restore['seconds']:.3f} s")
     speeds = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in report["media_gb_per_s"].items())
     print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas; alone: {speeds}")
-    if args.json:
-        args.json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
     return 1 if any(row["errors"] for variant in report["variants"] for row in variant["summary"]) else 0
 
 

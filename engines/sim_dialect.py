@@ -98,6 +98,71 @@ class ChatBody(SamplingBody):
         return tokenize(chat_text(self.messages))
 
 
+class TokensChoice(BaseModel):
+    """A choice of /inference/v1/generate, as far as a conversation is told of it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    index: int
+    token_ids: list[TokenId] = Field(min_length=1)
+    finish_reason: str | None = "stop"
+    stop_reason: int | str | None = None
+    logprobs: Json | None = None
+
+
+class TokensReply(BaseModel):
+    request_id: str = ""
+    choices: list[TokensChoice]
+
+
+class DerenderBody(BaseModel):
+    model: str | None = None
+    generate_response: TokensReply
+    chat_request: ChatBody
+    prompt_token_ids: list[TokenId] | None = None
+
+
+# vLLM leaves out what has its own default.
+_RENDERED: Json = {
+    "n": 1, "temperature": 1.0, "top_p": 1.0, "seed": None, "min_tokens": 0, "ignore_eos": False, "max_tokens": 16,
+    "stop_token_ids": None, "include_stop_str_in_output": False,
+}  # fmt: skip
+
+
+def rendered(body: ChatBody, max_model_len: int) -> Json:
+    """A conversation as the token ids and sampling parameters for /inference/v1/generate."""
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    room = max_model_len - len(body.prompt)
+    sampling = body.model_dump(include=set(_RENDERED)) | {"max_tokens": room if asked is None else min(room, asked)}
+    if body.temperature is None:
+        del sampling["temperature"]
+    sampling = {key: value for key, value in sampling.items() if value != _RENDERED[key]}
+    sampling |= {"stop": list(body.stop_strings)} | ({"logprobs": body.top_logprobs} if body.logprobs else {})
+    envelope = {"request_id": f"chatcmpl-{body.request_id}", "model": body.model, "features": None}
+    return envelope | {"token_ids": body.prompt, "sampling_params": sampling}
+
+
+def derendered(body: DerenderBody, model_name: str) -> Json:
+    """A conversation's reply out of token ids: this engine has no parsers, and so no reasoning and no tool calls."""
+    asked, choices = body.chat_request, []
+    for choice in body.generate_response.choices:
+        told: Json = {"index": choice.index, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        told["message"] = {"role": "assistant", "content": detokenize(choice.token_ids)}
+        told["token_ids"] = choice.token_ids if asked.return_token_ids else None
+        entries = [_by_name(entry) for entry in choice.logprobs["content"]] if choice.logprobs else None
+        choices.append(told | {"logprobs": {"content": entries} if entries is not None else None})
+    envelope = {"id": body.generate_response.request_id, "object": "chat.completion", "created": int(time.time())}
+    return envelope | {"model": model_name, "choices": choices}
+
+
+def _by_name(entry: Json) -> Json:
+    def named(one: Json) -> Json:
+        name = detokenize([one["token_id"]])
+        return {"token": name, "logprob": one["logprob"], "bytes": list(name.encode())}
+
+    return named(entry) | {"top_logprobs": [named(top) for top in entry.get("top_logprobs") or ()]}
+
+
 def chat_text(messages: list[Json]) -> str:
     """The chat template."""
     turns = [f"<|{message.get('role', 'user')}|>{_content(message.get('content'))}\n" for message in messages]

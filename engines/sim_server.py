@@ -28,10 +28,13 @@ from engines.sim_dialect import (
     CompletionAnswer,
     CompletionBody,
     Cursor,
+    DerenderBody,
     Json,
     Limits,
     TokenId,
     chat_text,
+    derendered,
+    rendered,
 )
 from engines.sim_metrics import SchedulerMetrics
 from engines.sim_model import CHECKPOINT_VERSION, SimModel, detokenize, tokenize
@@ -48,7 +51,7 @@ _MAX_MODEL_LEN = 32768
 _SHUTDOWN_S = 0.1
 
 Body = TypeVar("Body", bound=BaseModel)
-ModelBody = TypeVar("ModelBody", "TokenizeBody", "DetokenizeBody", CompletionBody, ChatBody)
+ModelBody = TypeVar("ModelBody", "TokenizeBody", "DetokenizeBody", CompletionBody, ChatBody, DerenderBody)
 
 
 class InitBody(BaseModel):
@@ -149,6 +152,8 @@ class SimServer:
             [
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat),
+                web.post("/v1/chat/completions/render", self.render),
+                web.post("/v1/chat/completions/derender", self.derender),
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
                 web.get("/v1/models", self.models),
@@ -185,6 +190,12 @@ class SimServer:
         body = await self._read(request, ChatBody)
         adapter = self._adapter(body.model)
         return await self._reply(request, ChatAnswer(body, self._model, self._name, self._limits, adapter))
+
+    async def render(self, request: web.Request) -> web.Response:
+        return _json(rendered(await self._read(request, ChatBody), self._limits.max_model_len))
+
+    async def derender(self, request: web.Request) -> web.Response:
+        return _json(derendered(await self._read(request, DerenderBody), self._name))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._read(request, TokenizeBody)

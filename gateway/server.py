@@ -70,8 +70,8 @@ class GatewayServer:
         self._snapshot_files = SnapshotFiles(fleet, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)
         self._completions = Completions(config.gateway, fleet, self._scheduler)
-        self._chat = Chat(config.gateway, fleet, self._scheduler)
         self._tokens = TokenGeneration(config.gateway, fleet, self._scheduler)
+        self._chat = Chat(config.gateway, fleet, self._scheduler, self._tokens)
         self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
         self._sglang = SglangGenerate(self._completions, fleet)
         self._sglang_control = SglangControl(

@@ -25,6 +25,7 @@ from gateway.server import GatewayServer
 STORED = {"w": [4, 4], "b": [4]}
 """Tensors of a simulated engine, for tests of the weight store: the shapes by name."""
 MAX_MODEL_LEN = 128
+CAPABILITIES = {"/init_weight_transfer_engine", "/v1/chat/completions/render", "/v1/chat/completions/derender"}
 FAST_WATCH = {"discover_interval_s": 0.05, "probe_interval_s": 0.05, "probe_timeout_s": 0.5, "lost_after_s": 0.5}
 
 Json = dict[str, Any]
@@ -59,7 +60,7 @@ class SimReplica:
             engine_version="0.32.0+sim",
             streams=True,
             has_tee=True,
-            capabilities=frozenset({"/init_weight_transfer_engine"} | ({LOAD_ROUTE} if loras else set())),
+            capabilities=frozenset(CAPABILITIES | ({LOAD_ROUTE} if loras else set())),
             tensors=tuple(TensorMeta(name=n, dtype="float32", shape=tuple(s)) for n, s in sim.tensors.items()),
         )
 

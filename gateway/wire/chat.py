@@ -9,22 +9,21 @@ from gateway.fleet import Fleet
 from gateway.flight import Flight
 from gateway.replica import Replica
 from gateway.routing import Rollout
-from gateway.scheduler import Scheduler
+from gateway.scheduler import Scheduler, using
+from gateway.wire.chat_rests import ChatRests
 from gateway.wire.completions import (
     Usage,
     asked_of_engine,
     check_replica,
     check_sampling,
-    name_adapter,
-    number_versions,
-    stamp_versions,
-    tell_kv,
     versioned_salt,
     wants_usage,
     with_usage_rule,
 )
 from gateway.wire.freshness import read_freshness, without_freshness
-from gateway.wire.resumption import begun_or_anew, refuse_cut_off
+from gateway.wire.resumption import begun_or_anew, mark_cut_off, places_cut_off, refuse_half_called
+from gateway.wire.spans import name_adapter, number_versions, stamp_versions, tell_kv
+from gateway.wire.token_generation import TokenGeneration
 
 PATH = "/v1/chat/completions"
 
@@ -36,10 +35,11 @@ _CHARACTERS_PER_TOKEN = 4
 class Chat:
     """Decodes a conversation and has one replica continue it."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet, scheduler: Scheduler) -> None:
+    def __init__(self, config: GatewayConfig, fleet: Fleet, scheduler: Scheduler, tokens: TokenGeneration) -> None:
         self._config = config
         self._fleet = fleet
         self._scheduler = scheduler
+        self._rests = ChatRests(fleet, tokens)
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
         model, adapter = self._fleet.asked(body.get("model"))
@@ -64,18 +64,29 @@ class Chat:
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
         body = without_freshness(body)
+        with using(rollout):  # also between what was cut off and its rest
+            answer = None
+            while answer is None:
+                first = await self._generate_first(rollout, body)
+                answer = await self._rests.gone_on(rollout, body, first) if places_cut_off(first) else first
+        if not body.get("return_token_ids"):
+            for choice in answer["choices"]:
+                choice["token_ids"] = None
+            answer["prompt_token_ids"] = None
+        return answer
+
+    async def _generate_first(self, rollout: Rollout, body: Json) -> Json:
+        """The reply up to where an update cuts it off."""
 
         async def call(replica: Replica) -> Json:
             check_replica(body, replica)
             flight = replica.take_off()
             asked = asked_of_engine(body, flight.began, rollout.adapter)
             answer = await replica.engine.generate(PATH, asked, self._config.generate_timeout_s)
-            refuse_cut_off(answer, replica)
+            refuse_half_called(answer, replica)
+            read = answer.get("prompt_token_ids")
+            mark_cut_off(answer, replica, read, resumes=self._rests.resumes(rollout, body))
             stamp_versions(answer, flight, await replica.vouched(), rollout.adapter)
-            if not body.get("return_token_ids"):
-                for choice in answer["choices"]:
-                    choice["token_ids"] = None
-                answer["prompt_token_ids"] = None
             return answer
 
         return await self._scheduler.run(rollout, call)

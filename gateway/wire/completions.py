@@ -11,7 +11,6 @@ from typing import Any
 
 from engines.engine import Json
 from engines.errors import EngineRefused, InvalidRequest
-from engines.vllm_engine import version_number
 from gateway.adapters import Adapter
 from gateway.config import GatewayConfig
 from gateway.fleet import Fleet
@@ -22,14 +21,18 @@ from gateway.scheduler import Scheduler, using
 from gateway.wire.assembly import assemble, is_read_streamed
 from gateway.wire.cut_stream import CutStream
 from gateway.wire.freshness import FIELDS, read_freshness
+from gateway.wire.merged import merged
 from gateway.wire.resumption import (
-    CUT_OFF,
     begun_or_anew,
     joined,
     mark_cut_off,
+    may_resume,
+    places_cut_off,
     rest_body,
+    usage_of_whole,
     whole_characters,
 )
+from gateway.wire.spans import stamp_versions
 
 PATH = "/v1/completions"
 
@@ -108,38 +111,21 @@ class Completions:
 
     async def stream(self, prompts: Sequence[Prompt], usage: "Usage | None" = None) -> AsyncGenerator[Json]:
         """Chunks of all prompts as they come, numbered as if one engine had made them. `usage` is counted up."""
-        include_usage = wants_usage(prompts[0].body)
-        chunks: asyncio.Queue[Json | None] = asyncio.Queue()
         usage, last = Usage() if usage is None else usage, Json()
 
-        async def one(prompt: Prompt) -> None:
-            async for chunk in self._stream_one(prompt):
-                usage.add_chunk(prompt.index, chunk.get("usage"))
-                if chunk["choices"]:
-                    for choice in chunk["choices"]:
-                        _hide_ids(choice, prompt.body)
-                    chunks.put_nowait(with_usage_rule(chunk, prompt.body))
+        async def one(prompt: Prompt) -> AsyncGenerator[Json]:
+            async with aclosing(self._stream_one(prompt)) as chunks:
+                async for chunk in chunks:
+                    usage.add_chunk(prompt.index, chunk.get("usage"))
+                    if chunk["choices"]:
+                        for choice in chunk["choices"]:
+                            _hide_ids(choice, prompt.body)
+                        yield with_usage_rule(chunk, prompt.body)
 
-        async def all_prompts() -> None:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for prompt in prompts:
-                        group.create_task(one(prompt))
-            finally:
-                chunks.put_nowait(None)
-
-        producer = asyncio.create_task(all_prompts(), name="stream completions")
-        try:
-            while (chunk := await chunks.get()) is not None:
-                last = chunk
-                yield chunk
-            await producer
-        except* Exception as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            producer.cancel()
-            await asyncio.gather(producer, return_exceptions=True)
-        if include_usage:
+        async with aclosing(merged(one(prompt) for prompt in prompts)) as chunks:
+            async for last in chunks:
+                yield last
+        if wants_usage(prompts[0].body):
             yield {**last, "choices": [], "usage": usage.total()}
 
     async def _generate_one(self, prompt: Prompt) -> Json:
@@ -150,7 +136,7 @@ class Completions:
                 answer = await self._answer(prompt, replica)
             except EngineRefused as error:
                 raise _naming_prompt(error, prompt.index) from error
-            mark_cut_off(answer, replica, prompt.body)
+            mark_cut_off(answer, replica, _read(answer), resumes=may_resume(prompt.body))
             stamp_versions(answer, flight, await replica.vouched(), prompt.rollout.adapter)
             return answer
 
@@ -159,7 +145,7 @@ class Completions:
 
     async def _gone_on(self, prompt: Prompt, answer: Json) -> Json:
         """The reply with the rest of those choices that an update has cut off."""
-        cut = [place for place, choice in enumerate(answer["choices"]) if choice["finish_reason"] == CUT_OFF]
+        cut = places_cut_off(answer)
         if not cut:
             return answer
         choices = list(answer["choices"])
@@ -172,10 +158,7 @@ class Completions:
             raise errors.exceptions[0] from None
         for place, rest in rests.items():
             choices[place] = joined(choices[place], rest.result()["choices"][0])
-        usage = Json(answer.get("usage") or {})
-        usage["completion_tokens"] = sum(len(choice["token_ids"]) for choice in choices)
-        usage["total_tokens"] = (usage.get("prompt_tokens") or 0) + usage["completion_tokens"]
-        return {**answer, "choices": choices, "usage": usage}
+        return {**answer, "choices": choices, "usage": usage_of_whole(answer, choices)}
 
     async def _answer(self, prompt: Prompt, replica: Replica) -> Json:
         timeout_s = self._config.generate_timeout_s
@@ -192,7 +175,8 @@ class Completions:
 
     async def _stream_one(self, prompt: Prompt) -> AsyncGenerator[Json]:
         n, usage = prompt.rollout.n, Json()
-        stream, rest_usage = CutStream(prompt.body, range(prompt.index * n, (prompt.index + 1) * n)), Usage()
+        indexes, rest_usage = range(prompt.index * n, (prompt.index + 1) * n), Usage()
+        stream = CutStream(indexes, prompt.rollout.adapter, resumes=may_resume(prompt.body))
         with using(prompt.rollout):
             async for chunk in self._stream_first(prompt, stream):
                 usage = chunk.get("usage") or usage
@@ -228,11 +212,7 @@ class Completions:
             chunk["id"] = f"cmpl-{prompt.request_id}"
             for choice in chunk["choices"]:
                 choice["index"] += prompt.index * prompt.rollout.n
-                choice["weight_version"] = replica.weight_version
-                number_versions(choice)
-                tell_kv(choice, flight)
-                name_adapter(choice, prompt.rollout.adapter)
-                stream.see(choice, replica)
+                stream.see(choice, replica, flight)
             yield chunk
 
 
@@ -301,16 +281,6 @@ def versioned_salt(body: Json, version: int | None, adapter: Adapter | None = No
     return f"{body.get('cache_salt') or ''}v{version}{loaded}"
 
 
-def name_adapter(choice: Json, adapter: Adapter | None) -> None:
-    """Tokens of an adapter are of its version; a span keeps the model's own as `base_version`."""
-    if adapter is None:
-        return
-    if "weight_version" in choice:
-        choice["weight_version"] = adapter.version
-    for span in choice.get("weight_versions") or ():
-        span |= {"version": adapter.version, "base_version": span["version"], "adapter": adapter.name}
-
-
 def check_replica(body: Json, replica: Replica) -> None:
     """Refuse what this replica's server cannot give."""
     if body.get("return_token_ids") and not replica.info.speaks_vllm:
@@ -319,43 +289,6 @@ def check_replica(body: Json, replica: Replica) -> None:
             "no vLLM and gives none",
             param="return_token_ids",
         )
-
-
-def stamp_versions(answer: Json, flight: Flight, ended: int, adapter: Adapter | None = None) -> None:
-    """Say which weights made the tokens of each choice, and the KV under them: in the engine's words where it says so.
-
-    Otherwise one span where the version was the same at both ends. Where it was not, the update fell inside, at a token
-    that the engine alone knows: both versions are named, without limits.
-    """
-    began = flight.began
-    for choice in answer["choices"]:
-        if choice.get("weight_versions"):
-            number_versions(choice)
-        elif began == ended:
-            choice["weight_versions"] = [{"version": began, "start": 0, "end": _token_count(answer, choice)}]
-        else:
-            choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in (began, ended)]
-        choice["kv_versions"] = flight.kv_versions(choice)
-        name_adapter(choice, adapter)
-
-
-def tell_kv(choice: Json, flight: Flight) -> None:
-    """With the last chunk of a sample: the versions of the KV under its last token."""
-    if choice.get("finish_reason") is not None:
-        choice["kv_versions"] = flight.kv_versions(choice)
-
-
-def number_versions(choice: Json) -> None:
-    """The engine's own spans, with our numbers in the place of its labels."""
-    for span in choice.get("weight_versions") or ():
-        span["version"] = version_number(span["version"])
-
-
-def _token_count(answer: Json, choice: Json) -> int | None:
-    """Tokens of one choice. Without token ids the usage tells them, which counts all choices together."""
-    if choice.get("token_ids") is not None:
-        return len(choice["token_ids"])
-    return (answer.get("usage") or {}).get("completion_tokens") if len(answer["choices"]) == 1 else None
 
 
 def _prompt_list(body: Json) -> list[Any]:
@@ -399,6 +332,10 @@ def _rest_of(prompt: Prompt, choice: Json, index: int | None = None) -> Prompt:
     index = prompt.index if index is None else index
     made, has_text = tuple(choice["token_ids"]), bool(choice.get("text"))
     return replace(prompt, index=index, rollout=rollout, body=body, made=made, has_text=has_text)
+
+
+def _read(answer: Json) -> list[int] | None:
+    return next((choice["prompt_token_ids"] for choice in answer["choices"] if choice.get("prompt_token_ids")), None)
 
 
 def _hide_ids(choice: Json, body: Json) -> None:

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engines.engine import Json
+from gateway.adapters import Adapter
+from gateway.flight import Flight
 from gateway.replica import Replica
-from gateway.wire.resumption import joined_spans, may_resume, was_cut_off
-from gateway.wire.spans import StreamSpans
+from gateway.wire.resumption import joined_spans, was_cut_off
+from gateway.wire.spans import StreamSpans, name_adapter, tell_kv
 
 
 @dataclass(slots=True)
@@ -19,26 +21,33 @@ class _Sample:
 class CutStream:
     """Sees each choice of each chunk before the client does, and marks its last one with its spans.
 
-    `indexes` are those of the prompt's samples, as the client knows them.
+    `indexes` are those of the prompt's samples, as the client knows them; `resumes` says whether they may go on, and
+    `read` are the prompt's token ids, where they are known before an engine tells them.
     """
 
-    def __init__(self, body: Json, indexes: Sequence[int]) -> None:
-        self._may_resume = may_resume(body)
+    def __init__(
+        self, indexes: Sequence[int], adapter: Adapter | None, *, resumes: bool, read: Sequence[int] = ()
+    ) -> None:
+        self._adapter = adapter
+        self._may_resume = resumes
         self._samples = {index: _Sample() for index in indexes}
-        self._prompt_token_ids: list[int] = []
-        self._is_cut = False
+        self._prompt_token_ids = list(read)
+        self.is_cut = False
         self._spans, self._rest_spans = StreamSpans(), StreamSpans()
 
-    def see(self, choice: Json, replica: Replica) -> None:
+    def see(self, choice: Json, replica: Replica, flight: Flight) -> None:
         """A choice that an update ends goes on for the client, where it can."""
         sample, token_ids = self._samples[choice["index"]], choice.get("token_ids") or []
         sample.token_ids += token_ids
         self._prompt_token_ids = choice.get("prompt_token_ids") or self._prompt_token_ids
+        choice["weight_version"] = replica.weight_version
         self._spans.stamp(choice, len(token_ids))
+        tell_kv(choice, flight)
+        name_adapter(choice, self._adapter)
         if not (self._may_resume and self._prompt_token_ids and was_cut_off({"choices": [choice]}, replica)):
             sample.has_ended = choice.get("finish_reason") is not None
             return
-        self._is_cut, sample.spans = True, choice.pop("weight_versions")
+        self.is_cut, sample.spans = True, choice.pop("weight_versions")
         choice |= {"finish_reason": None, "stop_reason": None}
         choice.pop("kv_versions", None)
 
@@ -47,7 +56,7 @@ class CutStream:
 
         Engines tell nothing at all of one that they had not begun.
         """
-        if not self._is_cut:
+        if not self.is_cut:
             return {}
         return {
             index: {"prompt_token_ids": self._prompt_token_ids, "token_ids": sample.token_ids}
@@ -59,7 +68,8 @@ class CutStream:
         """A choice of the stream of a sample's rest, as it goes on."""
         sample = self._samples[choice["index"]]
         self._rest_spans.stamp(choice, len(choice.get("token_ids") or ()))
-        choice["prompt_token_ids"] = None  # told before
+        if "prompt_token_ids" in choice:
+            choice["prompt_token_ids"] = None  # told before
         if choice.get("finish_reason") is not None:
             rest = choice["weight_versions"]
             choice["weight_versions"] = joined_spans(sample.spans, rest, len(sample.token_ids))

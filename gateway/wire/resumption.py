@@ -1,14 +1,19 @@
 """What an update has cut off (`in_flight: abort`) and how it goes on: from its tokens, or from the prompt.
 
-A completion goes on from its tokens where what comes next depends on them alone: they are read again as the end of the
-prompt, by whichever replica takes it. Otherwise it is made again from the prompt, on the new weights as a whole:
+A completion, in text, token ids or as a conversation, goes on from its tokens where what comes next depends on them
+alone: they are read again as the end of the prompt, by whichever replica takes it. Otherwise it is made again from the
+prompt, on the new weights as a whole:
 
     structured output, response_format      a grammar does not know where it stopped
     stop (strings)                          one may lie across the seam
     presence_, frequency_, repetition_penalty, bad_words
                                             engines count what they have made, or read a prompt otherwise
     seed, unless greedy                     the draws would begin anew, and repeat
-    prompt_logprobs, echo, use_beam_search, chats, and every field that is not known here
+    routed_experts, sampling_mask           are told of all tokens at once
+    output_mode "text"                      of /inference/v1/generate
+    prompt_logprobs, echo, use_beam_search, and every field that is not known here
+
+`chat_rests.py` tells what else it takes for a conversation.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -26,6 +31,7 @@ _GREEDY_BELOW = 1e-5  # vLLM's own bound
 _LONGEST_CHARACTER = 4  # bytes, each of which may be a token
 _HALF = "\N{REPLACEMENT CHARACTER}"
 _LIMITS = ("start", "end")
+_TOLD_OF_ALL = ("routed_experts", "sampling_mask")  # encoded over all tokens of a choice
 _OF_THE_WHOLE = ("max_completion_tokens", "min_tokens", "request_id")
 
 _KNOWN = frozenset(
@@ -34,13 +40,15 @@ _KNOWN = frozenset(
         "min_p", "logprobs", "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos", "return_token_ids",
         "return_tokens_as_token_ids", "include_stop_str_in_output", "skip_special_tokens",
         "spaces_between_special_tokens", "add_special_tokens", "stream", "stream_options", "stream_interval",
-        "cache_salt", "priority", "request_id", "user", "session_id", "prompt_cache_key",
+        "cache_salt", "detokenize", "output_kind", "priority", "request_id", "skip_clone", "user",
+        "session_id", "prompt_cache_key",
     }
 )  # fmt: skip
 # Fields that ask for nothing with this value.
 _NEUTRAL: dict[str, Any] = {
     "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "stop": [], "bad_words": [],
-    "echo": False, "use_beam_search": False, "best_of": 1, "suffix": "", "length_penalty": 1, "detokenize": True,
+    "echo": False, "use_beam_search": False, "best_of": 1, "suffix": "", "length_penalty": 1,
+    "skip_reading_prefix_cache": False,
 }  # fmt: skip
 
 
@@ -68,17 +76,34 @@ def refuse_cut_off(answer: Json, replica: Replica) -> None:
         raise _cut_off_at(replica)
 
 
-def mark_cut_off(answer: Json, replica: Replica, body: Json) -> None:
-    """Mark the choices that go on. Raises `EngineFailed` where the reply is to be made again as a whole."""
+def refuse_half_called(answer: Json, replica: Replica) -> None:
+    """Raise `EngineFailed` where a conversation that an update has ended may say that it ended in tool calls.
+
+    vLLM says so of any that has called one, of many that it was about to call.
+    """
+    if replica.cuts_off and any(choice.get("finish_reason") == "tool_calls" for choice in answer["choices"]):
+        raise _cut_off_at(replica)
+
+
+def mark_cut_off(answer: Json, replica: Replica, read: list[int] | None, *, resumes: bool) -> None:
+    """Mark the choices that go on. Raises `EngineFailed` where the reply is to be made again as a whole.
+
+    `read` are the prompt's token ids, where they are known; `resumes` says whether the request is one that may go on.
+    """
     if not was_cut_off(answer, replica):
         return
     choices = answer["choices"]
-    read = next((choice["prompt_token_ids"] for choice in choices if choice.get("prompt_token_ids")), None)
-    if read is None or not any(choice["token_ids"] for choice in choices) or not may_resume(body):
+    is_plain = not any(choice.get(field) for choice in choices for field in _TOLD_OF_ALL)
+    if read is None or not any(choice["token_ids"] for choice in choices) or not (resumes and is_plain):
         refuse_cut_off(answer, replica)
     for choice in choices:
         if choice["finish_reason"] == "abort":
             choice |= {"finish_reason": CUT_OFF, "prompt_token_ids": read}
+
+
+def places_cut_off(answer: Json) -> list[int]:
+    """Which of the choices go on."""
+    return [place for place, choice in enumerate(answer["choices"]) if choice["finish_reason"] == CUT_OFF]
 
 
 async def begun_or_anew(chunks: AsyncGenerator[Json], replica: Replica) -> AsyncGenerator[Json]:
@@ -108,10 +133,15 @@ async def begun_or_anew(chunks: AsyncGenerator[Json], replica: Replica) -> Async
 
 def rest_body(body: Json, read: list[int], kept: int) -> Json:
     """The body for the rest of one sample. `read` is the prompt that was read, whose last `kept` tokens were made."""
-    limit = body["max_tokens"] - kept
-    least = max(0, (body.get("min_tokens") or 0) - kept)
-    rest = {key: value for key, value in body.items() if key not in _OF_THE_WHOLE}
-    return rest | {"prompt": read, "n": 1, "max_tokens": limit} | ({"min_tokens": least} if least else {})
+    return rest_sampling(body, kept) | {"prompt": read}
+
+
+def rest_sampling(sampling: Json, kept: int) -> Json:
+    """What is asked of the rest of one sample, of which `kept` tokens were made."""
+    limit, least = sampling.get("max_tokens"), max(0, (sampling.get("min_tokens") or 0) - kept)
+    rest = {key: value for key, value in sampling.items() if key not in _OF_THE_WHOLE}
+    limits = ({} if limit is None else {"max_tokens": limit - kept}) | ({"min_tokens": least} if least else {})
+    return rest | {"n": 1} | limits
 
 
 async def whole_characters(token_ids: list[int], detokenize: Callable[[list[int]], Awaitable[str]]) -> list[int]:
@@ -139,6 +169,26 @@ def joined(first: Json, rest: Json) -> Json:
         "logprobs": _joined_logprobs(first.get("logprobs"), rest.get("logprobs"), kept),
         "weight_versions": joined_spans(first["weight_versions"], rest["weight_versions"], kept),
     }
+
+
+def joined_tokens(first: Json, rest: Json) -> Json:
+    """One choice of two in which tokens alone are told: the second was made from all tokens of the first."""
+    made, told = first["token_ids"] or [], [one["logprobs"] for one in (first, rest) if one.get("logprobs")]
+    return {
+        **rest,
+        "index": first["index"],
+        "token_ids": made + rest["token_ids"],
+        "logprobs": {"content": [entry for one in told for entry in one["content"]]} if told else None,
+        "weight_versions": joined_spans(first["weight_versions"], rest["weight_versions"], len(made)),
+    }
+
+
+def usage_of_whole(answer: Json, choices: list[Json]) -> Json:
+    """The usage of a reply whose choices went on: what was read again is not counted."""
+    usage = Json(answer.get("usage") or {})
+    usage["completion_tokens"] = sum(len(choice["token_ids"] or ()) for choice in choices)
+    usage["total_tokens"] = (usage.get("prompt_tokens") or 0) + usage["completion_tokens"]
+    return usage
 
 
 def joined_spans(first: list[Json], rest: list[Json], kept: int) -> list[Json]:

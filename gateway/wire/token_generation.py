@@ -4,8 +4,9 @@ An engine that serves the route is asked in its own words, any other in those of
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from engines.engine import Json
@@ -15,12 +16,22 @@ from gateway.fleet import Fleet
 from gateway.flight import Flight
 from gateway.replica import Replica
 from gateway.routing import Rollout
-from gateway.scheduler import Scheduler
+from gateway.scheduler import Scheduler, using
 from gateway.wire import completions
-from gateway.wire.completions import check_sampling, name_adapter, stamp_versions, tell_kv, versioned_salt
+from gateway.wire.completions import check_sampling, versioned_salt
+from gateway.wire.cut_stream import CutStream
 from gateway.wire.freshness import read_freshness, without_freshness
-from gateway.wire.resumption import begun_or_anew, refuse_cut_off
-from gateway.wire.spans import StreamSpans
+from gateway.wire.merged import merged
+from gateway.wire.resumption import (
+    begun_or_anew,
+    joined_tokens,
+    mark_cut_off,
+    may_resume,
+    places_cut_off,
+    rest_sampling,
+    usage_of_whole,
+)
+from gateway.wire.spans import stamp_versions
 from gateway.wire.token_words import completion_body, token_chunk, token_reply
 
 PATH = "/inference/v1/generate"
@@ -43,6 +54,7 @@ class TokenGeneration:
         self._config = config
         self._fleet = fleet
         self._scheduler = scheduler
+        self._rest_ids: dict[str, list[str]] = {}
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
         """Raises `InvalidRequest` for what no engine would take, `UnknownRoute` where none knows token ids."""
@@ -72,6 +84,13 @@ class TokenGeneration:
         )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
+        with using(rollout):  # also between what was cut off and its rest
+            answer = await self._generate_first(rollout, body)
+            return await self._gone_on(rollout, body, answer)
+
+    async def _generate_first(self, rollout: Rollout, body: Json) -> Json:
+        """The reply up to where an update cuts it off."""
+
         async def call(replica: Replica) -> Json:
             flight, timeout_s = replica.take_off(), self._config.generate_timeout_s
             asked = self._asked_of(replica, rollout, body)
@@ -80,13 +99,66 @@ class TokenGeneration:
             else:
                 completed = completion_body(asked, replica.info)
                 answer = token_reply(await replica.engine.generate(completions.PATH, completed, timeout_s), asked)
-            refuse_cut_off(answer, replica)
+            mark_cut_off(answer, replica, body["token_ids"], resumes=_resumes(body))
             stamp_versions(answer, flight, await replica.vouched(), rollout.adapter)
             return answer
 
         return await self._scheduler.run(rollout, call)
 
+    async def _gone_on(self, rollout: Rollout, body: Json, answer: Json) -> Json:
+        """The reply with the rest of those choices that an update has cut off."""
+        cut = places_cut_off(answer)
+        if not cut:
+            return answer
+        choices = list(answer["choices"])
+        with self._rests_of(rollout, [choices[place]["index"] for place in cut]) as rollouts:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    rests = {
+                        place: group.create_task(self.generate(*rest_of(one, body, choices[place])))
+                        for place, one in zip(cut, rollouts, strict=True)
+                    }
+            except* Exception as errors:
+                raise errors.exceptions[0] from None
+        for place, rest in rests.items():
+            choices[place] = joined_tokens(choices[place], rest.result()["choices"][0])
+        return {**answer, "choices": choices, "usage": usage_of_whole(answer, choices)}
+
     async def stream(self, rollout: Rollout, body: Json, usage: completions.Usage) -> AsyncGenerator[Json]:
+        """Chunks as they come; `usage` is counted up, whether or not the client asks for it."""
+        cut = CutStream(range(rollout.n), rollout.adapter, resumes=_resumes(body), read=body["token_ids"])
+        tokens, last = 0, Json()
+        with using(rollout):
+            async with aclosing(self._stream_all(rollout, body, cut)) as chunks:
+                async for chunk in chunks:
+                    tokens += sum(len(choice["token_ids"] or ()) for choice in chunk["choices"])
+                    usage.add_chunk(0, {"prompt_tokens": len(body["token_ids"]), "completion_tokens": tokens})
+                    if cut.is_cut and chunk.get("usage"):
+                        chunk["usage"] |= usage.total()
+                    if chunk["choices"]:
+                        yield chunk
+                    else:  # its usage alone: the last chunk of a stream, or of what has gone on
+                        last = chunk
+        if last:
+            yield last
+
+    async def _stream_all(self, rollout: Rollout, body: Json, cut: CutStream) -> AsyncGenerator[Json]:
+        chunk = Json()
+        async with aclosing(self._stream_first(rollout, body, cut)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        made = cut.cut_off()
+        with self._rests_of(rollout, list(made)) as rollouts:
+            rests = [
+                self._stream_rest(rest_of(one, body, made[index]), index, cut)
+                for index, one in zip(made, rollouts, strict=True)
+            ]
+            async with aclosing(merged(rests)) as chunks:
+                async for rest in chunks:
+                    yield rest | {"request_id": chunk["request_id"]}
+
+    async def _stream_first(self, rollout: Rollout, body: Json, cut: CutStream) -> AsyncGenerator[Json]:
+        """The chunks up to where an update cuts them off."""
         flight: Flight
 
         def call(replica: Replica) -> AsyncGenerator[Json]:
@@ -99,16 +171,32 @@ class TokenGeneration:
                 chunks = self._translated(replica, asked)
             return begun_or_anew(chunks, replica)
 
-        spans, tokens = StreamSpans(), 0
-        async for replica, chunk in self._scheduler.stream(rollout, call):
-            for choice in chunk["choices"]:
-                choice["weight_version"] = replica.weight_version
-                spans.stamp(choice, found := len(choice["token_ids"] or ()))
-                tell_kv(choice, flight)
-                tokens += found
-                name_adapter(choice, rollout.adapter)
-            usage.add_chunk(0, {"prompt_tokens": len(body["token_ids"]), "completion_tokens": tokens})
-            yield chunk
+        async with aclosing(self._scheduler.stream(rollout, call)) as placed:
+            async for replica, chunk in placed:
+                for choice in chunk["choices"]:
+                    cut.see(choice, replica, flight)
+                yield chunk
+
+    async def _stream_rest(self, rest: tuple[Rollout, Json], index: int, cut: CutStream) -> AsyncGenerator[Json]:
+        async with aclosing(self.stream(*rest, completions.Usage())) as chunks:
+            async for chunk in chunks:
+                for choice in chunk["choices"]:
+                    choice["index"] = index
+                    cut.follow(choice)
+                yield chunk
+
+    @contextmanager
+    def _rests_of(self, rollout: Rollout, indexes: Sequence[int]) -> Iterator[list[Rollout]]:
+        """The rollouts of what is still to be made of these samples, which can be aborted by the id of the whole."""
+        if rollout.n == 1:
+            yield [replace(rollout, goes_on=True) for _ in indexes]
+            return
+        names = [f"{rollout.request_id}-{index}" for index in indexes]
+        self._rest_ids[rollout.request_id] = names
+        try:
+            yield [replace(rollout, request_id=name, n=1, goes_on=True) for name in names]
+        finally:
+            self._rest_ids.pop(rollout.request_id, None)
 
     async def abort(self, request_ids: Any) -> None:
         """End requests, which are answered with the tokens they have. Ids that nobody knows any more are passed over.
@@ -120,7 +208,8 @@ class TokenGeneration:
         replicas = [replica for replica in self._fleet.alive if ABORT_PATH in replica.info.capabilities]
         if not replicas:
             raise lacking(ABORT_PATH, self._fleet.alive)
-        ids = [_ID_PREFIX + one.removeprefix(_ID_PREFIX) for one in request_ids]
+        named = [one.removeprefix(_ID_PREFIX) for one in request_ids]
+        ids = [_ID_PREFIX + part for one in named for part in (one, *self._rest_ids.get(one, ()))]
         await asyncio.gather(
             *(replica.engine.ask("POST", ABORT_PATH, {"request_ids": ids}, _ABORT_TIMEOUT_S) for replica in replicas)
         )
@@ -145,6 +234,19 @@ class TokenGeneration:
     def _room(self, model: str) -> int | None:
         lengths = [replica.info.max_model_len for replica in self._fleet.alive if replica.info.model == model]
         return min((length for length in lengths if length is not None), default=None)
+
+
+def _resumes(body: Json) -> bool:
+    """Whether its completions may go on from their tokens: their text could not be told as if it were made at once."""
+    return (body.get("output_mode") or "tokens") == "tokens" and may_resume(body["sampling_params"])
+
+
+def rest_of(rollout: Rollout, body: Json, choice: Json) -> tuple[Rollout, Json]:
+    """What is still to be made of a choice that was cut off: it reads its own tokens after the prompt's."""
+    made = choice["token_ids"] or []
+    read, sampling = [*body["token_ids"], *made], rest_sampling(body["sampling_params"], len(made))
+    rest = {**body, "token_ids": read, "sampling_params": sampling, "return_token_ids": None}
+    return replace(rollout, tokens=len(read) + (sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS)), rest
 
 
 def lacking(path: str, replicas: Iterable[Replica]) -> UnknownRoute:

@@ -25,6 +25,8 @@ from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.vllm
 
+Json = dict[str, Any]
+
 LONG = 480
 SAMPLED = {"model": str(COMMITTED), "max_tokens": LONG, "temperature": 1.0, "seed": 11, "ignore_eos": True}
 COMPLETION = SAMPLED | {"prompt": [2, 8, 6, 7, 3], "return_token_ids": True}
@@ -152,15 +154,21 @@ def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
         assert reply["usage"]["completion_tokens"] == 2 * LONG
         return reply["choices"]
 
-    before = choices()
-    with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(3) as pool:
+    sampling = {key: value for key, value in greedy.items() if key != "return_token_ids"}
+    tokens = {"model": str(COMMITTED), "token_ids": COMPLETION["prompt"], "sampling_params": sampling}
+    chat = CHAT | greedy | {"seed": None, "max_tokens": LONG - 30, "logprobs": True, "top_logprobs": 2}
+    before, chat_before = choices(), real.call("/v1/chat/completions", chat)[1]
+    with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(5) as pool:
         whole, stream = pool.submit(choices), pool.submit(streamed, real, COMPLETION | greedy | {"seed": None})
         group = pool.submit(real.call, "/v1/completions", body | {"n": 2, "temperature": 1.0})
+        ids = pool.submit(real.call, "/inference/v1/generate", tokens)
+        chats = pool.submit(real.call, "/v1/chat/completions", chat)
         time.sleep(0.5)
         client.update_model_params(trained())
         after, (last,), (status, sampled) = whole.result(), stream.result(), group.result()
+        (of_ids,), chat_after = ids.result()[1]["choices"], chats.result()[1]
     assert status == 200, sampled
-    for choice in (*after, last, *sampled["choices"]):
+    for choice in (*after, last, of_ids, *sampled["choices"]):
         first, second = choice["weight_versions"]
         print(choice["weight_versions"])
         assert (first["version"], first["start"], second["version"], second["end"]) == (version, 0, version + 1, LONG)
@@ -173,10 +181,31 @@ def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
         for key in ("tokens", "text_offset"):
             assert choice["logprobs"][key] == old["logprobs"][key]
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(old["logprobs"]["token_logprobs"], abs=1e-3)
-    assert last["token_ids"] == before[0]["token_ids"]
+    assert last["token_ids"] == of_ids["token_ids"] == before[0]["token_ids"]
+    logprobs = [entry["logprob"] for entry in of_ids["logprobs"]["content"]]
+    assert logprobs == pytest.approx(before[0]["logprobs"]["token_logprobs"], abs=1e-3)
+    check_conversation(chat_before, chat_after, version)
     record = real.call("/v1/weight_updates")[1]["weight_updates"][0]
     print(record)
     assert (record["end"], record["in_flight"]) == ("committed", "abort")
+
+
+def check_conversation(before: Json, after: Json, version: int) -> None:
+    """That one that an update has cut off is the undisturbed one, but for its spans."""
+    (old,), (new,) = before["choices"], after["choices"]
+    first, second = new["weight_versions"]
+    print("conversation", new["weight_versions"])
+    assert (first["version"], second["version"], second["end"]) == (version, version + 1, LONG - 30)
+    assert 0 < first["end"] == second["start"] < LONG - 30
+    assert new.keys() == old.keys()
+    for key in ("message", "token_ids", "finish_reason", "stop_reason"):
+        assert new[key] == old[key], key
+    for was, now in zip(old["logprobs"]["content"], new["logprobs"]["content"], strict=True):
+        assert (now["token"], now["bytes"]) == (was["token"], was["bytes"])
+        assert now["logprob"] == pytest.approx(was["logprob"], abs=1e-3)
+        assert [top["token"] for top in now["top_logprobs"]] == [top["token"] for top in was["top_logprobs"]]
+    assert after["usage"] == before["usage"]
+    assert after["prompt_token_ids"] == before["prompt_token_ids"]
 
 
 def test_what_cannot_go_on_from_its_tokens_is_made_again_by_the_new_weights(

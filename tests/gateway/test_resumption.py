@@ -2,19 +2,23 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from engines import sim_server
+from engines.sim_dialect import DerenderBody, chat_text, derendered, rendered
 from engines.sim_model import SimModel, detokenize, read, weights_key
+from engines.sim_model import tokenize as chat_ids
 from gateway.wire.resumption import joined, joined_spans, may_resume, rest_body, whole_characters
-from tests.rig import Rig, StartRig
+from tests.rig import MAX_MODEL_LEN, Rig, StartRig
 
 Json = dict[str, Any]
 
 LONG = 80
 BODY: Json = {"model": "sim", "prompt": [5, 6], "max_tokens": LONG, "temperature": 0, "ignore_eos": True}
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 
 
 def span(version: int, start: int | None, end: int | None) -> Json:
@@ -312,19 +316,207 @@ async def test_a_seeded_completion_is_made_again_by_the_new_weights(start_rig: S
         assert [told["token_ids"] for told in again["choices"]] == [told["token_ids"] for told in reply["choices"]]
 
 
-async def test_chats_and_token_ids_are_made_again(start_rig: StartRig) -> None:
+def token_body(**sampling: Any) -> Json:
+    asked = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True} | sampling
+    return {"token_ids": [5, 6], "sampling_params": asked}
+
+
+async def test_token_ids_go_on_from_token_ids(start_rig: StartRig) -> None:
     rig = await started(start_rig)
-    sampling = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True}
-    bodies: dict[str, Json] = {
-        CHAT: {"messages": [{"role": "user", "content": "hi"}], **sampling},
-        "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": sampling},
-    }
-    running = [asyncio.create_task(posted(rig, path, body)) for path, body in bodies.items()]
-    await rig.begun(2)
+    running = asyncio.create_task(posted(rig, TOKENS, token_body(logprobs=1) | {"request_id": "mine"}))
+    await rig.begun()
     await rig.update()
-    for reply in await asyncio.gather(*running):
-        (told,) = reply["choices"]
-        assert (told["weight_versions"], told["finish_reason"]) == ([span(1, 0, LONG)], "length")
+    reply = await running
+    (told,) = reply["choices"]
+    assert told["token_ids"] == expected(rig, seam(told), [5, 6])
+    assert (reply["request_id"], told["finish_reason"], told["kv_versions"]) == ("mine", "length", [1])
+    entries = told["logprobs"]["content"]
+    assert [entry["token_id"] for entry in entries] == told["token_ids"]
+    assert [entry["logprob"] for entry in entries] == scored(rig, seam(told), [5, 6], told["token_ids"])
+    assert (reply["usage"]["completion_tokens"], reply["usage"]["total_tokens"]) == (LONG, LONG + 2)
+
+
+async def test_token_ids_without_a_limit_fill_the_context_all_the_same(start_rig: StartRig) -> None:
+    rig = await started(start_rig)
+    running = asyncio.create_task(posted(rig, TOKENS, token_body(max_tokens=None)))
+    await rig.begun()
+    await rig.update()
+    (told,) = (await running)["choices"]
+    seam(told, MAX_MODEL_LEN - 2)
+    assert len(told["token_ids"]) == MAX_MODEL_LEN - 2
+
+
+async def test_samples_of_token_ids_go_on_each_for_itself(start_rig: StartRig) -> None:
+    rig = await started(start_rig)
+    running = asyncio.create_task(posted(rig, TOKENS, token_body(n=3, temperature=1.0)))
+    await rig.begun(3)
+    await rig.update()
+    reply = await running
+    assert [told["index"] for told in reply["choices"]] == [0, 1, 2]
+    for told in reply["choices"]:
+        seam(told)
+    assert len({tuple(told["token_ids"]) for told in reply["choices"]}) == 3
+    assert reply["usage"]["completion_tokens"] == 3 * LONG
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_stream_of_token_ids_goes_on_where_it_was(start_rig: StartRig, n: int) -> None:
+    rig = await started(start_rig)
+    body = token_body(n=n, temperature=1.0 if n > 1 else 0, logprobs=0)
+    asked = body | {"stream_options": {"include_usage": True}, "request_id": "mine"}
+    running = asyncio.create_task(streamed(rig, TOKENS, asked))
+    for _ in range(2):
+        await rig.begun(n)
+        await rig.update()
+    *chunks, last = await running
+    assert (last["choices"], last["usage"]["completion_tokens"], last["usage"]["prompt_tokens"]) == ([], n * LONG, 2)
+    assert {chunk["request_id"] for chunk in chunks} == {"mine"}
+    for index in range(n):
+        told = [one for chunk in chunks for one in chunk["choices"] if one["index"] == index]
+        assert [one["finish_reason"] for one in told] == [None] * (len(told) - 1) + ["length"]
+        ids = [token_id for one in told for token_id in one["token_ids"]]
+        assert [entry["token_id"] for one in told for entry in one["logprobs"]["content"]] == ids
+        assert len(ids) == LONG
+        spans = told[-1]["weight_versions"]
+        assert [span["version"] for span in spans] == [0, 1, 2]
+        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+        if n == 1:
+            versions = [
+                ["default", "1", "2"][span["version"]] for span in spans for _ in range(span["start"], span["end"])
+            ]
+            assert ids == SimModel.of(rig.sim).complete([5, 6], versions=versions, max_tokens=LONG, ignore_eos=True)
+
+
+def chat_body(**fields: Any) -> Json:
+    asked = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True} | fields
+    return {"messages": [{"role": "user", "content": "hi"}], **asked}
+
+
+CHAT_PROMPT = chat_ids(chat_text(chat_body()["messages"]))
+
+
+async def test_a_conversation_goes_on_from_its_tokens(start_rig: StartRig) -> None:
+    rig = await started(start_rig)
+    asked = chat_body(logprobs=True, top_logprobs=2, return_token_ids=True, max_tokens=60)
+    running = asyncio.create_task(posted(rig, CHAT, asked))
+    await rig.begun()
+    await rig.update()
+    reply = await running
+    (told,) = reply["choices"]
+    boundary = seam(told, 60)
+    assert reply["prompt_token_ids"] == CHAT_PROMPT
+    assert told["token_ids"] == expected(rig, boundary, CHAT_PROMPT, 60)
+    assert told["message"] == {"role": "assistant", "content": detokenize(told["token_ids"])}
+    assert (told["finish_reason"], told["stop_reason"], told["kv_versions"]) == ("length", None, [1])
+    entries = told["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == told["message"]["content"]
+    assert [entry["logprob"] for entry in entries] == scored(rig, boundary, CHAT_PROMPT, told["token_ids"])
+    assert {len(entry["top_logprobs"]) for entry in entries} == {2}
+    assert (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]) == (len(CHAT_PROMPT), 60)
+    quiet = await posted(rig, CHAT, asked)
+    assert told.keys() == quiet["choices"][0].keys()
+    assert reply.keys() == quiet.keys()
+
+
+async def test_answers_of_a_conversation_go_on_each_for_itself_however_often_they_are_cut_off(
+    start_rig: StartRig,
+) -> None:
+    rig = await started(start_rig)
+    running = asyncio.create_task(posted(rig, CHAT, chat_body(n=3, temperature=1.0)))
+    for _ in range(2):
+        await rig.begun(3)
+        await rig.update()
+    reply = await running
+    assert [told["index"] for told in reply["choices"]] == [0, 1, 2]
+    assert reply["prompt_token_ids"] is None
+    for told in reply["choices"]:
+        assert [one["version"] for one in told["weight_versions"]] == [0, 1, 2]
+        assert (told["weight_versions"][-1]["end"], told["token_ids"]) == (LONG, None)
+        assert len(told["message"]["content"]) == LONG
+    assert len({told["message"]["content"] for told in reply["choices"]}) == 3
+    assert reply["usage"]["completion_tokens"] == 3 * LONG
+
+
+async def test_a_conversations_default_limit_holds_for_the_whole_of_it(start_rig: StartRig) -> None:
+    """vLLM's rendered parameters leave out `max_tokens` where it is 16."""
+    rig = await start_rig(2, sim={"decode_step_s": 0.05}, weights={"in_flight": "abort"})
+    await rig.open_group()
+    running = asyncio.create_task(posted(rig, CHAT, chat_body(max_tokens=16)))
+    await rig.begun()
+    await rig.update()
+    (told,) = (await running)["choices"]
+    seam(told, 16)
+
+
+async def test_tool_calls_are_those_that_the_engine_finds_in_all_of_the_tokens(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    seen: list[DerenderBody] = []
+
+    def parsed(body: DerenderBody, model: str) -> Json:
+        seen.append(body)
+        (choice,) = derendered(body, model)["choices"]
+        return {"choices": [choice | {"message": {"role": "assistant", "content": None, "tool_calls": calls}}]}
+
+    monkeypatch.setattr(sim_server, "derendered", parsed)
+    rig = await started(start_rig)
+    stops = chat_body(return_token_ids=True, stop_token_ids=list(range(3, 1000)), min_tokens=60)
+    running = asyncio.create_task(posted(rig, CHAT, stops))
+    await rig.begun()
+    await rig.update()
+    (told,) = (await running)["choices"]
+    assert (told["finish_reason"], told["message"]["tool_calls"]) == ("tool_calls", calls)
+    assert len(told["token_ids"]) == 60
+    (choice,) = seen[0].generate_response.choices
+    assert choice.token_ids == told["token_ids"][:-1], "the token that ended it is not told"
+    assert choice.finish_reason == "stop"
+    assert seen[0].prompt_token_ids == CHAT_PROMPT
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat_body(stop=["never"])),
+        (CHAT, chat_body(temperature=1.0, seed=5)),
+        (CHAT, chat_body(a_field_of_tomorrow=1)),
+        (CHAT, chat_body(parallel_tool_calls=False)),
+        (TOKENS, token_body(stop=["never"])),
+        (TOKENS, token_body() | {"output_mode": "text"}),
+    ],
+)
+async def test_conversations_and_token_ids_that_cannot_go_on_are_made_again(
+    start_rig: StartRig, path: str, body: Json
+) -> None:
+    rig = await started(start_rig)
+    running = asyncio.create_task(posted(rig, path, body))
+    await rig.begun()
+    await rig.update()
+    (told,) = (await running)["choices"]
+    assert (told["weight_versions"], told["finish_reason"]) == ([span(1, 0, LONG)], "length")
+
+
+async def test_a_conversation_whose_prompt_reads_otherwise_now_is_made_again(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sim_server, "rendered", lambda body, limit: rendered(body, limit) | {"token_ids": [5, 6]})
+    rig = await started(start_rig)
+    running = asyncio.create_task(posted(rig, CHAT, chat_body()))
+    await rig.begun()
+    await rig.update()
+    (told,) = (await running)["choices"]
+    assert told["weight_versions"] == [span(1, 0, LONG)]
+
+
+async def test_where_no_engine_takes_conversations_apart_they_are_made_again(start_rig: StartRig) -> None:
+    rig = await started(start_rig)
+    for replica in rig.fleet.replicas:
+        replica.info = replace(replica.info, capabilities=frozenset())
+    running = asyncio.create_task(posted(rig, CHAT, chat_body()))
+    await rig.begun()
+    await rig.update()
+    (told,) = (await running)["choices"]
+    assert told["weight_versions"] == [span(1, 0, LONG)]
 
 
 async def test_a_stream_that_cannot_go_on_ends_with_what_it_has_told(start_rig: StartRig) -> None:

@@ -1,5 +1,7 @@
 """The verbs, as a shell sees them: what is printed where, and the exit code."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -15,14 +17,20 @@ import pytest
 import yaml
 
 from engines.server import free_port
+from gateway import cli
 
 SIM = "engine: {kind: sim, num_replicas: 2, num_cpus: 0.1}\n"
 SCRIPT = Path(sys.executable).with_name("rollout-gateway")
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> "Shell":
+def script(tmp_path: Path) -> "Shell":
     return Shell(tmp_path)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> "Shell":
+    return NearShell(tmp_path)
 
 
 class Shell:
@@ -46,13 +54,36 @@ class Shell:
         )
 
 
-def test_validate_says_what_would_run(shell: Shell) -> None:
-    done = shell.run("config", "validate", "-c", "sim.yaml", "--engine.num_replicas", "3")
+class NearShell(Shell):
+    """Calls what the console script calls in this process, as Python takes long to start."""
+
+    def run(self, *arguments: str, timeout_s: float = 150) -> "subprocess.CompletedProcess[str]":
+        stdout, stderr, code = io.StringIO(), io.StringIO(), None
+        with contextlib.ExitStack() as stack:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            for name in os.environ.keys() - self.environ.keys():
+                patch.delenv(name)
+            for name, value in self.environ.items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+            patch.chdir(self.folder)
+            stack.enter_context(contextlib.redirect_stdout(stdout))
+            stack.enter_context(contextlib.redirect_stderr(stderr))
+            try:
+                cli.main()
+            except SystemExit as exit_:
+                code = exit_.code
+        assert code is None or isinstance(code, int), "a text would be printed by Python"
+        return subprocess.CompletedProcess(arguments, code or 0, stdout.getvalue(), stderr.getvalue())
+
+
+def test_validate_says_what_would_run(script: Shell) -> None:
+    done = script.run("config", "validate", "-c", "sim.yaml", "--engine.num_replicas", "3")
     assert (done.returncode, done.stdout) == (0, "valid: engine x 3\n")
 
 
-def test_a_mistake_is_one_line_on_stderr_and_exit_code_1(shell: Shell) -> None:
-    done = shell.run("up", "-c", "sim.yaml", "gateway.prot=1")
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_1(script: Shell) -> None:
+    done = script.run("up", "-c", "sim.yaml", "gateway.prot=1")
     assert (done.returncode, done.stdout) == (1, "")
     assert (
         done.stderr == "rollout-gateway: argument gateway.prot: gateway.prot: unknown key; did you mean gateway.port?\n"
@@ -65,8 +96,8 @@ def test_validate_as_json_lists_the_mistakes(shell: Shell) -> None:
     assert len(json.loads(done.stdout)["errors"]) == 2
 
 
-def test_wrong_usage_is_exit_code_2(shell: Shell) -> None:
-    assert shell.run("sideways").returncode == 2
+def test_wrong_usage_is_exit_code_2(script: Shell) -> None:
+    assert script.run("sideways").returncode == 2
 
 
 def test_the_doctor_exits_with_1_when_something_hurts_and_2_when_it_cannot_read(shell: Shell) -> None:
@@ -142,13 +173,13 @@ def test_up_does_not_start_a_ray_of_its_own_beside_a_named_cluster(shell: Shell)
 
 
 @pytest.fixture
-def cluster_shell(shell: Shell) -> Iterator[Shell]:
+def cluster_shell(script: Shell) -> Iterator[Shell]:
     """A shell for whom no Ray runs yet; whatever `up` started is gone afterwards."""
-    shell.environ["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{free_port()}"
+    script.environ["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{free_port()}"
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        shell.environ.pop(name, None)
-    yield shell
-    shell.run("down")
+        script.environ.pop(name, None)
+    yield script
+    script.run("down")
 
 
 @pytest.mark.ray

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,7 @@ def _run(client: Client) -> dict[str, Any]:
     return read_result(client)
 
 
+@cache
 def _vllm_distribution(python: str) -> str:
     """The CPU build has a name of its own."""
     asked = "from importlib.metadata import packages_distributions as found; print(*found().get('vllm', ()))"

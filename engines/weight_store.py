@@ -19,8 +19,10 @@ import json
 import mmap
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,12 +34,15 @@ import xxhash
 from safetensors.numpy import save_file
 
 from engines.changed_elements import ChangedElements
-from engines.checkpoint import WEIGHT_FILES, read_spans
+from engines.checkpoint import WEIGHT_FILES, Span, read_spans
 from engines.errors import InvalidRequest, StoreFailed
 
 MANIFEST = "manifest.json"
 SHARD_BYTES = 512 << 20
 """A file of a version is written once its tensors reach this: so much memory a writer holds, at the least."""
+
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Files that are read or written at a time: one core moves some GB/s between a file in memory and its own."""
 
 _FORMAT = 1
 _FAILED = "failed"
@@ -162,6 +167,7 @@ class Draft:
         self._model = model
         self._tensors = dict(tensors or {})
         self._base = base
+        self._lock = threading.Lock()
         self._num_files = max(
             (_number(file) for tensor in self._tensors.values() for file in _files_of(tensor)), default=0
         )
@@ -171,18 +177,15 @@ class Draft:
         return set(self._tensors)
 
     def add(self, tensors: Sequence[RawTensor]) -> None:
-        """Write one file of tensors and note their digests."""
+        """Write one file of tensors and note their digests. Several threads may, a file each."""
         last = {tensor.name: tensor for tensor in tensors}
         size = sum(tensor.num_bytes for tensor in last.values())
-        self._num_files += 1
-        path = self.folder / f"model-{self._num_files:05d}.safetensors"
+        with self._lock:
+            path = self._next_file()
         with disk_errors(path):
             free = shutil.disk_usage(self.folder).free
             if free < size:
                 raise OSError(errno.ENOSPC, f"{size} bytes are to be written and {free} are free")
-            if again := last.keys() & self._tensors.keys():
-                # An engine would load both of them, in whatever order.
-                raise StoreFailed(f"tensor {min(again)!r} came twice in one update, in different files")
             specs = {
                 tensor.name: safetensors.TensorSpec(
                     dtype=tensor.dtype, shape=tensor.shape, data_ptr=tensor.address, data_len=tensor.num_bytes
@@ -191,9 +194,12 @@ class Draft:
             }
             safetensors.serialize_file(specs, path, {"format": "pt"})
             _sync(path)
-        for tensor in last.values():
-            digest = tensor.digest or digest_of(tensor.bytes)
-            self._tensors[tensor.name] = StoredTensor(tensor.dtype, list(tensor.shape), digest, path.name)
+        stored = {
+            name: StoredTensor(one.dtype, list(one.shape), one.digest or digest_of(one.bytes), path.name)
+            for name, one in last.items()
+        }
+        with self._lock:
+            self._note(stored)
 
     def add_changes(self, tensors: Sequence[ChangedTensor]) -> None:
         """Write one file of tensors that differ in some elements from those of the draft's base."""
@@ -203,12 +209,19 @@ class Draft:
         for tensor in tensors:
             content[tensor.name + _GAPS], content[tensor.name + _VALUES] = tensor.elements.gaps, tensor.elements.values
         with disk_errors(path):
-            if again := {tensor.name for tensor in tensors} & self._tensors.keys():
-                raise StoreFailed(f"tensor {min(again)!r} came twice in one update, in different files")
             save_file(content, path)
             _sync(path)
-        for one in tensors:
-            self._tensors[one.name] = StoredTensor(one.dtype, list(one.shape), one.digest, "", path.name, one.base)
+        stored = {
+            one.name: StoredTensor(one.dtype, list(one.shape), one.digest, "", path.name, one.base) for one in tensors
+        }
+        with self._lock:
+            self._note(stored)
+
+    def _note(self, stored: Mapping[str, StoredTensor]) -> None:
+        if again := stored.keys() & self._tensors.keys():
+            # An engine would load both of them, in whatever order.
+            raise StoreFailed(f"tensor {min(again)!r} came twice in one update, in different files")
+        self._tensors |= stored
 
     def join(self, base: Path) -> None:
         """Make the tensors whole that are here as changes to those of the version in folder `base`.
@@ -554,34 +567,40 @@ def is_whole(draft: Path) -> bool:
 
 def check_bytes(folder: Path) -> Manifest:
     """The manifest of a draft or version whose files hold what it says; `InvalidRequest` where they do not."""
-    manifest, found = Manifest.read(folder), set()
+    manifest = Manifest.read(folder)
     try:
         spans_of = read_spans(folder)
     except ValueError as error:
         raise InvalidRequest(f"{folder} holds a file that is no safetensors: {error}", param="snapshot") from error
-    for file, spans in spans_of.items():
-        with _mapped(folder / file) as content:
-            for span in spans:
-                entry = manifest.tensors.get(span.name)
-                if entry is None or entry.file != file:
-                    raise InvalidRequest(f"{file} holds {span.name!r}, the manifest not", param="snapshot")
-                if (entry.dtype, entry.shape) != (span.dtype, list(span.shape)):
-                    raise InvalidRequest(
-                        f"the manifest calls {span.name!r} {entry.dtype} {entry.shape}, the file {span.dtype} "
-                        f"{list(span.shape)}",
-                        param="snapshot",
-                    )
-                with memoryview(content) as whole, whole[span.begin : span.end] as part:
-                    damaged = digest_of(part) != entry.digest
-                if damaged:
-                    raise InvalidRequest(
-                        f"tensor {span.name!r} in {file} is damaged: its bytes are not those of the manifest's digest",
-                        param="snapshot",
-                    )
-                found.add(span.name)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="check") as pool:
+        checks = [pool.submit(_check_file, folder / file, spans, manifest) for file, spans in spans_of.items()]
+    found = {name for check in checks for name in check.result()}
     if missing := manifest.tensors.keys() - found:
         raise InvalidRequest(f"the manifest names {min(missing)!r}, no file has it", param="snapshot")
     return manifest
+
+
+def _check_file(path: Path, spans: Sequence[Span], manifest: Manifest) -> list[str]:
+    """Names of the tensors in a file, all of them as the manifest has them."""
+    with _mapped(path) as content:
+        for span in spans:
+            entry = manifest.tensors.get(span.name)
+            if entry is None or entry.file != path.name:
+                raise InvalidRequest(f"{path.name} holds {span.name!r}, the manifest not", param="snapshot")
+            if (entry.dtype, entry.shape) != (span.dtype, list(span.shape)):
+                raise InvalidRequest(
+                    f"the manifest calls {span.name!r} {entry.dtype} {entry.shape}, the file {span.dtype} "
+                    f"{list(span.shape)}",
+                    param="snapshot",
+                )
+            with memoryview(content) as whole, whole[span.begin : span.end] as part:
+                damaged = digest_of(part) != entry.digest
+            if damaged:
+                raise InvalidRequest(
+                    f"tensor {span.name!r} in {path.name} is damaged: its bytes are not those of the manifest's digest",
+                    param="snapshot",
+                )
+    return [span.name for span in spans]
 
 
 def raw(name: str, dtype: str, shape: Sequence[int], content: bytes | bytearray | memoryview) -> RawTensor:

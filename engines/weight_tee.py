@@ -9,13 +9,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engines.errors import RolloutGatewayError
-from engines.tensor_bytes import digest_on_host, raw_tensor
+from engines.shard_writer import ShardWriter
+from engines.tensor_bytes import digest_on_host, on_host, raw_tensor
 from engines.weight_store import SHARD_BYTES, Draft, RawTensor
 
 log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's
@@ -151,33 +153,34 @@ class Scribe:
 
     def _write(self) -> None:
         try:
-            self._write_all()
+            with ShardWriter(self._draft) as writer:
+                self._write_all(writer)
         except Exception as error:  # whatever it is, the draft says it and the update goes on
             self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))
         if self._given_up:
             self._draft.fail(self._given_up)
 
-    def _write_all(self) -> None:
+    def _write_all(self, writer: ShardWriter) -> None:
         shard: list[RawTensor] = []
         budgeted = 0
         while not self._given_up and (copies := self._waiting.get()) is not None:
             self._may_leave.wait()
             while copies and not self._given_up:
                 copy = copies.popleft()
-                shard.append(copy.on_host())
+                shard.append(copy.raw())
                 budgeted += copy.budgeted
                 if sum(tensor.num_bytes for tensor in shard) >= SHARD_BYTES:
-                    self._add(shard, budgeted)
+                    writer.add(shard, partial(self._let_go, budgeted))
                     shard, budgeted = [], 0
         if self._given_up:
             return
         if shard:
-            self._add(shard, budgeted)
+            writer.add(shard, partial(self._let_go, budgeted))
+        writer.finish()
         self._draft.complete_from(self._base, self._expected)
         self._draft.finish()
 
-    def _add(self, shard: list[RawTensor], budgeted: int) -> None:
-        self._draft.add(shard)
+    def _let_go(self, budgeted: int) -> None:
         with self._room:
             self._bytes -= budgeted
             self._room.notify_all()
@@ -199,15 +202,11 @@ class _Copy:
         """Bytes of the host's memory that it takes while it waits."""
         return 0 if self._stream is not None else self._tensor.nbytes
 
-    def on_host(self) -> RawTensor:
+    def raw(self) -> RawTensor:
         if self._stream is not None:
-            # Into pinned memory, which is used again: a copy to any other holds up the kernels that generate.
-            there = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, pin_memory=True)
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(self._done)
-                there.copy_(self._tensor, non_blocking=True)
-            self._stream.synchronize()
-            self._tensor = there
+                self._tensor = on_host(self._tensor)
         elif self._done is not None:
             self._done.synchronize()
         return raw_tensor(self._name, self._tensor, self._digest)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import StoreFailed
+from engines.shard_writer import ShardWriter
 from engines.tensor_bytes import raw_tensor
 from engines.weight_store import SHARD_BYTES, ChangedTensor, Draft, Manifest, RawTensor, StoredTensor, claim_draft
 from trainer_client.blocking import BlockingRolloutClient
@@ -71,19 +72,22 @@ class StoreTransport:
 
     def _write(self, path: Path, model: str, base: Manifest | None, parts: Iterable[Part]) -> None:
         held: Mapping[str, StoredTensor] = base.tensors if base else {}
-        draft = _Files(Draft(path, model, base=base.version if base else None))
-        for part in parts:
-            for name, tensor in part.tensors:
-                raw = raw_tensor(name, tensor)
-                draft.add(self._last_sent.narrowed(raw, held) if self._last_sent is not None else raw)
-        draft.finish()
+        draft = Draft(path, model, base=base.version if base else None)
+        with ShardWriter(draft) as writer:
+            files = _Files(draft, writer)
+            for part in parts:
+                for name, tensor in part.tensors:
+                    raw = raw_tensor(name, tensor)
+                    files.add(self._last_sent.narrowed(raw, held) if self._last_sent is not None else raw)
+            files.finish()
 
 
 class _Files:
     """A draft's tensors, held until they are as many as make a file."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Draft, writer: ShardWriter) -> None:
         self._draft = draft
+        self._writer = writer
         self._whole: list[RawTensor] = []
         self._changed: list[ChangedTensor] = []
 
@@ -91,7 +95,7 @@ class _Files:
         if isinstance(tensor, RawTensor):
             self._whole.append(tensor)
             if sum(one.num_bytes for one in self._whole) >= SHARD_BYTES:
-                self._draft.add(self._whole)
+                self._writer.add(self._whole)
                 self._whole = []
         else:
             self._changed.append(tensor)
@@ -101,9 +105,10 @@ class _Files:
 
     def finish(self) -> None:
         if self._whole:
-            self._draft.add(self._whole)
+            self._writer.add(self._whole)
         if self._changed:
             self._draft.add_changes(self._changed)
+        self._writer.finish()
         self._draft.finish()
 
 

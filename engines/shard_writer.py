@@ -1,0 +1,43 @@
+"""Files of a draft, written several at a time."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+from engines.weight_store import THREADS, Draft, RawTensor
+
+
+class ShardWriter:
+    """A context: none of its writes goes on beyond it. So many files as are written at a time are held in memory."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="shards")
+        self._writing: deque[Future[None]] = deque()
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add(self, shard: Sequence[RawTensor], written: Callable[[], None] = lambda: None) -> None:
+        """Have the tensors written as one file, then call `written`, in another thread.
+
+        Waits for the oldest file where as many are being written as may be. Raises what became of that: `StoreFailed`.
+        """
+        if len(self._writing) == THREADS:
+            self._writing.popleft().result()
+        self._writing.append(self._pool.submit(self._write, shard, written))
+
+    def finish(self) -> None:
+        """Return once all are written. Raises `StoreFailed` where one could not be."""
+        while self._writing:
+            self._writing.popleft().result()
+
+    def _write(self, shard: Sequence[RawTensor], written: Callable[[], None]) -> None:
+        self._draft.add(shard)
+        written()

@@ -1,0 +1,101 @@
+"""Files of a draft that are written beside each other."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from engines import shard_writer
+from engines.errors import StoreFailed
+from engines.shard_writer import ShardWriter
+from engines.weight_store import Draft, Manifest, RawTensor, check_bytes, claim_draft, raw
+
+SOON_S = 10.0
+
+
+@pytest.fixture
+def draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draft:
+    monkeypatch.setattr(shard_writer, "THREADS", 3)
+    return Draft(claim_draft(tmp_path)[0], "m")
+
+
+def shard(index: int) -> list[RawTensor]:
+    return [raw(f"{index}.{name}", "uint8", [5], bytes([index]) * 5) for name in "ab"]
+
+
+def test_all_files_are_in_the_draft_in_which_they_were_written(draft: Draft) -> None:
+    with ShardWriter(draft) as writer:
+        for index in range(20):
+            writer.add(shard(index))
+        writer.finish()
+        draft.finish()
+    assert len(check_bytes(draft.folder).tensors) == 40
+    assert {tensor.file for tensor in Manifest.read(draft.folder).tensors.values()} == {
+        f"model-{number:05d}.safetensors" for number in range(1, 21)
+    }
+
+
+def test_files_are_written_beside_each_other_and_no_more_than_may_be(
+    draft: Draft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, let_go, begun = threading.Barrier(4), threading.Event(), []
+
+    def add(_: Draft, tensors: Sequence[RawTensor]) -> None:
+        begun.append(tensors)
+        if len(begun) <= 3:
+            together.wait(SOON_S)
+            assert let_go.wait(SOON_S)
+
+    monkeypatch.setattr(Draft, "add", add)
+    with ShardWriter(draft) as writer:
+        for index in range(3):
+            writer.add(shard(index))
+        together.wait(SOON_S)
+        fourth = threading.Thread(target=writer.add, args=(shard(3),))
+        fourth.start()
+        fourth.join(0.1)
+        assert fourth.is_alive(), "it waits for one of the others"
+        assert len(begun) == 3
+        let_go.set()
+        fourth.join(SOON_S)
+        writer.finish()
+    assert len(begun) == 4
+
+
+def test_who_waits_for_the_memory_is_told_when_its_file_is_there(draft: Draft) -> None:
+    told: list[int] = []
+    with ShardWriter(draft) as writer:
+        for index in range(5):
+            writer.add(shard(index), lambda index=index: told.append(index))  # type: ignore[misc]
+        writer.finish()
+    assert sorted(told) == list(range(5))
+
+
+def test_a_file_that_cannot_be_written_is_told_by_the_end(draft: Draft) -> None:
+    with ShardWriter(draft) as writer:
+        writer.add(shard(1))
+        writer.add(shard(1))
+        with pytest.raises(StoreFailed, match=r"'1\.a' came twice"):
+            writer.finish()
+
+
+def test_nothing_is_written_once_it_is_left(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go, begun = threading.Event(), []
+
+    def add(_: Draft, tensors: Sequence[RawTensor]) -> None:
+        begun.append(tensors)
+        assert let_go.wait(SOON_S)
+
+    monkeypatch.setattr(Draft, "add", add)
+
+    def broken_off() -> None:
+        with ShardWriter(draft) as writer:
+            for index in range(3):
+                writer.add(shard(index))
+            threading.Timer(0.1, let_go.set).start()
+            raise KeyError("the trainer's iterator")
+
+    with pytest.raises(KeyError):
+        broken_off()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shards")]

@@ -79,6 +79,11 @@ class SimReplica:
         self._server.corrupt_after = None
         self._server.corrupt_loads = False
 
+    def hurry(self) -> None:
+        """From now on its tokens take no time."""
+        scheduler = self._server._scheduler
+        scheduler._config = scheduler._config.model_copy(update={"decode_step_s": 0.0})
+
     def refuse_adapters(self) -> None:
         """From now on it fails to load any LoRA adapter of more than rank 1, as a worker of vLLM's does: with 500."""
         assert self._server.adapters is not None
@@ -228,6 +233,11 @@ class Rig:
             while sum(replica.load_samples for replica in self.fleet.replicas) < samples:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
+
+    def hurry(self) -> None:
+        """From now on tokens take no time: what a test has met in flight need not be awaited at its pace."""
+        for replica in self.replicas:
+            replica.hurry()
 
     async def _discover(self) -> list[ReplicaInfo]:
         return [replica.info for replica in self.replicas] + self.external

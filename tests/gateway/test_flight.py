@@ -84,6 +84,7 @@ async def test_every_dialect_says_whether_an_update_left_older_kv_under_a_comple
     await rig.begun(len(BODIES))
     await rig.update()
     assert not any(task.done() for task in running)
+    rig.hurry()
     assert [told(await task) for task in running] == [kv_versions] * len(BODIES)
     assert told(await asked(rig, "/v1/completions", stream=stream)) == [1], "what is begun after it is of one version"
 
@@ -96,6 +97,7 @@ async def test_a_rollout_frozen_between_its_prompt_and_its_first_token_has_kv_of
     running = asyncio.create_task(rig.complete([5], max_tokens=2, ignore_eos=True))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     choice = (await running)["choices"][0]
     assert choice["weight_versions"] == [{"version": 1, "start": 0, "end": 2}]
     assert choice["kv_versions"] == [0, 1]
@@ -111,5 +113,6 @@ async def test_what_a_trainers_own_pause_keeps_counts_as_what_an_update_keeps(
     await rig.begun()
     await rig.post(f"/pause?mode=keep&clear_cache={clear_cache}")
     await rig.update()
+    rig.hurry()
     await rig.post("/resume")
     assert told(await running) == kv_versions

@@ -149,6 +149,7 @@ async def test_a_replica_that_leaves_keeps_what_it_has_over_the_load(
     await asyncio.sleep(0.2)
     assert (await push(rig, folder))[0] == 200
     assert not running.done()
+    rig.hurry()
     for choice in (await running)["choices"]:
         old, new = choice["weight_versions"]
         assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
@@ -163,6 +164,7 @@ async def test_what_a_replica_that_leaves_cuts_off_goes_on_elsewhere(start: Star
     await asyncio.sleep(0.2)
     assert (await push(rig, folder, in_flight="abort"))[0] == 200
     assert not running.done()
+    rig.hurry()
     for choice in (await running)["choices"]:
         old, new = choice["weight_versions"]
         assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
@@ -346,6 +348,7 @@ async def test_rollouts_that_do_not_end_stop_the_update_and_their_replica_serves
     assert status == 424
     assert "weights.drain_timeout_s" in reply["error"]["message"]
     assert await held(rig) == {"engine-0": 0, "engine-1": 0}
+    rig.hurry()
     versions = [choice["weight_versions"] for choice in (await running)["choices"]]
     assert versions == [[{"version": 0, "start": 0, "end": 40}]] * 2
     assert sum(replica.placed for replica in rig.fleet.replicas) == 2, "nothing was done twice"

@@ -175,6 +175,7 @@ async def test_rollouts_in_flight_live_through_an_update_and_say_both_versions(
     await asyncio.sleep(0.2)
     await rig.update()
     assert not running.done()
+    rig.hurry()
     old, new = (await running)["choices"][0]["weight_versions"]
     assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
     assert 0 < old["end"] == new["start"] < 100
@@ -190,6 +191,7 @@ async def test_a_group_read_in_chunks_lives_through_an_update(start_rig: StartRi
     running = asyncio.create_task(rig.complete([[5]], n=4, max_tokens=100, ignore_eos=True))
     await asyncio.sleep(0.2)
     await rig.update()
+    rig.hurry()
     for choice in (await running)["choices"]:
         assert [span["version"] for span in choice["weight_versions"]] == [0, 1]
         assert len(choice["token_ids"]) == 100
@@ -222,6 +224,7 @@ async def test_rollouts_frozen_by_an_update_that_fails_are_made_again_by_the_ver
     await asyncio.sleep(0.2)
     await rig.post("/start_weight_update", {})
     await rig.post("/update_weights", {"update_info": rig.tensors})
+    rig.hurry()
     await rig.open_group()  # a new session of the trainer
     for choice in (await asyncio.wait_for(running, 10))["choices"]:
         assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 60}]
@@ -241,6 +244,7 @@ async def test_rollouts_frozen_by_an_update_that_never_began_go_on(start_rig: St
     status, reply = await rig.post("/update_weights", {"update_info": rig.tensors})
     assert status == 424
     assert "no pause today" in reply["error"]["message"]
+    rig.hurry()
     choice = (await asyncio.wait_for(running, 10))["choices"][0]
     assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 60}]
     assert set((await rig.states()).values()) == {"SERVING"}
@@ -369,6 +373,7 @@ async def test_a_weight_call_during_another_is_a_conflict(start_rig: StartRig) -
     status, reply = await rig.post("/start_weight_update", {})
     assert status == 409
     assert "still running" in reply["error"]["message"]
+    rig.hurry()
     assert (await first)[0] == 200
     await running
 

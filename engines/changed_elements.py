@@ -14,7 +14,8 @@ from engines.errors import InvalidRequest
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_PIECE = 1 << 24  # elements compared at a time
+_PIECE = 1 << 20  # elements compared at a time: what is made of them stays in a core's cache
+_KINDS: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("u2"))
 _WIDTHS = (8, 4, 2, 1)
 
 
@@ -39,9 +40,12 @@ class ChangedElements:
                 for begin in range(0, max(1, after.size), _PIECE)
             ]
         )
-        told = [_gaps(places, kind) for kind in (np.dtype("u1"), np.dtype("u2"))]
-        gaps = min(told, key=lambda one: one.size * (one.itemsize + width))
-        return cls(gaps, after[_places(gaps)])
+        gaps = np.diff(places, prepend=-1) - 1
+        kind = min(_KINDS, key=lambda one: (gaps.size + int((gaps // _reach(one)).sum())) * (one.itemsize + width))
+        if gaps.size and gaps.max() >= _reach(kind):
+            places = _with_stops(places, gaps // _reach(kind), _reach(kind))
+            gaps = np.diff(places, prepend=-1) - 1
+        return cls(gaps.astype(kind), after[places])
 
     @property
     def num_bytes(self) -> int:
@@ -61,12 +65,17 @@ class ChangedElements:
         elements[places] = self.values
 
 
-def _gaps(places: Array, kind: np.dtype[Any]) -> Array:
-    """Gaps of these places, more where one is too wide."""
-    reach = int(np.iinfo(kind).max) + 1
-    steps = (np.diff(places, prepend=-1) - 1) // reach + 1
-    back = np.repeat(np.cumsum(steps), steps) - np.arange(1, int(steps.sum()) + 1)
-    return (np.diff(np.repeat(places, steps) - back * reach, prepend=-1) - 1).astype(kind)
+def _reach(kind: np.dtype[Any]) -> int:
+    """The gap that is one too wide for the type."""
+    return int(np.iinfo(kind).max) + 1
+
+
+def _with_stops(places: Array, stops: Array, reach: int) -> Array:
+    """The places, with so many stops before each, `reach` from it and from each other."""
+    runs = stops + 1
+    back = np.repeat(np.cumsum(runs), runs) - np.arange(1, int(runs.sum()) + 1)
+    stopped: Array = np.repeat(places, runs) - back * reach
+    return stopped
 
 
 def _places(gaps: Array) -> Array:

@@ -54,6 +54,11 @@ def served_in(dtype: str, tensors: Sequence[TensorMeta]) -> tuple[TensorMeta, ..
     return tuple(replace(tensor, dtype=floats) if tensor.dtype in CASTABLE else tensor for tensor in tensors)
 
 
+def written_dtype(dtype: str) -> str:
+    """safetensors' name of a dtype as torch calls it."""
+    return next((theirs for theirs, ours in _DTYPES.items() if ours == dtype), dtype)
+
+
 def read_spans(folder: Path) -> dict[str, list[Span]]:
     """The tensors of each safetensors file of a checkpoint folder, by the file's name."""
     return {file.name: _read_header(file) for file in _files(folder)}

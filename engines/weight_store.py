@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors
 import xxhash
 from safetensors.numpy import save_file
@@ -36,6 +35,7 @@ from safetensors.numpy import save_file
 from engines.changed_elements import ChangedElements
 from engines.checkpoint import WEIGHT_FILES, Span, read_spans
 from engines.errors import InvalidRequest, StoreFailed
+from engines.joined_file import write_joined
 
 MANIFEST = "manifest.json"
 SHARD_BYTES = 512 << 20
@@ -183,9 +183,7 @@ class Draft:
         with self._lock:
             path = self._next_file()
         with disk_errors(path):
-            free = shutil.disk_usage(self.folder).free
-            if free < size:
-                raise OSError(errno.ENOSPC, f"{size} bytes are to be written and {free} are free")
+            _check_room(self.folder, size)
             specs = {
                 tensor.name: safetensors.TensorSpec(
                     dtype=tensor.dtype, shape=tensor.shape, data_ptr=tensor.address, data_len=tensor.num_bytes
@@ -203,8 +201,8 @@ class Draft:
 
     def add_changes(self, tensors: Sequence[ChangedTensor]) -> None:
         """Write one file of tensors that differ in some elements from those of the draft's base."""
-        self._num_files += 1
-        path = self.folder / f"changes-{self._num_files:05d}{DELTA}"
+        with self._lock:
+            path = self._next_file(f"changes-{{:05d}}{DELTA}")
         content = {}
         for tensor in tensors:
             content[tensor.name + _GAPS], content[tensor.name + _VALUES] = tensor.elements.gaps, tensor.elements.values
@@ -242,21 +240,13 @@ class Draft:
         for file, spans in read_spans(base).items():
             if not (wanted := [span for span in spans if span.name in lacking]):
                 continue
-            with _mapped(base / file) as content:
-                for batch in _batches(wanted):
-                    self._add_joined({span.name: lacking[span.name] for span in batch}, batch, content)
-
-    def _add_joined(self, changed: Mapping[str, StoredTensor], spans: Sequence[Any], content: mmap.mmap) -> None:
-        joined = []
-        for span in spans:
-            tensor = changed[span.name]
-            whole = _copied(content, span.name, tensor.dtype, tensor.shape, span.begin, span.end)
-            _read_changes(self.folder / tensor.changes, span.name).apply_to(np.frombuffer(whole.bytes, np.uint8))
-            joined.append(replace(whole, digest=tensor.digest))
-            del self._tensors[span.name]
-        self.add(joined)
-        for name, tensor in changed.items():
-            self._tensors[name] = replace(tensor, file=self._tensors[name].file)
+            path = self._next_file()
+            with disk_errors(path):
+                _check_room(self.folder, sum(span.end - span.begin for span in wanted))
+                write_joined(
+                    path, base / file, wanted, lambda name: _read_changes(self.folder / lacking[name].changes, name)
+                )
+            self._tensors |= {span.name: replace(lacking[span.name], file=path.name) for span in wanted}
 
     def complete_from(self, base: Path | None, names: Iterable[str]) -> None:
         """Take what of `names` never came from the checkpoint or version in folder `base`: it has not changed."""
@@ -294,9 +284,9 @@ class Draft:
         }
         return True
 
-    def _next_file(self) -> Path:
+    def _next_file(self, name: str = "model-{:05d}.safetensors") -> Path:
         self._num_files += 1
-        return self.folder / f"model-{self._num_files:05d}.safetensors"
+        return self.folder / name.format(self._num_files)
 
     def finish(self) -> None:
         """Write index and manifest: from here on the draft is whole."""
@@ -616,6 +606,12 @@ def _copied(content: mmap.mmap, name: str, dtype: str, shape: Sequence[int], beg
 
 def _told(tensor: StoredTensor) -> dict[str, Any]:
     return {key: value for key, value in asdict(tensor).items() if value != ""}
+
+
+def _check_room(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise OSError(errno.ENOSPC, f"{size} bytes are to be written and {free} are free")
 
 
 def _files_of(tensor: StoredTensor) -> list[str]:

@@ -12,15 +12,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from examples.tiny_model import task
 
-MODEL = Path(task.__file__).parent / "digit-sort"
 PROMPTS, SAMPLES = 32, 8
 BLOCKS = (4 << 10, 64 << 10)
 _GRADIENT_NORM = 1.0
@@ -68,11 +65,12 @@ def _coded(places: np.ndarray, tensor: np.ndarray, kind: str) -> int:
 
 
 def trained(learning_rate: float, steps: int) -> Iterator[Step]:
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(task.COMMITTED)
+    model = AutoModelForCausalLM.from_pretrained(task.COMMITTED, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     asked = task.problems(1_000)
     before = _sent(model)
@@ -84,11 +82,15 @@ def trained(learning_rate: float, steps: int) -> Iterator[Step]:
 
 
 def _sent(model: Any) -> list[np.ndarray]:
+    import torch
+
     return [p.detach().to(torch.bfloat16).view(torch.int16).numpy().reshape(-1).copy() for p in model.parameters()]
 
 
 def _step(model: Any, tokenizer: Any, optimizer: Any, problems: Sequence[str]) -> float:
     """One step of GRPO; returns the mean reward."""
+    import torch
+
     loss, rewards = torch.zeros(()), []
     for problem in problems:
         prompt = torch.tensor([task.prompt_token_ids(tokenizer, problem)] * SAMPLES)
@@ -102,9 +104,10 @@ def _step(model: Any, tokenizer: Any, optimizer: Any, problems: Sequence[str]) -
         rewards.append(reward)
         advantage = (reward - reward.mean()) / (reward.std() + 1e-4)
         logits = model(said).logits[:, prompt.shape[1] - 1 : -1]
-        ended = (answers == model.config.eos_token_id).int().cumsum(1) - (answers == model.config.eos_token_id).int()
+        ends = (answers == model.config.eos_token_id).int()
+        is_said = ends.cumsum(1) == ends  # up to the first end, and with it
         chosen = logits.log_softmax(-1).gather(-1, answers[..., None])[..., 0]
-        loss = loss - (advantage[:, None] * chosen * (ended == 0)).sum() / (ended == 0).sum()
+        loss = loss - (advantage[:, None] * chosen * is_said).sum() / is_said.sum()
     optimizer.zero_grad()
     (loss / len(problems)).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), _GRADIENT_NORM)

@@ -12,7 +12,7 @@ import numpy as np
 from engines.changed_elements import Array, ChangedElements
 from engines.weight_store import ChangedTensor, RawTensor, StoredTensor, digest_of
 
-_WORTH = 0.5
+_WORTH = 0.25
 """Changed elements are written where they take less than this share of the tensor: joining them costs as well."""
 
 

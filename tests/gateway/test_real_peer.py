@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,8 @@ ELSEWHERE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exe
 
 
 @contextmanager
-def vllm_elsewhere(model: Path, log_dir: Path, hidden: Path) -> Iterator[str]:
-    """A vLLM with our worker extension that has a file system of its own at `hidden`; its URL."""
+def vllm_elsewhere(model: Path, log_dir: Path, hidden: Path) -> Iterator[tuple[str, Path]]:
+    """A vLLM with our worker extension that has a file system of its own at `hidden`: its URL, and that from here."""
     config, port = engine_config(model, log_dir), free_port()
     command = engine_command(config, port=port, index=0)
     argv = [*ELSEWHERE, str(hidden), *command.argv]
@@ -42,9 +43,23 @@ def vllm_elsewhere(model: Path, log_dir: Path, hidden: Path) -> Iterator[str]:
     process.start()
     try:
         wait_for_health(f"http://127.0.0.1:{port}", process)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", Path(f"/proc/{_child(process.pid)}/root{hidden}")
     finally:
         asyncio.run(process.stop())
+
+
+def _child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def moved(model: Any, folder: Path, share: float, asked: list[str]) -> list[list[int]]:
+    """What the model says once this share of its elements, at random places, has moved; it is saved in `folder`."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (torch.rand_like(parameter) < share), alpha=0.05)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(task.COMMITTED).save_pretrained(folder)
+    return task.greedy_token_ids(str(folder), asked)
 
 
 def test_an_external_vllm_fetches_the_versions_that_its_machine_does_not_have(tmp_path: Path) -> None:
@@ -53,30 +68,31 @@ def test_an_external_vllm_fetches_the_versions_that_its_machine_does_not_have(tm
     if subprocess.run([*ELSEWHERE, str(store), "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount a file system")
     model = AutoModelForCausalLM.from_pretrained(task.COMMITTED, dtype=torch.float32)
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
     tokenizer = AutoTokenizer.from_pretrained(task.COMMITTED)
-    model.save_pretrained(tmp_path / "trained")
-    tokenizer.save_pretrained(tmp_path / "trained")
+    torch.manual_seed(7)
     asked = list(islice(task.problems(seed=9), 8))
-    expected = task.greedy_token_ids(str(tmp_path / "trained"), asked)
+    expected = moved(model, tmp_path / "trained", 1.0, asked)
     prompts = [task.prompt_token_ids(tokenizer, problem) for problem in asked]
     keys = {"inference_keys": ["reader"], "admin_keys": ["owner"], "trusted_networks": []}
     weights = {"store": str(store), "peer_url": f"http://127.0.0.1:{port}"}
-    with vllm_elsewhere(task.COMMITTED, logs, store) as url:
+    with vllm_elsewhere(task.COMMITTED, logs, store) as (url, there):
         external = EngineConfig.model_validate({"kind": "external", "url": url})
         with (
             app({"far": external}, gateway={"port": port, **keys}, weights=weights) as real,
             BlockingRolloutClient(real.url, api_key="owner") as client,
-            WeightSender(client, transport="store", timeout_s=TIMEOUT_S) as sender,
+            WeightSender(client, transport="store", delta=True, timeout_s=TIMEOUT_S) as sender,
         ):
             assert real.replicas[0].fetches
             client.wait_ready(TIMEOUT_S)
             assert greedy_token_ids(url, prompts, task.MAX_ANSWER_TOKENS) != expected
             assert sender.push(model) == 1
             assert greedy_token_ids(url, prompts, task.MAX_ANSWER_TOKENS) == expected
+            for version in (2, 3):
+                expected = moved(model, tmp_path / f"trained-{version}", 0.1, asked)
+                assert sender.push(model) == version
+                assert greedy_token_ids(url, prompts, task.MAX_ANSWER_TOKENS) == expected
+            # The machine has made what it loaded of the version before: what comes whole comes without changes.
+            assert sorted(path.parent.name for path in there.glob("v*/*.delta")) == ["v2", "v3"]
         log = "".join(path.read_text() for path in logs.iterdir())
-    assert os.listdir(store / "v1")
+    assert os.listdir(store / "v3")
     assert "owner" not in log

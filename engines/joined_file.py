@@ -1,0 +1,69 @@
+"""A safetensors file whose tensors are those of another file with some of their elements changed.
+
+Threads copy and change a tensor each: a version is joined while nobody generates with it, and its trainer waits.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from engines.changed_elements import Array, ChangedElements
+from engines.checkpoint import Span, written_dtype
+
+_THREADS = 4
+"""So many tensors are held at a time."""
+
+
+def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Callable[[str], ChangedElements]) -> None:
+    """Write file `target` of these tensors of file `base`, each with its changes.
+
+    Raises `OSError`, and what `changes` and applying them raise.
+    """
+    spans = sorted(spans, key=lambda span: span.begin)  # wide elements stay before narrow ones, and so aligned
+    header, places = _header(spans)
+    with base.open("rb", buffering=0) as source, target.open("wb", buffering=0) as file:
+        file.write(header)
+        file.truncate(len(header) + sum(span.end - span.begin for span in spans))
+
+        def join(span: Span, place: int) -> None:
+            content = _read(source.fileno(), span)
+            changes(span.name).apply_to(content)
+            _write(file.fileno(), content, place)
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="join") as pool:
+            for done in [pool.submit(join, span, place) for span, place in zip(spans, places, strict=True)]:
+                done.result()
+        os.fsync(file.fileno())
+
+
+def _header(spans: Sequence[Span]) -> tuple[bytes, list[int]]:
+    """The file's first bytes, and where each tensor begins in it."""
+    offsets = np.cumsum([0, *(span.end - span.begin for span in spans)]).tolist()
+    tree: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for span, begin, end in zip(spans, offsets[:-1], offsets[1:], strict=True):
+        tree[span.name] = {"dtype": written_dtype(span.dtype), "shape": span.shape, "data_offsets": [begin, end]}
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, [len(header) + begin for begin in offsets[:-1]]
+
+
+def _read(file: int, span: Span) -> Array:
+    content = np.empty(span.end - span.begin, np.uint8)
+    view, begin = content.data, span.begin
+    while view:
+        if not (got := os.preadv(file, [view], begin)):
+            raise OSError(f"the file of {span.name!r} ends before its header says")
+        view, begin = view[got:], begin + got
+    return content
+
+
+def _write(file: int, content: Array, place: int) -> None:
+    view = content.data
+    while view:
+        view = view[(written := os.pwrite(file, view, place)) :]
+        place += written

@@ -13,6 +13,7 @@ from engines.levers import LEVERS, Lever
 from engines.process import Argument, Command
 from engines.types import EngineKind
 from engines.vllm_engine import release
+from engines.vllm_plugin import FORK_CORE
 
 # What stands before the model: `vllm serve`, or the server beneath it. `vllm serve` looks up the version of a
 # distribution named vllm, which the CPU build is not.
@@ -160,6 +161,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
         if config.world_size == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process of its own: a third less to start
+            env[FORK_CORE] = "1"  # and another third
     return _command(entry, arguments, env, config)
 
 

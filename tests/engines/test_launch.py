@@ -133,6 +133,7 @@ def test_the_cpu_build_transfers_over_gloo_with_one_thread() -> None:
     assert flags(run)["weight-transfer-config"] == '{"backend": "gloo"}'
     assert run.env["OMP_NUM_THREADS"] == "1"
     assert run.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert run.env["ROLLOUT_GATEWAY_FORK_CORE"] == "1"
 
 
 @pytest.mark.usefixtures("cpu_build")

@@ -7,17 +7,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engines.config import EngineConfig
+from engines.errors import RolloutGatewayError
 from engines.external import ExternalServer
 from engines.launch import engine_command
 from engines.process import EngineProcess
 from engines.server import EngineServer, free_port
-from engines.types import EngineKind, ReplicaInfo
+from engines.sim_model import CHECKPOINT_VERSION
+from engines.types import EngineKind, PauseMode, ReplicaInfo
+from engines.vllm_engine import VllmEngine
 from gateway.config import Config
 from gateway.listener import Listener
 
@@ -63,51 +66,144 @@ class RealFleet:
 def fleet(model: Path, log_dir: Path, num_replicas: int = 2, **sections: Any) -> Iterator[RealFleet]:
     """Replicas of one model behind a gateway."""
     engine = engine_config(model, log_dir).model_copy(update={"num_replicas": num_replicas})
-    with app({"engine": engine}, **sections) as running:
+    with app({"engine": engine}, _kept.lent(engine), **sections) as running:
         yield running
 
 
 @contextmanager
-def app(groups: Mapping[str, EngineConfig], **sections: Any) -> Iterator[RealFleet]:
-    """Engine groups behind a gateway, without Ray: nobody starts a replica anew. `sections` go into the config."""
-    engines = {name: group.model_dump() for name, group in groups.items()}
+def app(
+    groups: Mapping[str, EngineConfig], engines: "AbstractContextManager[Engines] | None" = None, **sections: Any
+) -> Iterator[RealFleet]:
+    """Engine groups behind a gateway, without Ray: nobody starts a replica anew. `sections` go into the config.
+
+    `engines` are those of the groups; without them they are started here, and ended.
+    """
+    tree = {name: group.model_dump() for name, group in groups.items()}
     # Beside others that serve the same app name on this machine.
     store = tempfile.TemporaryDirectory(prefix="store-")
     weights = {"store": store.name} | sections.pop("weights", {})
-    config = Config.model_validate({"engines": engines, **FAST, "weights": weights, **sections})
-    servers = [_server(name, group, index) for name, group in groups.items() for index in range(group.num_replicas)]
-    with store, asyncio.Runner() as runner:
+    config = Config.model_validate({"engines": tree, **FAST, "weights": weights, **sections})
+    with store, engines or _own(groups) as (runner, servers, replicas):
+
+        async def discover() -> list[ReplicaInfo]:
+            return replicas
+
+        def restart(index: int) -> None:
+            runner.run(servers[index].stop())
+            replicas[index] = runner.run(servers[index].start())
+
+        listener = Listener(config, discover)
+        url = listener.start()
         try:
-            replicas = runner.run(_start_all(servers))
+            yield RealFleet(url, replicas, restart)
+        finally:
+            listener.stop()
 
-            async def discover() -> list[ReplicaInfo]:
-                return replicas
 
-            def restart(index: int) -> None:
-                runner.run(servers[index].stop())
-                replicas[index] = runner.run(servers[index].start())
+Server = EngineServer | ExternalServer
+Engines = tuple[asyncio.Runner, Sequence[Server], list[ReplicaInfo]]
+"""Who runs their coroutines, the engines, and what each says of itself."""
 
-            listener = Listener(config, discover)
-            url = listener.start()
-            try:
-                yield RealFleet(url, replicas, restart)
-            finally:
-                listener.stop()
+
+@contextmanager
+def _own(groups: Mapping[str, EngineConfig]) -> Iterator[Engines]:
+    servers = [_server(name, group, index) for name, group in groups.items() for index in range(group.num_replicas)]
+    with asyncio.Runner() as runner:
+        try:
+            yield runner, servers, runner.run(_start_all(servers))
         finally:
             runner.run(_stop_all(servers))
 
 
-def _server(name: str, group: EngineConfig, index: int) -> EngineServer | ExternalServer:
+class KeptEngines:
+    """Engines that go from one fleet to the next, with the weights of their checkpoint again, as a start of vLLM takes
+    most of a test's time. One that does not come back as it was is ended; the others end with the run of the tests."""
+
+    def __init__(self) -> None:
+        self._runner: asyncio.Runner | None = None
+        self._idle: dict[str, tuple[EngineServer, ReplicaInfo]] = {}
+
+    @contextmanager
+    def lent(self, group: EngineConfig) -> Iterator[Engines]:
+        self._runner = runner = self._runner or asyncio.Runner()
+        names = [_likeness(group, index) for index in range(group.num_replicas)]
+        found = [self._idle.pop(name, None) for name in names]
+        servers = [
+            one[0] if one else EngineServer(group, replica_id=f"engine-{index}", group="engine", index=index)
+            for index, one in enumerate(found)
+        ]
+        try:
+            replicas = runner.run(_told(servers, found))
+        except BaseException:
+            runner.run(_stop_all(servers))
+            raise
+        try:
+            yield runner, servers, replicas
+        finally:
+            for name, server, info in zip(names, servers, replicas, strict=True):
+                if runner.run(_is_as_new(server, info)):
+                    self._idle[name] = server, info
+
+    def end(self) -> None:
+        if self._runner is not None:
+            self._runner.run(_stop_all([server for server, _ in self._idle.values()]))
+            self._runner.close()
+        self._idle, self._runner = {}, None
+
+
+_kept = KeptEngines()
+
+
+def pytest_sessionfinish() -> None:
+    """For conftest.py."""
+    _kept.end()
+
+
+def _likeness(group: EngineConfig, index: int) -> str:
+    """The same of engines that only differ in what they do not know of."""
+    return f"{index} {group.model_copy(update={'log_dir': '', 'num_replicas': 1}).model_dump_json()}"
+
+
+async def _told(
+    servers: Sequence[EngineServer], kept: Sequence[tuple[EngineServer, ReplicaInfo] | None]
+) -> list[ReplicaInfo]:
+    """Of those that are not kept once they have started."""
+
+    async def told(index: int) -> ReplicaInfo:
+        return one[1] if (one := kept[index]) else await servers[index].start()
+
+    return list(await asyncio.gather(*map(told, range(len(servers)))))
+
+
+async def _is_as_new(server: EngineServer, info: ReplicaInfo) -> bool:
+    """Whether it serves its checkpoint again, and nothing of those before. Otherwise it is ended."""
+    engine = VllmEngine(info.replica_id, info.url, info.engine_version, has_tee=True)
+    try:
+        await server.check()
+        await engine.pause(PauseMode.ABORT, clear_cache=True, timeout_s=REQUEST_TIMEOUT_S)
+        await engine.load_snapshot(info.model, 0, REQUEST_TIMEOUT_S)
+        await engine.ask("POST", "/update_weight_version", {"new_version": CHECKPOINT_VERSION}, REQUEST_TIMEOUT_S)
+        await engine.resume(REQUEST_TIMEOUT_S)
+        return True
+    except RolloutGatewayError as error:
+        print(f"{info.replica_id} is not kept: {error}")
+        await server.stop()
+        return False
+    finally:
+        await engine.close()
+
+
+def _server(name: str, group: EngineConfig, index: int) -> Server:
     if group.kind is EngineKind.EXTERNAL:
         return ExternalServer(group, replica_id=f"{name}-{index}", group=name)
     return EngineServer(group, replica_id=f"{name}-{index}", group=name, index=index)
 
 
-async def _start_all(servers: Sequence[EngineServer | ExternalServer]) -> list[ReplicaInfo]:
+async def _start_all(servers: Sequence[Server]) -> list[ReplicaInfo]:
     return list(await asyncio.gather(*(server.start() for server in servers)))
 
 
-async def _stop_all(servers: Sequence[EngineServer | ExternalServer]) -> None:
+async def _stop_all(servers: Sequence[Server]) -> None:
     await asyncio.gather(*(server.stop() for server in servers))
 
 

@@ -6,12 +6,12 @@ One that serves the version of a rolling update that came to nothing is ahead, a
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from weakref import WeakKeyDictionary
 
 import structlog
 
-from engines.errors import DeadlineExceeded, EngineError, StoreFailed, WeightUpdateFailed
+from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, StoreFailed, WeightUpdateFailed
 from engines.types import EngineKind, ReplicaState
 from gateway.canary import Canary
 from gateway.config import WeightsConfig
@@ -149,7 +149,8 @@ class CatchUp:
                 if failures == _TRIES:
                     self._give_up(replica, version, f"did not take version {version}: {error}")
                     return
-                await asyncio.sleep(_RETRY_S)
+                with suppress(EngineUnreachable):  # whoever waits for us does not wait for one that is gone
+                    await replica.unless_lost(asyncio.sleep(_RETRY_S))
 
     async def _load(self, replica: Replica, version: int) -> None:
         """Load, check, and serve if that is still the fleet's version."""

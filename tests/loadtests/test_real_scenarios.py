@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from examples.tiny_model.task import COMMITTED
+from tests import real_vllm
 from tests.loadtests.locust_runs import Ended, locust
-from tests.real_vllm import RealFleet, app, engine_config
+from tests.real_vllm import RealFleet
 
 pytestmark = pytest.mark.vllm
 
-MODEL = Path(__file__).parents[2] / "examples" / "tiny_model" / "digit-sort"
 SHORT = ["--prompt-tokens", "24", "--max-tokens", "16"]
 
 
@@ -22,8 +23,8 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory, trace: Path) -> Iterator[RealFleet]:
     pytest.importorskip("vllm")
-    engine = engine_config(MODEL, tmp_path_factory.mktemp("logs")).model_copy(update={"num_replicas": 2})
-    with app({"engine": engine}, gateway={"port": 0, "trace": {"file": str(trace)}}) as running:
+    gateway = {"port": 0, "trace": {"file": str(trace)}}
+    with real_vllm.fleet(COMMITTED, tmp_path_factory.mktemp("logs"), gateway=gateway) as running:
         yield running
 
 
@@ -37,7 +38,7 @@ async def run(scenario: str, fleet: RealFleet, folder: Path, *options: str) -> E
 
 async def test_trainers_whose_weights_are_updated(fleet: RealFleet, tmp_path: Path) -> None:
     batch = ["-t", "5s", "--prompts", "6", "--samples", "4"]
-    ended = await run("trainer", fleet, tmp_path, *batch, "--update-every", "2", "--weights", str(MODEL))
+    ended = await run("trainer", fleet, tmp_path, *batch, "--update-every", "2", "--weights", str(COMMITTED))
     told = ended.figures
     assert told["makespan_s.count"] >= 1
     assert told["completion_tokens.min"] == told["completion_tokens.max"] == 16

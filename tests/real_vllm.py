@@ -83,7 +83,7 @@ def app(
     store = tempfile.TemporaryDirectory(prefix="store-")
     weights = {"store": store.name} | sections.pop("weights", {})
     config = Config.model_validate({"engines": tree, **FAST, "weights": weights, **sections})
-    with store, engines or _own(groups) as (runner, servers, replicas):
+    with store, engines or started(groups) as (runner, servers, replicas):
 
         async def discover() -> list[ReplicaInfo]:
             return replicas
@@ -106,7 +106,8 @@ Engines = tuple[asyncio.Runner, Sequence[Server], list[ReplicaInfo]]
 
 
 @contextmanager
-def _own(groups: Mapping[str, EngineConfig]) -> Iterator[Engines]:
+def started(groups: Mapping[str, EngineConfig]) -> Iterator[Engines]:
+    """The replicas of engine groups, for more than one gateway."""
     servers = [_server(name, group, index) for name, group in groups.items() for index in range(group.num_replicas)]
     with asyncio.Runner() as runner:
         try:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,15 +34,43 @@ PROMPTS = [[USER, 5 + digit, 6 + digit, 5, ASSISTANT] for digit in range(8)]
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real_vllm.RealFleet]:
+def groups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineConfig]:
     log_dir, policy = tmp_path_factory.mktemp("logs"), {"served_model_name": "policy"}
-    groups = {
+    return {
         "vllm": real_vllm.engine_config(COMMITTED, log_dir).model_copy(update=policy),
         "sglang": real_sglang.engine_config(COMMITTED, log_dir, **policy),
         "judge": real_sglang.engine_config(COMMITTED, log_dir, served_model_name="judge", frozen=True),
     }
-    with real_vllm.app(groups) as running:
+
+
+@pytest.fixture(scope="module")
+def started(groups: dict[str, EngineConfig]) -> Iterator[real_vllm.Engines]:
+    with real_vllm.started(groups) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def real(groups: dict[str, EngineConfig], started: real_vllm.Engines) -> Iterator[real_vllm.RealFleet]:
+    with real_vllm.app(groups, nullcontext(started)) as running:
+        yield running
+
+
+@pytest.fixture
+def alone(groups: dict[str, EngineConfig], started: real_vllm.Engines) -> Iterator[real_vllm.RealFleet]:
+    """A gateway of its own over the two SGLang servers, which are one policy there; they are left as they were."""
+    runner, _, replicas = started
+    theirs = [replica for replica in replicas if replica.kind is EngineKind.SGLANG]
+    both = [
+        replace(replica, replica_id=f"sglang-{place}", group="sglang", model="policy")
+        for place, replica in enumerate(theirs)
+    ]
+    policy = {"sglang": groups["sglang"].model_copy(update={"num_replicas": 2})}
+    with real_vllm.app(policy, nullcontext((runner, [], both))) as running:
+        yield running
+        assert running.call("/reset_prefix_cache", {})[0] == 200
+    for replica in both:
+        label = {"new_version": "default", "abort_all_requests": False}
+        assert replace(running, url=replica.url).call("/update_weight_version", label)[0] == 200
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +139,49 @@ def prompt_logprobs(choice: Any, prompt: list[int]) -> list[float]:
     """Of the prompt's own tokens; the first has none."""
     scored = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
     return [entry[str(token_id)]["logprob"] for entry, token_id in scored]
+
+
+def test_trls_client_updates_sglang_alone_through_the_relay(
+    alone: real_vllm.RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes before the other gateway, which would bring back what another has updated."""
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
+    began = time.monotonic()
+    other, checkpoint = random_model(seed=5), AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32)
+    assert alone.call("/get_world_size") == (200, {"world_size": 1})
+    client = gloo_trl.GlooVLLMClient(alone.url, group_port=free_port(), timeout_s=real_vllm.REQUEST_TIMEOUT_S)
+    client.init_communicator("cpu")
+    assert alone.call("/status")[1]["weight_relay"]["in_group"]
+    try:
+        before = placed(alone)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(complete, alone, max_tokens=LONG, ignore_eos=True, temperature=1.0)
+            while any(placed(alone)[one] == before[one] for one in before):
+                time.sleep(0.01)
+            client.update_model_params(other)
+            whole = running.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
+        spans = [[(span["version"], span["start"], span["end"]) for span in one["weight_versions"]] for one in whole]
+        print(spans)
+        assert {len(one["token_ids"]) for one in whole} == {LONG}
+        assert all([*told[0][:2], told[-1][0], told[-1][2]] == [0, 0, 1, LONG] for told in spans)
+        check_all_hold(alone, other, 1)
+        client.update_model_params(checkpoint)
+        check_all_hold(alone, checkpoint, 2)
+    finally:
+        client.close_communicator()
+    print(f"{time.monotonic() - began:.1f} s")
+
+
+def check_all_hold(alone: real_vllm.RealFleet, model: Any, version: int) -> None:
+    before = placed(alone)
+    for prompt, choice in zip(PROMPTS, complete(alone), strict=True):
+        assert is_greedy(model, prompt, choice["token_ids"])
+        assert {span["version"] for span in choice["weight_versions"]} == {version}
+    assert all(placed(alone)[one] > before[one] for one in before), "each has answered some"
+    record = alone.call("/v1/weight_updates")[1]["weight_updates"][0]
+    print(record)
+    assert (record["version"], record["transport"], record["end"]) == (version, "relay", "committed")
+    assert set(record["replicas"]) == {"sglang-0", "sglang-1"}
 
 
 def test_both_kinds_answer_for_the_policy_alike(real: real_vllm.RealFleet) -> None:

@@ -1,8 +1,8 @@
 """Has vLLM's API server tell which weight version made which tokens of a completion (vLLM 0.32 and later).
 
 vLLM counts this itself, exactly, but tells it on /inference/v1/generate alone. Here each choice of /v1/completions and
-/v1/chat/completions that more than one version made gets `weight_versions`, a list of {version, start, end}. Any other
-is left as it is, and costs nothing: whoever sent the request knows its one version.
+/v1/chat/completions gets `weight_versions`, a list of {version, start, end}, where it ends. One that a single version
+made gets it too: whoever sent the request cannot know on which side of an update that fell into it this sample lay.
 """
 
 import functools
@@ -44,16 +44,17 @@ def _install() -> None:
 
 def tell_spans(completions: Any, chats: Any) -> None:
     """Wrap the methods of vLLM's serving classes that turn outputs into replies."""
-    whole, stream, chat = (
+    whole, stream, chat, chat_stream = (
         completions.request_output_to_completion_response,
         completions.completion_stream_generator,
         chats.chat_completion_full_generator,
+        chats.chat_completion_stream_generator,
     )
 
     @functools.wraps(whole)
     def completion(self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any) -> Any:
         response = whole(self, final_res_batch, *args, **kwargs)
-        _add(response.choices, mixed(output for result in final_res_batch for output in result.outputs))
+        _add(response.choices, counted(output for result in final_res_batch for output in result.outputs))
         return response
 
     @functools.wraps(stream)
@@ -65,7 +66,7 @@ def tell_spans(completions: Any, chats: Any) -> None:
         async def noted() -> AsyncIterator[Any]:
             async for prompt_index, result in result_generator:
                 first = prompt_index * (request.n or 1)
-                spans.update({first + index: found for index, found in mixed(result.outputs, by_index=True).items()})
+                spans.update({first + index: found for index, found in counted(result.outputs, by_index=True).items()})
                 yield prompt_index, result
 
         async for event in stream(self, request, engine_inputs, noted(), *args, **kwargs):
@@ -81,22 +82,37 @@ def tell_spans(completions: Any, chats: Any) -> None:
                 yield result
 
         response = await chat(self, request, noted(), *args, **kwargs)
-        _add(getattr(response, "choices", ()), mixed(last, by_index=True))
+        _add(getattr(response, "choices", ()), counted(last, by_index=True))
         return response
+
+    @functools.wraps(chat_stream)
+    async def conversation_chunks(
+        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[str]:
+        spans: Spans = {}
+
+        async def noted() -> AsyncIterator[Any]:
+            async for result in result_generator:
+                spans.update(counted(result.outputs, by_index=True))
+                yield result
+
+        async for event in chat_stream(self, request, noted(), *args, **kwargs):
+            yield with_spans(event, spans) if spans else event
 
     completions.request_output_to_completion_response = completion
     completions.completion_stream_generator = completion_chunks
     chats.chat_completion_full_generator = conversation
+    chats.chat_completion_stream_generator = conversation_chunks
 
 
-def mixed(outputs: Iterable[Any], *, by_index: bool = False) -> Spans:
-    """Spans of those outputs that more than one version made, by their place or, where they come singly, by index."""
+def counted(outputs: Iterable[Any], *, by_index: bool = False) -> Spans:
+    """Spans of those outputs that have ended, by their place or, where they come singly, by index."""
     return {
         output.index if by_index else place: [
             {"version": span.version, "start": span.start, "end": span.end} for span in output.weight_versions
         ]
         for place, output in enumerate(outputs)
-        if len(output.weight_versions or ()) > 1
+        if output.weight_versions
     }
 
 

@@ -1,4 +1,4 @@
-"""Spans of mixed completions in vLLM's replies, with played serving classes; real ones are in the conformance suite."""
+"""Spans of completions in vLLM's replies, with played serving classes; real ones are in the conformance suite."""
 
 import json
 from collections.abc import AsyncIterator
@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from engines.vllm_spans import mixed, tell_spans, with_spans
+from engines.vllm_spans import counted, tell_spans, with_spans
 
 MIXED = [("1", 0, 3), ("2", 3, 8)]
 WHOLE = [("1", 0, 8)]
+TOLD_WHOLE = [{"version": "1", "start": 0, "end": 8}]
 TOLD = [{"version": "1", "start": 0, "end": 3}, {"version": "2", "start": 3, "end": 8}]
 
 
@@ -46,6 +47,14 @@ class Chats:
             last = one
         return SimpleNamespace(choices=[SimpleNamespace(index=out.index) for out in last.outputs])
 
+    async def chat_completion_stream_generator(
+        self, request: Any, result_generator: Any, request_id: str
+    ) -> AsyncIterator[str]:
+        async for one in result_generator:
+            for out in one.outputs:
+                choice = {"index": out.index, "delta": {}, "finish_reason": out.finish_reason}
+                yield f"data: {json.dumps({'id': request_id, 'choices': [choice]})}\n\n"
+
 
 @pytest.fixture
 def serving() -> SimpleNamespace:
@@ -68,29 +77,37 @@ def told(choices: list[Any]) -> list[Any]:
     return [getattr(choice, "weight_versions", None) for choice in choices]
 
 
-def test_a_whole_reply_tells_of_mixed_choices_alone(serving: Any) -> None:
+def test_a_whole_reply_tells_of_each_choice_that_has_ended(serving: Any) -> None:
     batch = [result(output(0, WHOLE), output(1, MIXED)), result(output(0, None), output(1, MIXED))]
     response = serving.completions.request_output_to_completion_response(batch, None)
-    assert told(response.choices) == [None, TOLD, None, TOLD]
+    assert told(response.choices) == [TOLD_WHOLE, TOLD, None, TOLD]
 
 
-async def test_a_stream_tells_in_the_chunk_that_ends_a_mixed_choice_and_leaves_the_others_alone(serving: Any) -> None:
+async def test_a_stream_tells_in_the_chunk_that_ends_a_choice_and_leaves_the_others_alone(serving: Any) -> None:
     results = [(0, result(output(0, None))), (0, result(output(1, MIXED))), (1, result(output(0, WHOLE)))]
     request = SimpleNamespace(n=2)
     wrapped = serving.completions.completion_stream_generator(request, [], each(*results), "r")
     plain = Completions().completion_stream_generator(request, [], each(*results), "r")
     events, expected = [event async for event in wrapped], [event async for event in plain]
     assert events[0] == expected[0]
-    assert events[2:] == expected[2:]
-    chunk = json.loads(events[1].removeprefix("data: "))
-    assert chunk["choices"][0].pop("weight_versions") == TOLD
-    assert chunk == json.loads(expected[1].removeprefix("data: "))
+    assert events[3:] == expected[3:]
+    for event, was, spans in zip(events[1:3], expected[1:3], (TOLD, TOLD_WHOLE), strict=True):
+        chunk = json.loads(event.removeprefix("data: "))
+        assert chunk["choices"][0].pop("weight_versions") == spans
+        assert chunk == json.loads(was.removeprefix("data: "))
 
 
 async def test_a_chat_tells_too(serving: Any) -> None:
     results = each(result(output(0, None)), result(output(1, MIXED), output(0, WHOLE)))
     response = await serving.chats.chat_completion_full_generator(None, results)
-    assert told(response.choices) == [TOLD, None]
+    assert told(response.choices) == [TOLD, TOLD_WHOLE]
+
+
+async def test_a_streamed_chat_tells_too(serving: Any) -> None:
+    results = each(result(output(0, None)), result(output(1, MIXED), output(0, WHOLE)))
+    events = [event async for event in serving.chats.chat_completion_stream_generator(None, results, "r")]
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert [choice.get("weight_versions") for choice in choices] == [None, TOLD, TOLD_WHOLE]
 
 
 async def test_a_chat_that_failed_is_passed_on(serving: Any) -> None:
@@ -107,5 +124,5 @@ def test_other_events_are_passed_on(event: str) -> None:
     assert with_spans(event, {0: TOLD}).strip() == event.strip()
 
 
-def test_one_version_is_not_worth_telling() -> None:
-    assert mixed([output(0, WHOLE), output(1, None)]) == {}
+def test_what_has_no_tokens_and_what_has_no_label_has_no_spans() -> None:
+    assert counted([output(0, []), output(1, None)]) == {}

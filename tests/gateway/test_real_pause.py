@@ -1,11 +1,13 @@
 """A weight update in the middle of completions that live through it: where the boundary lies, on real vLLM on CPU."""
 
 import json
+import re
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,12 +42,12 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield running
 
 
-def other_weights(seed: int) -> Any:
+def other_weights(seed: int, sureness: float = 30) -> Any:
     """A model that is sure of what it says, so that another seed's says something else at once."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(COMMITTED), dtype=torch.float32)
     with torch.no_grad():
-        model.lm_head.weight *= 30
+        model.lm_head.weight *= sureness
     return model
 
 
@@ -70,6 +72,15 @@ def asked(real: RealFleet) -> list[Any]:
             pool.submit(streamed, real, COMPLETION),
         ]
         return [choice for future in futures for choice in future.result()]
+
+
+def tokens_made(real: RealFleet) -> float:
+    (replica,) = real.replicas
+    found = re.search(
+        r"^vllm:generation_tokens_total\{.*\} (\S+)$", replace(real, url=replica.url).text("/metrics")[1], re.M
+    )
+    assert found is not None
+    return float(found[1])
 
 
 def streamed(real: RealFleet, body: Any) -> list[Any]:
@@ -136,6 +147,31 @@ def test_every_completion_that_an_update_falls_into_tells_the_exact_token(
     assert (record["stopped_s"] > 0) == (paused_by == "the update")
     (replica,) = record["replicas"].values()
     assert replica["canary"]["result"] == "no peer"
+
+
+def test_a_sample_that_the_update_in_its_request_has_not_touched_says_so(
+    real: RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the 128 tokens is as likely, one of which ends a sample: their lengths are all different."""
+    with trainer(real, "keep", monkeypatch) as client, ThreadPoolExecutor(2) as pool:
+        client.update_model_params(other_weights(seed=1, sureness=1e-3))
+        version = client.weight_version
+        flying = [
+            pool.submit(real.call, path, body | {"n": 16, "stop_token_ids": [9]})
+            for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT))
+        ]
+        wanted = tokens_made(real) + 2 * 16 * 64
+        while tokens_made(real) < wanted:
+            time.sleep(0.02)
+        client.update_model_params(other_weights(seed=2, sureness=1e-3))
+        replies = [one.result() for one in flying]
+    for status, reply in replies:
+        assert status == 200, reply
+        told = [choice["weight_versions"] for choice in reply["choices"]]
+        print(told)
+        for choice, spans in zip(reply["choices"], told, strict=True):
+            assert (spans[0]["start"], spans[-1]["end"]) == (0, len(choice["token_ids"]))
+        assert {tuple(span["version"] for span in spans) for spans in told} == {(version,), (version, version + 1)}
 
 
 def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(

@@ -122,6 +122,26 @@ class DerenderBody(BaseModel):
     prompt_token_ids: list[TokenId] | None = None
 
 
+class TokensChunkChoice(TokensChoice):
+    token_ids: list[TokenId]
+    finish_reason: str | None = None
+
+
+class TokensChunk(BaseModel):
+    request_id: str = ""
+    choices: list[TokensChunkChoice] = Field(max_length=1)
+
+
+class DerenderChunkBody(BaseModel):
+    """One chunk of a stream, with what the answer to the one before said of its state."""
+
+    model: str | None = None
+    generate_chunk: TokensChunk
+    stream_state: Json | None = None
+    chat_request: ChatBody
+    prompt_token_ids: list[TokenId] | None = None
+
+
 # vLLM leaves out what has its own default.
 _RENDERED: Json = {
     "n": 1, "temperature": 1.0, "top_p": 1.0, "seed": None, "min_tokens": 0, "ignore_eos": False, "max_tokens": 16,
@@ -153,6 +173,20 @@ def derendered(body: DerenderBody, model_name: str) -> Json:
         choices.append(told | {"logprobs": {"content": entries} if entries is not None else None})
     envelope = {"id": body.generate_response.request_id, "object": "chat.completion", "created": int(time.time())}
     return envelope | {"model": model_name, "choices": choices}
+
+
+def derendered_chunk(body: DerenderChunkBody, model_name: str) -> Json:
+    """A chunk of a conversation's stream out of token ids."""
+    state, choices = body.stream_state or {"role_sent": False}, []
+    for choice in body.generate_chunk.choices:
+        role = {} if state["role_sent"] else {"role": "assistant"}
+        entries = [_by_name(entry) for entry in choice.logprobs["content"]] if choice.logprobs else None
+        told: Json = {"index": choice.index, "delta": role | {"content": detokenize(choice.token_ids) or None}}
+        told |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        choices.append(told | {"logprobs": {"content": entries} if entries is not None else None})
+        state = {"role_sent": True}
+    chunk = {"id": body.generate_chunk.request_id, "object": "chat.completion.chunk", "model": model_name}
+    return {"chunk": chunk | {"choices": choices}, "stream_state": state}
 
 
 def _by_name(entry: Json) -> Json:

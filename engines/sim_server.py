@@ -29,11 +29,13 @@ from engines.sim_dialect import (
     CompletionBody,
     Cursor,
     DerenderBody,
+    DerenderChunkBody,
     Json,
     Limits,
     TokenId,
     chat_text,
     derendered,
+    derendered_chunk,
     rendered,
 )
 from engines.sim_metrics import SchedulerMetrics
@@ -51,7 +53,9 @@ _MAX_MODEL_LEN = 32768
 _SHUTDOWN_S = 0.1
 
 Body = TypeVar("Body", bound=BaseModel)
-ModelBody = TypeVar("ModelBody", "TokenizeBody", "DetokenizeBody", CompletionBody, ChatBody, DerenderBody)
+ModelBody = TypeVar(
+    "ModelBody", "TokenizeBody", "DetokenizeBody", CompletionBody, ChatBody, DerenderBody, DerenderChunkBody
+)
 
 
 class InitBody(BaseModel):
@@ -195,6 +199,8 @@ class SimServer:
         return _json(rendered(await self._read(request, ChatBody), self._limits.max_model_len))
 
     async def derender(self, request: web.Request) -> web.Response:
+        if orjson.loads(await request.read()).get("stream"):
+            return _json(derendered_chunk(await self._read(request, DerenderChunkBody), self._name))
         return _json(derendered(await self._read(request, DerenderBody), self._name))
 
     async def tokenize(self, request: web.Request) -> web.Response:

@@ -1,6 +1,7 @@
 """/v1/chat/completions of vLLM's dialect: one conversation is one rollout."""
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
@@ -20,9 +21,11 @@ from gateway.wire.completions import (
     wants_usage,
     with_usage_rule,
 )
+from gateway.wire.cut_stream import CutStream
 from gateway.wire.freshness import read_freshness, without_freshness
+from gateway.wire.merged import merged
 from gateway.wire.resumption import begun_or_anew, mark_cut_off, places_cut_off, refuse_half_called
-from gateway.wire.spans import name_adapter, number_versions, stamp_versions, tell_kv
+from gateway.wire.spans import stamp_versions
 from gateway.wire.token_generation import TokenGeneration
 
 PATH = "/v1/chat/completions"
@@ -93,9 +96,51 @@ class Chat:
 
     async def stream(self, rollout: Rollout, body: Json, usage: Usage) -> AsyncGenerator[Json]:
         """Chunks as they come; `usage` is counted up, whether or not the client asks for it."""
-        body = without_freshness(body)
-        options = {**(body.get("stream_options") or {}), "include_usage": True}
+        body, last = without_freshness(body), Json()
+        with using(rollout):
+            async with aclosing(self._stream_all(rollout, body, usage)) as chunks:
+                async for chunk in chunks:
+                    if chunk["choices"]:
+                        yield with_usage_rule(chunk, body)
+                    else:
+                        last = chunk
+        if last and wants_usage(body):
+            yield last
 
+    async def _stream_all(self, rollout: Rollout, body: Json, usage: Usage) -> AsyncGenerator[Json]:
+        shows_all = body.get("include_reasoning") is not False  # vLLM tells no ids otherwise
+        resumes = shows_all and self._rests.resumes(rollout, body)
+        has_ids = resumes or (shows_all and bool(body.get("return_token_ids")))
+        cut = CutStream(range(rollout.n), rollout.adapter, resumes=resumes, has_ids=has_ids)
+        chunk, counted = Json(), Json()
+        async with aclosing(self._stream_first(rollout, body, cut, resumes=resumes)) as chunks:
+            async for chunk in chunks:
+                counted = chunk.get("usage") or counted
+                usage.add_chunk(0, counted)
+                yield chunk
+        if not (made := cut.cut_off()):
+            return
+        tokens, envelope = 0, {key: chunk.get(key) for key in ("id", "object", "created", "model")}
+        opened = await self._rests.opened(rollout, body, made)
+        if opened is None:
+            for choice in cut.ends():
+                yield envelope | {"choices": [choice | {"delta": {}}]}
+            return
+        rests = [self._rests.stream(rollout, body, opened, index) for index in made]
+        async with aclosing(merged(rests)) as rest:
+            async for choice in rest:
+                tokens += len(choice["token_ids"] or ())
+                cut.follow(choice)
+                usage.add_chunk(0, cut.usage(counted, {"completion_tokens": tokens}))
+                yield envelope | {"choices": [_shown(choice, body)], "usage": usage.total()}
+        yield envelope | {"choices": [], "usage": usage.total()}
+
+    async def _stream_first(
+        self, rollout: Rollout, body: Json, cut: CutStream, *, resumes: bool
+    ) -> AsyncGenerator[Json]:
+        """The chunks up to where an update cuts them off. What may go on needs its token ids."""
+        options = {**(body.get("stream_options") or {}), "include_usage": True}
+        ids = {"return_token_ids": True} if resumes else {}
         flight: Flight
 
         def call(replica: Replica) -> AsyncGenerator[Json]:
@@ -103,17 +148,28 @@ class Chat:
             check_replica(body, replica)
             flight = replica.take_off()
             salt = versioned_salt(body, replica.weight_version, rollout.adapter)
-            salted = {**body, "cache_salt": salt, "stream_options": options}
-            return begun_or_anew(replica.engine.stream(PATH, salted, self._config.generate_timeout_s), replica)
+            asked = {**body, "cache_salt": salt, "stream_options": options, **ids}
+            return begun_or_anew(replica.engine.stream(PATH, asked, self._config.generate_timeout_s), replica)
 
-        async for replica, chunk in self._scheduler.stream(rollout, call):
-            for choice in chunk["choices"]:
-                choice["weight_version"] = replica.weight_version
-                number_versions(choice)
-                tell_kv(choice, flight)
-                name_adapter(choice, rollout.adapter)
-            usage.add_chunk(0, chunk.get("usage"))
-            if chunk["choices"]:
-                yield with_usage_rule(chunk, body)
-            elif wants_usage(body):
+        async with aclosing(self._scheduler.stream(rollout, call)) as placed:
+            async for replica, chunk in placed:
+                cut.told_prompt(chunk.get("prompt_token_ids"))
+                if not body.get("return_token_ids") and "prompt_token_ids" in chunk:
+                    chunk["prompt_token_ids"] = None
+                for choice in chunk["choices"]:
+                    cut.see(choice, replica, flight)
+                if chunk["choices"] and not any(_tells(choice, body) for choice in chunk["choices"]):
+                    continue
+                chunk["choices"] = [_shown(choice, body) for choice in chunk["choices"]]
                 yield chunk
+
+
+def _tells(choice: Json, body: Json) -> bool:
+    """Whether a client hears anything of a choice: vLLM sends ids also of what its parsers hold back."""
+    fields = ("delta", "finish_reason", "logprobs") + (("token_ids",) if body.get("return_token_ids") else ())
+    return any(choice.get(field) for field in fields)
+
+
+def _shown(choice: Json, body: Json) -> Json:
+    """Token ids are for those who asked; here they may be needed."""
+    return choice if body.get("return_token_ids") or "token_ids" not in choice else choice | {"token_ids": None}

@@ -1,6 +1,6 @@
 """How a conversation goes on that an update has cut off: as token ids, and told as one in the engine's own words.
 
-vLLM (0.30 and later, --enable-scale-out) takes a conversation apart into three routes, which are used here in turn:
+vLLM with --enable-scale-out (0.32 has them all) takes a conversation apart into three routes, used here in turn:
 
     /v1/chat/completions/render     the messages as token ids, and the sampling parameters that come of all fields
     /inference/v1/generate          the rest, made from the prompt's ids and those that were made (`TokenGeneration`)
@@ -12,16 +12,18 @@ whatever has a field that is not known here.
 """
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 
 import structlog
 
 from engines.engine import Json
-from engines.errors import EngineError
+from engines.errors import EngineError, EngineFailed
 from gateway.fleet import Fleet
 from gateway.replica import Replica
 from gateway.routing import Rollout
+from gateway.wire.completions import Usage
 from gateway.wire.resumption import joined_tokens, may_resume, places_cut_off, usage_of_whole
 from gateway.wire.token_generation import TokenGeneration, rest_of
 
@@ -54,8 +56,17 @@ _NEUTRAL: Json = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Samples whose streams go on: the conversation as token ids, what was made of each, vLLM's state of its text."""
+
+    asked: Json
+    made: dict[int, Json]
+    states: dict[int, Json]
+
+
 class ChatRests:
-    """Has the rests of conversations made, and whole replies told of them."""
+    """Has the rests of conversations made, and told."""
 
     def __init__(self, fleet: Fleet, tokens: TokenGeneration) -> None:
         self._fleet = fleet
@@ -85,8 +96,49 @@ class ChatRests:
             return None
         choices = [told.get(choice["index"], choice) for choice in answer["choices"]]
         usage = usage_of_whole(answer, choices)
-        usage.pop("completion_tokens_details", None)  # of the first part alone
+        if usage.get("completion_tokens_details"):
+            usage["completion_tokens_details"] = None  # of the first part alone
         return {**answer, "choices": choices, "usage": usage}
+
+    async def opened(self, rollout: Rollout, body: Json, made: dict[int, Json]) -> "Opened | None":
+        """What it takes to tell the rests of samples whose stream was cut off after `made`, by index.
+
+        None where they cannot go on: not under a parser of vLLM's, which has told the end of what it held back when the
+        stream was cut off.
+        """
+        asked = await self._rendered(rollout, body, next(iter(made.values()))["prompt_token_ids"])
+        if asked is None:
+            return None
+        states: dict[int, Json] = {}
+        for index, choice in made.items():
+            first = {"index": 0, "token_ids": choice["token_ids"]}
+            told = await self._ask(DERENDER, rollout, self._chunk_body(rollout, body, asked, first, None))
+            if told is None or told["stream_state"].get("output_token_ids"):
+                return None
+            states[index] = told["stream_state"]
+        return Opened(asked, made, states)
+
+    async def stream(self, rollout: Rollout, body: Json, opened: "Opened", index: int) -> AsyncGenerator[Json]:
+        """The choices of one sample's rest, chunk by chunk, as a conversation's."""
+        state, one = opened.states[index], _one(rollout, index)
+        async with aclosing(self._tokens.stream(*rest_of(one, opened.asked, opened.made[index]), Usage())) as chunks:
+            async for chunk in chunks:
+                for choice in chunk["choices"]:
+                    fields = {key: choice.get(key) for key in ("finish_reason", "stop_reason", "logprobs")}
+                    said = {"index": 0, "token_ids": _said(choice, body), **fields}
+                    told = await self._ask(
+                        DERENDER, rollout, self._chunk_body(rollout, body, opened.asked, said, state)
+                    )
+                    if told is None:
+                        raise EngineFailed(f"no replica of {rollout.model!r} tells the rest of a conversation")
+                    state = told["stream_state"]
+                    yield _as_chats_chunk(choice, told["chunk"]["choices"][0], body) | {"index": index}
+
+    def _chunk_body(self, rollout: Rollout, body: Json, asked: Json, choice: Json, state: Json | None) -> Json:
+        chunk = {"request_id": rollout.request_id, "choices": [choice]}
+        model = {key: body[key] for key in ("model",) if body.get(key) is not None}
+        told = {"generate_chunk": chunk, "stream_state": state, "chat_request": body}
+        return {**model, "stream": True, **told, "prompt_token_ids": asked["token_ids"]}
 
     async def _rendered(self, rollout: Rollout, body: Json, read: list[int]) -> Json | None:
         """The conversation as token ids, where it is one that may go on; `read` are those that the engine has read."""
@@ -99,8 +151,7 @@ class ChatRests:
 
     async def _whole(self, rollout: Rollout, asked: Json, choice: Json) -> Json:
         """All tokens of a choice: those that it was cut off with, and the rest."""
-        one = replace(rollout, request_id=f"{rollout.request_id}-{choice['index']}", n=1, goes_on=True)
-        rest = await self._tokens.generate(*rest_of(one, asked, choice))
+        rest = await self._tokens.generate(*rest_of(_one(rollout, choice["index"]), asked, choice))
         return joined_tokens(choice | {"logprobs": _by_id(choice)}, rest["choices"][0])
 
     async def _told(
@@ -142,6 +193,10 @@ class ChatRests:
         ]
 
 
+def _one(rollout: Rollout, index: int) -> Rollout:
+    return replace(rollout, request_id=f"{rollout.request_id}-{index}", n=1, goes_on=True)
+
+
 def _by_id(choice: Json) -> Json | None:
     """The log-probs of a conversation's choice as those of token ids. Its candidates have names alone."""
     if not choice.get("logprobs"):
@@ -168,6 +223,17 @@ def _as_chat(first: Json, whole: Json, told: Json, body: Json) -> Json:
     }
     del choice["prompt_token_ids"]  # a conversation tells them once
     return choice
+
+
+def _as_chats_chunk(choice: Json, told: Json, body: Json) -> Json:
+    """One choice of a streamed conversation: the tokens of `choice`, as `told` by the engine."""
+    delta = {key: value for key, value in told["delta"].items() if value not in (None, [])}
+    top = body.get("top_logprobs") or 0
+    logprobs = choice.get("logprobs") and _as_chats_logprobs({"logprobs": None}, told, top)
+    return {key: value for key, value in choice.items() if key != "prompt_token_ids"} | {
+        "delta": delta or {"content": ""},
+        "logprobs": logprobs,
+    }
 
 
 def _as_chats_logprobs(first: Json, told: Json, top: int) -> Json:

@@ -10,24 +10,35 @@ from gateway.replica import Replica
 from gateway.wire.resumption import joined_spans, was_cut_off
 from gateway.wire.spans import StreamSpans, name_adapter, tell_kv
 
+_OF_THE_END = ("index", "finish_reason", "stop_reason", "weight_version", "weight_versions", "kv_versions")
+
 
 @dataclass(slots=True)
 class _Sample:
     token_ids: list[int] = field(default_factory=list)
     spans: list[Json] = field(default_factory=list)
     has_ended: bool = False
+    end: Json | None = None
 
 
 class CutStream:
     """Sees each choice of each chunk before the client does, and marks its last one with its spans.
 
     `indexes` are those of the prompt's samples, as the client knows them; `resumes` says whether they may go on, and
-    `read` are the prompt's token ids, where they are known before an engine tells them.
+    `read` are the prompt's token ids, where they are known before an engine tells them. `has_ids` is False where the
+    engine tells no token ids.
     """
 
     def __init__(
-        self, indexes: Sequence[int], adapter: Adapter | None, *, resumes: bool, read: Sequence[int] = ()
+        self,
+        indexes: Sequence[int],
+        adapter: Adapter | None,
+        *,
+        resumes: bool,
+        read: Sequence[int] = (),
+        has_ids: bool = True,
     ) -> None:
+        self._has_ids = has_ids
         self._adapter = adapter
         self._may_resume = resumes
         self._samples = {index: _Sample() for index in indexes}
@@ -35,18 +46,23 @@ class CutStream:
         self.is_cut = False
         self._spans, self._rest_spans = StreamSpans(), StreamSpans()
 
+    def told_prompt(self, token_ids: list[int] | None) -> None:
+        """The prompt as the engine has read it, where it tells so beside its choices."""
+        self._prompt_token_ids = token_ids or self._prompt_token_ids
+
     def see(self, choice: Json, replica: Replica, flight: Flight) -> None:
         """A choice that an update ends goes on for the client, where it can."""
         sample, token_ids = self._samples[choice["index"]], choice.get("token_ids") or []
         sample.token_ids += token_ids
         self._prompt_token_ids = choice.get("prompt_token_ids") or self._prompt_token_ids
         choice["weight_version"] = replica.weight_version
-        self._spans.stamp(choice, len(token_ids))
+        self._spans.stamp(choice, len(token_ids) if self._has_ids else None)
         tell_kv(choice, flight)
         name_adapter(choice, self._adapter)
         if not (self._may_resume and self._prompt_token_ids and was_cut_off({"choices": [choice]}, replica)):
             sample.has_ended = choice.get("finish_reason") is not None
             return
+        sample.end = {key: choice[key] for key in _OF_THE_END if key in choice}
         self.is_cut, sample.spans = True, choice.pop("weight_versions")
         choice |= {"finish_reason": None, "stop_reason": None}
         choice.pop("kv_versions", None)
@@ -63,6 +79,10 @@ class CutStream:
             for index, sample in self._samples.items()
             if not sample.has_ended
         }
+
+    def ends(self) -> list[Json]:
+        """How the samples have ended that were to go on and cannot, without the tokens that were told already."""
+        return [sample.end for sample in self._samples.values() if sample.end is not None]
 
     def follow(self, choice: Json) -> None:
         """A choice of the stream of a sample's rest, as it goes on."""

@@ -10,7 +10,7 @@ from gateway.flight import Flight
 
 @dataclass(slots=True)
 class _Seen:
-    tokens: int = 0
+    tokens: int | None = 0
     versions: list[int | None] = field(default_factory=list)
 
 
@@ -20,14 +20,15 @@ class StreamSpans:
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
 
-    def stamp(self, choice: Json, num_tokens: int) -> None:
+    def stamp(self, choice: Json, num_tokens: int | None) -> None:
         """Give the last chunk of a sample its `weight_versions`; `weight_version` is that of the replica just now.
 
         As in a whole reply: the engine's own where it tells them; else one span where the version never changed, and
-        the versions without limits where it did, since the engine alone knows at which token.
+        the versions without limits where it did, since the engine alone knows at which token. `num_tokens` is None
+        where nobody says how many there are.
         """
         seen = self._seen.setdefault(choice["index"], _Seen())
-        seen.tokens += num_tokens
+        seen.tokens = None if seen.tokens is None or num_tokens is None else seen.tokens + num_tokens
         if (version := choice.get("weight_version")) not in seen.versions:
             seen.versions.append(version)
         if choice.get("finish_reason") is None:

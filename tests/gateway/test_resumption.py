@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines import sim_server
-from engines.sim_dialect import DerenderBody, chat_text, derendered, rendered
+from engines.sim_dialect import DerenderBody, DerenderChunkBody, chat_text, derendered, derendered_chunk, rendered
 from engines.sim_model import SimModel, detokenize, read, weights_key
 from engines.sim_model import tokenize as chat_ids
 from gateway.wire.resumption import joined, joined_spans, may_resume, rest_body, whole_characters
@@ -247,7 +247,7 @@ async def test_a_stream_goes_on_where_it_was(start_rig: StartRig, n: int, wants_
         assert len(text) == LONG
         if n == 1:
             assert text == detokenize(expected(rig, boundary, [5, 6]))
-        ids = [token_id for one in told for token_id in one["token_ids"] or ()]
+        ids = [token_id for one in told for token_id in one.get("token_ids") or ()]
         assert detokenize(ids) == (text if wants_ids else "")
         assert [one["prompt_token_ids"] for one in told if one["prompt_token_ids"]] == ([[5, 6]] if wants_ids else [])
 
@@ -519,11 +519,62 @@ async def test_where_no_engine_takes_conversations_apart_they_are_made_again(sta
     assert told["weight_versions"] == [span(1, 0, LONG)]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_streamed_conversation_goes_on_where_it_was(start_rig: StartRig, n: int) -> None:
+    rig = await started(start_rig)
+    wants = {"return_token_ids": n == 1, "logprobs": True, "top_logprobs": 1, "stream_options": {"include_usage": True}}
+    asked = chat_body(n=n, temperature=1.0 if n > 1 else 0, max_tokens=60) | wants
+    running = asyncio.create_task(streamed(rig, CHAT, asked))
+    await rig.begun(n)
+    await rig.update()
+    *chunks, last = await running
+    usage = {"prompt_tokens": len(CHAT_PROMPT), "completion_tokens": n * 60, "total_tokens": len(CHAT_PROMPT) + n * 60}
+    assert (last["choices"], last["usage"]) == ([], usage)
+    assert len({chunk["id"] for chunk in (*chunks, last)}) == 1
+    assert [chunk["prompt_token_ids"] for chunk in chunks if chunk.get("prompt_token_ids")] == [CHAT_PROMPT] * (n == 1)
+    for index in range(n):
+        told = [one for chunk in chunks for one in chunk["choices"] if one["index"] == index]
+        assert [one["finish_reason"] for one in told] == [None] * (len(told) - 1) + ["length"]
+        assert [one["delta"]["role"] for one in told if "role" in one["delta"]] == ["assistant"]
+        text = "".join(one["delta"].get("content") or "" for one in told)
+        entries = [entry for one in told if one["logprobs"] for entry in one["logprobs"]["content"]]
+        assert "".join(entry["token"] for entry in entries) == text
+        assert {len(entry["top_logprobs"]) for entry in entries} == {1}
+        boundary = seam(told[-1], 60)
+        assert told[-1]["kv_versions"] == [1]
+        ids = [token_id for one in told for token_id in one.get("token_ids") or ()]
+        assert len(text) == 60
+        if n == 1:
+            assert ids == expected(rig, boundary, CHAT_PROMPT, 60)
+            assert text == detokenize(ids)
+        else:
+            assert ids == []
+
+
+async def test_a_streamed_conversation_under_a_parser_ends_with_what_it_has_told(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replayed(body: DerenderChunkBody, model: str) -> Json:
+        told = derendered_chunk(body, model)
+        return told | {"stream_state": told["stream_state"] | {"output_token_ids": [5]}}
+
+    monkeypatch.setattr(sim_server, "derendered_chunk", replayed)
+    rig = await started(start_rig)
+    running = asyncio.create_task(streamed(rig, CHAT, chat_body()))
+    await rig.begun()
+    await rig.update()
+    *chunks, last = await running
+    assert all(one["finish_reason"] is None for chunk in chunks for one in chunk["choices"])
+    (told,) = last["choices"]
+    assert (told["finish_reason"], told["delta"]) == ("abort", {})
+    ((version, end),) = [(span["version"], span["end"]) for span in told["weight_versions"]]
+    assert (version, 0 < end < LONG) == (0, True)
+
+
 async def test_a_stream_that_cannot_go_on_ends_with_what_it_has_told(start_rig: StartRig) -> None:
     rig = await started(start_rig)
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": LONG, "ignore_eos": True}
     running = [
-        asyncio.create_task(streamed(rig, CHAT, chat)),
+        asyncio.create_task(streamed(rig, CHAT, chat_body(stop=["never"]))),
         asyncio.create_task(streamed(rig, COMPLETIONS, BODY | {"stop": ["never"]})),
     ]
     await rig.begun(2)

@@ -114,9 +114,10 @@ class _Files:
 
 def _base(folder: Path, store: Mapping[str, Any]) -> Manifest | None:
     """The version that changes may be of; None where it is not there."""
-    if store["base"] is None:
+    version = store.get("base")
+    if version is None:
         return None
     try:
-        return Manifest.read(folder / f"v{store['base']}")
+        return Manifest.read(folder / f"v{version}")
     except StoreFailed:
         return None  # gone in this moment

@@ -214,15 +214,34 @@ async def test_the_store_tells_which_version_a_draft_may_have_changes_of(rig: Ri
         assert (await asyncio.to_thread(client.weight_store))["base"] == 1
 
 
-async def test_changes_to_a_version_that_is_gone_are_refused_and_nothing_is_touched(rig: Rig, folder: Path) -> None:
-    await push(rig, tensors())
+def written_changes(folder: Path, base: int) -> str:
+    """The name of a draft in which one element of "w" has changed since version `base`."""
     draft, _ = claim_draft(folder)
     before, after = (np.frombuffer(one.numpy().tobytes(), np.uint8) for one in (with_one(0), with_one(1)))
-    written = Draft(draft, "sim", base=9)
+    written = Draft(draft, "sim", base=base)
     elements = ChangedElements.between(before, after, 4)
     written.add_changes([ChangedTensor("w", "float32", [4, 4], digest_of(after), digest_of(before), elements)])
     written.finish()
-    status, reply = await announce(rig, snapshot=draft.name)
+    return draft.name
+
+
+async def test_a_gateway_started_anew_takes_changes_to_what_its_engines_hold(
+    rig: Rig, folder: Path, start_rig: StartRig
+) -> None:
+    await push(rig, tensors())
+    await rig.stop_gateway()
+    second = await start_rig(2, sim={"tensors": STORED}, weights={"store": str(folder)}, replicas=rig.replicas)
+    with BlockingRolloutClient(second.url) as client:
+        assert (await asyncio.to_thread(client.weight_store))["base"] == 1
+    status, reply = await announce(second, snapshot=written_changes(folder, base=1))
+    assert (status, reply) == (200, {"weight_version": 2})
+    assert check_bytes(folder / "v2").tensors["w"].digest == digest_of(with_one(1).numpy().tobytes())
+    assert (await said(second))[0] == {2}
+
+
+async def test_changes_to_a_version_that_is_gone_are_refused_and_nothing_is_touched(rig: Rig, folder: Path) -> None:
+    await push(rig, tensors())
+    status, reply = await announce(rig, snapshot=written_changes(folder, base=9))
     assert (status, reply["error"]["param"]) == (400, "snapshot")
     assert "changes to version 9, and the store keeps [1]" in reply["error"]["message"]
     assert (await said(rig))[0] == {1}

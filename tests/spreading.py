@@ -1,4 +1,4 @@
-"""How pytest-xdist spreads the tests: a file goes to one process, and all that load vLLM go to the same."""
+"""How pytest-xdist spreads the tests: a file goes to one process, all that load vLLM to the same, a slow one to all."""
 
 from typing import Any
 
@@ -16,6 +16,8 @@ _LOAD_VLLM = (
     "tests/trainer_client/test_trl_async.py",
 )
 """Loading it takes ten seconds of CPU, once for each process."""
+_WAIT = ("tests/gateway/test_resumption.py",)
+"""Their tests mostly wait, and share nothing: one process alone would be at them long after the others have ended."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -25,6 +27,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Spreading(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
+            if file in _WAIT:
+                return nodeid
             return "vllm" if file in _LOAD_VLLM else file
 
     return Spreading(config, log)

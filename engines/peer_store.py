@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from engines.draft import DELTA
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
+from engines.manifest import MANIFEST, Manifest, check_bytes
+from engines.store_files import disk_errors, try_lock
 from engines.successor import Successor
-from engines.weight_store import DELTA, MANIFEST, Manifest, check_bytes, disk_errors, try_lock
 
 RANGE_BYTES = 64 << 20
 VERSIONS_PATH = "/v1/weight_store/versions"

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
-from engines.weight_store import THREADS, Draft, RawTensor
+from engines.draft import Draft, RawTensor
+from engines.store_files import THREADS
 
 
 class ShardWriter:

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engines.draft import Draft, RawTensor, raw
 from engines.engine import Json, ReceiptCopy
 from engines.errors import StoreFailed, WeightUpdateConflict
+from engines.manifest import check_bytes, digest_of
 from engines.peer_store import PeerStore, fetched
-from engines.weight_store import Draft, RawTensor, check_bytes, digest_of, raw
 
 
 class SimWorker:

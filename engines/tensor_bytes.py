@@ -2,7 +2,8 @@
 
 import torch
 
-from engines.weight_store import RawTensor, digest_of
+from engines.draft import RawTensor
+from engines.manifest import digest_of
 
 
 def raw_tensor(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engines.changed_elements import Array, ChangedElements
-from engines.weight_store import ChangedTensor, RawTensor, StoredTensor, digest_of
+from engines.draft import ChangedTensor, RawTensor
+from engines.manifest import StoredTensor, digest_of
 
 _WORTH = 0.25
 """Changed elements are written where they take less than this share of the tensor: joining them costs as well."""

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from engines.draft import SHARD_BYTES, ChangedTensor, Draft, RawTensor, claim_draft
 from engines.errors import StoreFailed
+from engines.manifest import Manifest, StoredTensor
 from engines.shard_writer import ShardWriter
 from engines.tensor_bytes import raw_tensor
-from engines.weight_store import SHARD_BYTES, ChangedTensor, Draft, Manifest, RawTensor, StoredTensor, claim_draft
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.last_sent import LastSent
 from trainer_client.part import Part

@@ -16,9 +16,11 @@ import pytest
 
 from engines import peer_store
 from engines.changed_elements import Array, ChangedElements
+from engines.draft import ChangedTensor, Draft, complete, raw
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
+from engines.manifest import MANIFEST, check_bytes, digest_of
 from engines.peer_store import VERSIONS_PATH, PeerStore, fetched
-from engines.weight_store import MANIFEST, ChangedTensor, Draft, WeightStore, check_bytes, complete, digest_of, raw
+from engines.weight_store import WeightStore
 
 NUM_BYTES = 64_000
 TIMEOUT_S = 20.0

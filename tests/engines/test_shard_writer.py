@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from engines import shard_writer
+from engines.draft import Draft, RawTensor, claim_draft, raw
 from engines.errors import StoreFailed
+from engines.manifest import Manifest, check_bytes
 from engines.shard_writer import ShardWriter
-from engines.weight_store import Draft, Manifest, RawTensor, check_bytes, claim_draft, raw
 
 SOON_S = 10.0
 

@@ -11,9 +11,11 @@ pytest.importorskip("torch")
 import torch
 
 from engines import weight_tee
+from engines.draft import Draft, is_whole
 from engines.errors import StoreFailed
+from engines.manifest import Manifest, check_bytes
 from engines.tensor_bytes import digest_on_host
-from engines.weight_store import Draft, Manifest, WeightStore, check_bytes, is_whole
+from engines.weight_store import WeightStore
 from engines.weight_tee import Scribe, WeightTee
 
 SOON_S = 10.0

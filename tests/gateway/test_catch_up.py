@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from engines import weight_store
+from engines.manifest import Manifest, check_bytes
 from engines.sim_server import SimServer
 from engines.sim_worker import SimWorker
-from engines.weight_store import Manifest, WeightStore
+from engines.weight_store import WeightStore
 from gateway.catch_up import CatchUp
 from tests.rig import Json, Rig, SimReplica, StartRig
 
@@ -72,7 +72,7 @@ async def begun(rig: Rig) -> None:
 
 
 async def test_a_version_is_kept_as_a_checkpoint_folder(kept: Rig, folder: Path) -> None:
-    manifest = weight_store.check_bytes(folder / "v1")
+    manifest = check_bytes(folder / "v1")
     assert (manifest.version, manifest.model) == (1, "sim")
     assert {name: tensor.shape for name, tensor in manifest.tensors.items()} == TENSORS["tensors"]
     assert (await kept.get("/status"))[1]["weight_store"] == {"folder": str(folder), "versions": [1], "reason": ""}

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from engines.changed_elements import ChangedElements
+from engines.draft import ChangedTensor, Draft, claim_draft, raw
 from engines.errors import (
     ConfigError,
     GatewayUnreachable,
@@ -22,8 +23,8 @@ from engines.errors import (
     WeightUpdateConflict,
     WeightUpdateFailed,
 )
+from engines.manifest import check_bytes, digest_of
 from engines.sim_worker import SimWorker
-from engines.weight_store import ChangedTensor, Draft, check_bytes, claim_draft, digest_of, raw
 from tests.rig import STORED, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
 

@@ -1,0 +1,300 @@
+"""A version that is being written: whole tensors, or changed elements that are joined with those they are of."""
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import mmap
+import os
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from safetensors.numpy import save_file
+
+from engines.changed_elements import ChangedElements
+from engines.checkpoint import read_spans
+from engines.errors import InvalidRequest, StoreFailed
+from engines.joined_file import write_joined
+from engines.manifest import MANIFEST, Manifest, StoredTensor, digest_of
+from engines.store_files import check_room, disk_errors, mapped, sync
+
+SHARD_BYTES = 512 << 20
+"""A file of a version is written once its tensors reach this: so much memory a writer holds, at the least."""
+DRAFT = "draft-"
+"""What names of drafts begin with."""
+OWNER = ".owner"
+"""A draft's file that its writer keeps locked."""
+DELTA = ".delta"
+"""What names of files of changed elements end with."""
+
+_FAILED = "failed"
+_INDEX = "model.safetensors.index.json"
+_GAPS, _VALUES = ".gaps", ".values"
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor's bytes, contiguous and in host memory at `address`, where `owner` keeps them. `digest` if known."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    address: int
+    num_bytes: int
+    owner: Any
+    digest: str = ""
+
+    @property
+    def bytes(self) -> memoryview:
+        array = (ctypes.c_ubyte * self.num_bytes).from_address(self.address)
+        return memoryview(array).cast("B")
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedTensor:
+    """A tensor of which only some elements differ from those of the one with digest `base`. `digest` is its own."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    digest: str
+    base: str
+    elements: ChangedElements
+
+
+class Draft:
+    """A version that is being written, by one writer. A name that comes twice counts as it came last.
+
+    Every method raises `StoreFailed` where the disk is full or gone; the draft is worth nothing then.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        tensors: Mapping[str, StoredTensor] | None = None,
+        base: int | None = None,
+    ) -> None:
+        """In a folder that `WeightStore.draft` or `claim_draft` has made, with `tensors` already. `base` is the version
+        that changes are of."""
+        self.folder = folder
+        self._model = model
+        self._tensors = dict(tensors or {})
+        self._base = base
+        self._lock = threading.Lock()
+        self._num_files = max(
+            (_number(file) for tensor in self._tensors.values() for file in _files_of(tensor)), default=0
+        )
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def add(self, tensors: Sequence[RawTensor]) -> None:
+        """Write one file of tensors and note their digests. Several threads may, a file each."""
+        last = {tensor.name: tensor for tensor in tensors}
+        size = sum(tensor.num_bytes for tensor in last.values())
+        with self._lock:
+            path = self._next_file()
+        with disk_errors(path):
+            check_room(self.folder, size)
+            specs = {
+                tensor.name: safetensors.TensorSpec(
+                    dtype=tensor.dtype, shape=tensor.shape, data_ptr=tensor.address, data_len=tensor.num_bytes
+                )
+                for tensor in last.values()
+            }
+            safetensors.serialize_file(specs, path, {"format": "pt"})
+            sync(path)
+        stored = {
+            name: StoredTensor(one.dtype, list(one.shape), one.digest or digest_of(one.bytes), path.name)
+            for name, one in last.items()
+        }
+        with self._lock:
+            self._note(stored)
+
+    def add_changes(self, tensors: Sequence[ChangedTensor]) -> None:
+        """Write one file of tensors that differ in some elements from those of the draft's base."""
+        with self._lock:
+            path = self._next_file(f"changes-{{:05d}}{DELTA}")
+        content = {}
+        for tensor in tensors:
+            content[tensor.name + _GAPS], content[tensor.name + _VALUES] = tensor.elements.gaps, tensor.elements.values
+        with disk_errors(path):
+            save_file(content, path)
+            sync(path)
+        stored = {
+            one.name: StoredTensor(one.dtype, list(one.shape), one.digest, "", path.name, one.base) for one in tensors
+        }
+        with self._lock:
+            self._note(stored)
+
+    def _note(self, stored: Mapping[str, StoredTensor]) -> None:
+        if again := stored.keys() & self._tensors.keys():
+            # An engine would load both of them, in whatever order.
+            raise StoreFailed(f"tensor {min(again)!r} came twice in one update, in different files")
+        self._tensors |= stored
+
+    def join(self, base: Path) -> None:
+        """Make the tensors whole that are here as changes to those of the version in folder `base`.
+
+        Their digests are left to `check_bytes`. Raises `InvalidRequest` before anything is written where the version
+        has others, and where the changes cannot be of them.
+        """
+        lacking = {name: tensor for name, tensor in self._tensors.items() if not tensor.file}
+        held = Manifest.read(base)
+        for name, tensor in lacking.items():
+            there = held.tensors[name].digest if name in held.tensors else "none"
+            if there != tensor.base:
+                raise InvalidRequest(
+                    f"tensor {name!r} comes as changes to {tensor.base}, and in version {held.version} it is {there}: "
+                    "push it whole",
+                    param="snapshot",
+                )
+        for file, spans in read_spans(base).items():
+            if not (wanted := [span for span in spans if span.name in lacking]):
+                continue
+            path = self._next_file()
+            with disk_errors(path):
+                check_room(self.folder, sum(span.end - span.begin for span in wanted))
+                write_joined(
+                    path, base / file, wanted, lambda name: _read_changes(self.folder / lacking[name].changes, name)
+                )
+            self._tensors |= {span.name: replace(lacking[span.name], file=path.name) for span in wanted}
+
+    def complete_from(self, base: Path | None, names: Iterable[str]) -> None:
+        """Take what of `names` never came from the checkpoint or version in folder `base`: it has not changed."""
+        missing = set(names) - self.names
+        if not missing:
+            return
+        if base is None:
+            raise StoreFailed(f"tensor {min(missing)!r} never came, and the version before is not kept")
+        kept = Manifest.read(base).tensors if (base / MANIFEST).is_file() else {}
+        for file, spans in read_spans(base).items():
+            wanted = [span for span in spans if span.name in missing]
+            missing -= {span.name for span in wanted}
+            if not wanted or (kept and len(wanted) == len(spans) and self._link(base / file, kept)):
+                continue
+            with mapped(base / file) as content:
+                for batch in _batches(wanted):
+                    self.add(
+                        [_copied(content, span.name, span.dtype, span.shape, span.begin, span.end) for span in batch]
+                    )
+        if missing:
+            raise StoreFailed(f"{base} lacks tensor {min(missing)!r}, which never came either")
+
+    def _link(self, file: Path, kept: Mapping[str, StoredTensor]) -> bool:
+        """Take a file of a version as it is: the same bytes under another name. False where the disk cannot."""
+        path = self._next_file()
+        try:
+            os.link(file, path)
+        except OSError:
+            self._num_files -= 1
+            return False
+        self._tensors |= {
+            name: replace(one, file=path.name, changes="", base="")
+            for name, one in kept.items()
+            if one.file == file.name
+        }
+        return True
+
+    def _next_file(self, name: str = "model-{:05d}.safetensors") -> Path:
+        self._num_files += 1
+        return self.folder / name.format(self._num_files)
+
+    def finish(self) -> None:
+        """Write index and manifest: from here on the draft is whole."""
+        with disk_errors(self.folder):
+            size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+            weight_map = {name: tensor.file for name, tensor in self._tensors.items() if tensor.file}
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (self.folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+            Manifest(self._model, self._tensors, base=self._base).write(self.folder)
+
+    def fail(self, reason: str) -> None:
+        """Say in the draft why it will not become whole, to whoever waits for it."""
+        # Where the disk is gone, or the folder with whoever asked for it, the wait ends by itself.
+        with contextlib.suppress(OSError):
+            (self.folder / _FAILED).write_text(reason, encoding="utf-8")
+
+
+def claim_draft(store: Path) -> tuple[Path, int]:
+    """A new draft folder, and the descriptor that marks its writer as alive until closed."""
+    folder = store / f"{DRAFT}{uuid.uuid4().hex}"
+    with disk_errors(folder):
+        folder.mkdir(mode=0o700)
+        owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    return folder, owner
+
+
+def complete(draft: Path, base: Path | None, names: Iterable[str]) -> None:
+    """Add to a finished draft what of `names` it lacks, from the checkpoint or version in folder `base`."""
+    manifest = Manifest.read(draft)
+    if set(names) <= manifest.tensors.keys():
+        return
+    added = Draft(draft, manifest.model, manifest.tensors, manifest.base)
+    added.complete_from(base, names)
+    added.finish()
+
+
+def join(draft: Path, base: Path) -> None:
+    """Make a finished draft whole that has changes to the version in folder `base`; see `Draft.join`."""
+    manifest = Manifest.read(draft)
+    joined = Draft(draft, manifest.model, manifest.tensors, manifest.base)
+    joined.join(base)
+    joined.finish()
+
+
+def is_whole(draft: Path) -> bool:
+    """Whether its writer has finished it. Raises `StoreFailed` where it never will."""
+    if (draft / _FAILED).is_file():
+        raise StoreFailed((draft / _FAILED).read_text(encoding="utf-8"))
+    if not draft.is_dir():
+        raise StoreFailed(f"{draft} is gone")
+    return (draft / MANIFEST).is_file()
+
+
+def raw(name: str, dtype: str, shape: Sequence[int], content: bytes | bytearray | memoryview) -> RawTensor:
+    """A tensor from a copy of its bytes."""
+    buffer = (ctypes.c_ubyte * len(content)).from_buffer_copy(content)
+    return RawTensor(name, dtype, shape, ctypes.addressof(buffer), len(content), buffer)
+
+
+def _copied(content: mmap.mmap, name: str, dtype: str, shape: Sequence[int], begin: int, end: int) -> RawTensor:
+    with memoryview(content) as whole, whole[begin:end] as part:
+        return raw(name, dtype, shape, part)
+
+
+def _files_of(tensor: StoredTensor) -> list[str]:
+    return [file for file in (tensor.file, tensor.changes) if file]
+
+
+def _number(file: str) -> int:
+    """Of "model-00003.safetensors", 3; 0 where the name has none."""
+    number = file.partition(".")[0].rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _read_changes(path: Path, name: str) -> ChangedElements:
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            return ChangedElements(file.get_tensor(name + _GAPS), file.get_tensor(name + _VALUES))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InvalidRequest(f"{path} does not tell the changes of {name!r}: {error}", param="snapshot") from error
+
+
+def _batches(spans: Iterable[Any]) -> Iterator[list[Any]]:
+    batch: list[Any] = []
+    for span in spans:
+        batch.append(span)
+        if sum(one.end - one.begin for one in batch) >= SHARD_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,62 @@
+"""What is done with files of a weight store, by whoever writes or reads one: locked, written through, mapped."""
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import safetensors
+
+from engines.errors import StoreFailed
+
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Files that are read or written at a time: one core moves some GB/s between a file in memory and its own."""
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Raises `OSError` where `size` bytes do not fit."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise OSError(errno.ENOSPC, f"{size} bytes are to be written and {free} are free")
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[mmap.mmap]:
+    """A file's content, read as it is used."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        yield content
+
+
+def try_lock(descriptor: int) -> bool:
+    """Whether the lock is ours now; it ends with the process."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def sync(path: Path) -> None:
+    """Return once a file, or a folder's list of names, would outlive the machine's end."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """What the file system has against us, in our words."""
+    try:
+        yield
+    except (OSError, safetensors.SafetensorError) as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        remedy = (
+            "; the disk of the weight store is full: make room, or name a larger one in weights.store" if full else ""
+        )
+        raise StoreFailed(f"cannot write {path}: {error}{remedy}") from error

@@ -7,7 +7,7 @@ from engines.engine import Json
 from gateway.adapters import Adapter
 from gateway.flight import Flight
 from gateway.replica import Replica
-from gateway.wire.resumption import joined_spans, was_cut_off
+from gateway.wire.resumption import cut_off_at, joined_spans, was_cut_off
 from gateway.wire.spans import StreamSpans, name_adapter, tell_kv
 
 _OF_THE_END = ("index", "finish_reason", "stop_reason", "weight_version", "weight_versions", "kv_versions")
@@ -44,6 +44,7 @@ class CutStream:
         self._samples = {index: _Sample() for index in indexes}
         self._prompt_token_ids = list(read)
         self.is_cut = False
+        self._replica: Replica | None = None
         self._spans, self._rest_spans = StreamSpans(), StreamSpans()
 
     def told_prompt(self, token_ids: list[int] | None) -> None:
@@ -52,6 +53,7 @@ class CutStream:
 
     def see(self, choice: Json, replica: Replica, flight: Flight) -> None:
         """A choice that an update ends goes on for the client, where it can."""
+        self._replica = replica
         sample, token_ids = self._samples[choice["index"]], choice.get("token_ids") or []
         sample.token_ids += token_ids
         self._prompt_token_ids = choice.get("prompt_token_ids") or self._prompt_token_ids
@@ -70,14 +72,19 @@ class CutStream:
     def cut_off(self) -> dict[int, Json]:
         """The samples that have not ended where an update cut the stream, by index: what was read, and what was made.
 
-        Engines tell nothing at all of one that they had not begun.
+        To be asked when the stream is over: engines tell nothing at all of a sample that they had not begun. Raises
+        `EngineFailed` where there is such a one that cannot go on.
         """
+        left = {index: sample for index, sample in self._samples.items() if not sample.has_ended}
+        if left and not self.is_cut and self._replica is not None and self._replica.cuts_off:
+            if not (self._may_resume and self._prompt_token_ids):
+                raise cut_off_at(self._replica)
+            self.is_cut = True
         if not self.is_cut:
             return {}
         return {
             index: {"prompt_token_ids": self._prompt_token_ids, "token_ids": sample.token_ids}
-            for index, sample in self._samples.items()
-            if not sample.has_ended
+            for index, sample in left.items()
         }
 
     def ends(self) -> list[Json]:

@@ -73,7 +73,7 @@ def was_cut_off(answer: Json, replica: Replica) -> bool:
 def refuse_cut_off(answer: Json, replica: Replica) -> None:
     """Raise `EngineFailed` where an update has ended some of a reply that is to be made again as a whole."""
     if was_cut_off(answer, replica):
-        raise _cut_off_at(replica)
+        raise cut_off_at(replica)
 
 
 def refuse_half_called(answer: Json, replica: Replica) -> None:
@@ -82,7 +82,7 @@ def refuse_half_called(answer: Json, replica: Replica) -> None:
     vLLM says so of any that has called one, of many that it was about to call.
     """
     if replica.cuts_off and any(choice.get("finish_reason") == "tool_calls" for choice in answer["choices"]):
-        raise _cut_off_at(replica)
+        raise cut_off_at(replica)
 
 
 def mark_cut_off(answer: Json, replica: Replica, read: list[int] | None, *, resumes: bool) -> None:
@@ -124,7 +124,7 @@ async def begun_or_anew(chunks: AsyncGenerator[Json], replica: Replica) -> Async
             break
         else:  # vLLM says nothing at all of what it had not begun
             if replica.cuts_off:
-                raise _cut_off_at(replica)
+                raise cut_off_at(replica)
             for held in opening:
                 yield held
         async for chunk in chunks:
@@ -214,7 +214,8 @@ def _joined_logprobs(first: Json | None, rest: Json | None, kept: int) -> Json |
     return {"text_offset": first["text_offset"][:kept] + [seam + offset for offset in rest["text_offset"]], **both}
 
 
-def _cut_off_at(replica: Replica) -> EngineFailed:
+def cut_off_at(replica: Replica) -> EngineFailed:
+    """What a request is told that an update has cut off and that cannot go on."""
     return EngineFailed("cut off by a weight update", replica_id=replica.replica_id)
 
 

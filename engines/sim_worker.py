@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engines.draft import Draft, RawTensor, raw
 from engines.engine import Json, ReceiptCopy
 from engines.errors import StoreFailed, WeightUpdateConflict
-from engines.manifest import check_bytes, digest_of
-from engines.peer_store import PeerStore, fetched
+from engines.store.draft import Draft, RawTensor, raw
+from engines.store.manifest import check_bytes, digest_of
+from engines.store.peer_store import PeerStore, fetched
 
 
 class SimWorker:

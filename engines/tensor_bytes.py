@@ -2,8 +2,8 @@
 
 import torch
 
-from engines.draft import RawTensor
-from engines.manifest import digest_of
+from engines.store.draft import RawTensor
+from engines.store.manifest import digest_of
 
 
 def raw_tensor(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.peer_store import PeerStore, fetched
 from engines.snapshot_reader import read_tensors
+from engines.store.peer_store import PeerStore, fetched
 from engines.vllm_gloo import rebuild_tied_head
 from engines.weight_tee import Scribe, WeightTee, prepare
 

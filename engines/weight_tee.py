@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from engines.draft import SHARD_BYTES, Draft, RawTensor
 from engines.errors import RolloutGatewayError
-from engines.shard_writer import ShardWriter
+from engines.store.draft import SHARD_BYTES, Draft, RawTensor
+from engines.store.shard_writer import ShardWriter
 from engines.tensor_bytes import digest_on_host, on_host, raw_tensor
 
 log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.errors import ConfigError, GatewayUnreachable, RolloutGatewayError
-from engines.peer_store import PeerStore
-from engines.weight_store import remove_store
+from engines.store.peer_store import PeerStore
+from engines.store.weight_store import remove_store
 from gateway.config import Config
 from gateway.doctor.finding import Severity
 from gateway.doctor.live import look

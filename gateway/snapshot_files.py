@@ -1,6 +1,6 @@
 """The files of stored weight versions over HTTP, for machines that do not share the store.
 
-`engines/peer_store.py` is who asks.
+`engines/store/peer_store.py` is who asks.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from pathlib import Path
 from aiohttp import web
 
 from engines.errors import InvalidRequest, StoreFailed
-from engines.peer_store import VERSIONS_PATH
-from engines.weight_store import HELD_BY
+from engines.store.peer_store import VERSIONS_PATH
+from engines.store.weight_store import HELD_BY
 from gateway.fleet import Fleet
 from gateway.snapshots import Snapshots
 from gateway.wire.json_body import reply

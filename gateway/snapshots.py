@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import structlog
 
-from engines.draft import complete, is_whole
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
-from engines.manifest import Manifest, check_bytes
-from engines.weight_store import WeightStore
+from engines.store.draft import complete, is_whole
+from engines.store.manifest import Manifest, check_bytes
+from engines.store.weight_store import WeightStore
 from gateway.config import WeightsConfig
 from gateway.replica import Replica
 

@@ -25,8 +25,8 @@ from typing import Any
 import orjson
 import psutil
 
-from engines.manifest import Manifest
-from engines.peer_store import PeerStore
+from engines.store.manifest import Manifest
+from engines.store.peer_store import PeerStore
 from gateway.load import load
 from loadtests.fleet import LocalFleet
 from trainer_client import BlockingRolloutClient, WeightSender

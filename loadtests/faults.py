@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import psutil
 
-from engines.draft import Draft, claim_draft, raw
 from engines.errors import StoreFailed
+from engines.store.draft import Draft, claim_draft, raw
 from loadtests.witness import Witness
 
 Json = dict[str, Any]

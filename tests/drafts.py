@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from engines.checkpoint import read_spans
-from engines.draft import Draft, RawTensor, raw
-from engines.manifest import Manifest
-from engines.weight_store import WeightStore
+from engines.store.draft import Draft, RawTensor, raw
+from engines.store.manifest import Manifest
+from engines.store.weight_store import WeightStore
 
 
 def tensor(name: str, fill: int, size: int = 16) -> RawTensor:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engines.changed_elements import Array, ChangedElements
-from engines.draft import ChangedTensor, RawTensor
-from engines.manifest import StoredTensor, digest_of
+from engines.store.changed_elements import Array, ChangedElements
+from engines.store.draft import ChangedTensor, RawTensor
+from engines.store.manifest import StoredTensor, digest_of
 
 _WORTH = 0.25
 """Changed elements are written where they take less than this share of the tensor: joining them costs as well."""

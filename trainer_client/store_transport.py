@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engines.draft import SHARD_BYTES, ChangedTensor, Draft, RawTensor, claim_draft
 from engines.errors import StoreFailed
-from engines.manifest import Manifest, StoredTensor
-from engines.shard_writer import ShardWriter
+from engines.store.draft import SHARD_BYTES, ChangedTensor, Draft, RawTensor, claim_draft
+from engines.store.manifest import Manifest, StoredTensor
+from engines.store.shard_writer import ShardWriter
 from engines.tensor_bytes import raw_tensor
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.last_sent import LastSent

@@ -16,14 +16,14 @@ pytest.importorskip("trl")
 import torch
 from trl.generation import vllm_client
 
-from engines.draft import is_whole
 from engines.engine import ReceiptCopy
 from engines.errors import EngineFailed
-from engines.manifest import check_bytes
 from engines.server import free_port
+from engines.store.draft import is_whole
+from engines.store.manifest import check_bytes
+from engines.store.weight_store import WeightStore
 from engines.tensor_bytes import digest_on_host
 from engines.vllm_engine import MIXED, VllmEngine
-from engines.weight_store import WeightStore
 from tests.real_vllm import greedy_token_ids, served
 
 pytestmark = pytest.mark.vllm

@@ -11,11 +11,11 @@ pytest.importorskip("torch")
 import torch
 
 from engines import weight_tee
-from engines.draft import Draft, is_whole
 from engines.errors import StoreFailed
-from engines.manifest import Manifest, check_bytes
+from engines.store.draft import Draft, is_whole
+from engines.store.manifest import Manifest, check_bytes
+from engines.store.weight_store import WeightStore
 from engines.tensor_bytes import digest_on_host
-from engines.weight_store import WeightStore
 from engines.weight_tee import Scribe, WeightTee
 
 SOON_S = 10.0

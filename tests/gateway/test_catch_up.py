@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from engines.manifest import Manifest, check_bytes
 from engines.sim_server import SimServer
 from engines.sim_worker import SimWorker
-from engines.weight_store import WeightStore
+from engines.store.manifest import Manifest, check_bytes
+from engines.store.weight_store import WeightStore
 from gateway.catch_up import CatchUp
 from tests.rig import Json, Rig, SimReplica, StartRig
 

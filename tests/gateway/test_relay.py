@@ -18,14 +18,14 @@ pytest.importorskip("torch")
 import torch
 from aiohttp import web
 
-from engines.draft import Draft
 from engines.gloo_transfer import WeightGroup, send
-from engines.manifest import check_bytes
 from engines.process import Command
 from engines.relay import GlooReceiver, NoModel, RelayServer
 from engines.server import free_port
+from engines.store.draft import Draft
+from engines.store.manifest import check_bytes
+from engines.store.weight_store import WeightStore
 from engines.types import Dialect
-from engines.weight_store import WeightStore
 from gateway import relay
 from gateway import weights as coordinator
 from tests.rig import Json, Rig, StartRig

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engines.draft import Draft, claim_draft, raw
 from engines.sim_worker import SimWorker
+from engines.store.draft import Draft, claim_draft, raw
 from gateway.canary import Canary
 from tests.rig import Json, Rig, StartRig
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from engines.draft import Draft, claim_draft, raw
 from engines.engine import Peer
 from engines.errors import StoreFailed
-from engines.manifest import check_bytes
-from engines.peer_store import VERSIONS_PATH, PeerStore
 from engines.sim_worker import SimWorker
+from engines.store.draft import Draft, claim_draft, raw
+from engines.store.manifest import check_bytes
+from engines.store.peer_store import VERSIONS_PATH, PeerStore
 from engines.vllm_engine import VllmEngine
 from gateway.access import store_key
 from tests.rig import Rig, StartRig

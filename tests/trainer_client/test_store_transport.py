@@ -13,8 +13,6 @@ pytest.importorskip("torch")
 import numpy as np
 import torch
 
-from engines.changed_elements import ChangedElements
-from engines.draft import ChangedTensor, Draft, claim_draft, raw
 from engines.errors import (
     ConfigError,
     GatewayUnreachable,
@@ -23,8 +21,10 @@ from engines.errors import (
     WeightUpdateConflict,
     WeightUpdateFailed,
 )
-from engines.manifest import check_bytes, digest_of
 from engines.sim_worker import SimWorker
+from engines.store.changed_elements import ChangedElements
+from engines.store.draft import ChangedTensor, Draft, claim_draft, raw
+from engines.store.manifest import check_bytes, digest_of
 from tests.rig import STORED, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
 

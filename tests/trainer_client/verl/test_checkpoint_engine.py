@@ -12,7 +12,7 @@ pytest.importorskip("verl")
 import torch
 
 from engines.errors import InvalidRequest, NotAllowed, WeightUpdateConflict
-from engines.manifest import Manifest
+from engines.store.manifest import Manifest
 from tests.played_gateway import PlayedGateway
 from tests.rig import STORED, Rig, StartRig
 from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine

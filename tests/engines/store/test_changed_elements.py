@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from engines.changed_elements import Array, ChangedElements
 from engines.errors import InvalidRequest
+from engines.store.changed_elements import Array, ChangedElements
 
 
 def drawn(size: int, seed: int = 0) -> Array:
@@ -52,7 +52,7 @@ def test_gaps_are_of_the_type_that_takes_fewer_bytes(every: int, kind: str, num_
 
 
 def test_pieces_are_compared_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engines.changed_elements._PIECE", 100)
+    monkeypatch.setattr("engines.store.changed_elements._PIECE", 100)
     old = drawn(2000)
     new = with_elements(old, [0, 99, 100, 450, 999], 2)
     elements = ChangedElements.between(old, new, 2)

@@ -11,7 +11,7 @@ import xxhash
 
 from engines.checkpoint import Span, read_spans
 from engines.errors import InvalidRequest, StoreFailed
-from engines.store_files import THREADS, mapped, sync
+from engines.store.files import THREADS, mapped, sync
 
 MANIFEST = "manifest.json"
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from engines import shard_writer
-from engines.draft import Draft, RawTensor, claim_draft, raw
 from engines.errors import StoreFailed
-from engines.manifest import Manifest, check_bytes
-from engines.shard_writer import ShardWriter
+from engines.store import shard_writer
+from engines.store.draft import Draft, RawTensor, claim_draft, raw
+from engines.store.manifest import Manifest, check_bytes
+from engines.store.shard_writer import ShardWriter
 
 SOON_S = 10.0
 

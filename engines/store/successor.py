@@ -3,9 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from engines.draft import Draft
 from engines.errors import StoreFailed
-from engines.manifest import Manifest, StoredTensor, check_bytes
+from engines.store.draft import Draft
+from engines.store.manifest import Manifest, StoredTensor, check_bytes
 
 
 class Successor:

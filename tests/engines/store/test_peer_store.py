@@ -14,13 +14,13 @@ import numpy as np
 import orjson
 import pytest
 
-from engines import peer_store
-from engines.changed_elements import Array, ChangedElements
-from engines.draft import ChangedTensor, Draft, complete, raw
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
-from engines.manifest import MANIFEST, check_bytes, digest_of
-from engines.peer_store import VERSIONS_PATH, PeerStore, fetched
-from engines.weight_store import WeightStore
+from engines.store import peer_store
+from engines.store.changed_elements import Array, ChangedElements
+from engines.store.draft import ChangedTensor, Draft, complete, raw
+from engines.store.manifest import MANIFEST, check_bytes, digest_of
+from engines.store.peer_store import VERSIONS_PATH, PeerStore, fetched
+from engines.store.weight_store import WeightStore
 
 NUM_BYTES = 64_000
 TIMEOUT_S = 20.0

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engines.changed_elements import ChangedElements
-from engines.draft import ChangedTensor, Draft, is_whole
 from engines.errors import InvalidRequest, StoreFailed
-from engines.manifest import check_bytes, digest_of
-from engines.weight_store import WeightStore
+from engines.store.changed_elements import ChangedElements
+from engines.store.draft import ChangedTensor, Draft, is_whole
+from engines.store.manifest import check_bytes, digest_of
+from engines.store.weight_store import WeightStore
 from tests.drafts import file_bytes, tensor, written
 
 

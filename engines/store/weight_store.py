@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from engines.checkpoint import WEIGHT_FILES
-from engines.draft import DRAFT, OWNER, claim_draft, join
 from engines.errors import InvalidRequest, StoreFailed
-from engines.manifest import MANIFEST, Manifest
-from engines.store_files import disk_errors, sync, try_lock
+from engines.store.draft import DRAFT, OWNER, claim_draft, join
+from engines.store.files import disk_errors, sync, try_lock
+from engines.store.manifest import MANIFEST, Manifest
 
 _KEEPER = ".gateway"
 HELD_BY = "held_by"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from engines.errors import InvalidRequest, StoreFailed
-from engines.manifest import MANIFEST, Manifest, check_bytes
-from engines.weight_store import WeightStore
+from engines.store.manifest import MANIFEST, Manifest, check_bytes
+from engines.store.weight_store import WeightStore
 from tests.drafts import written
 
 

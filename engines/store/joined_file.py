@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.changed_elements import Array, ChangedElements
 from engines.checkpoint import Span, written_dtype
+from engines.store.changed_elements import Array, ChangedElements
 
 _THREADS = 4
 """So many tensors are held at a time."""

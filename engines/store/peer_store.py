@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from engines.draft import DELTA
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
-from engines.manifest import MANIFEST, Manifest, check_bytes
-from engines.store_files import disk_errors, try_lock
-from engines.successor import Successor
+from engines.store.draft import DELTA
+from engines.store.files import disk_errors, try_lock
+from engines.store.manifest import MANIFEST, Manifest, check_bytes
+from engines.store.successor import Successor
 
 RANGE_BYTES = 64 << 20
 VERSIONS_PATH = "/v1/weight_store/versions"

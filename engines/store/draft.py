@@ -16,12 +16,12 @@ from typing import Any
 import safetensors
 from safetensors.numpy import save_file
 
-from engines.changed_elements import ChangedElements
 from engines.checkpoint import read_spans
 from engines.errors import InvalidRequest, StoreFailed
-from engines.joined_file import write_joined
-from engines.manifest import MANIFEST, Manifest, StoredTensor, digest_of
-from engines.store_files import check_room, disk_errors, mapped, sync
+from engines.store.changed_elements import ChangedElements
+from engines.store.files import check_room, disk_errors, mapped, sync
+from engines.store.joined_file import write_joined
+from engines.store.manifest import MANIFEST, Manifest, StoredTensor, digest_of
 
 SHARD_BYTES = 512 << 20
 """A file of a version is written once its tensors reach this: so much memory a writer holds, at the least."""

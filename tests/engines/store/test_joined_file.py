@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engines.changed_elements import Array, ChangedElements
 from engines.checkpoint import read_spans
 from engines.errors import InvalidRequest
-from engines.joined_file import write_joined
+from engines.store.changed_elements import Array, ChangedElements
+from engines.store.joined_file import write_joined
 
 TENSORS: dict[str, Array] = {
     "half": np.arange(70_000, dtype=np.float16).reshape(70, 1000),

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
-from engines.draft import Draft, RawTensor
-from engines.store_files import THREADS
+from engines.store.draft import Draft, RawTensor
+from engines.store.files import THREADS
 
 
 class ShardWriter:

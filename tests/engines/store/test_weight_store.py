@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.draft import Draft, is_whole
 from engines.errors import InvalidRequest, StoreFailed
-from engines.manifest import MANIFEST, check_bytes
-from engines.weight_store import WeightStore, remove_store
+from engines.store.draft import Draft, is_whole
+from engines.store.manifest import MANIFEST, check_bytes
+from engines.store.weight_store import WeightStore, remove_store
 from tests.drafts import file_bytes, tensor, written
 
 
@@ -105,7 +105,7 @@ def test_a_version_read_by_another_process_is_not_removed(store: WeightStore) ->
 
 
 def test_drafts_of_dead_writers_are_removed_at_the_start_and_those_of_living_ones_are_not(store: WeightStore) -> None:
-    dead = "import sys; from pathlib import Path; from engines.draft import claim_draft; " + (
+    dead = "import sys; from pathlib import Path; from engines.store.draft import claim_draft; " + (
         "print(claim_draft(Path(sys.argv[1]))[0], flush=True); input()"
     )
     with subprocess.Popen([sys.executable, "-c", dead, str(store.folder)], stdin=-1, stdout=-1) as writer:

@@ -13,7 +13,7 @@ from engines.errors import ConfigError
 from engines.server import free_port
 from gateway.config import Config
 from gateway.scale import _check, _chosen, scaled
-from tests.gateway.test_cli import Shell, cluster_shell, shell  # noqa: F401  # fixtures
+from tests.gateway.test_cli import Shell, cluster_shell, script, shell  # noqa: F401  # fixtures
 from tests.rig import StartRig
 
 DEPLOYED: dict[str, Any] = {"name": "a", "import_path": "gateway.app:build", "args": {"engine": {"kind": "sim"}}}

@@ -99,8 +99,7 @@ class Draft:
         """Write one file of tensors and note their digests. Several threads may, a file each."""
         last = {tensor.name: tensor for tensor in tensors}
         size = sum(tensor.num_bytes for tensor in last.values())
-        with self._lock:
-            path = self._next_file()
+        path = self._next_file()
         with disk_errors(path):
             check_room(self.folder, size)
             specs = {
@@ -115,13 +114,11 @@ class Draft:
             name: StoredTensor(one.dtype, list(one.shape), one.digest or digest_of(one.bytes), path.name)
             for name, one in last.items()
         }
-        with self._lock:
-            self._note(stored)
+        self._note(stored)
 
     def add_changes(self, tensors: Sequence[ChangedTensor]) -> None:
         """Write one file of tensors that differ in some elements from those of the draft's base."""
-        with self._lock:
-            path = self._next_file(f"changes-{{:05d}}{DELTA}")
+        path = self._next_file(f"changes-{{:05d}}{DELTA}")
         content = {}
         for tensor in tensors:
             content[tensor.name + _GAPS], content[tensor.name + _VALUES] = tensor.elements.gaps, tensor.elements.values
@@ -131,14 +128,14 @@ class Draft:
         stored = {
             one.name: StoredTensor(one.dtype, list(one.shape), one.digest, "", path.name, one.base) for one in tensors
         }
-        with self._lock:
-            self._note(stored)
+        self._note(stored)
 
     def _note(self, stored: Mapping[str, StoredTensor]) -> None:
-        if again := stored.keys() & self._tensors.keys():
-            # An engine would load both of them, in whatever order.
-            raise StoreFailed(f"tensor {min(again)!r} came twice in one update, in different files")
-        self._tensors |= stored
+        with self._lock:
+            if again := stored.keys() & self._tensors.keys():
+                # An engine would load both of them, in whatever order.
+                raise StoreFailed(f"tensor {min(again)!r} came twice in one update, in different files")
+            self._tensors |= stored
 
     def join(self, base: Path) -> None:
         """Make the tensors whole that are here as changes to those of the version in folder `base`.
@@ -204,8 +201,9 @@ class Draft:
         return True
 
     def _next_file(self, name: str = "model-{:05d}.safetensors") -> Path:
-        self._num_files += 1
-        return self.folder / name.format(self._num_files)
+        with self._lock:
+            self._num_files += 1
+            return self.folder / name.format(self._num_files)
 
     def finish(self) -> None:
         """Write index and manifest: from here on the draft is whole."""

@@ -49,6 +49,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_at(descriptor: int, content: bytes | memoryview, position: int) -> None:
+    """Write all of it at this place of a file, where others may write elsewhere."""
+    view = memoryview(content)
+    while view:
+        view = view[(written := os.pwrite(descriptor, view, position)) :]
+        position += written
+
+
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """What the file system has against us, in our words."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from engines.checkpoint import Span, written_dtype
 from engines.store.changed_elements import Array, ChangedElements
+from engines.store.files import write_at
 
 _THREADS = 4
 """So many tensors are held at a time."""
@@ -32,7 +33,7 @@ def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Calla
         def join(span: Span, place: int) -> None:
             content = _read(source.fileno(), span)
             changes(span.name).apply_to(content)
-            _write(file.fileno(), content, place)
+            write_at(file.fileno(), content.data, place)
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="join") as pool:
             for done in [pool.submit(join, span, place) for span, place in zip(spans, places, strict=True)]:
@@ -60,10 +61,3 @@ def _read(file: int, span: Span) -> Array:
             raise OSError(f"the file of {span.name!r} ends before its header says")
         view, begin = view[got:], begin + got
     return content
-
-
-def _write(file: int, content: Array, place: int) -> None:
-    view = content.data
-    while view:
-        view = view[(written := os.pwrite(file, view, place)) :]
-        place += written

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import DELTA
-from engines.store.files import disk_errors, try_lock
+from engines.store.files import disk_errors, try_lock, write_at
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.successor import Successor
 
@@ -289,10 +289,7 @@ def _size(path: Path) -> int:
 def _write(path: Path, piece: bytes, position: int) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        view = memoryview(piece)
-        while view:
-            view = view[(written := os.pwrite(descriptor, view, position)) :]
-            position += written
+        write_at(descriptor, piece, position)
     finally:
         os.close(descriptor)
 

@@ -88,8 +88,14 @@ class CutStream:
         }
 
     def ends(self) -> list[Json]:
-        """How the samples have ended that were to go on and cannot, without the tokens that were told already."""
-        return [sample.end for sample in self._samples.values() if sample.end is not None]
+        """How the samples have ended that were to go on and cannot, without the tokens that were told already.
+
+        Raises `EngineFailed` where there is one of which nothing was told.
+        """
+        left = [sample for sample in self._samples.values() if not sample.has_ended]
+        if self._replica is not None and any(sample.end is None for sample in left):
+            raise cut_off_at(self._replica)
+        return [sample.end for sample in left if sample.end is not None]
 
     def follow(self, choice: Json) -> None:
         """A choice of the stream of a sample's rest, as it goes on."""

@@ -56,3 +56,18 @@ def test_a_stream_that_no_update_touched_has_nothing_to_go_on_with() -> None:
     seen = stream(resumes=False)
     seen.see(told(0, "stop"), replica(cuts_off=False), Flight(1))
     assert seen.cut_off() == {}
+
+
+def test_where_none_can_go_on_one_that_was_never_begun_is_an_error_and_not_left_out() -> None:
+    seen = stream()
+    seen.see(told(0, "abort"), replica(cuts_off=True), Flight(1))
+    assert seen.cut_off().keys() == {0, 1}
+    with pytest.raises(EngineFailed, match="cut off by a weight update"):
+        seen.ends()
+
+
+def test_samples_that_cannot_go_on_end_as_they_were_cut_off() -> None:
+    seen = stream()
+    seen.see(told(0, "abort"), replica(cuts_off=True), Flight(1))
+    seen.see(told(1, "stop"), replica(cuts_off=True), Flight(1))
+    assert [(end["index"], end["finish_reason"]) for end in seen.ends()] == [(0, "abort")]

@@ -150,7 +150,10 @@ class Bench:
 
 
 def summarise(costs: Sequence[Cost]) -> list[dict[str, Any]]:
-    """By share of elements: the median of each side, and of the ratios of pairs."""
+    """By share of elements: the median of each side, and of the ratios of pairs.
+
+    There is no ratio where a whole version cost nothing that could be measured: CPU seconds come in ticks of 10 ms.
+    """
     rows = []
     for share in dict.fromkeys(cost.changed for cost in costs):
         deltas, wholes = (
@@ -171,7 +174,9 @@ def summarise(costs: Sequence[Cost]) -> list[dict[str, Any]]:
             row[key] = {
                 "delta": statistics.median(one for one, _ in pairs),
                 "whole": statistics.median(other for _, other in pairs),
-                "ratio": statistics.median(one / other for one, other in pairs),
+                "ratio": statistics.median(one / other for one, other in pairs)
+                if all(whole for _, whole in pairs)
+                else None,
             }
         rows.append(row)
     return rows
@@ -250,7 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = {key: value for key, value in row.items() if key not in ("changed", "pairs")}
         print(f"{row['changed']:.3g} of the elements changed, {row['pairs']} pairs; delta, whole, delta / whole:")
         for key, one in told.items():
-            print(f"  {key:>20} {one['delta']:>14.6g} {one['whole']:>14.6g} {one['ratio']:.3f}")
+            ratio = "-" if one["ratio"] is None else f"{one['ratio']:.3f}"
+            print(f"  {key:>20} {one['delta']:>14.6g} {one['whole']:>14.6g} {ratio}")
     if args.json:
         taken = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         report = {"taken": taken, "cpus": os.cpu_count(), "summary": rows, "versions": [asdict(cost) for cost in costs]}

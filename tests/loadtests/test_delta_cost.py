@@ -24,6 +24,12 @@ def test_ratios_are_medians_of_pairs() -> None:
     assert row["push_s"] == {"delta": 2.0, "whole": 1.0, "ratio": 2.0}
 
 
+def test_there_is_no_ratio_to_a_whole_version_that_cost_nothing_measurable() -> None:
+    deltas, wholes = [cost(0, True, 10, 2.0)], [cost(0, False, 100, 0.0)]
+    (row,) = summarise([*deltas, *wholes])
+    assert row["push_s"] == {"delta": 2.0, "whole": 0.0, "ratio": None}
+
+
 @pytest.mark.load
 def test_a_run_writes_each_version_and_what_a_delta_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")

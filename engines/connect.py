@@ -11,11 +11,12 @@ def connect(
     replica_id: str,
     url: str,
     engine_version: str = "",
+    api_key: str = "",
     *,
     has_tee: bool = False,
     peer: Peer | None = None,
 ) -> Engine:
     """The client of one engine server. Of vLLM the latest, unless `engine_version` is given."""
     if kind is EngineKind.SGLANG:
-        return SglangEngine(replica_id, url)
-    return VllmEngine(replica_id, url, engine_version, has_tee=has_tee, peer=peer if has_tee else None)
+        return SglangEngine(replica_id, url, api_key)
+    return VllmEngine(replica_id, url, engine_version, api_key, has_tee=has_tee, peer=peer if has_tee else None)

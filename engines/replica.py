@@ -15,6 +15,7 @@ from ray.serve.schema import ApplicationStatus
 from engines.config import EngineConfig
 from engines.errors import DeadlineExceeded, EngineError
 from engines.external import ExternalServer
+from engines.forwarder import Forwarder
 from engines.server import EngineServer
 from engines.types import EngineKind, ReplicaInfo
 
@@ -37,6 +38,9 @@ class EngineReplica:
         self._app_name = context.app_name
         self._drain_timeout_s = config.drain_timeout_s
         self._server = _server(config, f"{group}-{context.replica_tag}", group, index)
+        self._forwarder: Forwarder | None = None
+        self._from_afar: ReplicaInfo | None = None
+        self._opening = asyncio.Lock()
         node = ray.get_runtime_context().get_node_id()
         self._info = replace(await self._server.start(), node=node)
 
@@ -44,8 +48,17 @@ class EngineReplica:
         """Which start of which replica this is: cheap to ask for, and enough to see a change."""
         return self._info.incarnation
 
-    def describe(self) -> ReplicaInfo:
-        return self._info
+    async def describe(self, node: str) -> ReplicaInfo:
+        """What it is, and where a gateway on that node reaches its engine. Nothing but loopback is open until one on
+        another node asks."""
+        if node == self._info.node or self._info.kind is EngineKind.EXTERNAL:
+            return self._info
+        async with self._opening:
+            if self._from_afar is None:
+                self._forwarder = forwarder = Forwarder(self._info.url)
+                url = await forwarder.open(ray.util.get_node_ip_address())
+                self._from_afar = replace(self._info, url=url, key=forwarder.key)
+            return self._from_afar
 
     async def check_health(self) -> None:
         """Serve starts the replica anew when this raises."""
@@ -55,6 +68,8 @@ class EngineReplica:
         """Serve awaits this when it removes the replica, up to the deployment's graceful_shutdown_timeout_s."""
         if hasattr(self, "_info"):
             await self._drained()
+        if hasattr(self, "_forwarder") and self._forwarder is not None:
+            await self._forwarder.close()
         if hasattr(self, "_server"):
             await self._server.stop()
 

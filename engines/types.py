@@ -70,6 +70,7 @@ class ReplicaInfo:
     `has_tee` is True where it can tell digests of the weights it receives, and copy them into the weight store.
     `fetches` is True where it can fetch a version of the weights that is not on its machine.
     `gpus` are the UUIDs of its GPUs, where the driver tells them.
+    `key` is the bearer key of `url`, which is a forwarder's then: the engine is on another node than the gateway.
     `streams` is True where a reply costs the engine least in coarse chunks; any other is asked for whole replies.
     """
 
@@ -93,12 +94,18 @@ class ReplicaInfo:
     gpus: tuple[str, ...] = ()
     pid: int = 0
     log_path: str = ""
+    key: str = field(default="", repr=False)
     tensors: tuple[TensorMeta, ...] | None = field(default=None, repr=False)
 
     @property
     def takes_weights(self) -> bool:
         """Whether it joins weight groups; one that does not holds the weights it came with."""
         return self.world_size > 0
+
+    @property
+    def is_far(self) -> bool:
+        """Whether it is on another node of the cluster, so that it has the store's folder only where that is shared."""
+        return bool(self.key)
 
     @property
     def speaks_vllm(self) -> bool:

@@ -52,6 +52,11 @@ class WeightWorker:
         worker: Any = self
         if peer_url:
             fetched(Path(path), PeerStore(peer_url, peer_key), version, timeout_s)
+        elif not Path(path).is_dir():
+            raise FileNotFoundError(
+                f"this machine has no folder {path}: bind gateway.host to an address that it reaches, set "
+                "weights.peer_url, or have weights.store name a folder that all machines share"
+            )
         self.drop_receipt()
         _end_reload(worker)
         worker.reload_weights(weights_iterator=read_tensors(Path(path), worker.device))

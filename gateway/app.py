@@ -8,6 +8,7 @@ from typing import Any
 import ray
 import structlog
 from ray import serve
+from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from engines.config import EngineConfig
@@ -27,6 +28,8 @@ log = structlog.get_logger()
 # Time over the engine's own grace until Serve kills a replica that does not end.
 _SHUTDOWN_SLACK_S = 10.0
 _ASK_TIMEOUT_S = 5.0
+# Ray's resource of the head node.
+_HEAD = "node:__internal_head__"
 # GPUs of what ended a moment ago come back within this.
 _FREE_WITHIN_S = 15.0
 
@@ -41,7 +44,12 @@ def build(args: Config) -> serve.Application:
     if gpus_needed(config.groups) and not config.serve.nodes_may_join:
         _check_gpus(config)
     engines = {name: _engine_group(name, group) for name, group in config.groups.items()}
-    gateway = serve.deployment(name="gateway", max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})(Gateway)
+    gateway = serve.deployment(
+        name="gateway",
+        max_ongoing_requests=1000,
+        # Its URL and its store stay where they are when it is started anew.
+        ray_actor_options={"num_cpus": 0, "resources": {_HEAD: 0.001}},
+    )(Gateway)
     control = serve.deployment(name="control", max_ongoing_requests=100, ray_actor_options={"num_cpus": 0})(Control)
     return control.bind(gateway.bind(config, engines))
 
@@ -91,7 +99,6 @@ class Gateway:
         self, config: Config, engines: dict[str, DeploymentHandle]
     ) -> None:
         self._engines = engines
-        self._incarnations: set[str] = set()
         self._known: list[ReplicaInfo] = []
         self._node = ray.get_runtime_context().get_node_id()
         self._serve_loop = asyncio.get_running_loop()
@@ -128,23 +135,19 @@ class Gateway:
     async def _list_replicas(self) -> list[ReplicaInfo]:
         """Every replica that runs now. A broadcast passes over dead ones in silence, so absence means absence."""
         incarnations = set(await self._ask_all("incarnation"))
-        if incarnations != self._incarnations:
-            self._incarnations = incarnations
-            self._known = [info for info in await self._ask_all("describe") if self._is_near(info)]
+        if incarnations != {info.incarnation for info in self._known}:
+            self._known = await self._ask_all("describe", self._node)
         return self._known
 
-    def _is_near(self, info: ReplicaInfo) -> bool:
-        """Engines listen on loopback, so only those of this node can be reached; an external URL is from everywhere."""
-        near: bool = info.node == self._node or info.kind is EngineKind.EXTERNAL
-        if not near:
-            log.error("replica is on another node and cannot be reached", replica=info.replica_id, node=info.node)
-        return near
-
-    async def _ask_all(self, method: str) -> list[Any]:
+    async def _ask_all(self, method: str, *arguments: str) -> list[Any]:
         answers = await asyncio.gather(
             *(
-                handle.broadcast(method).results_async(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
+                handle.broadcast(method, *arguments).results_async(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
                 for handle in self._engines.values()
             )
         )
-        return [answer for group in answers for answer in group if not isinstance(answer, BaseException)]
+        told = [answer for group in answers for answer in group]
+        for answer in told:
+            if isinstance(answer, RayTaskError):  # of one that is gone nothing is to be said
+                log.error("a replica could not answer", call=method, error=str(answer))
+        return [answer for answer in told if not isinstance(answer, BaseException)]

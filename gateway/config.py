@@ -114,7 +114,8 @@ class WeightsConfig(_Section):
     in memory, /dev/shm/rollout-gateway-USER-NAME."""
     peer_url: str | None = Field(None, pattern=r"^https?://[^/\s]+$")
     """This gateway's URL as other machines reach it, http://HOST:PORT: an engine whose machine does not have a version
-    in the store's folder fetches it from there."""
+    in the store's folder fetches it from there. Of other nodes of the cluster it is known where gateway.host is no
+    loopback address."""
     store_wait_s: float = Field(5.0, ge=0)
     """Longest that a transfer waits for the store's disk; what takes longer is not kept."""
     load_timeout_s: float = Field(600.0, gt=0)

@@ -170,7 +170,8 @@ class FlatUpdate:
         What can be done beforehand is done before they stand still.
         """
         timeout_s = self._config.control_timeout_s
-        scribe = next((replica for replica in group.members if replica.info.has_tee), None)
+        # On another node the store's folder may be another.
+        scribe = next((one for one in group.members if one.info.has_tee and not one.info.is_far), None)
         async with self._machine.step(update, "store", leaving=group.members):
             size = max(map(checkpoint_bytes, group.members))
             update.draft = await self._snapshots.draft(self._fleet.version, size) if scribe else None

@@ -1,11 +1,14 @@
 """Runs the gateway server on a port and an event loop of its own, beside whatever hosts it."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
+import structlog
 import uvloop
 from aiohttp import web
 
@@ -14,15 +17,18 @@ from engines.engine import Engine, Json, Peer
 from engines.external import external_engine
 from engines.types import EngineKind, ReplicaInfo
 from gateway.access import store_key
-from gateway.config import Config
+from gateway.config import LOOPBACK_HOSTS, Config, GatewayConfig
 from gateway.fleet import Fleet
 from gateway.metrics import Metrics
 from gateway.server import GatewayServer
+
+log = structlog.get_logger()
 
 T = TypeVar("T")
 
 _START_TIMEOUT_S = 60.0
 _SHUTDOWN_TIMEOUT_S = 5.0
+_ANY = ("0.0.0.0", "::", "")  # all addresses of the machine
 
 
 class Listener:
@@ -122,10 +128,37 @@ class Listener:
 
 
 def engine_client(config: Config, info: ReplicaInfo) -> Engine:
-    """The client of one replica's engine. Keys are the configuration's: no replica tells them."""
-    peer = Peer(url=config.weights.peer_url, key=store_key(config.gateway)) if config.weights.peer_url else None
+    """The client of one replica's engine. Keys are the configuration's: a replica tells that of its forwarder alone."""
+    peer = _peer(config, info)
     if info.kind is EngineKind.EXTERNAL:
         group = config.groups.get(info.group)
         key = group.api_key if group else None
         return external_engine(info, key.get_secret_value() if key else "", peer)
-    return connect(info.kind, info.replica_id, info.url, info.engine_version, has_tee=info.has_tee, peer=peer)
+    return connect(info.kind, info.replica_id, info.url, info.engine_version, info.key, has_tee=info.has_tee, peer=peer)
+
+
+def _peer(config: Config, info: ReplicaInfo) -> Peer | None:
+    """Where it fetches weight versions that its machine does not have."""
+    url = config.weights.peer_url or (_as_reached_from(info.url, config.gateway) if info.is_far else None)
+    if url is None and info.is_far:
+        log.warning(
+            "a replica on another node has weight versions only where weights.store is a folder that both share: bind "
+            "gateway.host to an address that it reaches, or set weights.peer_url",
+            replica=info.replica_id,
+        )
+    return Peer(url=url, key=store_key(config.gateway)) if url else None
+
+
+def _as_reached_from(replica_url: str, gateway: GatewayConfig) -> str | None:
+    """The gateway's URL for who listens at `replica_url`; None where it has none that is known beforehand."""
+    if gateway.host in LOOPBACK_HOSTS or gateway.port == 0:
+        return None
+    ours = gateway.host
+    if ours in _ANY:
+        # Of our addresses the one that leads there. A datagram socket that is connected sends nothing yet.
+        replica = urlsplit(replica_url)
+        family = socket.AF_INET6 if ":" in (replica.hostname or "") else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((replica.hostname, replica.port))
+            ours = probe.getsockname()[0]
+    return f"http://[{ours}]:{gateway.port}" if ":" in ours else f"http://{ours}:{gateway.port}"

@@ -1,18 +1,14 @@
 """The Serve application on a real Ray cluster, with simulated engines."""
 
-import json
 import os
 import signal
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engines.server import free_port
+from tests.ray_app import App, wait_until
 
 pytest.importorskip("ray")
 
@@ -20,41 +16,6 @@ pytestmark = pytest.mark.ray
 
 START_S = 60.0
 RESTART_S = 60.0
-
-
-class App:
-    """The deployed application: its control plane and its rollout URL."""
-
-    def __init__(self, control_url: str) -> None:
-        self.control_url = control_url
-        self.url = self.ask(control_url + "/url")["url"]
-
-    def ask(self, url: str, body: Any = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return json.load(response)
-
-    def replicas(self) -> dict[str, dict[str, Any]]:
-        return {replica["replica_id"]: replica for replica in self.ask(self.url + "/status")["replicas"]}
-
-    def states(self) -> list[str]:
-        return sorted(replica["state"] for replica in self.replicas().values())
-
-    def update(self) -> None:
-        """A new trainer session and one weight update."""
-        size = self.ask(self.url + "/get_world_size")["world_size"]
-        info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": size + 1}
-        tensors = {"names": ["weight"], "dtype_names": ["float32"], "shapes": [[4, 4]]}
-        self.ask(self.url + "/init_weight_transfer_engine", {"init_info": info})
-        self.ask(self.url + "/start_weight_update", {})
-        self.ask(self.url + "/update_weights", {"update_info": tensors})
-        self.ask(self.url + "/finish_weight_update", {})
-
-    def complete(self) -> list[Any]:
-        body = {"model": "sim", "prompt": [[digit] for digit in range(3, 11)], "max_tokens": 4}
-        choices: list[Any] = self.ask(self.url + "/v1/completions", body)["choices"]
-        return choices
 
 
 @pytest.fixture(scope="module")
@@ -137,18 +98,6 @@ def test_an_engine_dies_with_its_serve_replica_on_sigkill(app: App) -> None:
     os.kill(parent(victim["pid"]), signal.SIGKILL)
     wait_until(lambda: not any(is_running(pid) for pid in tree), RESTART_S)
     wait_until(lambda: len(app.replicas()) == 2 and victim["replica_id"] not in app.replicas(), RESTART_S)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            if condition():
-                return
-        except (urllib.error.URLError, ConnectionError):
-            pass
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
-        time.sleep(0.2)
 
 
 def parent(pid: int) -> int:

@@ -3,16 +3,19 @@
 import asyncio
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
+from engines.engine import ReceiptCopy
 from engines.sim_server import SimServer
 from engines.sim_worker import SimWorker
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore
+from engines.vllm_engine import VllmEngine
 from gateway.catch_up import CatchUp
 from tests.rig import Json, Rig, SimReplica, StartRig
 
@@ -76,6 +79,24 @@ async def test_a_version_is_kept_as_a_checkpoint_folder(kept: Rig, folder: Path)
     assert (manifest.version, manifest.model) == (1, "sim")
     assert {name: tensor.shape for name, tensor in manifest.tensors.items()} == TENSORS["tensors"]
     assert (await kept.get("/status"))[1]["weight_store"] == {"folder": str(folder), "versions": [1], "reason": ""}
+
+
+async def test_a_replica_on_another_node_writes_no_version_down(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, writers = await start(), []
+    first, second = rig.fleet.replicas
+    first.info = replace(first.info, key="its forwarder's")
+    opened = VllmEngine.open_receipt
+
+    async def open_receipt(self: VllmEngine, copy: ReceiptCopy | None, timeout_s: float) -> None:
+        writers.extend([self.replica_id] if copy else [])
+        await opened(self, copy, timeout_s)
+
+    monkeypatch.setattr(VllmEngine, "open_receipt", open_receipt)
+    await rig.open_group()
+    await rig.update()
+    assert writers == [second.replica_id]
 
 
 async def test_the_last_two_versions_are_kept(kept: Rig, folder: Path) -> None:

@@ -1,0 +1,82 @@
+"""An application on two nodes of a real Ray cluster: the gateway on the head, a replica on each."""
+
+import gc
+import os
+import signal
+import urllib.error
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engines.server import free_port
+from tests.ray_app import App, wait_until
+
+ray = pytest.importorskip("ray")
+
+pytestmark = pytest.mark.ray
+
+START_S = 60.0
+RESTART_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[App]:
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    from gateway.app import build
+    from gateway.config import Config
+
+    # A replica takes all that a node has left, so each node gets one.
+    engine = {"kind": "sim", "model": "sim", "num_replicas": 2, "num_cpus": 1, "stop_timeout_s": 1}
+    port = free_port()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        config = Config.model_validate({"engine": engine, "gateway": {"port": 0}})
+        serve.run(build(config), name="test")
+        running = App(f"http://127.0.0.1:{port}")
+        wait_until(lambda: running.states() == ["SERVING", "SERVING"], START_S)
+        yield running
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # a socket of Ray's
+            del cluster
+            gc.collect()
+
+
+def on_another_node(app: App) -> dict[str, Any]:
+    here = ray.get_runtime_context().get_node_id()
+    (far,) = (replica for replica in app.replicas().values() if replica["node"] != here)
+    return far
+
+
+def test_a_replica_on_another_node_takes_rollouts_and_weights(app: App) -> None:
+    assert on_another_node(app)["state"] == "SERVING"
+    assert len(app.complete()) == 8
+    assert all(replica["samples_placed"] for replica in app.replicas().values())
+    app.update(ray.util.get_node_ip_address())
+    assert {choice["weight_versions"][0]["version"] for choice in app.complete()} == {1}
+    assert app.states() == ["SERVING", "SERVING"]
+
+
+def test_its_way_to_the_engine_is_closed_to_who_has_no_key(app: App) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        app.ask(on_another_node(app)["url"] + "/resume", {})
+    assert refused.value.code == 401
+
+
+def test_a_killed_engine_there_takes_the_current_version_before_it_serves(app: App) -> None:
+    app.update(ray.util.get_node_ip_address())
+    victim, version = on_another_node(app), app.ask(app.url + "/status")["weight_version"]
+    os.kill(victim["pid"], signal.SIGKILL)
+    wait_until(lambda: victim["pid"] not in [one["pid"] for one in app.replicas().values()], RESTART_S)
+    wait_until(lambda: app.states() == ["SERVING", "SERVING"], RESTART_S)
+    assert {choice["weight_versions"][0]["version"] for choice in app.complete()} == {version}

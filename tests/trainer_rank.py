@@ -1,12 +1,13 @@
-"""One rank of a trainer of two, which pushes one model after another, sharded in all ways: for test_sharded_models.py.
+"""A trainer of two ranks, which push one model after another, sharded in all ways: for test_sharded_models.py.
 
-    python -m tests.trainer_rank RANK FOLDER URL GROUP_URL
+    python -m tests.trainer_rank FOLDER URL GROUP_URL
 
-Prints one JSON object a case. In FOLDER the ranks find each other, and rank 0 the weight store of the gateway at URL;
-engines behind GROUP_URL receive over gloo.
+Each rank writes one JSON object a case, into the file FOLDER/rank-RANK. In FOLDER the ranks find each other, and rank 0
+the weight store of the gateway at URL; engines behind GROUP_URL receive over gloo.
 """
 
 import json
+import multiprocessing
 import sys
 import time
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo  # what compiles loads it, here for all ranks at once
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
@@ -39,6 +41,7 @@ class Trainer:
     def __init__(self, rank: int, folder: Path, url: str, group_url: str) -> None:
         self.rank = rank
         self.store = folder / "store"
+        self.told = folder / f"rank-{rank}"
         self.url = url
         self.group_url = group_url
         meeting = dist.FileStore(str(folder / "ranks"), WORLD_SIZE)
@@ -52,7 +55,8 @@ class Trainer:
             told |= case(self)
         except RolloutGatewayError as error:
             told |= {"error": type(error).__name__, "message": str(error)}
-        print(json.dumps(told), flush=True)
+        with self.told.open("a") as lines:
+            print(json.dumps(told), file=lines)
 
     def push(self, model: Any, expected: nn.Module | None = None, **options: Any) -> dict[str, Any]:
         """What became of it: the version, and on rank 0 whether the store then has what `expected` has."""
@@ -258,14 +262,25 @@ CASES = (
 )
 
 
-def main() -> None:
-    rank, folder, *urls = sys.argv[1:]
+def run_rank(rank: int, folder: Path, *urls: str) -> None:
     warnings.simplefilter("ignore")
-    trainer = Trainer(int(rank), Path(folder), *urls)
+    trainer = Trainer(rank, folder, *urls)
     for case in CASES:
         trainer.run(case)
     dist.destroy_process_group()
 
 
+def main() -> int:
+    """0 where all ranks came to their end. They are forks of this process: what they import takes seconds to load."""
+    folder, *urls = sys.argv[1:]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run_rank, args=(rank, Path(folder), *urls)) for rank in range(WORLD_SIZE)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return max(abs(rank.exitcode or 0) for rank in ranks)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

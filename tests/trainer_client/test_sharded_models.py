@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,27 +61,29 @@ async def played(folder: Path, group_url: str) -> Told:
     await rig.start()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            said = await asyncio.gather(*(rank(number, folder, rig.url, group_url) for number in range(WORLD_SIZE)))
+            await run_ranks(folder, rig.url, group_url)
     finally:
         await rig.stop()
+    said = [
+        [json.loads(line) for line in (folder / f"rank-{rank}").read_text().splitlines()] for rank in range(WORLD_SIZE)
+    ]
     return {case["case"]: [lines[place] for lines in said] for place, case in enumerate(said[0])}
 
 
-async def rank(number: int, folder: Path, *urls: str) -> list[dict[str, Any]]:
+async def run_ranks(folder: Path, *urls: str) -> None:
     # gloo would take the address of this machine's name, which in a container may lead nowhere.
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = (sys.executable, "-m", "tests.trainer_rank", str(number), str(folder), *urls)
+    command = (sys.executable, "-m", "tests.trainer_rank", str(folder), *urls)
     process = await asyncio.create_subprocess_exec(
-        *command, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *command, env=env, stderr=asyncio.subprocess.PIPE, start_new_session=True
     )
     try:
-        said, complaints = await process.communicate()
+        _, complaints = await process.communicate()
     except BaseException:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         raise
     assert process.returncode == 0, complaints.decode()[-4000:]
-    return [json.loads(line) for line in said.decode().splitlines()]
 
 
 @pytest.mark.parametrize("case", DONE)

@@ -34,6 +34,7 @@ _START = (0.7, 0.65, 1.5e-3, 4e-4, 8e-6, 35e-6, 5e-4, 1.4)
 # Weak: it keeps a constant that few rows tell of from running away.
 _PULL_TO_START = 0.006
 _ROUNDS = 40
+_STILL = 1e-4  # a step of the logarithms by which no constant changes any more
 _PLENTY = 1e9  # tokens of KV cache: no row ran out of it
 
 
@@ -100,6 +101,8 @@ def fit(measured: Sequence[Row]) -> tuple[Speeds, float]:
     for _ in range(_ROUNDS):
         slopes = np.stack([(residuals(point + nudge) - found) / 1e-4 for nudge in 1e-4 * np.eye(len(point))], axis=1)
         step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(point)), -slopes.T @ found)
+        if np.abs(step).max() < _STILL:
+            break
         tried = residuals(point + step)
         if (tried**2).sum() < (found**2).sum():
             point, found, damping = point + step, tried, max(damping / 2, 1e-7)

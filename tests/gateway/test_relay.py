@@ -28,6 +28,7 @@ from engines.store.weight_store import WeightStore
 from engines.types import Dialect
 from gateway import relay
 from gateway import weights as coordinator
+from tests.forked_relay import ForkedRelay
 from tests.rig import Json, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import tensors as sources
@@ -125,13 +126,18 @@ class NearRelay:
 
 @pytest.fixture
 def process() -> None:
-    """The relay of this test is a process of its own."""
+    """The relay of this test is the process that it is in production, with its guard."""
+
+
+@pytest.fixture
+def fork() -> None:
+    """The relay of this test is a process that can be killed."""
 
 
 @pytest.fixture(autouse=True)
-def near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "process" not in request.fixturenames:
-        monkeypatch.setattr(relay, "EngineProcess", NearRelay)
+        monkeypatch.setattr(relay, "EngineProcess", ForkedRelay if "fork" in request.fixturenames else NearRelay)
 
 
 @pytest.fixture
@@ -178,17 +184,18 @@ def runs(pid: int) -> bool:
 
 
 async def relay_pid(rig: Rig) -> int:
-    """Of the relay itself; what the gateway started is its guard."""
-    guard = (await rig.get("/status"))[1]["weight_relay"]["pid"]
-    return int(children(guard).split()[0])
+    """Of what the gateway started: the relay's guard, where it has one."""
+    return int((await rig.get("/status"))[1]["weight_relay"]["pid"])
 
 
-def children(pid: int) -> str:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
+def child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
 
 @pytest.mark.usefixtures("process")
-async def test_all_replicas_load_what_the_relay_received(trainer: Trainer, folder: Path) -> None:
+async def test_all_replicas_load_what_the_relay_received_and_it_ends_with_its_gateway(
+    trainer: Trainer, folder: Path
+) -> None:
     rig = trainer.rig
     assert await rig.get("/get_world_size") == (200, {"world_size": 1})
     assert await trainer.update() == 1
@@ -200,6 +207,10 @@ async def test_all_replicas_load_what_the_relay_received(trainer: Trainer, folde
     assert (record["transport"], record["end"], record["tensors"], record["bytes"]) == ("relay", "committed", 2, 80)
     assert list(record["seconds"]) == ["transfer", "store", "load", "canary"]
     assert (await rig.get("/status"))[1]["weight_relay"]["in_group"]
+    pid = child(await relay_pid(rig))
+    assert runs(pid)
+    await rig.stop_gateway()
+    assert not runs(pid)
 
 
 async def test_our_own_sender_takes_the_relay_for_what_it_is(start: StartRig) -> None:
@@ -286,7 +297,7 @@ async def test_a_trainer_that_dies_in_the_transfer_leaves_the_version_before_and
     assert await trainer.update() == 2
 
 
-@pytest.mark.usefixtures("process")
+@pytest.mark.usefixtures("fork")
 async def test_a_trainer_that_goes_silent_in_the_transfer_is_given_up_in_time(start: StartRig) -> None:
     trainer = Trainer(await start(transfer_timeout_s=0.5))
     await trainer.join()
@@ -386,7 +397,7 @@ async def test_a_version_that_cannot_be_written_is_an_error_at_the_end_and_nobod
     assert await trainer.update() == 1
 
 
-@pytest.mark.usefixtures("process")
+@pytest.mark.usefixtures("fork")
 async def test_a_relay_that_dies_is_named_and_the_next_group_has_another(trainer: Trainer) -> None:
     rig = trainer.rig
     os.kill(await relay_pid(rig), signal.SIGKILL)
@@ -412,20 +423,12 @@ async def test_a_relay_over_nccl_without_vllm_is_refused_with_the_remedy(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here there is such a GPU")
-@pytest.mark.usefixtures("process")
+@pytest.mark.usefixtures("fork")
 async def test_a_relay_whose_gpu_is_not_there_says_so_at_once(start: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.32.0")
     status, reply = await Trainer(await start(relay_device="cuda:0")).join()
     assert status == 424
     assert "it ended with 1 before it was ready: torch sees no GPU: weights.relay_device" in reply["error"]["message"]
-
-
-@pytest.mark.usefixtures("process")
-async def test_the_relay_ends_with_its_gateway(trainer: Trainer) -> None:
-    pid = await relay_pid(trainer.rig)
-    assert runs(pid)
-    await trainer.rig.stop_gateway()
-    assert not runs(pid)
 
 
 @pytest.mark.parametrize(

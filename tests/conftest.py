@@ -1,4 +1,4 @@
-"""Fixtures that start gateways over simulated engines, see `rig.py`; and the hooks of four files beside this one."""
+"""Fixtures that start gateways over simulated engines, see `rig.py`; and the hooks of five files beside this one."""
 
 from collections.abc import AsyncIterator
 
@@ -8,6 +8,8 @@ from engines.config import SimConfig
 from gateway.config import Config
 from tests.client_records import pytest_runtest_logreport as pytest_runtest_logreport
 from tests.client_records import pytest_runtest_setup as pytest_runtest_setup
+from tests.garbage import pytest_collection as pytest_collection
+from tests.garbage import pytest_collection_finish as pytest_collection_finish
 from tests.real_vllm import pytest_sessionfinish as pytest_sessionfinish
 from tests.rig import FAST_WATCH, Json, Rig, SimReplica, StartRig
 from tests.selection import pytest_ignore_collect as pytest_ignore_collect

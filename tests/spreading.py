@@ -11,7 +11,9 @@ _LOAD_VLLM = (
     "tests/engines/test_vllm_lora.py",
     "tests/engines/test_vllm_plugin.py",
     "tests/examples/test_tiny_model.py",  # transformers alone, which vLLM loads too
+    "tests/gateway/test_openai_client.py",  # OpenAI's client alone, which vLLM loads too
     "tests/gateway/test_vllm_serve.py",
+    "tests/trainer_client/test_tensors.py",  # transformers
     "tests/trainer_client/test_trl.py",
     "tests/trainer_client/test_trl_async.py",
 )

@@ -184,6 +184,7 @@ async def test_a_completion_goes_on_from_its_tokens_on_the_new_weights(start_rig
     running = asyncio.create_task(posted(rig, COMPLETIONS, BODY | {"logprobs": 1, "return_token_ids": True}))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     reply = await running
     (told,) = reply["choices"]
     assert told["token_ids"] == expected(rig, seam(told), [5, 6])
@@ -205,6 +206,7 @@ async def test_ids_that_nobody_asked_for_are_not_told(start_rig: StartRig) -> No
     running = asyncio.create_task(posted(rig, COMPLETIONS, BODY))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     (told,) = (await running)["choices"]
     assert (told["token_ids"], told["prompt_token_ids"]) == (None, None)
     assert told["text"] == detokenize(expected(rig, seam(told), [5, 6]))
@@ -216,6 +218,7 @@ async def test_samples_of_a_group_go_on_each_from_its_own_tokens(start_rig: Star
     running = asyncio.create_task(posted(rig, COMPLETIONS, body))
     await rig.begun(6)
     await rig.update()
+    rig.hurry()
     reply = await running
     assert [told["index"] for told in reply["choices"]] == list(range(6))
     assert [told["prompt_token_ids"] for told in reply["choices"]] == [[5]] * 3 + [[6]] * 3
@@ -235,6 +238,7 @@ async def test_a_stream_goes_on_where_it_was(start_rig: StartRig, n: int, wants_
     running = asyncio.create_task(streamed(rig, COMPLETIONS, asked))
     await rig.begun(n)
     await rig.update()
+    rig.hurry()
     *chunks, last = await running
     assert last["choices"] == []
     assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": n * LONG, "total_tokens": n * LONG + 2}
@@ -263,6 +267,7 @@ async def test_sglangs_dialect_has_it_too(start_rig: StartRig) -> None:
     running = [asyncio.create_task(posted(rig, "/generate", body)), asyncio.create_task(stream())]
     await rig.begun(2)
     await rig.update()
+    rig.hurry()
     for told in await asyncio.gather(*running):
         meta = told["meta_info"]
         assert told["output_ids"] == expected(rig, seam(meta), [5, 6])
@@ -277,6 +282,7 @@ async def test_a_completion_may_be_cut_off_more_than_once(start_rig: StartRig) -
     for _ in range(2):
         await rig.begun(2)
         await rig.update()
+    rig.hurry()
     (told,) = (await running)["choices"]
     last = (await stream)[-1]["choices"][0]
     for one in (told, last):
@@ -300,6 +306,7 @@ async def test_the_tokens_of_what_goes_on_outlive_the_replica_that_goes_on_with_
     await rig.update()
     (busy,) = (replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
     await next(replica for replica in rig.replicas if replica.info.replica_id == busy).kill()
+    rig.hurry()
     (told,) = (await asyncio.wait_for(running, 20))["choices"]
     assert told["token_ids"] == expected(rig, seam(told), [5, 6])
 
@@ -310,6 +317,7 @@ async def test_a_seeded_completion_is_made_again_by_the_new_weights(start_rig: S
     running = [asyncio.create_task(posted(rig, COMPLETIONS, one)) for one in (body, body | {"n": 1})]
     await rig.begun(3)
     await rig.update()
+    rig.hurry()
     for reply, one in zip(await asyncio.gather(*running), (body, body | {"n": 1}), strict=True):
         assert [told["weight_versions"] for told in reply["choices"]] == [[span(1, 0, LONG)]] * one["n"]
         again = await posted(rig, COMPLETIONS, one)
@@ -326,6 +334,7 @@ async def test_token_ids_go_on_from_token_ids(start_rig: StartRig) -> None:
     running = asyncio.create_task(posted(rig, TOKENS, token_body(logprobs=1) | {"request_id": "mine"}))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     reply = await running
     (told,) = reply["choices"]
     assert told["token_ids"] == expected(rig, seam(told), [5, 6])
@@ -341,6 +350,7 @@ async def test_token_ids_without_a_limit_fill_the_context_all_the_same(start_rig
     running = asyncio.create_task(posted(rig, TOKENS, token_body(max_tokens=None)))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     (told,) = (await running)["choices"]
     seam(told, MAX_MODEL_LEN - 2)
     assert len(told["token_ids"]) == MAX_MODEL_LEN - 2
@@ -351,6 +361,7 @@ async def test_samples_of_token_ids_go_on_each_for_itself(start_rig: StartRig) -
     running = asyncio.create_task(posted(rig, TOKENS, token_body(n=3, temperature=1.0)))
     await rig.begun(3)
     await rig.update()
+    rig.hurry()
     reply = await running
     assert [told["index"] for told in reply["choices"]] == [0, 1, 2]
     for told in reply["choices"]:
@@ -368,6 +379,7 @@ async def test_a_stream_of_token_ids_goes_on_where_it_was(start_rig: StartRig, n
     for _ in range(2):
         await rig.begun(n)
         await rig.update()
+    rig.hurry()
     *chunks, last = await running
     assert (last["choices"], last["usage"]["completion_tokens"], last["usage"]["prompt_tokens"]) == ([], n * LONG, 2)
     assert {chunk["request_id"] for chunk in chunks} == {"mine"}
@@ -401,6 +413,7 @@ async def test_a_conversation_goes_on_from_its_tokens(start_rig: StartRig) -> No
     running = asyncio.create_task(posted(rig, CHAT, asked))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     reply = await running
     (told,) = reply["choices"]
     boundary = seam(told, 60)
@@ -426,6 +439,7 @@ async def test_answers_of_a_conversation_go_on_each_for_itself_however_often_the
     for _ in range(2):
         await rig.begun(3)
         await rig.update()
+    rig.hurry()
     reply = await running
     assert [told["index"] for told in reply["choices"]] == [0, 1, 2]
     assert reply["prompt_token_ids"] is None
@@ -444,6 +458,7 @@ async def test_a_conversations_default_limit_holds_for_the_whole_of_it(start_rig
     running = asyncio.create_task(posted(rig, CHAT, chat_body(max_tokens=16)))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     (told,) = (await running)["choices"]
     seam(told, 16)
 
@@ -465,6 +480,7 @@ async def test_tool_calls_are_those_that_the_engine_finds_in_all_of_the_tokens(
     running = asyncio.create_task(posted(rig, CHAT, stops))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     (told,) = (await running)["choices"]
     assert (told["finish_reason"], told["message"]["tool_calls"]) == ("tool_calls", calls)
     assert len(told["token_ids"]) == 60
@@ -492,6 +508,7 @@ async def test_conversations_and_token_ids_that_cannot_go_on_are_made_again(
     running = asyncio.create_task(posted(rig, path, body))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     (told,) = (await running)["choices"]
     assert (told["weight_versions"], told["finish_reason"]) == ([span(1, 0, LONG)], "length")
 
@@ -504,6 +521,7 @@ async def test_a_conversation_whose_prompt_reads_otherwise_now_is_made_again(
     running = asyncio.create_task(posted(rig, CHAT, chat_body()))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     (told,) = (await running)["choices"]
     assert told["weight_versions"] == [span(1, 0, LONG)]
 
@@ -515,6 +533,7 @@ async def test_where_no_engine_takes_conversations_apart_they_are_made_again(sta
     running = asyncio.create_task(posted(rig, CHAT, chat_body()))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     (told,) = (await running)["choices"]
     assert told["weight_versions"] == [span(1, 0, LONG)]
 
@@ -527,6 +546,7 @@ async def test_a_streamed_conversation_goes_on_where_it_was(start_rig: StartRig,
     running = asyncio.create_task(streamed(rig, CHAT, asked))
     await rig.begun(n)
     await rig.update()
+    rig.hurry()
     *chunks, last = await running
     usage = {"prompt_tokens": len(CHAT_PROMPT), "completion_tokens": n * 60, "total_tokens": len(CHAT_PROMPT) + n * 60}
     assert (last["choices"], last["usage"]) == ([], usage)
@@ -563,6 +583,7 @@ async def test_a_streamed_conversation_under_a_parser_ends_with_what_it_has_told
     running = asyncio.create_task(streamed(rig, CHAT, chat_body()))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     *chunks, last = await running
     assert all(one["finish_reason"] is None for chunk in chunks for one in chunk["choices"])
     (told,) = last["choices"]
@@ -579,6 +600,7 @@ async def test_a_stream_that_cannot_go_on_ends_with_what_it_has_told(start_rig: 
     ]
     await rig.begun(2)
     await rig.update()
+    rig.hurry()
     for chunks in await asyncio.gather(*running):
         (told,) = chunks[-1]["choices"]
         assert told["finish_reason"] == "abort"
@@ -598,6 +620,7 @@ async def test_a_stream_that_has_told_nothing_begins_again(start_rig: StartRig) 
     ]
     await rig.begun(5)
     await rig.update()
+    rig.hurry()
     for chunks in await asyncio.gather(*running):
         ends = [one for chunk in chunks for one in chunk["choices"] if one["finish_reason"]]
         assert {one["finish_reason"] for one in ends} == {"length"}
@@ -613,6 +636,7 @@ async def test_what_an_update_has_cut_off_goes_on_with_the_old_weights_where_it_
     await rig.post("/start_weight_update", {})
     await rig.post("/update_weights", {"update_info": rig.tensors})
     await rig.open_group()  # a new session of the trainer
+    rig.hurry()
     (told,) = (await asyncio.wait_for(running, 10))["choices"]
     assert told["weight_versions"] == [span(0, 0, LONG)]
     assert told["token_ids"] == expected(rig, LONG, [5, 6])

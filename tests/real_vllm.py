@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import re
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,19 @@ class RealFleet:
         return [json.loads(event) for event in events[:-1]]
 
 
+def tokens_made(real: RealFleet) -> float:
+    """By all replicas, since they have started."""
+    texts = [replace(real, url=replica.url).text("/metrics")[1] for replica in real.replicas]
+    found = [re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.M) for text in texts]
+    return sum(float(one[1]) for one in found if one)
+
+
 @contextmanager
-def fleet(model: Path, log_dir: Path, num_replicas: int = 2, **sections: Any) -> Iterator[RealFleet]:
-    """Replicas of one model behind a gateway."""
-    engine = engine_config(model, log_dir).model_copy(update={"num_replicas": num_replicas})
+def fleet(
+    model: Path, log_dir: Path, num_replicas: int = 2, levers: Mapping[str, Any] | None = None, **sections: Any
+) -> Iterator[RealFleet]:
+    """Replicas of one model behind a gateway. `levers` are fields of their configuration."""
+    engine = engine_config(model, log_dir).model_copy(update={"num_replicas": num_replicas, **(levers or {})})
     with app({"engine": engine}, _kept.lent(engine), **sections) as running:
         yield running
 

@@ -27,6 +27,7 @@ from gateway.wire.merged import merged
 from gateway.wire.resumption import begun_or_anew, mark_cut_off, places_cut_off, refuse_half_called
 from gateway.wire.spans import stamp_versions
 from gateway.wire.token_generation import TokenGeneration
+from gateway.wire.told_chat import ToldChat
 
 PATH = "/v1/chat/completions"
 
@@ -111,9 +112,9 @@ class Chat:
         shows_all = body.get("include_reasoning") is not False  # vLLM tells no ids otherwise
         resumes = shows_all and self._rests.resumes(rollout, body)
         has_ids = resumes or (shows_all and bool(body.get("return_token_ids")))
-        cut = CutStream(range(rollout.n), rollout.adapter, resumes=resumes, has_ids=has_ids)
+        cut, told = CutStream(range(rollout.n), rollout.adapter, resumes=resumes, has_ids=has_ids), ToldChat()
         chunk, counted = Json(), Json()
-        async with aclosing(self._stream_first(rollout, body, cut, resumes=resumes)) as chunks:
+        async with aclosing(self._stream_first(rollout, body, cut, told, resumes=resumes)) as chunks:
             async for chunk in chunks:
                 counted = chunk.get("usage") or counted
                 usage.add_chunk(0, counted)
@@ -121,7 +122,10 @@ class Chat:
         if not (made := cut.cut_off()):
             return
         tokens, envelope = 0, {key: chunk.get(key) for key in ("id", "object", "created", "model")}
-        opened = await self._rests.opened(rollout, body, made)
+        opened = await self._rests.opened(rollout, body, made, told)
+        for choice in told.kept if opened is None else opened.told:
+            if _tells(choice, body):
+                yield envelope | {"choices": [_shown(choice, body)]}
         if opened is None:
             for choice in cut.ends():
                 yield envelope | {"choices": [choice | {"delta": {}}]}
@@ -132,13 +136,15 @@ class Chat:
                 tokens += len(choice["token_ids"] or ())
                 cut.follow(choice)
                 usage.add_chunk(0, cut.usage(counted, {"completion_tokens": tokens}))
+                if not _tells(choice, body):
+                    continue
                 yield envelope | {"choices": [_shown(choice, body)], "usage": usage.total()}
         yield envelope | {"choices": [], "usage": usage.total()}
 
     async def _stream_first(
-        self, rollout: Rollout, body: Json, cut: CutStream, *, resumes: bool
+        self, rollout: Rollout, body: Json, cut: CutStream, told: ToldChat, *, resumes: bool
     ) -> AsyncGenerator[Json]:
-        """The chunks up to where an update cuts them off. What may go on needs its token ids."""
+        """The chunks before the one that an update cuts them off with. What may go on needs its token ids."""
         options = {**(body.get("stream_options") or {}), "include_usage": True}
         ids = {"return_token_ids": True} if resumes else {}
         flight: Flight
@@ -156,11 +162,17 @@ class Chat:
                 cut.told_prompt(chunk.get("prompt_token_ids"))
                 if not body.get("return_token_ids") and "prompt_token_ids" in chunk:
                     chunk["prompt_token_ids"] = None
+                shown = []
                 for choice in chunk["choices"]:
-                    cut.see(choice, replica, flight)
-                if chunk["choices"] and not any(_tells(choice, body) for choice in chunk["choices"]):
+                    if cut.see(choice, replica, flight):
+                        told.keep(choice)
+                        continue
+                    told.see(choice)
+                    if _tells(choice, body):
+                        shown.append(_shown(choice, body))
+                if chunk["choices"] and not shown:
                     continue
-                chunk["choices"] = [_shown(choice, body) for choice in chunk["choices"]]
+                chunk["choices"] = shown
                 yield chunk
 
 

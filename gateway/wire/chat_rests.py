@@ -26,6 +26,7 @@ from gateway.routing import Rollout
 from gateway.wire.completions import Usage
 from gateway.wire.resumption import joined_tokens, may_resume, places_cut_off, usage_of_whole
 from gateway.wire.token_generation import TokenGeneration, rest_of
+from gateway.wire.told_chat import ToldChat, ToldSample
 
 log = structlog.get_logger()
 
@@ -35,6 +36,7 @@ DERENDER = "/v1/chat/completions/derender"
 _ASK_TIMEOUT_S = 60.0
 # vLLM leaves out of rendered sampling parameters what is their default.
 _DEFAULTS = {"max_tokens": 16, "n": 1}
+_LONGEST_BEFORE = 4  # tokens that vLLM looks at for the beginning of a character
 # Fields that end in the rendered prompt or its sampling parameters, or that change nothing.
 _KNOWN = frozenset(
     {
@@ -58,11 +60,15 @@ _NEUTRAL: Json = {
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Samples whose streams go on: the conversation as token ids, what was made of each, vLLM's state of its text."""
+    """Samples whose streams go on: the conversation as token ids, what was made of each, vLLM's state of its text.
+
+    `told` are the chunks that they were cut off with, without what a parser took for the end.
+    """
 
     asked: Json
     made: dict[int, Json]
     states: dict[int, Json]
+    told: list[Json]
 
 
 class ChatRests:
@@ -100,45 +106,69 @@ class ChatRests:
             usage["completion_tokens_details"] = None  # of the first part alone
         return {**answer, "choices": choices, "usage": usage}
 
-    async def opened(self, rollout: Rollout, body: Json, made: dict[int, Json]) -> "Opened | None":
-        """What it takes to tell the rests of samples whose stream was cut off after `made`, by index.
+    async def opened(self, rollout: Rollout, body: Json, made: dict[int, Json], told: ToldChat) -> "Opened | None":
+        """What it takes to tell the rests of samples whose stream was cut off after `made`, by index, and after `told`.
 
-        None where they cannot go on: not under a parser of vLLM's, which has told the end of what it held back when the
-        stream was cut off.
+        None where they cannot go on.
         """
         asked = await self._rendered(rollout, body, next(iter(made.values()))["prompt_token_ids"])
         if asked is None:
             return None
-        states: dict[int, Json] = {}
-        for index, choice in made.items():
-            first = {"index": 0, "token_ids": choice["token_ids"]}
-            told = await self._ask(DERENDER, rollout, self._chunk_body(rollout, body, asked, first, None))
-            if told is None or told["stream_state"].get("output_token_ids"):
-                return None
-            states[index] = told["stream_state"]
-        return Opened(asked, made, states)
+        opened = Opened(asked, made, {}, [])
+        try:
+            for index in made:
+                await self._open(rollout, body, opened, index, told.samples[index])
+        except EngineFailed as error:
+            log.warning("stream ends where it was cut off", request=rollout.request_id, error=str(error))
+            return None
+        return opened
+
+    async def _open(self, rollout: Rollout, body: Json, opened: "Opened", index: int, sample: ToldSample) -> None:
+        told = await self._chunk(rollout, body, opened, _ids_alone(sample.token_ids), None)
+        state = sample.resumed(told["stream_state"])
+        if sample.kept is not None:
+            told = await self._chunk(rollout, body, opened, _ids_alone(sample.kept.get("token_ids") or []), state)
+            state = told["stream_state"]
+            opened.told.append(sample.kept | {"delta": _delta(told["chunk"]["choices"][0])})
+        opened.states[index] = state
 
     async def stream(self, rollout: Rollout, body: Json, opened: "Opened", index: int) -> AsyncGenerator[Json]:
         """The choices of one sample's rest, chunk by chunk, as a conversation's."""
-        state, one = opened.states[index], _one(rollout, index)
+        one = _one(rollout, index)
         async with aclosing(self._tokens.stream(*rest_of(one, opened.asked, opened.made[index]), Usage())) as chunks:
             async for chunk in chunks:
                 for choice in chunk["choices"]:
-                    fields = {key: choice.get(key) for key in ("finish_reason", "stop_reason", "logprobs")}
-                    said = {"index": 0, "token_ids": _said(choice, body), **fields}
-                    told = await self._ask(
-                        DERENDER, rollout, self._chunk_body(rollout, body, opened.asked, said, state)
-                    )
-                    if told is None:
-                        raise EngineFailed(f"no replica of {rollout.model!r} tells the rest of a conversation")
-                    state = told["stream_state"]
-                    yield _as_chats_chunk(choice, told["chunk"]["choices"][0], body) | {"index": index}
+                    yield await self._as_chunk(rollout, body, opened, index, choice)
 
-    def _chunk_body(self, rollout: Rollout, body: Json, asked: Json, choice: Json, state: Json | None) -> Json:
-        chunk = {"request_id": rollout.request_id, "choices": [choice]}
-        model = {key: body[key] for key in ("model",) if body.get(key) is not None}
-        told = {"generate_chunk": chunk, "stream_state": state, "chat_request": body}
-        return {**model, "stream": True, **told, "prompt_token_ids": asked["token_ids"]}
+    async def _as_chunk(self, rollout: Rollout, body: Json, opened: "Opened", index: int, choice: Json) -> Json:
+        """A choice of a stream of token ids as one of this conversation's."""
+        fields = {key: choice.get(key) for key in ("finish_reason", "stop_reason", "logprobs")}
+        said, state = _ids_alone(_said(choice, body)) | fields, opened.states[index]
+        answer = await self._chunk(rollout, body, opened, said, state)
+        opened.states[index], (told,) = answer["stream_state"], answer["chunk"]["choices"]
+        if said["logprobs"] and not told.get("logprobs"):
+            told["logprobs"] = await self._named(rollout, body, opened, said, state)
+        return _as_chats_chunk(choice, told, body) | {"index": index}
+
+    async def _named(self, rollout: Rollout, body: Json, opened: "Opened", choice: Json, state: Json) -> Json:
+        """A chunk's log-probs with the names of their tokens, which vLLM does not tell in a stream under a parser.
+
+        The tokens before are asked for too: a character may begin in them.
+        """
+        before = [{"token_id": token_id, "logprob": 0.0} for token_id in state["output_token_ids"][-_LONGEST_BEFORE:]]
+        entries = before + choice["logprobs"]["content"]
+        whole = choice | {"token_ids": [entry["token_id"] for entry in entries], "logprobs": {"content": entries}}
+        answer = await self._ask(DERENDER, rollout, _whole_body(rollout, body, opened.asked, [whole]))
+        if answer is None:
+            raise _nobody_tells(rollout)
+        return {"content": answer["choices"][0]["logprobs"]["content"][len(before) :]}
+
+    async def _chunk(self, rollout: Rollout, body: Json, opened: "Opened", choice: Json, state: Json | None) -> Json:
+        """A choice of a stream of token ids as a conversation's chunk, and vLLM's state after it."""
+        told = await self._ask(DERENDER, rollout, _chunk_body(rollout, body, opened.asked, choice, state))
+        if told is None:
+            raise _nobody_tells(rollout)
+        return told
 
     async def _rendered(self, rollout: Rollout, body: Json, read: list[int]) -> Json | None:
         """The conversation as token ids, where it is one that may go on; `read` are those that the engine has read."""
@@ -163,12 +193,7 @@ class ChatRests:
             {key: choice.get(key) for key in fields} | {"token_ids": _said(choice, body) or choice["token_ids"]}
             for choice in whole
         ]
-        prompt = {"prompt_token_ids": asked["token_ids"]}
-        reply = {"request_id": rollout.request_id, "choices": choices, **prompt}
-        model = {key: body[key] for key in ("model",) if body.get(key) is not None}
-        answer = await self._ask(
-            DERENDER, rollout, {**model, "generate_response": reply, "chat_request": body, **prompt}
-        )
+        answer = await self._ask(DERENDER, rollout, _whole_body(rollout, body, asked, choices))
         if answer is None:
             return None
         told = zip(cut, whole, answer["choices"], strict=True)
@@ -191,6 +216,30 @@ class ChatRests:
             and path in replica.info.capabilities
             and (rollout.adapter is None or replica.holds(rollout.adapter))
         ]
+
+
+def _whole_body(rollout: Rollout, body: Json, asked: Json, choices: list[Json]) -> Json:
+    reply = {"request_id": rollout.request_id, "choices": choices}
+    prompt = {"prompt_token_ids": asked["token_ids"]}
+    return _model(body) | {"generate_response": reply | prompt, "chat_request": body, **prompt}
+
+
+def _chunk_body(rollout: Rollout, body: Json, asked: Json, choice: Json, state: Json | None) -> Json:
+    chunk = {"request_id": rollout.request_id, "choices": [choice]}
+    told = {"generate_chunk": chunk, "stream_state": state, "chat_request": body}
+    return _model(body) | {"stream": True, **told, "prompt_token_ids": asked["token_ids"]}
+
+
+def _model(body: Json) -> Json:
+    return {key: body[key] for key in ("model",) if body.get(key) is not None}
+
+
+def _ids_alone(token_ids: list[int]) -> Json:
+    return {"index": 0, "token_ids": token_ids}
+
+
+def _nobody_tells(rollout: Rollout) -> EngineFailed:
+    return EngineFailed(f"no replica of {rollout.model!r} tells the rest of a conversation")
 
 
 def _one(rollout: Rollout, index: int) -> Rollout:
@@ -227,13 +276,17 @@ def _as_chat(first: Json, whole: Json, told: Json, body: Json) -> Json:
 
 def _as_chats_chunk(choice: Json, told: Json, body: Json) -> Json:
     """One choice of a streamed conversation: the tokens of `choice`, as `told` by the engine."""
-    delta = {key: value for key, value in told["delta"].items() if value not in (None, [])}
     top = body.get("top_logprobs") or 0
-    logprobs = choice.get("logprobs") and _as_chats_logprobs({"logprobs": None}, told, top)
+    calls = choice["finish_reason"] == "stop" and told["finish_reason"] == "tool_calls"
     return {key: value for key, value in choice.items() if key != "prompt_token_ids"} | {
-        "delta": delta or {"content": ""},
-        "logprobs": logprobs,
+        "delta": _delta(told),
+        "logprobs": choice.get("logprobs") and _as_chats_logprobs({"logprobs": None}, told, top),
+        "finish_reason": "tool_calls" if calls else choice["finish_reason"],
     }
+
+
+def _delta(told: Json) -> Json:
+    return {key: value for key, value in told["delta"].items() if value not in (None, [])}
 
 
 def _as_chats_logprobs(first: Json, told: Json, top: int) -> Json:

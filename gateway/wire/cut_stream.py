@@ -51,8 +51,8 @@ class CutStream:
         """The prompt as the engine has read it, where it tells so beside its choices."""
         self._prompt_token_ids = token_ids or self._prompt_token_ids
 
-    def see(self, choice: Json, replica: Replica, flight: Flight) -> None:
-        """A choice that an update ends goes on for the client, where it can."""
+    def see(self, choice: Json, replica: Replica, flight: Flight) -> bool:
+        """Whether it is one that an update ends, and that goes on for the client, as it can."""
         self._replica = replica
         sample, token_ids = self._samples[choice["index"]], choice.get("token_ids") or []
         sample.token_ids += token_ids
@@ -63,11 +63,12 @@ class CutStream:
         name_adapter(choice, self._adapter)
         if not (self._may_resume and self._prompt_token_ids and was_cut_off({"choices": [choice]}, replica)):
             sample.has_ended = choice.get("finish_reason") is not None
-            return
+            return False
         sample.end = {key: choice[key] for key in _OF_THE_END if key in choice}
         self.is_cut, sample.spans = True, choice.pop("weight_versions")
         choice |= {"finish_reason": None, "stop_reason": None}
         choice.pop("kv_versions", None)
+        return True
 
     def cut_off(self) -> dict[int, Json]:
         """The samples that have not ended where an update cut the stream, by index: what was read, and what was made.

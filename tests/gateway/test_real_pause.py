@@ -1,13 +1,11 @@
 """A weight update in the middle of completions that live through it: where the boundary lies, on real vLLM on CPU."""
 
 import json
-import re
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from trl.generation import vllm_client
 
 from engines.server import free_port
 from examples.tiny_model.task import COMMITTED
-from tests.real_vllm import REQUEST_TIMEOUT_S, RealFleet, app, engine_config
+from tests.real_vllm import REQUEST_TIMEOUT_S, RealFleet, app, engine_config, tokens_made
 from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.vllm
@@ -72,15 +70,6 @@ def asked(real: RealFleet) -> list[Any]:
             pool.submit(streamed, real, COMPLETION),
         ]
         return [choice for future in futures for choice in future.result()]
-
-
-def tokens_made(real: RealFleet) -> float:
-    (replica,) = real.replicas
-    found = re.search(
-        r"^vllm:generation_tokens_total\{.*\} (\S+)$", replace(real, url=replica.url).text("/metrics")[1], re.M
-    )
-    assert found is not None
-    return float(found[1])
 
 
 def streamed(real: RealFleet, body: Any) -> list[Any]:

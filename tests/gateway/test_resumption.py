@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines import sim_server
-from engines.sim_dialect import DerenderBody, DerenderChunkBody, chat_text, derendered, derendered_chunk, rendered
+from engines.sim_dialect import DerenderBody, chat_text, derendered, rendered
 from engines.sim_model import SimModel, detokenize, read, weights_key
 from engines.sim_model import tokenize as chat_ids
 from gateway.wire.resumption import joined, joined_spans, may_resume, rest_body, whole_characters
@@ -569,27 +569,6 @@ async def test_a_streamed_conversation_goes_on_where_it_was(start_rig: StartRig,
             assert text == detokenize(ids)
         else:
             assert ids == []
-
-
-async def test_a_streamed_conversation_under_a_parser_ends_with_what_it_has_told(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def replayed(body: DerenderChunkBody, model: str) -> Json:
-        told = derendered_chunk(body, model)
-        return told | {"stream_state": told["stream_state"] | {"output_token_ids": [5]}}
-
-    monkeypatch.setattr(sim_server, "derendered_chunk", replayed)
-    rig = await started(start_rig)
-    running = asyncio.create_task(streamed(rig, CHAT, chat_body()))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    *chunks, last = await running
-    assert all(one["finish_reason"] is None for chunk in chunks for one in chunk["choices"])
-    (told,) = last["choices"]
-    assert (told["finish_reason"], told["delta"]) == ("abort", {})
-    ((version, end),) = [(span["version"], span["end"]) for span in told["weight_versions"]]
-    assert (version, 0 < end < LONG) == (0, True)
 
 
 async def test_a_stream_that_cannot_go_on_ends_with_what_it_has_told(start_rig: StartRig) -> None:

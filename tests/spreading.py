@@ -18,7 +18,7 @@ _LOAD_VLLM = (
     "tests/trainer_client/test_trl_async.py",
 )
 """Loading it takes ten seconds of CPU, once for each process."""
-_WAIT = ("tests/gateway/test_resumption.py",)
+_WAIT = ("tests/gateway/test_resumption.py", "tests/gateway/test_told_chat.py")
 """Their tests mostly wait, and share nothing: one process alone would be at them long after the others have ended."""
 
 

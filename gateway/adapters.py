@@ -34,12 +34,12 @@ class Adapter:
         return len(self._uses)
 
     @contextmanager
-    def used(self, request_id: str) -> Iterator[None]:
+    def used(self, request_id: str, *, goes_on: bool = False) -> Iterator[None]:
         """By one rollout, from its place in the queue on, and by what is left of it after an update has cut it off.
 
-        Raises `UnknownModel` where it was unloaded meanwhile.
+        Raises `UnknownModel` where it was unloaded meanwhile, but for the rest (`goes_on`) of one that uses it still.
         """
-        if self.is_leaving and request_id not in self._uses:
+        if self.is_leaving and not goes_on and request_id not in self._uses:
             raise UnknownModel(f"the LoRA adapter {self.name!r} was unloaded", param="model")
         self._uses[request_id] += 1
         self.unused.clear()

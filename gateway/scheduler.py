@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 def using(rollout: Rollout) -> AbstractContextManager[None]:
     """Keeps the adapter of a rollout loaded, if it has one."""
-    return rollout.adapter.used(rollout.request_id) if rollout.adapter else nullcontext()
+    if rollout.adapter is None:
+        return nullcontext()
+    return rollout.adapter.used(rollout.request_id, goes_on=rollout.goes_on)
 
 
 @dataclass(eq=False)

@@ -1,6 +1,7 @@
 """LoRA adapters on a fleet of simulated engines: on all replicas or on none, and each request on its own."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -384,4 +385,49 @@ async def test_an_adapter_stays_until_what_an_update_cut_off_has_ended(start: St
     choice = (await running)["choices"][0]
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (60, "length")
     assert [(span["version"], span["base_version"]) for span in choice["weight_versions"]] == [(1, 0), (1, 1)]
+    assert (await unloading)[0] == 200
+
+
+SAMPLING = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]} | SAMPLING
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", CHAT | {"n": 2}),
+        ("/v1/chat/completions", CHAT | {"stream": True}),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": SAMPLING | {"n": 2}}),
+        ("/v1/completions", {"prompt": PROMPT, "n": 2} | SAMPLING),
+    ],
+)
+async def test_what_an_update_cut_off_goes_on_with_an_adapter_that_is_being_unloaded(
+    start: StartAdapters, tmp_path: Path, path: str, asked: dict[str, Any]
+) -> None:
+    rig = await start(sim={"decode_step_s": 0.02, "mean_tokens": 10_000}, weights={"in_flight": "abort"})
+    await rig.open_group()
+    await rig.load("v1", write_adapter(tmp_path / "v1"))
+
+    async def choices() -> list[Any]:
+        async with rig.client.post(rig.url + path, json=asked | {"model": "v1"}) as response:
+            text = await response.text()
+            assert response.status == 200, text
+        if not asked.get("stream"):
+            return list(json.loads(text)["choices"])
+        *_, last, done, _ = text.split("\n\n")
+        assert done == "data: [DONE]"
+        return list(json.loads(last.removeprefix("data: "))["choices"])
+
+    running = asyncio.create_task(choices())
+    await _until_used(rig)
+    await asyncio.sleep(0.2)
+    unloading = asyncio.create_task(rig.unload("v1"))
+    await asyncio.sleep(0.1)
+    await rig.update()
+    rig.hurry()
+    for choice in await asyncio.wait_for(running, 10):
+        spans = choice["weight_versions"]
+        assert [(span["version"], span["base_version"]) for span in spans] == [(1, 0), (1, 1)]
+        assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 60)
     assert (await unloading)[0] == 200

@@ -1,5 +1,6 @@
 """LoRA adapters on real vLLM replicas (CPU) behind a gateway, driven by TRL's own AsyncGRPO client."""
 
+import copy
 import json
 import os
 import signal
@@ -23,7 +24,8 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from examples.tiny_model.task import COMMITTED
 from tests.adapters import write_adapter
-from tests.real_vllm import REQUEST_TIMEOUT_S, START_TIMEOUT_S, RealFleet, app, engine_config
+from tests.real_vllm import REQUEST_TIMEOUT_S, START_TIMEOUT_S, RealFleet, app, engine_config, tokens_made
+from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
 
@@ -33,6 +35,8 @@ PROMPT = [2, 8, 6, 7, 3]
 MAX_STALENESS = 1
 SCALE = 0.3
 """Added to every weight of the module: enough to change greedy tokens."""
+CONVERSATION = {"messages": [{"role": "user", "content": "312"}], "temperature": 0, "max_tokens": 400}
+CONVERSATION |= {"ignore_eos": True, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +189,115 @@ def test_an_adapter_of_another_size_is_refused_which_vllm_alone_takes(
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
             assert response.status == 200
+
+
+def base_and(scale: float, seed: int | None = None) -> Any:
+    """The base model, drawn from `seed` where one is given, and what it is with the adapter of this scale in it."""
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    if seed is not None:
+        torch.manual_seed(seed)
+        base = AutoModelForCausalLM.from_config(base.config, dtype=torch.float32)
+    both = copy.deepcopy(base)
+    with torch.no_grad():
+        for layer in both.model.layers:
+            layer.mlp.up_proj.weight += scale
+    return base, both
+
+
+def is_greedy(model: Any, read: list[int], made: list[int]) -> bool:
+    """Whether each token is as likely as any after those before it, but for rounding."""
+    with torch.no_grad():
+        scores = model(torch.tensor([read + made])).logits[0, len(read) - 1 : -1]
+    chosen = scores.gather(-1, torch.tensor(made).unsqueeze(-1)).squeeze(-1)
+    return bool((scores.max(-1).values - chosen < 1e-3).all())
+
+
+def conversation(real: RealFleet, model: str) -> Any:
+    status, reply = real.call("/v1/chat/completions", CONVERSATION | {"model": model})
+    assert status == 200, reply
+    return reply
+
+
+def streamed(real: RealFleet, model: str) -> Any:
+    """A streamed conversation as a whole reply has it."""
+    chunks = real.stream("/v1/chat/completions", CONVERSATION | {"model": model})
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    ids = [token_id for choice in choices for token_id in choice.get("token_ids") or ()]
+    message = {"content": "".join(choice["delta"].get("content") or "" for choice in choices)}
+    (read,) = [chunk["prompt_token_ids"] for chunk in chunks if chunk.get("prompt_token_ids")]
+    return {"choices": [choices[-1] | {"token_ids": ids, "message": message}], "prompt_token_ids": read}
+
+
+def begun(real: RealFleet, requests: int) -> None:
+    """Returns when each replica but those that have nothing to do has made some of its tokens."""
+    wanted = tokens_made(real) + 40 * requests
+    while tokens_made(real) < wanted:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("seed", [None, 5], ids=["the same base", "another base"])
+def test_conversations_on_an_adapter_go_on_with_it_when_an_update_of_the_base_cuts_them_off(
+    real: RealFleet, client: VLLMClient, tmp_path: Path, seed: int | None
+) -> None:
+    client.load_lora_adapter("run-v1", str(adapter(tmp_path / "v1", SCALE)))
+    quiet = conversation(real, "run-v1")["choices"][0]
+    (_, old), (base, new) = base_and(SCALE), base_and(SCALE, seed)
+    with BlockingRolloutClient(real.url) as pusher, WeightSender(pusher, transport="store") as sender:
+        served = real.call("/status")[1]["weight_version"]
+        with ThreadPoolExecutor(3) as pool:
+            running = [pool.submit(conversation, real, "run-v1"), pool.submit(streamed, real, "run-v1")]
+            begun(real, 2)
+            pushing = pool.submit(sender.push, base, in_flight="abort")
+            client.load_lora_adapter("run-v2", str(adapter(tmp_path / "v2", -SCALE)))
+            assert pushing.result() == served + 1
+            replies = [one.result() for one in running]
+        again = conversation(real, "run-v1")
+        sender.push(base_and(0.0)[0])
+    for reply in replies:
+        (choice,) = reply["choices"]
+        first, second = choice["weight_versions"]
+        print(choice["weight_versions"])
+        assert (first["version"], first["adapter"], first["base_version"], first["start"]) == (1, "run-v1", served, 0)
+        assert (second["version"], second["adapter"], second["base_version"]) == (1, "run-v1", served + 1)
+        boundary, ids, read = first["end"], choice["token_ids"], reply["prompt_token_ids"]
+        assert 0 < boundary == second["start"] < second["end"] == len(ids) == CONVERSATION["max_tokens"]
+        assert is_greedy(old, read, ids[:boundary])
+        assert is_greedy(new, read + ids[:boundary], ids[boundary:])
+        if seed is None:
+            assert (ids, choice["message"]["content"]) == (quiet["token_ids"], quiet["message"]["content"])
+    assert is_greedy(new, again["prompt_token_ids"], again["choices"][0]["token_ids"])
+    assert (seed is None) == is_greedy(old, again["prompt_token_ids"], again["choices"][0]["token_ids"])
+    for name in ("run-v1", "run-v2"):
+        client.unload_lora_adapter(name)
+
+
+def test_an_adapter_loaded_in_place_waits_for_what_an_update_has_cut_off(
+    real: RealFleet, client: VLLMClient, tmp_path: Path
+) -> None:
+    folder = adapter(tmp_path / "again", SCALE)
+    client.load_lora_adapter("in-place", str(folder))
+    quiet = conversation(real, "in-place")["choices"][0]
+    other = adapter(tmp_path / "other", -SCALE)
+    body = {"lora_name": "in-place", "lora_path": str(other), "load_inplace": True}
+    with (
+        BlockingRolloutClient(real.url) as pusher,
+        WeightSender(pusher, transport="store") as sender,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        running = pool.submit(conversation, real, "in-place")
+        begun(real, 1)
+        loading = pool.submit(real.text, "/v1/load_lora_adapter", body)
+        sender.push(base_and(0.0)[0], in_flight="abort")
+        (choice,) = running.result()["choices"]
+        assert loading.result()[0] == 200
+    print(choice["weight_versions"])
+    assert [(span["adapter"], span["version"]) for span in choice["weight_versions"]] == [("in-place", 1)] * 2
+    assert choice["token_ids"] == quiet["token_ids"]
+    after = conversation(real, "in-place")
+    (choice,) = after["choices"]
+    assert [(span["adapter"], span["version"]) for span in choice["weight_versions"]] == [("in-place", 2)]
+    assert is_greedy(base_and(-SCALE)[1], after["prompt_token_ids"], choice["token_ids"])
+    client.unload_lora_adapter("in-place")
 
 
 def test_the_successor_of_a_killed_engine_has_the_adapter_before_it_serves(

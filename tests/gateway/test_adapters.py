@@ -260,6 +260,7 @@ async def test_an_unload_that_waits_too_long_says_so_and_happens_when_the_rollou
     status, text = await rig.load("v1", tmp_path / "v1")
     assert status == 409
     assert "still use the LoRA adapter" in text
+    rig.hurry()
     await running
     async with asyncio.timeout(5):
         while any(replica.adapters for replica in rig.replicas):
@@ -382,6 +383,7 @@ async def test_an_adapter_stays_until_what_an_update_cut_off_has_ended(start: St
     await asyncio.sleep(0.2)
     await rig.update()
     assert not running.done()
+    rig.hurry()
     choice = (await running)["choices"][0]
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (60, "length")
     assert [(span["version"], span["base_version"]) for span in choice["weight_versions"]] == [(1, 0), (1, 1)]

@@ -167,6 +167,7 @@ async def test_an_update_under_a_pause_is_verified_and_the_pause_goes_on(start_r
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SYNCING"}
     await asyncio.sleep(0.1)
     assert not running.done()
+    rig.hurry()
     await rig.post("/resume")
     choices = (await running)["choices"]
     assert [len(choice["token_ids"]) for choice in choices] == [100, 100]
@@ -184,6 +185,7 @@ async def test_nothing_of_an_aborted_update_is_delivered(start_rig: StartRig) ->
     await rig.post("/start_weight_update", {})
     await rig.post("/update_weights", {"update_info": rig.tensors})
     await rig.post("/init_weight_transfer_engine", {"init_info": {"world_size": 2, "rank_offset": 1}})
+    rig.hurry()
     await rig.post("/resume")
     status, reply = await running
     assert status == 200, reply

@@ -114,6 +114,7 @@ async def test_a_full_fresh_replica_holds_up_those_who_need_it_and_nobody_else(s
     await asyncio.sleep(0.1)
     assert versions(await asyncio.wait_for(rig.complete([[7]], max_tokens=1), 1)) == {0}
     assert not fresh.done()
+    rig.hurry()
     await filling
     assert versions(await fresh) == {1}
 

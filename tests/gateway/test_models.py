@@ -193,6 +193,7 @@ async def test_an_update_does_not_wait_for_the_judges_rollouts(start_pair: Start
     await asyncio.sleep(0.1)
     await rig.update()
     assert not judging.done()
+    rig.hurry()
     assert versions(await judging) == {0}
 
 

@@ -70,6 +70,7 @@ async def test_a_replica_that_serve_removes_finishes_what_it_has_and_gets_nothin
     await rig.until({"engine-0": "SERVING", "engine-1": "DRAINING"})
     placed = next(replica.placed for replica in rig.fleet.replicas if replica.replica_id == "engine-1")
     later = [asyncio.create_task(rig.complete([digit], max_tokens=2)) for digit in range(3, 7)]
+    rig.hurry()
     replies = await asyncio.gather(*running, *later)
     assert all(reply["choices"][0]["finish_reason"] for reply in replies)
     assert rig.fleet.drain("engine-1") == 0

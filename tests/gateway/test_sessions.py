@@ -91,6 +91,7 @@ async def test_a_session_leaves_a_replica_that_is_overloaded(start_rig: StartRig
     while home.load_samples + other.load_samples < 8:
         await asyncio.sleep(0.01)
     assert (home.load_samples, other.load_samples) == (4, 4)
+    rig.hurry()
     await asyncio.gather(*crowd)
 
 

@@ -37,6 +37,7 @@ async def test_abort_all_ends_what_runs_with_its_tokens_and_what_waits_with_none
     assert any(reply["output_ids"] for reply in replies)
     assert all(len(reply["output_ids"]) < 100 for reply in replies)
     assert {reply["meta_info"]["weight_version"] for reply in replies} == {"0"}
+    rig.hurry()
     whole = (await rig.post("/generate", LONG))[1]
     assert len(whole["output_ids"]) == 100, "the gate is open again"
 
@@ -78,6 +79,7 @@ async def test_the_cache_is_flushed_with_either_method_unless_rollouts_hold_it(s
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
     assert (await text(rig, "/flush_cache"))[0] == 400
+    rig.hurry()
     await running
 
 

@@ -92,6 +92,7 @@ async def test_a_replica_that_dies_costs_nothing(start_rig: StartRig) -> None:
         await asyncio.sleep(0.01)
     busy = next(replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
     await next(sim for sim in rig.replicas if sim.info.replica_id == busy).kill()
+    rig.hurry()
     status, reply = await task
     assert status == 200
     assert len(reply["choices"][0]["token_ids"]) == 40

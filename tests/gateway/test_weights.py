@@ -280,6 +280,7 @@ async def test_a_drain_that_takes_too_long_answers_504_and_serving_goes_on(start
     assert status == 504
     assert "weights.drain_timeout_s" in reply["error"]["message"]
     await rig.complete([[6]], max_tokens=1)
+    rig.hurry()
     await running
 
 
@@ -400,6 +401,7 @@ async def test_paused_rollouts_live_through_an_update_and_say_both_versions(star
     await asyncio.sleep(0.2)
     await rig.post("/pause?mode=keep")
     await rig.update()
+    rig.hurry()
     await rig.post("/resume")
     spans = (await running)["choices"][0]["weight_versions"]
     assert [span["version"] for span in spans] == [0, 1]

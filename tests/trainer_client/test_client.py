@@ -486,6 +486,7 @@ async def test_a_replica_that_dies_costs_no_completion(start_rig: StartRig) -> N
         batch = client.generate(PROMPTS * 4, SamplingParams(n=2, max_tokens=40, ignore_eos=True))
         await until_in_flight(rig, lambda samples: samples == 24)
         await rig.replicas[0].kill()
+        rig.hurry()
         rollouts = await batch.gather()
     assert [rollout.prompt_index for rollout in rollouts] == list(range(12))
     assert all(len(c.token_ids) == 40 for rollout in rollouts for c in rollout.completions)

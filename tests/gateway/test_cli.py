@@ -1,12 +1,8 @@
 """The verbs, as a shell sees them: what is printed where, and the exit code."""
 
-import contextlib
-import io
 import json
-import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,64 +13,17 @@ import pytest
 import yaml
 
 from engines.server import free_port
-from gateway import cli
-
-SIM = "engine: {kind: sim, num_replicas: 2, num_cpus: 0.1}\n"
-SCRIPT = Path(sys.executable).with_name("rollout-gateway")
+from tests.shell import SCRIPT, SIM, NearShell, Shell
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> "Shell":
+def script(tmp_path: Path) -> Shell:
     return Shell(tmp_path)
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> "Shell":
+def shell(tmp_path: Path) -> Shell:
     return NearShell(tmp_path)
-
-
-class Shell:
-    """Runs the console script in a folder of its own, with a home of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.environ = {**os.environ, "HOME": str(folder), "RAY_DASHBOARD_ADDRESS": "http://127.0.0.1:1"}
-        self.environ.pop("XDG_STATE_HOME", None)
-        (folder / "sim.yaml").write_text(SIM)
-
-    def run(self, *arguments: str, timeout_s: float = 150) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [SCRIPT, *arguments],
-            cwd=self.folder,
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-
-
-class NearShell(Shell):
-    """Calls what the console script calls in this process, as Python takes long to start."""
-
-    def run(self, *arguments: str, timeout_s: float = 150) -> "subprocess.CompletedProcess[str]":
-        stdout, stderr, code = io.StringIO(), io.StringIO(), None
-        with contextlib.ExitStack() as stack:
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            for name in os.environ.keys() - self.environ.keys():
-                patch.delenv(name)
-            for name, value in self.environ.items():
-                patch.setenv(name, value)
-            patch.setattr(sys, "argv", [str(SCRIPT), *arguments])
-            patch.chdir(self.folder)
-            stack.enter_context(contextlib.redirect_stdout(stdout))
-            stack.enter_context(contextlib.redirect_stderr(stderr))
-            try:
-                cli.main()
-            except SystemExit as exit_:
-                code = exit_.code
-        assert code is None or isinstance(code, int), "a text would be printed by Python"
-        return subprocess.CompletedProcess(arguments, code or 0, stdout.getvalue(), stderr.getvalue())
 
 
 def test_validate_says_what_would_run(script: Shell) -> None:
@@ -96,8 +45,8 @@ def test_validate_as_json_lists_the_mistakes(shell: Shell) -> None:
     assert len(json.loads(done.stdout)["errors"]) == 2
 
 
-def test_wrong_usage_is_exit_code_2(script: Shell) -> None:
-    assert script.run("sideways").returncode == 2
+def test_wrong_usage_is_exit_code_2(shell: Shell) -> None:
+    assert shell.run("sideways").returncode == 2
 
 
 def test_the_doctor_exits_with_1_when_something_hurts_and_2_when_it_cannot_read(shell: Shell) -> None:

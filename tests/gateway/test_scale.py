@@ -13,8 +13,8 @@ from engines.errors import ConfigError
 from engines.server import free_port
 from gateway.config import Config
 from gateway.scale import _check, _chosen, scaled
-from tests.gateway.test_cli import Shell, cluster_shell, script, shell  # noqa: F401  # fixtures
 from tests.rig import StartRig
+from tests.shell import Shell, cluster_shell, script, shell  # noqa: F401  # fixtures
 
 DEPLOYED: dict[str, Any] = {"name": "a", "import_path": "gateway.app:build", "args": {"engine": {"kind": "sim"}}}
 LONG = {"sim": {"decode_step_s": 0.01, "mean_tokens": 10_000}}

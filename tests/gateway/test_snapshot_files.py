@@ -1,9 +1,6 @@
 """Weight versions over HTTP: who may read them, and engines that fetch what their machine does not have."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from engines.store.peer_store import VERSIONS_PATH, PeerStore
 from engines.vllm_engine import VllmEngine
 from gateway.access import store_key
 from tests.rig import Rig, StartRig
+from tests.shell import NearShell
 
 KEYS = {"inference_keys": ["reader"], "admin_keys": ["owner"], "trusted_networks": []}
 OWNER = {"Authorization": "Bearer owner"}
@@ -140,17 +138,9 @@ async def test_engines_are_told_where_to_fetch_when_it_is_configured(
 
 
 async def test_the_command_line_makes_a_checkpoint_folder_of_the_newest_version(rig: Rig, tmp_path: Path) -> None:
-    command = [
-        str(Path(sys.executable).with_name("rollout-gateway")),
-        "fetch",
-        str(tmp_path / "mine"),
-        "--url",
-        rig.url,
-    ]
-    environ = {**os.environ, "ROLLOUT_API_KEY": "owner"}
+    shell = NearShell(tmp_path)
+    shell.environ["ROLLOUT_API_KEY"] = "owner"
     for said, code in (("version 1 is in", 0), ("is there already", 1)):
-        done = await asyncio.to_thread(
-            subprocess.run, command, env=environ, timeout=60, capture_output=True, text=True, check=False
-        )
+        done = await asyncio.to_thread(shell.run, "fetch", str(tmp_path / "mine"), "--url", rig.url)
         assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done
     assert check_bytes(tmp_path / "mine").version == 1

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import pytest
 from engines.errors import ConfigError
 from gateway.load import load
 from gateway.tune.command import _seconds
+from tests.shell import NearShell, Shell
 
-SCRIPT = Path(sys.executable).with_name("rollout-gateway")
 # Two sequences at a time take eight times the steps of sixteen; a batch of 8,192 tokens leaves no memory.
 CONFIG = """
 gateway: {port: 8123}
@@ -30,15 +29,16 @@ SMALL = (
 )  # fmt: skip
 
 
-def tune(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    (folder / "sim.yaml").write_text(CONFIG)
-    command = [str(SCRIPT), "tune", "-c", "sim.yaml", *SMALL, *arguments, f"engine.log_dir={folder / 'logs'}"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+def tune(shell: Shell, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    (shell.folder / "sim.yaml").write_text(CONFIG)
+    return shell.run(
+        "tune", "-c", "sim.yaml", *SMALL, *arguments, f"engine.log_dir={shell.folder / 'logs'}", timeout_s=280
+    )
 
 
 @pytest.mark.load
 def test_it_ends_with_the_best_configuration_and_its_evidence(tmp_path: Path) -> None:
-    done = tune(tmp_path)
+    done = tune(Shell(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "take max_num_seqs=16" in done.stdout
     assert "of the start's tokens/s, too far ahead for pairs to tell more" in done.stdout
@@ -53,7 +53,7 @@ def test_it_ends_with_the_best_configuration_and_its_evidence(tmp_path: Path) ->
     assert len(svg.findall("rect")) >= 2
     assert "http" not in page, "nothing from elsewhere"
 
-    again = tune(tmp_path, "--json")
+    again = tune(Shell(tmp_path), "--json")
     found = json.loads(again.stdout)
     assert found["changes"]["max_num_seqs"] == 16
     assert "goes on with" in again.stderr
@@ -63,14 +63,14 @@ def test_it_ends_with_the_best_configuration_and_its_evidence(tmp_path: Path) ->
 def test_a_journal_of_another_workload_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tune").mkdir()
     (tmp_path / "tune" / "journal.jsonl").write_text(json.dumps({"subject": {"workload": "other"}}) + "\n")
-    done = tune(tmp_path)
+    done = tune(NearShell(tmp_path))
     assert done.returncode == 1
     assert "it was begun with another engine, levers, workload; give another --out folder" in done.stderr
 
 
 @pytest.mark.load
 def test_sequences_that_the_engine_does_not_hold_are_refused(tmp_path: Path) -> None:
-    done = tune(tmp_path, "--engine.max_model_len=12")
+    done = tune(Shell(tmp_path), "--engine.max_model_len=12")
     assert done.returncode == 1
     assert "the workload has sequences of 16 tokens, and the engine's max_model_len is 12" in done.stderr
 

@@ -60,7 +60,7 @@ def read_adapter(path: Path) -> AdapterFolder:
 
 def _tensors(path: Path) -> tuple[TensorMeta, ...]:
     try:
-        return read_tensors(str(path)) or ()
+        return read_tensors(path) or ()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise _refused(f"{path / WEIGHTS_NAME} is no whole safetensors file: {error!r}") from error
 

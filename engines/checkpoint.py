@@ -40,9 +40,9 @@ class Span:
     end: int
 
 
-def read_tensors(model: str) -> tuple[TensorMeta, ...] | None:
-    """All tensors of the checkpoint in folder `model`; None where it holds no safetensors or is no folder."""
-    spans = (span for file in read_spans(Path(model)).values() for span in file)
+def read_tensors(folder: Path) -> tuple[TensorMeta, ...] | None:
+    """All tensors of the checkpoint in a folder; None where it holds no safetensors or is no folder."""
+    spans = (span for file in read_spans(folder).values() for span in file)
     return tuple(TensorMeta(name=span.name, dtype=span.dtype, shape=span.shape) for span in spans) or None
 
 
@@ -61,10 +61,10 @@ def written_dtype(dtype: str) -> str:
 
 def read_spans(folder: Path) -> dict[str, list[Span]]:
     """The tensors of each safetensors file of a checkpoint folder, by the file's name."""
-    return {file.name: _read_header(file) for file in _files(folder)}
+    return {file.name: _read_header(file) for file in checkpoint_files(folder)}
 
 
-def _files(folder: Path) -> list[Path]:
+def checkpoint_files(folder: Path) -> list[Path]:
     """Those of the index where there is one, as engines load them: some repositories hold a second copy beside it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():

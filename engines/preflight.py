@@ -1,7 +1,7 @@
 """What of a configuration cannot work with its checkpoint, said before an engine is started.
 
 The rules are those that vLLM 0.26 to 0.32 and SGLang 0.5.17 to 0.5.23 end over. What cannot be read here is left to the
-engine: a checkpoint on another node or in the hub, an engine that is not installed.
+engine: a checkpoint on another node or in the hub alone, an engine that is not installed.
 """
 
 import ast
@@ -16,6 +16,7 @@ from typing import Any
 
 from engines.config import EngineConfig
 from engines.interpreter import interpreter_of
+from engines.model_folder import model_folder
 from engines.types import EngineKind
 
 _DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
@@ -54,8 +55,7 @@ def misfits(config: EngineConfig) -> list[Misfit]:
     if config.kind not in _NAMES:
         return []
     found = list(_levers(config))
-    folder = Path(config.model)
-    if config.model and folder.is_dir():
+    if folder := model_folder(config):
         found += _checkpoint(config, folder)
     return found
 

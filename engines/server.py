@@ -16,6 +16,7 @@ from engines.engine_log import doing, read_tail
 from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
 from engines.gpus import visible_gpus
 from engines.launch import VLLM_WORKER, engine_command
+from engines.model_folder import model_folder
 from engines.process import EngineProcess
 from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 
@@ -178,7 +179,8 @@ def _expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
     # A quantised checkpoint names other tensors than its trainer does.
     if config.extra.get("quantization", config.quantization):
         return None
-    tensors = read_tensors(config.model)
+    folder = model_folder(config)
+    tensors = read_tensors(folder) if folder else None
     return tensors and served_in(config.dtype, tensors)
 
 

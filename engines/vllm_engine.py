@@ -105,11 +105,11 @@ class VllmEngine(HttpEngine):
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         await self._label(MIXED, timeout_s)
-        if self._peer is not None and version:
-            source = {"version": version, "peer_url": self._peer.url, "peer_key": self._peer.key}
-            await self._on_workers("load_snapshot", {"path": path, **source, "timeout_s": timeout_s}, timeout_s)
-        elif self._has_tee or self._peer is not None:
-            await self._on_workers("load_snapshot", {"path": path}, timeout_s)
+        if self._has_tee or self._peer is not None:
+            asked: Json = {"path": path, "version": version}
+            if self._peer is not None and version:
+                asked |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
+            await self._on_workers("load_snapshot", asked, timeout_s)
         else:
             await self._on_workers("reload_weights", {"weights_path": path}, timeout_s)
         await self._label(str(version), timeout_s)

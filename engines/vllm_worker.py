@@ -47,19 +47,23 @@ class WeightWorker:
     ) -> None:
         """Load all weights from a checkpoint folder, whatever an update that broke off has left.
 
-        With `peer_url` the folder is fetched from there, as that version, where this machine does not have it.
+        With `peer_url` the folder is fetched from there, as that version, where this machine does not have it. Version
+        0 is then read from where vLLM has it.
         """
         worker: Any = self
         if peer_url:
             fetched(Path(path), PeerStore(peer_url, peer_key), version, timeout_s)
-        elif not Path(path).is_dir():
+        elif version and not Path(path).is_dir():
             raise FileNotFoundError(
                 f"this machine has no folder {path}: bind gateway.host to an address that it reaches, set "
                 "weights.peer_url, or have weights.store name a folder that all machines share"
             )
         self.drop_receipt()
         _end_reload(worker)
-        worker.reload_weights(weights_iterator=read_tensors(Path(path), worker.device))
+        if Path(path).is_dir():
+            worker.reload_weights(weights_iterator=read_tensors(Path(path), worker.device))
+        else:
+            worker.reload_weights()
         worker._weight_update_active = False
         rebuild_tied_head(worker.get_model())
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import structlog
 
 from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, StoreFailed, WeightUpdateFailed
+from engines.model_folder import model_folder
 from engines.types import EngineKind, ReplicaState
 from gateway.canary import Canary
 from gateway.config import WeightsConfig
@@ -181,7 +182,7 @@ class CatchUp:
             group = self._fleet.models.groups[replica.info.group]
             if group.kind is EngineKind.EXTERNAL:
                 raise StoreFailed(f"the checkpoint of {replica.info.url} is somebody else's")
-            yield group.model or group.served_name
+            yield str(model_folder(group) or group.model or group.served_name)
             return
         holders = [other.info.incarnation for other in self._fleet.policy]
         async with self._snapshots.reading(version, holders) as path:

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
+from pathlib import Path
 
 import structlog
 from aiohttp import web
@@ -19,7 +20,7 @@ from engines.errors import (
     RolloutGatewayError,
     WeightUpdateFailed,
 )
-from engines.types import EngineKind
+from engines.model_folder import model_folder
 from gateway.access import Access
 from gateway.adapter_coordinator import AdapterCoordinator
 from gateway.adapters import Adapter
@@ -63,7 +64,7 @@ class GatewayServer:
         self._metrics = metrics
         self._access = Access(config.gateway)
         self._scheduler = Scheduler(config.gateway, fleet, metrics)
-        self._snapshots = Snapshots(config.weights, config.name, _checkpoint(config))
+        self._snapshots = Snapshots(config.weights, config.name, lambda: _checkpoint(config))
         fleet.remembered = self._snapshots.held_by
         self._weights = WeightCoordinator(config.weights, fleet, self._scheduler, metrics, self._snapshots)
         self._weight_routes = WeightRoutes(config.weights, fleet, self._weights, self._snapshots)
@@ -414,10 +415,10 @@ def _error_reply(error: RolloutGatewayError) -> web.Response:
     return reply(body_of(error), status)
 
 
-def _checkpoint(config: Config) -> str:
-    """The checkpoint of the policy; "" where only somebody else's server knows it."""
-    ours = (group for group in config.groups.values() if not group.frozen and group.kind is not EngineKind.EXTERNAL)
-    return next((group.model for group in ours), "")
+def _checkpoint(config: Config) -> Path | None:
+    """The checkpoint of the policy, where this machine has it."""
+    ours = (group for group in config.groups.values() if not group.frozen)
+    return next(filter(None, map(model_folder, ours)), None)
 
 
 def _text(body: Json, key: str) -> str:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import structlog
 
+from engines.checkpoint import checkpoint_files
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import complete, is_whole
@@ -34,12 +35,12 @@ _COPIES = 2
 
 
 class Snapshots:
-    """The store of one gateway. `checkpoint` is the folder of version 0, where there is one here."""
+    """The store of one gateway. `checkpoint` is asked for the folder of version 0, which engines may yet download."""
 
-    def __init__(self, config: WeightsConfig, app: str, checkpoint: str = "") -> None:
+    def __init__(self, config: WeightsConfig, app: str, checkpoint: Callable[[], Path | None]) -> None:
         self._config = config
         self._folder = None if config.store is None else in_memory(app) if config.store == AUTO else Path(config.store)
-        self._checkpoint = Path(checkpoint) if checkpoint and Path(checkpoint).is_dir() else None
+        self._checkpoint = checkpoint
         self._store: WeightStore | None = None
         self._why_not = "weights.store is null" if config.store is None else "not open yet"
         self._keeping: asyncio.Task[None] | None = None
@@ -52,10 +53,8 @@ class Snapshots:
         try:
             self._store = await self._aside(WeightStore, self._folder)
             self._why_not = ""
-            size = (
-                sum(path.stat().st_size for path in self._checkpoint.glob("*.safetensors")) if self._checkpoint else 0
-            )
-            await self._has_room(size)
+            checkpoint = await self._aside(self._checkpoint)
+            await self._has_room(sum(file.stat().st_size for file in checkpoint_files(checkpoint)) if checkpoint else 0)
         except StoreFailed as error:
             self._go_without(str(error))
 
@@ -91,7 +90,7 @@ class Snapshots:
     def base(self, version: int) -> str:
         """The folder of a version's weights, to complete the next from; "" where there is none."""
         if version == 0:
-            return str(self._checkpoint or "")
+            return str(self._checkpoint() or "")
         return str(self._store.path(version)) if self._store and self._store.has(version) else ""
 
     async def draft(self, served: int, num_bytes: int) -> Path | None:
@@ -160,7 +159,7 @@ class Snapshots:
         store, base = self._open_store(), self.base(served)
         draft = store.named(name)
         await self._aside(complete, draft, Path(base) if base else None, list(names))
-        return await self._aside(store.promote, draft, version, self._checkpoint)
+        return await self._aside(store.promote, draft, version, self._checkpoint())
 
     async def withdraw(self, version: int) -> None:
         """Remove a version that came to nothing."""
@@ -231,7 +230,7 @@ class Snapshots:
                     await asyncio.sleep(_POLL_S)
             await self._aside(_check_digests, draft, digests)
             store = self._open_store()
-            await self._aside(store.promote, draft, version, self._checkpoint)
+            await self._aside(store.promote, draft, version, self._checkpoint())
             await self.note_holders(version, holders)
             log.info("version kept", version=version, seconds=round(time.monotonic() - began, 3))
         except (StoreFailed, TimeoutError) as error:

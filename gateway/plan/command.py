@@ -23,7 +23,10 @@ _HARDWARE = "The hardware"
 
 def plan_command(
     model: Annotated[
-        Path | None, typer.Option("--model", "-m", metavar="FOLDER", help="Checkpoint folder, or its config.json.")
+        Path | None,
+        typer.Option(
+            "--model", "-m", metavar="FOLDER", help="Checkpoint folder, its config.json, or a Hugging Face id."
+        ),
     ] = None,
     shape: Annotated[
         str, typer.Option("--shape", metavar="KEY=VALUE,...", help="Numbers in config.json's words, over --model's.")
@@ -90,6 +93,8 @@ def plan_command(
 def _checkpoint(model: Path | None) -> str:
     if model is None:
         raise ConfigError("--write: a configuration needs the checkpoint that engines load: give --model FOLDER")
+    if not model.exists():
+        return str(model)  # an id, in the Hugging Face cache
     return os.path.abspath(model if model.is_dir() else model.parent)
 
 

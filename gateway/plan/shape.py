@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ConfigError
+from engines.model_folder import cached_folder
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
 _ATTENTION = ("full_attention", "sliding_attention", "attention")
@@ -179,13 +180,15 @@ def _weight_bytes(config: Mapping[str, Any], quantization: Mapping[str, Any] | N
 
 
 def _read(model: Path) -> dict[str, Any]:
-    path = model if model.is_file() else model / "config.json"
+    folder = model if model.exists() else cached_folder(str(model)) or model
+    path = folder if folder.is_file() else folder / "config.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"--model {str(model)!r}: {path} cannot be read: {error.strerror}; give a folder with config.json, or "
-            "numbers: --shape num_hidden_layers=28,hidden_size=3584,..."
+            f"--model {str(model)!r}: {path} cannot be read: {error.strerror}; give a folder with config.json, "
+            "a Hugging Face id whose files are in the cache, or numbers: "
+            "--shape num_hidden_layers=28,hidden_size=3584,..."
         ) from error
     except ValueError as error:
         raise ConfigError(f"--model {str(model)!r}: {path} is no JSON: {error}") from error

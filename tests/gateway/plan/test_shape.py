@@ -11,6 +11,7 @@ from engines.checkpoint import read_tensors
 from engines.errors import ConfigError
 from gateway.plan.shape import read_shape, shape_of
 from loadtests.shapes import SHAPES
+from tests.hub_cache import cached
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny_model" / "digit-sort"
 
@@ -75,9 +76,16 @@ def test_parameters_are_those_of_the_published_model(config: dict[str, Any], par
 
 
 def test_parameters_of_a_folder_are_those_in_its_files() -> None:
-    tensors = read_tensors(str(TINY))
+    tensors = read_tensors(TINY)
     assert tensors is not None
     assert read_shape(TINY).parameters == pytest.approx(sum(math.prod(tensor.shape) for tensor in tensors), rel=0.001)
+
+
+def test_an_id_is_read_from_the_hugging_face_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached(TINY, tmp_path, "acme/tiny")
+    shape = read_shape(Path("acme/tiny"))
+    assert (shape.name, shape.parameters) == ("tiny", read_shape(TINY).parameters)
 
 
 def test_a_mixture_multiplies_with_the_experts_taken_and_reads_those_that_any_token_takes() -> None:

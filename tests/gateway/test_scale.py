@@ -13,8 +13,9 @@ from engines.errors import ConfigError
 from engines.server import free_port
 from gateway.config import Config
 from gateway.scale import _check, _chosen, scaled
+from tests.gateway.test_cli import cluster_shell, script, shell  # noqa: F401  # fixtures
 from tests.rig import StartRig
-from tests.shell import Shell, cluster_shell, script, shell  # noqa: F401  # fixtures
+from tests.shell import Shell
 
 DEPLOYED: dict[str, Any] = {"name": "a", "import_path": "gateway.app:build", "args": {"engine": {"kind": "sim"}}}
 LONG = {"sim": {"decode_step_s": 0.01, "mean_tokens": 10_000}}
@@ -55,7 +56,7 @@ def test_no_replicas_and_many_of_one_url_are_refused() -> None:
         _check(config, "engine", 2)
 
 
-def test_scaling_without_a_cluster_names_the_address(shell: Shell) -> None:  # noqa: F811
+def test_scaling_without_a_cluster_names_the_address(shell: Shell) -> None:
     done = shell.run("scale", "2")
     assert done.returncode == 1
     assert "no Ray dashboard answers at http://127.0.0.1:1" in done.stderr
@@ -183,7 +184,7 @@ def up(cluster_shell: Shell) -> tuple[Shell, str]:  # noqa: F811
 def test_two_replicas_become_four_and_one_under_load_and_no_rollout_is_lost_or_comes_twice(
     up: tuple[Shell, str],
 ) -> None:
-    shell, url = up  # noqa: F811
+    shell, url = up
 
     def pids() -> dict[str, int]:
         with urllib.request.urlopen(f"{url}/status", timeout=10) as response:

@@ -56,7 +56,7 @@ def test_no_replicas_and_many_of_one_url_are_refused() -> None:
         _check(config, "engine", 2)
 
 
-def test_scaling_without_a_cluster_names_the_address(shell: Shell) -> None:
+def test_scaling_without_a_cluster_names_the_address(shell: Shell) -> None:  # noqa: F811
     done = shell.run("scale", "2")
     assert done.returncode == 1
     assert "no Ray dashboard answers at http://127.0.0.1:1" in done.stderr
@@ -184,7 +184,7 @@ def up(cluster_shell: Shell) -> tuple[Shell, str]:  # noqa: F811
 def test_two_replicas_become_four_and_one_under_load_and_no_rollout_is_lost_or_comes_twice(
     up: tuple[Shell, str],
 ) -> None:
-    shell, url = up
+    shell, url = up  # noqa: F811
 
     def pids() -> dict[str, int]:
         with urllib.request.urlopen(f"{url}/status", timeout=10) as response:

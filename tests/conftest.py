@@ -10,6 +10,7 @@ from tests.client_records import pytest_runtest_logreport as pytest_runtest_logr
 from tests.client_records import pytest_runtest_setup as pytest_runtest_setup
 from tests.garbage import pytest_collection as pytest_collection
 from tests.garbage import pytest_collection_finish as pytest_collection_finish
+from tests.garbage import pytest_unconfigure as pytest_unconfigure
 from tests.real_vllm import pytest_sessionfinish as pytest_sessionfinish
 from tests.rig import FAST_WATCH, Json, Rig, SimReplica, StartRig
 from tests.selection import pytest_ignore_collect as pytest_ignore_collect

@@ -9,7 +9,12 @@ def pytest_collection() -> None:
     gc.disable()
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extension modules complain of what is left when Python ends

@@ -175,20 +175,23 @@ async def test_what_a_replica_that_leaves_cuts_off_goes_on_elsewhere(start: Star
 async def test_what_ends_between_load_and_verdict_is_held_back_and_not_done_twice(
     start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = await start(2, sim={"decode_step_s": 0.02})
+    rig = await start(2, sim={"decode_step_s": 0.1})
     check = Canary.check
 
     async def slow(*asked: Any, **how: Any) -> Any:
+        loaded.set()
         async with asyncio.timeout(20):
             await ended.wait()
         return await check(*asked, **how)
 
-    ended = asyncio.Event()
+    loaded, ended = asyncio.Event(), asyncio.Event()
     monkeypatch.setattr(Canary, "check", slow)
-    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=20, ignore_eos=True))
-    await asyncio.sleep(0.1)
+    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True))
+    await rig.begun(2)
     async with rolling(rig, folder) as pushing:
-        await asyncio.sleep(1.0)
+        await asyncio.wait_for(loaded.wait(), 20)
+        rig.hurry()
+        await asyncio.sleep(0.4)
         assert not running.done()  # one of the two replicas is without a verdict
         ended.set()
         assert (await pushing)[0] == 200

@@ -2,7 +2,7 @@
 
 vLLM's own reader copies tensor after tensor from a mapped file, which one core does; a replica that comes back, and a
 fleet that loads what the relay wrote, wait for it. Here threads read parts of the files into pinned memory while the
-parts before are on their way.
+parts before are on their way. Without a GPU they read each part where it belongs, while the tensors before are used.
 """
 
 from collections import deque
@@ -22,6 +22,10 @@ _BATCH_BYTES = 256 << 20
 """Tensors that lie behind each other are on the device together, so many bytes at least."""
 _THREADS = 8
 _BUFFERS = 2 * _THREADS
+_HOST_PART_BYTES = 4 << 20
+_HOST_BATCH_BYTES = 16 << 20
+"""Without a GPU: little enough that memory which was used before is used again; fresh pages cost as much as a copy."""
+_HOST_BATCHES_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,10 @@ class _Batch:
     def num_bytes(self) -> int:
         return self.spans[-1].end - self.begin
 
-    def parts(self) -> Iterator[tuple[int, int]]:
+    def parts(self, part_bytes: int) -> Iterator[tuple[int, int]]:
         """Offset in the batch and length of each."""
-        for offset in range(0, self.num_bytes, _PART_BYTES):
-            yield offset, min(_PART_BYTES, self.num_bytes - offset)
+        for offset in range(0, self.num_bytes, part_bytes):
+            yield offset, min(part_bytes, self.num_bytes - offset)
 
 
 class _Buffer:
@@ -56,14 +60,7 @@ class _Buffer:
         """Read once what was here before has left."""
         if self._left is not None:
             self._left.synchronize()
-        view = memoryview(self.memory.numpy())[:length]
-        with file.open("rb", buffering=0) as source:
-            source.seek(offset)
-            while view:
-                got = source.readinto(view)
-                if not got:
-                    raise OSError(f"{file} ends before its header says")
-                view = view[got:]
+        _fill(self.memory[:length], file, offset)
         return self
 
     def leave_for(self, place: torch.Tensor) -> None:
@@ -78,16 +75,44 @@ def read_tensors(folder: Path, device: torch.device) -> Iterator[tuple[str, torc
 
     Raises `OSError` where the folder holds no tensors, and later where a file cannot be read to its end.
     """
-    batches = [batch for file, spans in read_spans(folder).items() for batch in _batches(folder / file, spans)]
+    is_host = device.type == "cpu"
+    batch_bytes = _HOST_BATCH_BYTES if is_host else _BATCH_BYTES
+    files = read_spans(folder).items()
+    batches = [batch for file, spans in files for batch in _batches(folder / file, spans, batch_bytes)]
     if not batches:
         raise FileNotFoundError(f"{folder} holds no safetensors")
-    return _read(batches, device)
+    return _read_in_place(batches) if is_host else _read(batches, device)
+
+
+def _read_in_place(batches: Sequence[_Batch]) -> Iterator[tuple[str, torch.Tensor]]:
+    readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot")
+    waiting, reading = iter(batches), deque[tuple[_Batch, torch.Tensor, list[Future[None]]]]()
+
+    def read_on(count: int) -> None:
+        for batch in islice(waiting, count):
+            there = torch.empty(batch.num_bytes, dtype=torch.uint8)
+            parts = [
+                readers.submit(_fill, there[offset : offset + length], batch.file, batch.begin + offset)
+                for offset, length in batch.parts(_HOST_PART_BYTES)
+            ]
+            reading.append((batch, there, parts))
+
+    try:
+        read_on(_HOST_BATCHES_AHEAD)
+        while reading:
+            batch, there, parts = reading.popleft()
+            for part in parts:
+                part.result()
+            yield from _tensors(batch, there)
+            read_on(1)
+    finally:
+        readers.shutdown(cancel_futures=True)
 
 
 def _read(batches: Sequence[_Batch], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     buffers = deque(_Buffer(device) for _ in range(_BUFFERS))
     readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot")
-    jobs = ((batch, offset, length) for batch in batches for offset, length in batch.parts())
+    jobs = ((batch, offset, length) for batch in batches for offset, length in batch.parts(_PART_BYTES))
     try:
         # As many reads are under way as there are buffers, and each ends in the order that it began.
         reading: deque[Future[_Buffer]] = deque()
@@ -99,7 +124,7 @@ def _read(batches: Sequence[_Batch], device: torch.device) -> Iterator[tuple[str
         read_on()
         for batch in batches:
             there = torch.empty(batch.num_bytes, dtype=torch.uint8, device=device)
-            for offset, length in batch.parts():
+            for offset, length in batch.parts(_PART_BYTES):
                 buffer = reading.popleft().result()
                 buffer.leave_for(there[offset : offset + length])
                 buffers.append(buffer)
@@ -109,11 +134,23 @@ def _read(batches: Sequence[_Batch], device: torch.device) -> Iterator[tuple[str
         readers.shutdown(cancel_futures=True)
 
 
-def _batches(file: Path, spans: Sequence[Span]) -> Iterator[_Batch]:
+def _fill(place: torch.Tensor, file: Path, offset: int) -> None:
+    """Read the bytes of `place`, which is on the host, from `offset` of the file on."""
+    view = memoryview(place.numpy())
+    with file.open("rb", buffering=0) as source:
+        source.seek(offset)
+        while view:
+            got = source.readinto(view)
+            if not got:
+                raise OSError(f"{file} ends before its header says")
+            view = view[got:]
+
+
+def _batches(file: Path, spans: Sequence[Span], batch_bytes: int) -> Iterator[_Batch]:
     batch: list[Span] = []
     for span in sorted(spans, key=lambda one: one.begin):
         batch.append(span)
-        if batch[-1].end - batch[0].begin >= _BATCH_BYTES:
+        if batch[-1].end - batch[0].begin >= batch_bytes:
             yield _Batch(file, batch)
             batch = []
     if batch:

@@ -3,6 +3,7 @@
 The wire is left to gloo_transfer.py; this file holds the backend's life in the worker and loads what arrives.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -74,14 +75,17 @@ def rebuild_tied_head(model: torch.nn.Module) -> None:
     """Pack a tied lm_head again from the weights just loaded.
 
     On CPU vLLM computes with a packed copy of each weight. Layerwise reload rebuilds those of the layers it loads, but
-    a tied head is loaded through the embedding, so it would go on with the old weights and say nothing.
+    a tied head is loaded through the embedding, so it would go on with the old weights and say nothing. Packing is a
+    seventh of the time of a load where the vocabulary is large; a head of its own needs none.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     if not current_platform.is_cpu():
         return
-    for module in model.modules():
-        is_packed = isinstance(module, VocabParallelEmbedding) and getattr(module, "cpu_linear", None) is not None
-        if is_packed and module.weight.numel():
+    found = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    sharing = Counter(module.weight.data_ptr() for module in found if module.weight.numel())
+    for module in found:
+        is_packed = isinstance(module, ParallelLMHead) and getattr(module, "cpu_linear", None) is not None
+        if is_packed and sharing[module.weight.data_ptr()] > 1:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -21,6 +21,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_reader, "_PART_BYTES", 48)
     monkeypatch.setattr(snapshot_reader, "_BATCH_BYTES", 200)
     monkeypatch.setattr(snapshot_reader, "_BUFFERS", 3)
+    monkeypatch.setattr(snapshot_reader, "_HOST_PART_BYTES", 48)
+    monkeypatch.setattr(snapshot_reader, "_HOST_BATCH_BYTES", 200)
+    monkeypatch.setattr(snapshot_reader, "_HOST_BATCHES_AHEAD", 2)
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:

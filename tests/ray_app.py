@@ -4,8 +4,14 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from engines.server import free_port
+
+START_S = 60.0
+RESTART_S = 60.0
 
 
 class App:
@@ -41,6 +47,25 @@ class App:
         body = {"model": "sim", "prompt": [[digit] for digit in range(3, 11)], "max_tokens": 4}
         choices: list[Any] = self.ask(self.url + "/v1/completions", body)["choices"]
         return choices
+
+
+@contextmanager
+def deployed(engine: dict[str, Any]) -> Iterator[App]:
+    """An application of two replicas on the cluster that this process is connected to. Serve ends with it."""
+    from ray import serve
+
+    from gateway.app import build
+    from gateway.config import Config
+
+    port = free_port()
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(build(Config.model_validate({"engine": engine, "gateway": {"port": 0}})), name="test")
+        app = App(f"http://127.0.0.1:{port}")
+        wait_until(lambda: app.states() == ["SERVING", "SERVING"], START_S)
+        yield app
+    finally:
+        serve.shutdown()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:

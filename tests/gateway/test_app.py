@@ -7,37 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from engines.server import free_port
-from tests.ray_app import App, wait_until
+from tests.ray_app import RESTART_S, App, deployed, wait_until
 
 pytest.importorskip("ray")
 
 pytestmark = pytest.mark.ray
 
-START_S = 60.0
-RESTART_S = 60.0
-
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[App]:
     import ray
-    from ray import serve
-
-    from gateway.app import build
-    from gateway.config import Config
 
     engine = {"kind": "sim", "model": "sim", "num_replicas": 2, "num_cpus": 0.1, "stop_timeout_s": 1}
-    port = free_port()
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        config = Config.model_validate({"engine": engine, "gateway": {"port": 0}})
-        serve.run(build(config), name="test")
-        running = App(f"http://127.0.0.1:{port}")
-        wait_until(lambda: running.states() == ["SERVING", "SERVING"], START_S)
-        yield running
+        with deployed(engine) as running:
+            yield running
     finally:
-        serve.shutdown()
         ray.shutdown()
 
 

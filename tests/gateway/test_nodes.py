@@ -10,40 +10,26 @@ from typing import Any
 
 import pytest
 
-from engines.server import free_port
-from tests.ray_app import App, wait_until
+from tests.ray_app import RESTART_S, App, deployed, wait_until
 
 ray = pytest.importorskip("ray")
 
 pytestmark = pytest.mark.ray
 
-START_S = 60.0
-RESTART_S = 60.0
-
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[App]:
-    from ray import serve
     from ray.cluster_utils import Cluster
 
-    from gateway.app import build
-    from gateway.config import Config
-
-    # A replica takes all that a node has left, so each node gets one.
+    # A replica takes all that a node has, so each node gets one.
     engine = {"kind": "sim", "model": "sim", "num_replicas": 2, "num_cpus": 1, "stop_timeout_s": 1}
-    port = free_port()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=1)
         ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        config = Config.model_validate({"engine": engine, "gateway": {"port": 0}})
-        serve.run(build(config), name="test")
-        running = App(f"http://127.0.0.1:{port}")
-        wait_until(lambda: running.states() == ["SERVING", "SERVING"], START_S)
-        yield running
+        with deployed(engine) as running:
+            yield running
     finally:
-        serve.shutdown()
         ray.shutdown()
         cluster.shutdown()
         with warnings.catch_warnings():

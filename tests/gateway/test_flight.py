@@ -96,8 +96,7 @@ async def test_a_rollout_frozen_between_its_prompt_and_its_first_token_has_kv_of
     await rig.open_group()
     running = asyncio.create_task(rig.complete([5], max_tokens=2, ignore_eos=True))
     await rig.begun()
-    await rig.update()
-    rig.hurry()
+    await rig.update(hurries=True)
     choice = (await running)["choices"][0]
     assert choice["weight_versions"] == [{"version": 1, "start": 0, "end": 2}]
     assert choice["kv_versions"] == [0, 1]

@@ -598,8 +598,7 @@ async def test_a_stream_that_has_told_nothing_begins_again(start_rig: StartRig) 
         asyncio.create_task(streamed(rig, COMPLETIONS, short | {"n": 2, "temperature": 1.0})),
     ]
     await rig.begun(5)
-    await rig.update()
-    rig.hurry()
+    await rig.update(hurries=True)
     for chunks in await asyncio.gather(*running):
         ends = [one for chunk in chunks for one in chunk["choices"] if one["finish_reason"]]
         assert {one["finish_reason"] for one in ends} == {"length"}

@@ -1,6 +1,7 @@
 """What tests import is a million objects that live to the end: the garbage collector need not look through them."""
 
 import gc
+import os
 
 import pytest
 
@@ -16,5 +17,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # this process of pytest-xdist has told all: to take torch apart takes a second
+        os._exit(0)
     gc.unfreeze()  # extension modules complain of what is left when Python ends

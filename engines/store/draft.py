@@ -224,10 +224,12 @@ class Draft:
 def claim_draft(store: Path) -> tuple[Path, int]:
     """A new draft folder, and the descriptor that marks its writer as alive until closed."""
     folder = store / f"{DRAFT}{uuid.uuid4().hex}"
+    begun = store / f".{folder.name}"  # who removes drafts of dead writers must not see one before it is locked
     with disk_errors(folder):
-        folder.mkdir(mode=0o700)
-        owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(owner, fcntl.LOCK_EX)
+        begun.mkdir(mode=0o700)
+        owner = os.open(begun / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        begun.rename(folder)
     return folder, owner
 
 

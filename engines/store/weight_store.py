@@ -119,11 +119,11 @@ class WeightStore:
         with disk_errors(draft):
             _link_rest(checkpoint, draft)
             replace(manifest, version=version).write(draft)
-            (draft / OWNER).unlink(missing_ok=True)
             if target.exists():
                 shutil.rmtree(target)
             self._known.add(version)  # before it is there: `prune` may run beside this
             draft.rename(target)
+            (target / OWNER).unlink(missing_ok=True)  # not before: `sweep`, too, may run beside this
             sync(self.folder)
         if (owner := self._owned.pop(draft, None)) is not None:
             os.close(owner)

@@ -1,14 +1,17 @@
 """Weight versions in a folder: what is whole is found, what is read stays, and what is dead goes away."""
 
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from engines.errors import InvalidRequest, StoreFailed
-from engines.store.draft import Draft, is_whole
-from engines.store.manifest import MANIFEST, check_bytes
+from engines.store.draft import OWNER, Draft, claim_draft, is_whole
+from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.weight_store import WeightStore, remove_store
 from tests.drafts import file_bytes, tensor, written
 
@@ -174,3 +177,37 @@ def test_a_store_is_removed_unless_a_gateway_keeps_it(store: WeightStore) -> Non
     assert remove_store(store.folder)
     assert not store.folder.exists()
     assert not remove_store(store.folder)
+
+
+def test_a_draft_is_not_swept_in_the_moment_that_it_is_made(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: int, operation: int) -> None:
+        store.sweep()
+        locked(file, operation)
+
+    locked = fcntl.flock
+    monkeypatch.setattr("engines.store.draft.fcntl", SimpleNamespace(flock=flock, LOCK_EX=fcntl.LOCK_EX))
+    folder, owner = claim_draft(store.folder)
+    assert [path.name for path in folder.iterdir()] == [OWNER]
+    os.close(owner)
+
+
+def test_a_draft_is_not_swept_in_the_moment_that_it_becomes_a_version(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, owner = claim_draft(store.folder)  # a trainer's
+    draft = Draft(folder, "m")
+    draft.add([tensor("a", 1)])
+    draft.finish()
+    renamed = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        store.sweep()
+        return renamed(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    version = store.promote(folder, 1, None)
+    os.close(owner)
+    assert "a" in Manifest.read(version).tensors
+    assert OWNER not in [path.name for path in version.iterdir()]

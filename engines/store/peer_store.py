@@ -73,9 +73,9 @@ class PeerStore:
         return int(max(versions))
 
     def fetch(self, version: int, target: Path, timeout_s: float) -> Path:
-        """Have folder `target` hold the version, with every tensor's digest checked; returns it. One that is there is
-        believed.
+        """Have folder `target` hold the version, with every tensor's digest checked; returns it.
 
+        One that is there stays where its digests are the peer's: a run before may have given its number to others.
         Raises `StoreFailed` where the peer lacks the version or is silent, the bytes are not those of the manifest, or
         the disk is full, and `DeadlineExceeded` after `timeout_s`. What had come by then serves the next try.
         """
@@ -83,8 +83,7 @@ class PeerStore:
         with disk_errors(target):
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with fetch.alone():
-                if not target.is_dir():
-                    fetch.run()
+                fetch.run()
         return target
 
     def files(self, version: int) -> list[_File]:
@@ -147,11 +146,25 @@ class _Fetch:
     def run(self) -> None:
         files = self._peer.files(self._version)
         self._partial.mkdir(mode=0o700, exist_ok=True)
+        if self._target.is_dir():
+            if self._is_there(files):
+                shutil.rmtree(self._partial)
+                return
+            shutil.rmtree(self._target)
         manifest = self._joined(files) or self._whole(files)
         if manifest.version != self._version:
             raise StoreFailed(f"the peer's version {self._version} says that it is {manifest.version}")
         (self._partial / _FETCHED).touch()
         self._partial.rename(self._target)
+
+    def _is_there(self, files: Sequence[_File]) -> bool:
+        self._receive([file for file in files if file.name == MANIFEST])
+        theirs = Manifest.read(self._partial)
+        try:
+            ours = Manifest.read(self._target)
+        except StoreFailed:
+            return False
+        return ours.version == theirs.version and _digests(ours) == _digests(theirs)
 
     def _whole(self, files: Sequence[_File]) -> Manifest:
         files = [file for file in files if not file.name.endswith(DELTA)]
@@ -264,13 +277,17 @@ def fetched(path: Path, peer: PeerStore, version: int, timeout_s: float) -> Path
 
     The last two that were fetched are kept.
     """
-    if path.is_dir():
-        return path
+    if path.is_dir() and not (path / _FETCHED).is_file():
+        return path  # the gateway's own, or one that is shared
     peer.fetch(version, path, timeout_s)
     ours = [folder for folder in path.parent.glob("v*") if (folder / _FETCHED).is_file()]
     for old in sorted(ours, key=lambda folder: (folder / _FETCHED).stat().st_mtime_ns)[:-_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return path
+
+
+def _digests(manifest: Manifest) -> dict[str, str]:
+    return {name: tensor.digest for name, tensor in manifest.tensors.items()}
 
 
 def _ranges(file: _File) -> Iterator[_Range]:

@@ -317,6 +317,33 @@ def test_workers_of_one_machine_fetch_a_version_once(peer: Peer, tmp_path: Path)
     assert len(ranges(peer)) == 8
 
 
+def test_another_runs_version_of_the_number_is_not_taken_for_the_peers(peer: Peer, tmp_path: Path) -> None:
+    target = tmp_path / "here" / "v1"
+    fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
+    draft = peer.store.draft()
+    written = Draft(draft, "m")
+    written.add([raw("w", "float32", [NUM_BYTES // 4], bytes(NUM_BYTES))])
+    written.finish()
+    peer.store.promote(draft, 1, None)
+    fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
+    assert check_bytes(target) == check_bytes(peer.store.path(1))
+    assert [path.name for path in target.parent.iterdir() if path.is_dir()] == ["v1"]
+
+
+def test_of_a_version_that_is_here_the_manifest_alone_is_fetched(peer: Peer, tmp_path: Path) -> None:
+    target = tmp_path / "here" / "v1"
+    fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
+    peer.asked.clear()
+    fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
+    assert files_asked(peer) == {MANIFEST}
+    assert [path.name for path in target.parent.iterdir() if path.is_dir()] == ["v1"]
+
+
+def test_a_folder_that_nobody_fetched_is_the_gateways_own(peer: Peer, tmp_path: Path) -> None:
+    shutil.copytree(peer.store.path(1), tmp_path / "shared" / "v1")
+    fetched(tmp_path / "shared" / "v1", PeerStore("http://127.0.0.1:1"), 1, TIMEOUT_S)
+
+
 def test_the_last_two_fetched_versions_are_kept_and_nothing_else_is_touched(peer: Peer, tmp_path: Path) -> None:
     here = tmp_path / "here"
     (here / "v0").mkdir(parents=True)

@@ -11,7 +11,7 @@ from engines.server import free_port
 
 _CHUNK_BYTES = 1 << 30
 _REPEATS = 3
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 60.0
 _BLOCK_BYTES = 64 << 20
 
 
@@ -105,12 +105,18 @@ def _copy(pipe: Connection, device: str, num_bytes: int) -> None:
 
 
 def _take_part(pipe: Connection, backend: str, device: str, rank: int, port: int, num_bytes: int) -> None:
+    # As engines have it, and their trainers with them; before torch has touched CUDA.
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     import torch
     import torch.distributed
 
-    if device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(device))
-    torch.distributed.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    ours = torch.device(device)
+    if ours.type == "cuda":
+        torch.cuda.set_device(ours)
+    torch.distributed.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
+        device_id=ours if ours.type == "cuda" else None,  # a rank is not its GPU's number here
+    )  # fmt: skip
     chunk = torch.zeros(min(num_bytes, _CHUNK_BYTES), dtype=torch.uint8, device=device)
 
     def once() -> float:

@@ -7,6 +7,7 @@ from typing import Any
 from engines.snapshot_reader import read_tensors
 from engines.store.peer_store import PeerStore, fetched
 from engines.vllm_gloo import rebuild_tied_head
+from engines.vllm_in_place import load_in_place, load_layerwise, loads_in_place
 from engines.weight_tee import Scribe, WeightTee, prepare
 
 
@@ -15,6 +16,7 @@ class WeightWorker:
 
     tee: WeightTee | None = None
     scribe: Scribe | None = None
+    in_place: bool | None = None  # None until the model was looked at
 
     def open_receipt(
         self, draft: str = "", model: str = "", base: str = "", names: Sequence[str] = (), wait_s: float = 0.0
@@ -25,6 +27,10 @@ class WeightWorker:
         prepare(worker.device)
         if draft and worker.rank == 0 and worker.parallel_config.data_parallel_index == 0:
             self.scribe = _scribe_after(self.scribe, Path(draft), model, Path(base) if base else None, names, wait_s)
+        if self.in_place is None:
+            self.in_place = loads_in_place(worker)
+        if self.in_place:
+            load_in_place(worker.weight_transfer_engine)
         self.tee = WeightTee(worker.weight_transfer_engine.model, self.scribe if draft else None)
 
     def close_receipt(self) -> dict[str, str]:
@@ -34,6 +40,8 @@ class WeightWorker:
 
     def drop_receipt(self) -> None:
         """Stop digesting and copying; the draft is worth nothing."""
+        worker: Any = self
+        load_layerwise(worker.weight_transfer_engine)
         tee, self.tee = self.tee, None
         if tee is not None:
             tee.drop()

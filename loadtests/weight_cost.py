@@ -10,7 +10,7 @@ shapes. Variants are settings of the gateway over the file's: one after the othe
 run of the load alone and one for each of `--in-flight`, with `--updates` spread over it. What a run takes longer than
 the one beside it, by update, is the work that an update costs. The updates' own records tell for how long generation
 stood still and what each step took. `--restores` are updates refused by the canary: what is told of them is the time
-from the trainer's error to a completion of the version before. In the same run the media are measured alone: torch's
+from the refusal to a completion of the version before. In the same run the media are measured alone: torch's
 own broadcast of the same bytes, a file written and read where the weight store is, a copy to the engine's GPU.
 """
 
@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -57,7 +58,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """An update that was refused. `seconds` from then to the first completion, which is of `version`."""
+    """An update that was refused. `seconds` from its end to the first completion, which is of `version`."""
 
     seconds: float
     version: int
@@ -129,10 +130,12 @@ class Bench:
         pushed = await asyncio.to_thread(self._pusher.push_in_vain)
         if not pushed.error:
             raise ConfigError("the canary let pass what it should not: weights.canary.enabled must be true")
-        began = time.monotonic()
         body = {"prompt": [1, 2, 3], "max_tokens": 1}
         answer = await self._ask("POST", "/v1/completions", body)
-        return Restore(time.monotonic() - began, answer["choices"][0]["weight_versions"][-1]["version"], pushed.error)
+        served = time.time()
+        [refused] = await self._records(1)
+        ended = datetime.fromisoformat(refused["started"]).timestamp() + refused["age_s"]
+        return Restore(served - ended, answer["choices"][0]["weight_versions"][-1]["version"], pushed.error)
 
     async def _run(self, pair: int, in_flight: str, expected_s: float) -> Run:
         count = 0 if in_flight == _QUIET else self._args.updates

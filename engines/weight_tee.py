@@ -49,10 +49,13 @@ class WeightTee:
     def close(self) -> dict[str, str]:
         """End; the digest of each tensor received. The scribe goes on writing by itself."""
         self.remove()
-        if self._scribe is not None:
-            self._scribe.close()
         sums = {name: one for name, one in self._digests.items() if isinstance(one, torch.Tensor)}
-        told = torch.stack(list(sums.values())).tolist() if sums else []  # the GPU is waited for once
+        try:
+            told = torch.stack(list(sums.values())).tolist() if sums else []  # the GPU is waited for once
+        finally:
+            # Not before: what leaves the GPU from here on would be waited for too.
+            if self._scribe is not None:
+                self._scribe.close()
         return self._digests | {name: _told(one) for name, one in zip(sums, told, strict=True)}
 
     def drop(self) -> None:

@@ -90,6 +90,27 @@ def test_the_scribe_writes_what_was_received_chunk_by_chunk(
     assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
 
 
+def test_copies_leave_the_gpu_once_its_digests_are_told(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, stack = scribe(store), torch.stack
+    left_before: list[bool] = []
+
+    def waited_for(sums: list[torch.Tensor]) -> torch.Tensor:
+        left_before.append(written._may_leave.is_set())
+        return stack(sums)
+
+    # As on a GPU: numbers that are still on their way.
+    monkeypatch.setattr(weight_tee, "_digests", lambda sent: {name: torch.tensor(7) for name, _ in sent})
+    monkeypatch.setattr(torch, "stack", waited_for)
+    model = PlayedModel()
+    tee = WeightTee(model, written)
+    monkeypatch.setattr(Scribe, "has_room", lambda *_: True)  # which would let them leave at once
+    model.load_weights(iter(tensors().items()))
+    assert set(tee.close().values()) == {"sum64:0000000000000007"}
+    assert left_before == [False]
+    assert written._may_leave.is_set()
+    assert written.join(SOON_S)
+
+
 def test_what_never_comes_is_taken_from_the_base(store: WeightStore) -> None:
     model, sent, first = PlayedModel(), tensors(), scribe(store)
     tee = WeightTee(model, first)

@@ -101,6 +101,8 @@ def severities(findings: list[Finding], rule: str, key: str = "") -> list[Severi
         ("stream-interval", {}, FINE),
         ("api-servers", {"model": "Qwen/Qwen2-0.5B"}, CONSIDER),
         ("api-servers", {"tensor_parallel_size": 2}, CONSIDER),
+        ("api-servers", {}, CONSIDER),
+        ("api-servers", {"enable_lora": True}, FINE),
         ("api-servers", {"model": "Qwen/Qwen2-0.5B", "api_server_count": 4}, FINE),
         ("data-parallel", {"data_parallel_size": 2}, CONSIDER),
         ("dtype", {"dtype": "float32"}, HURTS),

@@ -351,3 +351,7 @@ def _value(setting: Setting) -> str:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
+
+
+if __name__ == "__main__":
+    main()

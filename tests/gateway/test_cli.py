@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,13 @@ def shell(tmp_path: Path) -> Shell:
 def test_validate_says_what_would_run(script: Shell) -> None:
     done = script.run("config", "validate", "-c", "sim.yaml", "--engine.num_replicas", "3")
     assert (done.returncode, done.stdout) == (0, "valid: engine x 3\n")
+
+
+def test_where_the_script_is_not_installed_python_runs_the_module(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "gateway.cli", "config", "validate", "gateway.prot=1"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "did you mean gateway.port?" in done.stderr
 
 
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_1(script: Shell) -> None:

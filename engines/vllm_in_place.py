@@ -8,13 +8,17 @@ may as well write there at once: no second copy, and a third of the CPU time, wh
 from typing import Any
 
 DEVICES = {"cuda"}
-"""Types of devices on which an unquantized layer is used as it was loaded. On CPU it is packed."""
+"""Types of devices on which an unquantized layer is used as it was loaded. On CPU it is packed; ROCm was not looked at."""
 
 
 def loads_in_place(worker: Any) -> bool:
     """Whether loading the worker's model again, in any parts and order, leaves what vLLM's own reload leaves."""
+    from vllm.platforms import current_platform
+
     config = worker.vllm_config
-    if worker.device.type not in DEVICES or config.lora_config is not None or config.model_config.quantization:
+    if worker.device.type not in DEVICES or current_platform.is_rocm():
+        return False
+    if config.lora_config is not None or config.model_config.quantization:
         return False
     model = worker.weight_transfer_engine.model
     return all(parameter.device == worker.device for parameter in model.parameters()) and all(
@@ -32,9 +36,9 @@ def load_in_place(engine: Any) -> None:
 
 
 def load_layerwise(engine: Any) -> None:
-    """As vLLM does unasked, from here on."""
-    for name in ("start_weight_update", "finish_weight_update"):
-        engine.__dict__.pop(name, None)
+    """As vLLM does unasked, from here on. `engine` is None in a vLLM that was started to receive nothing."""
+    for name in ("start_weight_update", "finish_weight_update") if engine is not None else ():
+        vars(engine).pop(name, None)
 
 
 def _is_plain(module: Any) -> bool:

@@ -8,7 +8,7 @@ may as well write there at once: no second copy, and a third of the CPU time, wh
 from typing import Any
 
 DEVICES = {"cuda"}
-"""Types of devices on which an unquantized layer is used as it was loaded. On CPU it is packed; ROCm was not looked at."""
+"""Types of devices on which an unquantized layer is used as it was loaded. On CPU it is packed; ROCm was not tried."""
 
 
 def loads_in_place(worker: Any) -> bool:

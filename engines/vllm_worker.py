@@ -24,6 +24,7 @@ class WeightWorker:
         """Digest what is received from now on; the first worker also copies it into folder `draft` if one is given."""
         worker: Any = self
         self.drop_receipt()
+        _end_reload(worker)
         prepare(worker.device)
         if draft and worker.rank == 0 and worker.parallel_config.data_parallel_index == 0:
             self.scribe = _scribe_after(self.scribe, Path(draft), model, Path(base) if base else None, names, wait_s)
@@ -77,7 +78,8 @@ class WeightWorker:
 
 
 def _end_reload(worker: Any) -> None:
-    """End a layerwise reload that an update left in the middle: vLLM would take the next one for its continuation."""
+    """End a layerwise reload that was left in the middle: vLLM would take the next one for its continuation, and a
+    load in place would leave it open."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info

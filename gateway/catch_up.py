@@ -169,7 +169,7 @@ class CatchUp:
             log.info("canary", replica=replica.replica_id, version=version, **finding.report())
             if not finding.may_serve:
                 raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
-        replica.weight_version = version
+        replica.hold(version, keeps_kv=False)
         await self._snapshots.note_holders(version, [replica])
         log.info("replica caught up", replica=replica.replica_id, version=version)
         if replica.state is ReplicaState.SYNCING:

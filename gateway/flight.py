@@ -6,15 +6,18 @@ from engines.engine import Json
 class Flight:
     """One request on one replica. `began` is the version that was held when it was sent; None in an update.
 
-    `Replica.hold` tells it of each version that its replica takes meanwhile.
+    `Replica.hold` tells it of each version that its replica takes meanwhile. `versions` are all of them, oldest first,
+    and each may have made any of its tokens: one may come long after it was made.
     """
 
     def __init__(self, version: int | None) -> None:
         self.began = version
-        self._kv = [] if version is None else [version]
+        self.versions = [] if version is None else [version]
+        self._kv = list(self.versions)
 
     def meet(self, version: int, *, keeps_kv: bool) -> None:
         """Its replica holds `version` from here on; what it has read so far was kept, or is read again."""
+        self.versions.append(version)
         self._kv = [*self._kv, version] if keeps_kv else [version]
 
     def kv_versions(self, choice: Json) -> list[int]:

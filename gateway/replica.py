@@ -118,15 +118,14 @@ class Replica:
         finally:
             self._calls.pop(bound, None)
 
-    async def vouched(self) -> int:
-        """The weight version, once no update is under way: until its end nobody knows what made the tokens in flight.
+    async def vouched(self) -> None:
+        """Returns once no update is under way: until its end nobody knows what made the tokens in flight.
 
         Raises `EngineFailed` where the update left weights of no known version: what they made is not delivered.
         """
         await self._steady.wait()
         if self.weight_version is None:
             raise EngineFailed(f"its tokens are of no known version: {self.reason}", replica_id=self.replica_id)
-        return self.weight_version
 
     def overwrite(self) -> None:
         """One that is UPDATING holds no known version from here on: what ends on it meanwhile waits for the verdict."""

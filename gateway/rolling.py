@@ -109,8 +109,6 @@ class Rolling:
             return why
         if replica.state not in _ON_ITS_WAY:
             return Finding(Result.LOST, f"it left: {replica.reason}")
-        replica.overwrite()
-        await self._snapshots.note_overwritten([replica])
         with update.timed("load"):
             try:
                 taken = replica.unless_lost(self._taken(update, replica, path))
@@ -153,6 +151,8 @@ class Rolling:
         if update.in_flight in (InFlight.KEEP, InFlight.RECOMPUTE):
             clears = update.in_flight is InFlight.RECOMPUTE
             await engine.pause(PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s)
+        replica.overwrite()  # not before it stands still: its tokens until then are of the version that it holds
+        await self._snapshots.note_overwritten([replica])
         await engine.load_snapshot(str(path), update.version, self._config.load_timeout_s)
         if update.in_flight is not InFlight.DRAIN:
             await engine.resume(timeout_s)

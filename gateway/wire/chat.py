@@ -90,7 +90,8 @@ class Chat:
             refuse_half_called(answer, replica)
             read = answer.get("prompt_token_ids")
             mark_cut_off(answer, replica, read, resumes=self._rests.resumes(rollout, body))
-            stamp_versions(answer, flight, await replica.vouched(), rollout.adapter)
+            await replica.vouched()
+            stamp_versions(answer, flight, rollout.adapter)
             return answer
 
         return await self._scheduler.run(rollout, call)

@@ -137,7 +137,8 @@ class Completions:
             except EngineRefused as error:
                 raise _naming_prompt(error, prompt.index) from error
             mark_cut_off(answer, replica, _read(answer), resumes=may_resume(prompt.body))
-            stamp_versions(answer, flight, await replica.vouched(), prompt.rollout.adapter)
+            await replica.vouched()
+            stamp_versions(answer, flight, prompt.rollout.adapter)
             return answer
 
         with using(prompt.rollout):  # also between what was cut off and its rest

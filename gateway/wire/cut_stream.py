@@ -8,7 +8,7 @@ from gateway.adapters import Adapter
 from gateway.flight import Flight
 from gateway.replica import Replica
 from gateway.wire.resumption import cut_off_at, joined_spans, was_cut_off
-from gateway.wire.spans import StreamSpans, name_adapter, tell_kv
+from gateway.wire.spans import name_adapter, tell_weights
 
 _OF_THE_END = ("index", "finish_reason", "stop_reason", "weight_version", "weight_versions", "kv_versions")
 
@@ -45,21 +45,23 @@ class CutStream:
         self._prompt_token_ids = list(read)
         self.is_cut = False
         self._replica: Replica | None = None
-        self._spans, self._rest_spans = StreamSpans(), StreamSpans()
 
     def told_prompt(self, token_ids: list[int] | None) -> None:
         """The prompt as the engine has read it, where it tells so beside its choices."""
         self._prompt_token_ids = token_ids or self._prompt_token_ids
 
     def see(self, choice: Json, replica: Replica, flight: Flight) -> bool:
-        """Whether it is one that an update ends, and that goes on for the client, as it can."""
+        """Whether it is one that an update ends, and that goes on for the client, as it can.
+
+        Its `weight_version` is that of the replica now; which ones made the tokens of a sample is told where it ends.
+        """
         self._replica = replica
         sample, token_ids = self._samples[choice["index"]], choice.get("token_ids") or []
         sample.token_ids += token_ids
         self._prompt_token_ids = choice.get("prompt_token_ids") or self._prompt_token_ids
         choice["weight_version"] = replica.weight_version
-        self._spans.stamp(choice, len(token_ids) if self._has_ids else None)
-        tell_kv(choice, flight)
+        if choice.get("finish_reason") is not None:
+            tell_weights(choice, flight, len(sample.token_ids) if self._has_ids else None)
         name_adapter(choice, self._adapter)
         if not (self._may_resume and self._prompt_token_ids and was_cut_off({"choices": [choice]}, replica)):
             sample.has_ended = choice.get("finish_reason") is not None
@@ -101,7 +103,6 @@ class CutStream:
     def follow(self, choice: Json) -> None:
         """A choice of the stream of a sample's rest, as it goes on."""
         sample = self._samples[choice["index"]]
-        self._rest_spans.stamp(choice, len(choice.get("token_ids") or ()))
         if "prompt_token_ids" in choice:
             choice["prompt_token_ids"] = None  # told before
         if choice.get("finish_reason") is not None:

@@ -192,16 +192,16 @@ def usage_of_whole(answer: Json, choices: list[Json]) -> Json:
 
 
 def joined_spans(first: list[Json], rest: list[Json], kept: int) -> list[Json]:
-    """Spans over both: those of the first as far as `kept`, then the others."""
+    """Spans over both: those of the first as far as `kept`, then the others. A version without limits is named once."""
     spans: list[Json] = []
-    cut = ({**span, "end": None if span["end"] is None else min(span["end"], kept)} for span in first)
+    cut = ({**span, "end": None if span["end"] is None else min(span["end"], kept)} for span in first if kept)
     moved = ({**span, **{key: _plus(span[key], kept) for key in _LIMITS}} for span in rest)
     for span in (*cut, *moved):
         if span["end"] is not None and span["start"] >= span["end"]:
             continue
         if spans and _follows(span, spans[-1]):
             spans[-1]["end"] = span["end"]
-        else:
+        elif span not in spans:
             spans.append(span)
     return spans
 

@@ -12,7 +12,6 @@ from gateway.fleet import Fleet
 from gateway.routing import Rollout
 from gateway.wire.completions import Completions, Prompt, Usage
 from gateway.wire.sglang_words import Asked, aborted_reply, answer, asked_prompts
-from gateway.wire.spans import StreamSpans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +82,10 @@ class SglangGenerate:
     async def stream(self, batch: Batch, usage: Usage) -> AsyncGenerator[Json]:
         """Chunks that tell each sample from its start, as SGLang's do; `index` says which, where there are several."""
         began, samples = time.monotonic(), [_Sample() for _ in range(len(batch.prompts) * batch.n)]
-        spans = StreamSpans()
         async with aclosing(self._completions.stream(batch.prompts, usage)) as chunks:
             async for chunk in chunks:
                 for choice in chunk["choices"]:
                     index = choice["index"]
-                    spans.stamp(choice, len(choice.get("token_ids") or ()))
                     asked, sample = batch.asked[index // batch.n], samples[index]
                     sample.add(choice)
                     told = answer(asked, sample.choice, None, time.monotonic() - began)

@@ -1,6 +1,4 @@
-"""Which weights made the tokens of a reply, and the KV under them: in a stream told with each sample's last chunk."""
-
-from dataclasses import dataclass, field
+"""Which weights made the tokens of a sample, and the KV under them: told where it ends."""
 
 from engines.engine import Json
 from engines.vllm_engine import version_number
@@ -8,67 +6,28 @@ from gateway.adapters import Adapter
 from gateway.flight import Flight
 
 
-@dataclass(slots=True)
-class _Seen:
-    tokens: int | None = 0
-    versions: list[int | None] = field(default_factory=list)
-
-
-class StreamSpans:
-    """Counts the tokens of each sample and notes the versions that its chunks came with."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
-
-    def stamp(self, choice: Json, num_tokens: int | None) -> None:
-        """Give the last chunk of a sample its `weight_versions`; `weight_version` is that of the replica just now.
-
-        As in a whole reply: the engine's own where it tells them; else one span where the version never changed, and
-        the versions without limits where it did, since the engine alone knows at which token. `num_tokens` is None
-        where nobody says how many there are.
-        """
-        seen = self._seen.setdefault(choice["index"], _Seen())
-        seen.tokens = None if seen.tokens is None or num_tokens is None else seen.tokens + num_tokens
-        if (version := choice.get("weight_version")) not in seen.versions:
-            seen.versions.append(version)
-        if choice.get("finish_reason") is None:
-            return
-        if spans := choice.get("weight_versions"):
-            choice["weight_versions"] = [{**span, "version": version_number(str(span["version"]))} for span in spans]
-        elif len(seen.versions) == 1:
-            choice["weight_versions"] = [{"version": version, "start": 0, "end": seen.tokens}]
-        else:
-            choice["weight_versions"] = [{"version": one, "start": None, "end": None} for one in seen.versions]
-
-
-def stamp_versions(answer: Json, flight: Flight, ended: int, adapter: Adapter | None = None) -> None:
-    """Say which weights made the tokens of each choice, and the KV under them: in the engine's words where it says so.
-
-    Otherwise one span where the version was the same at both ends. Where it was not, the update fell inside, at a token
-    that the engine alone knows: both versions are named, without limits.
-    """
-    began = flight.began
+def stamp_versions(answer: Json, flight: Flight, adapter: Adapter | None = None) -> None:
+    """Say of each choice of a whole reply which weights made it. To be called when the replica has vouched for it."""
     for choice in answer["choices"]:
-        if choice.get("weight_versions"):
-            number_versions(choice)
-        elif began == ended:
-            choice["weight_versions"] = [{"version": began, "start": 0, "end": _token_count(answer, choice)}]
-        else:
-            choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in (began, ended)]
-        choice["kv_versions"] = flight.kv_versions(choice)
+        tell_weights(choice, flight, _token_count(answer, choice))
         name_adapter(choice, adapter)
 
 
-def tell_kv(choice: Json, flight: Flight) -> None:
-    """With the last chunk of a sample: the versions of the KV under its last token."""
-    if choice.get("finish_reason") is not None:
-        choice["kv_versions"] = flight.kv_versions(choice)
+def tell_weights(choice: Json, flight: Flight, num_tokens: int | None) -> None:
+    """Give a choice that ends its `weight_versions` and `kv_versions`: in the engine's words where it says so.
 
-
-def number_versions(choice: Json) -> None:
-    """The engine's own spans, with our numbers in the place of its labels."""
-    for span in choice.get("weight_versions") or ():
-        span["version"] = version_number(span["version"])
+    Otherwise one span where its request has met one version. Where it has met more, each may have made any token, since
+    tokens come late, and the engine alone knows when it made them: all are named, without limits. `num_tokens` is None
+    where nobody says how many there are.
+    """
+    if choice.get("weight_versions"):
+        for span in choice["weight_versions"]:
+            span["version"] = version_number(span["version"])
+    elif len(flight.versions) == 1:
+        choice["weight_versions"] = [{"version": flight.versions[0], "start": 0, "end": num_tokens}]
+    else:
+        choice["weight_versions"] = [{"version": one, "start": None, "end": None} for one in flight.versions]
+    choice["kv_versions"] = flight.kv_versions(choice)
 
 
 def _token_count(answer: Json, choice: Json) -> int | None:

@@ -100,7 +100,8 @@ class TokenGeneration:
                 completed = completion_body(asked, replica.info)
                 answer = token_reply(await replica.engine.generate(completions.PATH, completed, timeout_s), asked)
             mark_cut_off(answer, replica, body["token_ids"], resumes=_resumes(body))
-            stamp_versions(answer, flight, await replica.vouched(), rollout.adapter)
+            await replica.vouched()
+            stamp_versions(answer, flight, rollout.adapter)
             return answer
 
         return await self._scheduler.run(rollout, call)

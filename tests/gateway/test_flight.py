@@ -54,6 +54,14 @@ def test_one_that_is_sent_under_an_update_has_what_the_update_brings() -> None:
     flight = Flight(None)
     flight.meet(1, keeps_kv=True)
     assert flight.kv_versions(ended(1)) == [1]
+    assert flight.versions == [1]
+
+
+def test_its_tokens_may_be_of_every_version_that_it_has_met_also_where_its_kv_is_not() -> None:
+    flight = Flight(4)
+    flight.meet(5, keeps_kv=True)
+    flight.meet(6, keeps_kv=False)
+    assert flight.versions == [4, 5, 6]
 
 
 def told(choice: Json) -> list[int]:

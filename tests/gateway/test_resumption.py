@@ -81,6 +81,9 @@ def test_spans_of_one_version_that_meet_are_one() -> None:
 def test_spans_without_limits_stay_so() -> None:
     first = [span(1, None, None), span(2, None, None)]
     assert joined_spans(first, [span(2, 0, 3)], 4) == [*first, span(2, 4, 7)]
+    assert joined_spans([span(1, 0, 4)], first, 4) == [span(1, 0, 4), *first]
+    assert joined_spans(first, [span(2, None, None), span(3, None, None)], 4) == [*first, span(3, None, None)]
+    assert joined_spans(first, [span(2, 0, 3)], 0) == [span(2, 0, 3)], "no token of the first is kept"
 
 
 def choice(text: str, token_ids: list[int], prompt: list[int], version: int) -> Json:

@@ -12,6 +12,7 @@ import pytest
 from engines.sim_worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
 from gateway.canary import Canary
+from gateway.replica import Replica
 from tests.rig import Json, Rig, StartRig
 
 Reply = tuple[int, Any]
@@ -154,6 +155,28 @@ async def test_a_replica_that_leaves_keeps_what_it_has_over_the_load(
         assert 0 < old["end"] == new["start"] < 100
         assert choice["kv_versions"] == ([0, 1] if in_flight == "keep" else [1])
     assert sum(replica.placed for replica in rig.fleet.replicas) == 2, "nothing was done twice"
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+async def test_until_a_replica_that_leaves_stands_still_its_tokens_are_of_the_version_that_it_holds(
+    start: StartRig, folder: Path, in_flight: str
+) -> None:
+    rig = await start(2, weights={"in_flight": in_flight})
+    held_at_pause: list[int | None] = []
+
+    def watch(replica: Replica) -> None:
+        pause = replica.engine.pause
+
+        async def watched(*asked: Any, **how: Any) -> None:
+            held_at_pause.append(replica.weight_version)
+            await pause(*asked, **how)
+
+        replica.engine.pause = watched  # type: ignore[method-assign]
+
+    for replica in rig.fleet.replicas:
+        watch(replica)
+    assert (await push(rig, folder))[0] == 200
+    assert held_at_pause == [0, 0]
 
 
 async def test_what_a_replica_that_leaves_cuts_off_goes_on_elsewhere(start: StartRig, folder: Path) -> None:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from engines.engine import Json
 from engines.errors import EngineRefused, InvalidRequest
@@ -276,10 +277,12 @@ def asked_of_engine(body: Json, version: int | None, adapter: Adapter | None = N
 def versioned_salt(body: Json, version: int | None, adapter: Adapter | None = None) -> str:
     """Prefix KV is shared among prompts of one weight version only: KV of other weights would be a silent mixture.
 
-    An adapter's name does not tell two loads of it apart, and that with its path is all that vLLM 0.32 goes by.
+    One that is sent under an update (`version` None) shares none: the next such one may be read by other weights. An
+    adapter's name does not tell two loads of it apart, and that with its path is all that vLLM 0.32 goes by.
     """
     loaded = f"a{adapter.load_id}" if adapter else ""
-    return f"{body.get('cache_salt') or ''}v{version}{loaded}"
+    held = uuid4().hex if version is None else version
+    return f"{body.get('cache_salt') or ''}v{held}{loaded}"
 
 
 def check_replica(body: Json, replica: Replica) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 
+from gateway.wire.completions import versioned_salt
 from tests.rig import MAX_MODEL_LEN, Json, Rig, StartRig
 
 PROMPTS = [[10 + i, 20 + i, 30 + i] for i in range(6)]
@@ -55,6 +56,12 @@ async def test_text_prompts_and_a_single_prompt_are_accepted(rig: Rig) -> None:
 async def test_unknown_sampling_keys_reach_the_engine(rig: Rig) -> None:
     reply = await rig.complete(PROMPTS[:1], max_tokens=6, min_tokens=6)
     assert len(reply["choices"][0]["token_ids"]) == 6
+
+
+def test_prompts_that_are_sent_under_updates_share_no_prefix() -> None:
+    """Which version reads them is not known yet, and another update's is another."""
+    assert versioned_salt({}, 4) == versioned_salt({}, 4) != versioned_salt({}, 5)
+    assert versioned_salt({}, None) != versioned_salt({}, None)
 
 
 async def test_each_completion_says_which_weights_made_it(rig: Rig) -> None:

@@ -6,6 +6,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.generation import vllm_client
 
+from engines import launch
 from engines.server import free_port
 from examples.tiny_model.task import COMMITTED
 from tests.real_vllm import REQUEST_TIMEOUT_S, RealFleet, app, engine_config, tokens_made
@@ -161,6 +163,34 @@ def test_a_sample_that_the_update_in_its_request_has_not_touched_says_so(
         for choice, spans in zip(reply["choices"], told, strict=True):
             assert (spans[0]["start"], spans[-1]["end"]) == (0, len(choice["token_ids"]))
         assert {tuple(span["version"] for span in spans) for spans in told} == {(version,), (version, version + 1)}
+
+
+@pytest.fixture
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealFleet]:
+    """An engine that tells no spans, as vLLM 0.26, and nothing of a stream before its end, as one that lags behind."""
+    monkeypatch.setattr(launch, "_counts_spans", lambda vllm: False)
+    engine = engine_config(COMMITTED, tmp_path).model_copy(update={"stream_interval": LONG})
+    with app({"policy": engine}, weights={"relay": "never"}) as running:
+        yield running
+
+
+def test_where_vllm_tells_no_spans_every_version_that_a_request_has_met_is_named(
+    silent: RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trainer(silent, "keep", monkeypatch) as client, ThreadPoolExecutor(1) as pool:
+        flying = pool.submit(asked, silent)
+        wanted = tokens_made(silent) + LONG
+        while tokens_made(silent) < wanted:
+            time.sleep(0.02)
+        assert silent.call("/pause?mode=keep", {})[0] == 200
+        for seed in range(2):
+            client.update_model_params(other_weights(seed=seed))
+        assert silent.call("/resume", {})[0] == 200
+        during = flying.result()
+    may_be_of = [{"version": version, "start": None, "end": None} for version in range(3)]
+    assert [choice["weight_versions"] for choice in during] == [may_be_of] * 5
+    for choice in asked(silent):
+        assert choice["weight_versions"] == [{"version": 2, "start": 0, "end": len(choice["token_ids"])}]
 
 
 def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(

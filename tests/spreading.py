@@ -8,6 +8,7 @@ _LOAD_VLLM = (
     "tests/engines/test_gloo_transfer.py",
     "tests/engines/test_launch.py",
     "tests/engines/test_relay.py",
+    "tests/engines/test_vllm_in_place.py",
     "tests/engines/test_vllm_lora.py",
     "tests/engines/test_vllm_plugin.py",
     "tests/examples/test_tiny_model.py",  # transformers alone, which vLLM loads too

@@ -210,13 +210,14 @@ def test_a_rollout_that_an_update_falls_into_tells_the_exact_token(plain: Plain,
         "ignore_eos": True,
         "return_token_ids": True,
     }
+    plain.push(sender, plain.moved(seed=11))  # so that the group is there
     version, before, reloads = plain.client.weight_version(), asked(), plain.reloads()
     with ThreadPoolExecutor(1) as beside:
         wanted = tokens_made(plain.real) + 20
         flying = beside.submit(asked)
         while tokens_made(plain.real) < wanted:
             time.sleep(0.01)
-        assert sender.push(sure(seed=11), in_flight="keep") == version + 1
+        assert sender.push(sure(seed=12), in_flight="keep") == version + 1
         after = flying.result(TIMEOUT_S)
     assert plain.reloads() == reloads
     for old, choice in zip(before, after, strict=True):

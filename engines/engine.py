@@ -109,6 +109,13 @@ class Engine(ABC):
         """Forget the receipt; its draft is worth nothing."""
 
     @abstractmethod
+    async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        """Bring what `load_snapshot` will be asked for as near as is possible while tokens are made.
+
+        Returns once it is there. An engine that cannot, or that fails here, loads as well, and takes longer for it.
+        """
+
+    @abstractmethod
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         """Load all weights from a checkpoint folder, also after an update that broke off; it then holds `version`.
 

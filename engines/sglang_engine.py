@@ -201,6 +201,9 @@ class SglangEngine(HttpEngine):
     async def drop_receipt(self, timeout_s: float) -> None:
         """There is none."""
 
+    async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        """SGLang reads a folder when it loads it."""
+
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         await self.abandon_weight_update(timeout_s)
         await self._label(MIXED, timeout_s)

@@ -51,6 +51,9 @@ class SimWorker:
                 self._damaged.clear()
             case "fetches":
                 return {"fetches": True}
+            case "prepare_snapshot":
+                await asyncio.to_thread(self._fetch, **arguments)
+                return {"ready": True}
             case "load_snapshot":
                 await asyncio.to_thread(self._fetch, **arguments)
                 await asyncio.to_thread(self._load, arguments["path"])

@@ -1,5 +1,6 @@
 """A vLLM server over HTTP. The simulated engine speaks the same surface and is reached through this class too."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from engines.http import HttpEngine
 from engines.types import PauseMode
 
 _PACKED_AT_INIT = (0, 28)
+_LOOK_S = 0.05
 MIXED = "mixed"
 """The label of weights that are being overwritten, so that a gateway which was away meanwhile does not serve them."""
 
@@ -103,13 +105,21 @@ class VllmEngine(HttpEngine):
         if self._has_tee:
             await self._on_workers("drop_receipt", {}, timeout_s)
 
+    async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        if not self._has_our_worker:
+            return
+        asked = self._snapshot(path, version, timeout_s)
+        while True:
+            # Looked at again and again: a call that waited in the workers would hold up their engine's steps.
+            workers = await self._on_workers("prepare_snapshot", asked, timeout_s)
+            if all(worker["ready"] for worker in workers):
+                return
+            await asyncio.sleep(_LOOK_S)
+
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         await self._label(MIXED, timeout_s)
-        if self._has_tee or self._peer is not None:
-            asked: Json = {"path": path, "version": version}
-            if self._peer is not None and version:
-                asked |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
-            await self._on_workers("load_snapshot", asked, timeout_s)
+        if self._has_our_worker:
+            await self._on_workers("load_snapshot", self._snapshot(path, version, timeout_s), timeout_s)
         else:
             await self._on_workers("reload_weights", {"weights_path": path}, timeout_s)
         await self._label(str(version), timeout_s)
@@ -136,6 +146,17 @@ class VllmEngine(HttpEngine):
 
     async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
         return await self._known_adapters(timeout_s)
+
+    @property
+    def _has_our_worker(self) -> bool:
+        return self._has_tee or self._peer is not None
+
+    def _snapshot(self, path: str, version: int, timeout_s: float) -> Json:
+        """What the workers are told of a version, and of where to fetch it."""
+        told: Json = {"path": path, "version": version}
+        if self._peer is not None and version:
+            told |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
+        return told
 
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
         """The answers of all workers to a call of their method."""

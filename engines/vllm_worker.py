@@ -1,9 +1,11 @@
 """What we add to vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all of them."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engines.prefetch import Prefetch
 from engines.snapshot_reader import read_tensors
 from engines.store.peer_store import PeerStore, fetched
 from engines.vllm_gloo import rebuild_tied_head
@@ -17,6 +19,7 @@ class WeightWorker:
     tee: WeightTee | None = None
     scribe: Scribe | None = None
     in_place: bool | None = None  # None until the model was looked at
+    prefetch: Prefetch | None = None
 
     def open_receipt(
         self, draft: str = "", model: str = "", base: str = "", names: Sequence[str] = (), wait_s: float = 0.0
@@ -51,6 +54,23 @@ class WeightWorker:
         """Asked of servers that somebody else started: `load_snapshot` is here. vLLM would tell a bare True as text."""
         return {"fetches": True}
 
+    def prepare_snapshot(
+        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
+    ) -> dict[str, bool]:
+        """Begin to bring a folder near, with the arguments of `load_snapshot`; asked again, whether it is there."""
+        worker: Any = self
+        folder = Path(path)
+        fetch = partial(fetched, folder, PeerStore(peer_url, peer_key), version, timeout_s) if peer_url else None
+        if fetch is None and worker.device.type == "cpu":
+            return {"ready": True}
+        if self.prefetch is None or self.prefetch.path != folder:
+            self.prefetch = Prefetch(folder, worker.device, fetch)
+        try:
+            return {"ready": self.prefetch.is_ready}
+        except Exception:
+            self.prefetch = None
+            raise
+
     def load_snapshot(
         self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
     ) -> None:
@@ -70,11 +90,16 @@ class WeightWorker:
         self.drop_receipt()
         _end_reload(worker)
         if Path(path).is_dir():
-            worker.reload_weights(weights_iterator=read_tensors(Path(path), worker.device))
+            tensors = self._prefetched(Path(path)) or read_tensors(Path(path), worker.device)
+            worker.reload_weights(weights_iterator=iter(tensors))
         else:
             worker.reload_weights()
         worker._weight_update_active = False
         rebuild_tied_head(worker.get_model())
+
+    def _prefetched(self, folder: Path) -> list[tuple[str, Any]] | None:
+        prefetch, self.prefetch = self.prefetch, None
+        return prefetch.take() if prefetch is not None and prefetch.path == folder else None
 
 
 def _end_reload(worker: Any) -> None:

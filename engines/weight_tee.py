@@ -231,7 +231,7 @@ class _Copying:
             self._scribe.give_up(f"the worker could not copy what it received: {error}")
 
     def _begin(self) -> None:
-        if self._device is not None and self._num_bytes <= _room_on(self._device) and self._copy_on_device():
+        if self._device is not None and self._num_bytes <= room_on(self._device) and self._copy_on_device():
             return
         if not self._scribe.has_room(self._num_bytes):
             return
@@ -289,7 +289,7 @@ def _digests(tensors: Sequence[NamedTensor]) -> dict[str, Any]:
     return {name: next(sums) if tensor.is_cuda else digest_on_host(tensor) for name, tensor in tensors}
 
 
-def _room_on(device: torch.device) -> int:
+def room_on(device: torch.device) -> int:
     """Bytes of a GPU that copies may take: what nobody has, and what torch has of this process and does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -57,6 +57,21 @@ async def try_on_all(replicas: Sequence[Replica], call: Callable[[Engine], Await
             log.warning("left out of a call", replica=replica.replica_id, error=str(result))
 
 
+async def prepare_all(replicas: Sequence[Replica], path: str, version: int, timeout_s: float) -> None:
+    """Have the replicas bring a version near while they serve. One that cannot takes longer to load it."""
+
+    async def prepare(replica: Replica) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await replica.unless_lost(replica.engine.prepare_snapshot(path, version, timeout_s))
+        except (EngineError, DeadlineExceeded, TimeoutError) as error:
+            log.warning("not prepared for a version", replica=replica.replica_id, version=version, error=str(error))
+
+    async with asyncio.TaskGroup() as tasks:
+        for replica in replicas:
+            tasks.create_task(prepare(replica))
+
+
 def names(replicas: Sequence[Replica]) -> str:
     return ", ".join(f"{replica.replica_id} ({replica.info.kind} at {replica.info.url})" for replica in replicas)
 

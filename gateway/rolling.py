@@ -18,6 +18,7 @@ from gateway.config import WeightsConfig
 from gateway.cut_off import cut_off
 from gateway.fleet import Fleet
 from gateway.replica import Replica
+from gateway.replica_calls import prepare_all
 from gateway.snapshots import Snapshots, bounded
 from gateway.update_policy import ended_by
 from gateway.verdicts import Finding, Result
@@ -49,6 +50,8 @@ class Rolling:
         """
         findings: dict[Replica, Finding] = {}
         while batch := await self._next(update, findings):
+            await prepare_all(batch, str(path), update.version, self._config.load_timeout_s)
+            batch = [replica for replica in batch if replica.can_serve]  # one may have left meanwhile
             for replica in batch:
                 self._fleet.set_state(replica, ReplicaState.UPDATING, f"leaves for version {update.version}")
             began = time.monotonic()

@@ -13,7 +13,7 @@ from gateway.config import WeightsConfig
 from gateway.fleet import Fleet
 from gateway.generation import Generation, policy
 from gateway.replica import Replica
-from gateway.replica_calls import names, on_living
+from gateway.replica_calls import names, on_living, prepare_all
 from gateway.rolling import Rolling
 from gateway.snapshots import Snapshots
 from gateway.update_machine import UpdateMachine
@@ -116,8 +116,11 @@ class StoreUpdate:
     ) -> tuple[Sequence[Replica], dict[Replica, Finding]]:
         """Those that hold the draft's weights then, and what the canary found of them."""
         await self._machine.open(update)
+        async with self._machine.step(update, "prepare"):
+            path = await self._promote(update, members, snapshot)
+            await prepare_all(members, str(path), update.version, self._config.load_timeout_s)
         async with self._machine.step(update, "load"):
-            members = await self._load_all(update, members, snapshot)
+            members = await self._load_all(update, members, path)
             await self._generation.thaw(update)
         update.phase = Phase.VERIFYING
         async with self._machine.step(update, "canary"):
@@ -150,9 +153,8 @@ class StoreUpdate:
         there = {replica: one for replica, one in findings.items() if one.result is not Result.LOST}
         return list(there), there
 
-    async def _load_all(self, update: WeightUpdate, members: Sequence[Replica], snapshot: str) -> tuple[Replica, ...]:
-        """Those that hold the draft's weights then. One that dies on the way costs the others nothing."""
-        path = await self._promote(update, members, snapshot)
+    async def _load_all(self, update: WeightUpdate, members: Sequence[Replica], path: Path) -> tuple[Replica, ...]:
+        """Those that hold the version in folder `path` then. One that dies on the way costs the others nothing."""
         await self._machine.overwrite(update, members)
         timeout_s = self._config.load_timeout_s
 

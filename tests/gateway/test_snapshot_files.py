@@ -1,6 +1,7 @@
 """Weight versions over HTTP: who may read them, and engines that fetch what their machine does not have."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from engines.sim_worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import check_bytes
 from engines.store.peer_store import VERSIONS_PATH, PeerStore
+from engines.types import ReplicaState
 from engines.vllm_engine import VllmEngine
 from gateway.access import store_key
 from tests.rig import Rig, StartRig
@@ -134,7 +136,47 @@ async def test_engines_are_told_where_to_fetch_when_it_is_configured(
     rig = await start_rig(1, weights={"store": str(folder), "peer_url": "http://10.0.0.1:8100"}, gateway=KEYS)
     await push(rig, folder)
     where = {"version": 1, "peer_url": "http://10.0.0.1:8100", "peer_key": store_key(rig.config.gateway)}
-    assert told == [{"path": str(folder / "v1"), "timeout_s": 600.0, **where}]
+    # To bring it near while it serves, and with the load.
+    assert told == [{"path": str(folder / "v1"), "timeout_s": 600.0, **where}] * 2
+
+
+async def test_a_version_is_fetched_while_its_replica_goes_on_serving(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetching, may_end = threading.Event(), threading.Event()
+
+    def fetch(worker: SimWorker, **given: Any) -> None:
+        fetching.set()
+        assert may_end.wait(20)
+
+    monkeypatch.setattr(SimWorker, "_fetch", fetch)
+    rig = await start_rig(1, weights={"store": str(folder), "peer_url": "http://10.0.0.1:8100"}, gateway=KEYS)
+    pushing = asyncio.create_task(push(rig, folder))
+    assert await asyncio.to_thread(fetching.wait, 20)
+    assert [replica.state for replica in rig.fleet.policy] == [ReplicaState.SERVING]
+    asked = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
+    served, answer = await rig.post("/v1/completions", asked, headers=OWNER)
+    assert served == 200
+    assert answer["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": 3}]
+    may_end.set()
+    await pushing
+    assert rig.fleet.version == 1
+
+
+async def test_one_that_cannot_fetch_beforehand_is_asked_again_with_the_load(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def fetch(worker: SimWorker, **given: Any) -> None:
+        asked.append(given["path"])
+        if len(asked) == 1:
+            raise StoreFailed("the peer is silent")
+
+    monkeypatch.setattr(SimWorker, "_fetch", fetch)
+    rig = await start_rig(1, weights={"store": str(folder), "peer_url": "http://10.0.0.1:8100"}, gateway=KEYS)
+    await push(rig, folder)
+    assert (rig.fleet.version, asked) == (1, [str(folder / "v1")] * 2)
 
 
 async def test_the_command_line_makes_a_checkpoint_folder_of_the_newest_version(rig: Rig, tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""A version of the weights brought near a worker while its engine makes tokens, so that the load itself is short."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engines.checkpoint import read_spans
+from engines.snapshot_reader import read_tensors
+from engines.weight_tee import room_on
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+class Prefetch:
+    """Fetches folder `path` where `fetch` is given, then reads it into free memory of the worker's GPU, if there is
+    enough of it. A thread does both; `take` waits for it."""
+
+    def __init__(self, path: Path, device: torch.device, fetch: Callable[[], object] | None = None) -> None:
+        self.path = path
+        self._device = device
+        self._fetch = fetch
+        self._tensors: NamedTensors | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """True once nothing more comes. Raises what went wrong."""
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def take(self) -> NamedTensors | None:
+        """The tensors on the GPU, for work on its current stream, once. None where the folder is to be read."""
+        self._thread.join()
+        tensors, self._tensors = self._tensors, None
+        for _, tensor in tensors or ():
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+        return tensors
+
+    def _run(self) -> None:
+        try:
+            if self._fetch is not None:
+                self._fetch()
+            if self._device.type == "cuda" and self._num_bytes() <= room_on(self._device):
+                self._tensors = self._read()
+        except Exception as error:  # whoever asks is told, and the load tries by itself
+            self._error = error
+
+    def _num_bytes(self) -> int:
+        return sum(span.end - span.begin for spans in read_spans(self.path).values() for span in spans)
+
+    def _read(self) -> NamedTensors:
+        # On a stream of its own: in the engine's its copies would wait for steps, and steps for them.
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            tensors = list(read_tensors(self.path, self._device))
+        stream.synchronize()
+        return tensors

@@ -11,6 +11,7 @@ from engines.snapshot_reader import read_tensors
 from engines.weight_tee import room_on
 
 NamedTensors = list[tuple[str, torch.Tensor]]
+Files = tuple[tuple[str, int, int], ...]
 
 
 class Prefetch:
@@ -18,13 +19,18 @@ class Prefetch:
     enough of it. A thread does both; `take` waits for it."""
 
     def __init__(self, path: Path, device: torch.device, fetch: Callable[[], object] | None = None) -> None:
-        self.path = path
+        self._path = path
         self._device = device
         self._fetch = fetch
+        self._files: Files = ()
         self._tensors: NamedTensors | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
+
+    def is_of(self, path: Path) -> bool:
+        """Whether it is about this folder as it is now: a version that was taken back gives its number to another."""
+        return path == self._path and (self._thread.is_alive() or self._files == _files(path))
 
     @property
     def is_ready(self) -> bool:
@@ -47,18 +53,25 @@ class Prefetch:
         try:
             if self._fetch is not None:
                 self._fetch()
+            self._files = _files(self._path)
             if self._device.type == "cuda" and self._num_bytes() <= room_on(self._device):
                 self._tensors = self._read()
         except Exception as error:  # whoever asks is told, and the load tries by itself
             self._error = error
 
     def _num_bytes(self) -> int:
-        return sum(span.end - span.begin for spans in read_spans(self.path).values() for span in spans)
+        return sum(span.end - span.begin for spans in read_spans(self._path).values() for span in spans)
 
     def _read(self) -> NamedTensors:
         # On a stream of its own: in the engine's its copies would wait for steps, and steps for them.
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            tensors = list(read_tensors(self.path, self._device))
+            tensors = list(read_tensors(self._path, self._device))
         stream.synchronize()
         return tensors
+
+
+def _files(folder: Path) -> Files:
+    """What tells a folder's files from others of their names."""
+    found = ((file.name, file.stat()) for file in sorted(folder.glob("*.safetensors")))
+    return tuple((name, stat.st_ino, stat.st_mtime_ns) for name, stat in found)

@@ -63,7 +63,7 @@ class WeightWorker:
         fetch = partial(fetched, folder, PeerStore(peer_url, peer_key), version, timeout_s) if peer_url else None
         if fetch is None and worker.device.type == "cpu":
             return {"ready": True}
-        if self.prefetch is None or self.prefetch.path != folder:
+        if self.prefetch is None or not self.prefetch.is_of(folder):
             self.prefetch = Prefetch(folder, worker.device, fetch)
         try:
             return {"ready": self.prefetch.is_ready}
@@ -99,7 +99,10 @@ class WeightWorker:
 
     def _prefetched(self, folder: Path) -> list[tuple[str, Any]] | None:
         prefetch, self.prefetch = self.prefetch, None
-        return prefetch.take() if prefetch is not None and prefetch.path == folder else None
+        if prefetch is None:
+            return None
+        tensors = prefetch.take()
+        return tensors if prefetch.is_of(folder) else None
 
 
 def _end_reload(worker: Any) -> None:

@@ -33,7 +33,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Bytes of the GPU that are free; its memory is the host's."""
     free = [30]
     monkeypatch.setattr(prefetch, "room_on", lambda _: free[0])
-    monkeypatch.setattr(Prefetch, "_read", lambda self: list(read_tensors(self.path, HOST)))
+    monkeypatch.setattr(Prefetch, "_read", lambda self: list(read_tensors(self._path, HOST)))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     return iter([free])
@@ -60,6 +60,18 @@ def test_what_does_not_fit_is_read_with_the_load(folder: Path, room: Iterator[li
     one = Prefetch(folder, GPU)
     until_ready(one)
     assert one.take() is None
+
+
+def test_a_folder_that_has_become_another_is_not_the_one_that_was_read(folder: Path, room: Iterator[list[int]]) -> None:
+    one = Prefetch(folder, GPU)
+    until_ready(one)
+    assert one.is_of(folder)
+    assert not one.is_of(folder / "v2")
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content)  # as long, and of the same name
+    assert not one.is_of(folder)
 
 
 def test_it_is_ready_once_it_was_fetched_and_not_before(folder: Path) -> None:

@@ -117,6 +117,8 @@ class NearRelay:
 
     async def stop(self) -> None:
         self.exit_code = 0
+        if self._starting is not None:
+            await asyncio.wait([self._starting])  # what begins to listen after the end would never be closed
         await self._runner.cleanup()
 
     async def _listen(self) -> None:

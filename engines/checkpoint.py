@@ -39,6 +39,10 @@ class Span:
     begin: int
     end: int
 
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
 
 def read_tensors(folder: Path) -> tuple[TensorMeta, ...] | None:
     """All tensors of the checkpoint in a folder; None where it holds no safetensors or is no folder."""

@@ -62,14 +62,11 @@ async def prepare_all(replicas: Sequence[Replica], path: str, version: int, time
 
     async def prepare(replica: Replica) -> None:
         try:
-            async with asyncio.timeout(timeout_s):
-                await replica.unless_lost(replica.engine.prepare_snapshot(path, version, timeout_s))
-        except (EngineError, DeadlineExceeded, TimeoutError) as error:
+            await _on_one(replica, lambda one: one.engine.prepare_snapshot(path, version, timeout_s), timeout_s)
+        except (WeightUpdateFailed, DeadlineExceeded) as error:
             log.warning("not prepared for a version", replica=replica.replica_id, version=version, error=str(error))
 
-    async with asyncio.TaskGroup() as tasks:
-        for replica in replicas:
-            tasks.create_task(prepare(replica))
+    await _together(prepare(replica) for replica in replicas)
 
 
 def names(replicas: Sequence[Replica]) -> str:

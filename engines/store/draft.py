@@ -158,7 +158,7 @@ class Draft:
                 continue
             path = self._next_file()
             with disk_errors(path):
-                check_room(self.folder, sum(span.end - span.begin for span in wanted))
+                check_room(self.folder, sum(span.num_bytes for span in wanted))
                 write_joined(
                     path, base / file, wanted, lambda name: _read_changes(self.folder / lacking[name].changes, name)
                 )

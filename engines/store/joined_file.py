@@ -28,7 +28,7 @@ def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Calla
     header, places = _header(spans)
     with base.open("rb", buffering=0) as source, target.open("wb", buffering=0) as file:
         file.write(header)
-        file.truncate(len(header) + sum(span.end - span.begin for span in spans))
+        file.truncate(len(header) + sum(span.num_bytes for span in spans))
 
         def join(span: Span, place: int) -> None:
             content = _read(source.fileno(), span)
@@ -43,7 +43,7 @@ def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Calla
 
 def _header(spans: Sequence[Span]) -> tuple[bytes, list[int]]:
     """The file's first bytes, and where each tensor begins in it."""
-    offsets = np.cumsum([0, *(span.end - span.begin for span in spans)]).tolist()
+    offsets = np.cumsum([0, *(span.num_bytes for span in spans)]).tolist()
     tree: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for span, begin, end in zip(spans, offsets[:-1], offsets[1:], strict=True):
         tree[span.name] = {"dtype": written_dtype(span.dtype), "shape": span.shape, "data_offsets": [begin, end]}
@@ -54,7 +54,7 @@ def _header(spans: Sequence[Span]) -> tuple[bytes, list[int]]:
 
 
 def _read(file: int, span: Span) -> Array:
-    content = np.empty(span.end - span.begin, np.uint8)
+    content = np.empty(span.num_bytes, np.uint8)
     view, begin = content.data, span.begin
     while view:
         if not (got := os.preadv(file, [view], begin)):

@@ -41,10 +41,17 @@ class Prefetch:
             raise self._error
         return True
 
-    def take(self) -> NamedTensors | None:
-        """The tensors on the GPU, for work on its current stream, once. None where the folder is to be read."""
+    def take(self, path: Path) -> NamedTensors | None:
+        """The folder's tensors on the GPU, for work on its current stream, once. None where it is to be read.
+
+        Waits for what is under way of this folder, and for that of no other.
+        """
+        if path != self._path:
+            return None
         self._thread.join()
         tensors, self._tensors = self._tensors, None
+        if not self.is_of(path):
+            return None
         for _, tensor in tensors or ():
             tensor.record_stream(torch.cuda.current_stream(self._device))
         return tensors
@@ -60,7 +67,7 @@ class Prefetch:
             self._error = error
 
     def _num_bytes(self) -> int:
-        return sum(span.end - span.begin for spans in read_spans(self._path).values() for span in spans)
+        return sum(span.num_bytes for spans in read_spans(self._path).values() for span in spans)
 
     def _read(self) -> NamedTensors:
         # On a stream of its own: in the engine's its copies would wait for steps, and steps for them.

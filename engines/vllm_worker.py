@@ -90,19 +90,13 @@ class WeightWorker:
         self.drop_receipt()
         _end_reload(worker)
         if Path(path).is_dir():
-            tensors = self._prefetched(Path(path)) or read_tensors(Path(path), worker.device)
-            worker.reload_weights(weights_iterator=iter(tensors))
+            prefetch, self.prefetch = self.prefetch, None
+            near = prefetch.take(Path(path)) if prefetch is not None else None
+            worker.reload_weights(weights_iterator=iter(near or read_tensors(Path(path), worker.device)))
         else:
             worker.reload_weights()
         worker._weight_update_active = False
         rebuild_tied_head(worker.get_model())
-
-    def _prefetched(self, folder: Path) -> list[tuple[str, Any]] | None:
-        prefetch, self.prefetch = self.prefetch, None
-        if prefetch is None:
-            return None
-        tensors = prefetch.take()
-        return tensors if prefetch.is_of(folder) else None
 
 
 def _end_reload(worker: Any) -> None:

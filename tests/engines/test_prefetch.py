@@ -49,17 +49,17 @@ def until_ready(one: Prefetch) -> None:
 def test_what_fits_waits_in_the_gpu_and_is_taken_once(folder: Path, room: Iterator[list[int]]) -> None:
     one = Prefetch(folder, GPU)
     until_ready(one)
-    taken = dict(one.take() or [])
+    taken = dict(one.take(folder) or [])
     assert set(taken) == {"w", "b"}
     assert torch.equal(taken["w"], torch.arange(6, dtype=torch.float32))
-    assert one.take() is None
+    assert one.take(folder) is None
 
 
 def test_what_does_not_fit_is_read_with_the_load(folder: Path, room: Iterator[list[int]]) -> None:
     next(room)[0] = 29
     one = Prefetch(folder, GPU)
     until_ready(one)
-    assert one.take() is None
+    assert one.take(folder) is None
 
 
 def test_a_folder_that_has_become_another_is_not_the_one_that_was_read(folder: Path, room: Iterator[list[int]]) -> None:
@@ -72,6 +72,7 @@ def test_a_folder_that_has_become_another_is_not_the_one_that_was_read(folder: P
     file.unlink()
     file.write_bytes(content)  # as long, and of the same name
     assert not one.is_of(folder)
+    assert one.take(folder) is None
 
 
 def test_it_is_ready_once_it_was_fetched_and_not_before(folder: Path) -> None:
@@ -80,7 +81,16 @@ def test_it_is_ready_once_it_was_fetched_and_not_before(folder: Path) -> None:
     assert not one.is_ready
     may_end.set()
     until_ready(one)
-    assert one.take() is None
+    assert one.take(folder) is None
+
+
+def test_a_load_of_another_folder_does_not_wait_for_it(folder: Path) -> None:
+    may_end = threading.Event()
+    one = Prefetch(folder, HOST, lambda: may_end.wait(SOON_S))
+    assert one.take(folder / "v2") is None
+    assert not one.is_ready, "it is still under way"
+    may_end.set()
+    until_ready(one)
 
 
 def test_what_went_wrong_is_told_and_leaves_nothing_to_take(folder: Path) -> None:
@@ -90,4 +100,4 @@ def test_what_went_wrong_is_told_and_leaves_nothing_to_take(folder: Path) -> Non
     one = Prefetch(folder, HOST, fetch)
     with pytest.raises(OSError, match="no peer"):
         until_ready(one)
-    assert one.take() is None
+    assert one.take(folder) is None

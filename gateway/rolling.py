@@ -51,7 +51,8 @@ class Rolling:
         findings: dict[Replica, Finding] = {}
         while batch := await self._next(update, findings):
             await prepare_all(batch, str(path), update.version, self._config.load_timeout_s)
-            batch = [replica for replica in batch if replica.can_serve]  # one may have left meanwhile
+            if not (batch := [replica for replica in batch if replica.can_serve]):
+                continue  # they have left meanwhile
             for replica in batch:
                 self._fleet.set_state(replica, ReplicaState.UPDATING, f"leaves for version {update.version}")
             began = time.monotonic()

@@ -1,6 +1,7 @@
 """Rolling updates: what is served while replicas take a version one after the other, and after one of them fails."""
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -177,6 +178,19 @@ async def test_until_a_replica_that_leaves_stands_still_its_tokens_are_of_the_ve
         watch(replica)
     assert (await push(rig, folder))[0] == 200
     assert held_at_pause == [0, 0]
+
+
+async def test_where_all_leave_before_their_turn_the_update_ends_with_a_reason(start: StartRig, folder: Path) -> None:
+    rig = await start(1)
+    [replica] = rig.fleet.replicas
+
+    async def leave(path: str, version: int, timeout_s: float) -> None:
+        rig.fleet.fence(replica, "left")
+
+    replica.engine.prepare_snapshot = leave  # type: ignore[method-assign]
+    status, reply = await push(rig, folder)
+    assert status == 424
+    assert "no replica serves any more" in json.dumps(reply)
 
 
 async def test_what_a_replica_that_leaves_cuts_off_goes_on_elsewhere(start: StartRig, folder: Path) -> None:

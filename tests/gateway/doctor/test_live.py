@@ -59,7 +59,7 @@ async def test_completions_that_end_by_length_are_told_with_their_share(start_ri
 
 
 async def test_a_kv_cache_that_is_too_small_shows_in_capacity_and_preemptions(start_rig: StartRig) -> None:
-    rig = await start_rig(num_replicas=1, sim={"kv_tokens": 100, "mean_tokens": 10_000, "decode_step_s": 0.0005})
+    rig = await start_rig(num_replicas=1, sim={"kv_tokens": 100, "mean_tokens": 10_000, "decode_step_s": 0.003})
     await rig.complete([[5, 6, 7, 8]] * 8, max_tokens=40)
     found = await examined(rig)
     (capacity,) = found["live-kv-capacity"]

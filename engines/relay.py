@@ -22,6 +22,7 @@ from aiohttp import web
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from engines.gloo_transfer import CHUNK_BYTES, NamedTensor, WeightGroup, receive
+from engines.packed_streams import keep_streams
 from engines.weight_tee import Scribe, WeightTee, prepare
 
 log = logging.getLogger("relay")
@@ -93,6 +94,7 @@ class NcclReceiver:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
         torch.cuda.set_device(device)
+        keep_streams()
         self._model = model
         # Of vLLM's configuration a receiver reads its place among the workers alone, and here there is one.
         place = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)

@@ -14,6 +14,7 @@ import torch
 
 from engines.errors import ConfigError, WeightUpdateFailed
 from engines.gloo_transfer import NamedTensor, WeightGroup, send
+from engines.packed_streams import keep_streams
 
 _POLL_S = 0.005
 _ABORT_S = 5.0
@@ -93,6 +94,7 @@ class NcclChannel:
     def _open(self) -> None:
         torch.cuda.set_device(self._device)
         engine = _engine_class()
+        keep_streams()
         if hasattr(engine, "trainer_init"):
             self._group = engine.trainer_init(self._info)
         else:

@@ -20,7 +20,7 @@ def loads_in_place(worker: Any) -> bool:
         return False
     if config.lora_config is not None or config.model_config.quantization:
         return False
-    model = worker.weight_transfer_engine.model
+    model = worker.get_model()
     return all(parameter.device == worker.device for parameter in model.parameters()) and all(
         map(_is_plain, model.modules())
     )

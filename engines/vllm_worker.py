@@ -1,10 +1,12 @@
 """What we add to vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engines.packed_streams import keep_streams
+from engines.planned_load import PlannedLoad
 from engines.prefetch import Prefetch
 from engines.snapshot_reader import read_tensors
 from engines.store.peer_store import PeerStore, fetched
@@ -12,13 +14,17 @@ from engines.vllm_gloo import rebuild_tied_head
 from engines.vllm_in_place import load_in_place, load_layerwise, loads_in_place
 from engines.weight_tee import Scribe, WeightTee, prepare
 
+_BATCH_BYTES = 512 << 20
+"""Of a folder that is loaded in place: enough that its loaders are seldom asked, little enough for a full GPU."""
+
 
 class WeightWorker:
     """Mixed into vLLM's worker class, so that `self` is the worker. Names here must be none of the worker's own."""
 
     tee: WeightTee | None = None
     scribe: Scribe | None = None
-    in_place: bool | None = None  # None until the model was looked at
+    in_place: PlannedLoad | None = None
+    is_looked_at = False  # whether the model is one to load in place
     prefetch: Prefetch | None = None
 
     def open_receipt(
@@ -29,13 +35,15 @@ class WeightWorker:
         self.drop_receipt()
         _end_reload(worker)
         prepare(worker.device)
+        if worker.device.type == "cuda":
+            keep_streams()
         if draft and worker.rank == 0 and worker.parallel_config.data_parallel_index == 0:
             self.scribe = _scribe_after(self.scribe, Path(draft), model, Path(base) if base else None, names, wait_s)
-        if self.in_place is None:
-            self.in_place = loads_in_place(worker)
-        if self.in_place:
+        in_place = self._begin_in_place()
+        if in_place is not None:
             load_in_place(worker.weight_transfer_engine)
-        self.tee = WeightTee(worker.weight_transfer_engine.model, self.scribe if draft else None)
+        model = worker.weight_transfer_engine.model
+        self.tee = WeightTee(model, self.scribe if draft else None, in_place.load if in_place is not None else None)
 
     def close_receipt(self) -> dict[str, str]:
         """The digest of each tensor received. A draft becomes whole, or says why not, in its own time."""
@@ -92,11 +100,32 @@ class WeightWorker:
         if Path(path).is_dir():
             prefetch, self.prefetch = self.prefetch, None
             near = prefetch.take(Path(path)) if prefetch is not None else None
-            worker.reload_weights(weights_iterator=iter(near or read_tensors(Path(path), worker.device)))
+            self._load_folder(iter(near or read_tensors(Path(path), worker.device)))
         else:
             worker.reload_weights()
         worker._weight_update_active = False
         rebuild_tied_head(worker.get_model())
+
+    def _load_folder(self, tensors: Iterator[tuple[str, Any]]) -> None:
+        worker: Any = self
+        in_place = self._begin_in_place()
+        if in_place is None:
+            worker.reload_weights(weights_iterator=tensors)
+            return
+        in_place.load_all(tensors, _BATCH_BYTES)
+        # As vLLM does after a reload: what it keeps of images was made by the weights before.
+        worker.model_runner.reset_encoder_cache()
+        worker.model_runner.reset_mm_cache()
+
+    def _begin_in_place(self) -> PlannedLoad | None:
+        """Ready to load all or some weights where they lie. None where that is not to be done."""
+        worker: Any = self
+        if not self.is_looked_at:
+            self.in_place = PlannedLoad(worker.get_model()) if loads_in_place(worker) else None
+            self.is_looked_at = True
+        if self.in_place is not None:
+            self.in_place.begin()
+        return self.in_place
 
 
 def _end_reload(worker: Any) -> None:

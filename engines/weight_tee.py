@@ -23,6 +23,7 @@ from engines.tensor_bytes import digest_on_host, on_host, raw_tensor
 log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's
 
 NamedTensor = tuple[str, torch.Tensor]
+_Load = Callable[[Iterable[NamedTensor]], Any]
 
 _BUDGET_BYTES = 4 << 30
 """Tensors that wait in host memory for the disk."""
@@ -33,12 +34,13 @@ _SPARE_BYTES = 4 << 30
 class WeightTee:
     """One update as one worker sees it. Made at its start, closed at its end."""
 
-    def __init__(self, model: Any, scribe: "Scribe | None" = None) -> None:
+    def __init__(self, model: Any, scribe: "Scribe | None" = None, load: _Load | None = None) -> None:
+        """`load` takes the place of the model's own."""
         self._model = model
         self._scribe = scribe
         self._digests: dict[str, Any] = {}  # texts, and numbers that are still on a GPU
         self._is_blind = False
-        self._load: Callable[[Iterable[NamedTensor]], Any] = model.load_weights
+        self._load: _Load = load or model.load_weights
         model.load_weights = self._load_and_see
 
     def remove(self) -> None:
@@ -98,7 +100,8 @@ class Scribe:
         self._bytes = 0
         self._room = threading.Condition()
         self._stream: Any = None
-        # Copies in GPU memory leave it once the update is over: on their way beside it they hold it up.
+        self._left_on_device: int | None = None
+        # What is kept in GPU memory leaves it once the update is over: on its way beside it it would hold it up.
         self._may_leave = threading.Event()
         self._thread = threading.Thread(target=self._write, name="scribe", daemon=True)
         self._thread.start()
@@ -108,7 +111,7 @@ class Scribe:
         return self._thread.is_alive()
 
     def copying(self, tensors: Sequence[tuple[str, torch.Tensor, Any]]) -> "_Copying":
-        """Copies of the tensors are under way when entered, and safe from the receiver's next chunk when left."""
+        """Tensors are kept, or copies under way, when entered, and safe from the receiver's next chunk when left."""
         return _Copying(self, tensors)
 
     def close(self) -> None:
@@ -144,6 +147,15 @@ class Scribe:
         if not fits:
             self.give_up("the weight store's disk was too slow (weights.store_wait_s)")
         return not self._given_up
+
+    def keeps(self, num_bytes: int, device: torch.device) -> bool:
+        """Whether so much more may stay on the GPU until it is written."""
+        if self._left_on_device is None:
+            self._left_on_device = room_on(device)  # asked once: torch takes half a millisecond to say
+        if num_bytes > self._left_on_device:
+            return False
+        self._left_on_device -= num_bytes
+        return True
 
     def put(self, copies: "Iterable[_Copy]") -> None:
         """Have these written, and let go of each once it is."""
@@ -190,10 +202,10 @@ class Scribe:
 
 
 class _Copy:
-    """A tensor's copy in host memory, in that of its GPU, or on its way to either until `done`."""
+    """A tensor as it was received, on its GPU, or a copy of it in host memory; there, or on its way until `done`."""
 
     def __init__(self, name: str, tensor: torch.Tensor, digest: str, done: Any = None, stream: Any = None) -> None:
-        """`stream` is what a copy leaves its GPU on."""
+        """`stream` is what a tensor leaves its GPU on."""
         self._name = name
         self._tensor = tensor
         self._digest = digest
@@ -231,7 +243,8 @@ class _Copying:
             self._scribe.give_up(f"the worker could not copy what it received: {error}")
 
     def _begin(self) -> None:
-        if self._device is not None and self._num_bytes <= room_on(self._device) and self._copy_on_device():
+        if self._device is not None and self._scribe.keeps(self._num_bytes, self._device):
+            self._keep(self._device)
             return
         if not self._scribe.has_room(self._num_bytes):
             return
@@ -240,17 +253,11 @@ class _Copying:
         else:
             self._copy_to_host(self._device)
 
-    def _copy_on_device(self) -> bool:
-        """Within the GPU, which takes no time. False where its free memory is in pieces too small."""
-        assert self._device is not None
-        try:
-            copies = [(name, tensor.clone(), _known(digest)) for name, tensor, digest in self._tensors]
-        except torch.OutOfMemoryError:
-            return False
-        done, stream = torch.cuda.Event(), self._scribe.stream(self._device)
-        done.record(torch.cuda.current_stream(self._device))
-        self._scribe.put(_Copy(*copy, done, stream) for copy in copies)
-        return True
+    def _keep(self, device: torch.device) -> None:
+        """On its GPU a tensor needs no copy: receivers there take new memory for each chunk."""
+        done, stream = torch.cuda.Event(), self._scribe.stream(device)
+        done.record(torch.cuda.current_stream(device))
+        self._scribe.put(_Copy(name, t, _known(digest), done, stream) for name, t, digest in self._tensors)
 
     def _copy_to_host(self, device: torch.device) -> None:
         self._leaves_by = stream = self._scribe.stream(device)

@@ -1,4 +1,5 @@
-"""A vLLM plugin: vLLM on CPU computes with its weights as they are loaded, as it does on GPUs, and notes its reloads.
+"""A vLLM plugin: vLLM on CPU computes with its weights as they are loaded, as it does on GPUs, and notes its reloads
+and the runs of its models' loaders.
 
 `environ` has an engine load it, beside the product's own.
 """
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _NOTES = "PLAIN_LAYERS_NOTES"
+_RELOAD = "a layerwise reload"
+_LOADERS = "a run of the loaders"
 _ROOT = Path(__file__).parents[1]
 
 
@@ -25,7 +28,16 @@ def environ(folder: Path) -> dict[str, str]:
 
 def reloads(folder: Path) -> int:
     """Layerwise reloads that the engine has entered."""
-    return len((folder / "notes").read_text().splitlines())
+    return _count(folder, _RELOAD)
+
+
+def loader_runs(folder: Path) -> int:
+    """How often the model's loaders have been given tensors, with content or to see what they do with them."""
+    return _count(folder, _LOADERS)
+
+
+def _count(folder: Path, what: str) -> int:
+    return (folder / "notes").read_text().splitlines().count(what)
 
 
 def register() -> None:
@@ -34,6 +46,7 @@ def register() -> None:
     from vllm.model_executor.layers import utils
     from vllm.model_executor.model_loader import reload
     from vllm.model_executor.model_loader.reload import inplace
+    from vllm.model_executor.models.utils import AutoWeightsLoader
 
     from engines.vllm_in_place import DEVICES
 
@@ -41,14 +54,15 @@ def register() -> None:
     utils.check_cpu_sgl_kernel = lambda *_: False
     DEVICES.add("cpu")
     if reload.initialize_layerwise_reload.__module__ != __name__:  # a forked process loads plugins once more
-        noted = _noted(reload.initialize_layerwise_reload)
+        noted = _noted(_RELOAD, reload.initialize_layerwise_reload)
         reload.initialize_layerwise_reload = inplace.initialize_layerwise_reload = noted
+        AutoWeightsLoader.load_weights = _noted(_LOADERS, AutoWeightsLoader.load_weights)
 
 
-def _noted(entered: Callable[[Any], None]) -> Callable[[Any], None]:
-    def noted(model: Any) -> None:
+def _noted(what: str, entered: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
         with open(os.environ[_NOTES], "a") as notes:
-            notes.write("a layerwise reload\n")
-        entered(model)
+            notes.write(f"{what}\n")
+        return entered(*args, **kwargs)
 
     return noted

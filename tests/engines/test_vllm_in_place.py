@@ -97,6 +97,7 @@ def worker(loaded: PlayedModel) -> Any:
     class PlayedWorker(Worker, WeightWorker):
         def __init__(self) -> None:
             self.device, self.rank = torch.device("cpu"), 0
+            self.forgotten: set[str] = set()
             self.parallel_config = SimpleNamespace(data_parallel_index=0)
             self.model_config = SimpleNamespace(quantization=None, dtype=torch.float32)
             self.vllm_config = SimpleNamespace(
@@ -108,6 +109,8 @@ def worker(loaded: PlayedModel) -> Any:
             self.model_runner = SimpleNamespace(
                 get_model=lambda: loaded,
                 reset_lora_state=lambda: None,
+                reset_encoder_cache=lambda: self.forgotten.add("images as the model sees them"),
+                reset_mm_cache=lambda: self.forgotten.add("images"),
                 reload_weights=lambda weights_iterator: reload_weights(
                     self.vllm_config, loaded, weights_iterator, None, True
                 ),
@@ -403,3 +406,27 @@ def test_a_worker_that_receives_no_updates_loads_a_version(tmp_path: Path) -> No
     save_file(sent(one, 1), tmp_path / "model.safetensors")
     one.load_snapshot(str(tmp_path))
     assert all(bool((tensor == 1).all()) for tensor in one.get_model().parameters())
+
+
+def test_what_was_made_of_images_is_forgotten_with_the_weights_that_made_it(tmp_path: Path) -> None:
+    one = worker(model())
+    save_file(sent(one, 1), tmp_path / "model.safetensors")
+    one.load_snapshot(str(tmp_path))
+    assert one.forgotten == {"images", "images as the model sees them"}
+
+
+def test_a_version_is_loaded_in_place_without_a_reload(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = worker(model())
+    save_file(sent(one, 1), tmp_path / "model.safetensors")
+    monkeypatch.setattr(one, "reload_weights", None)
+    one.load_snapshot(str(tmp_path))
+    check_holds(one, 1, where(one))
+
+
+def test_of_a_model_that_moved_the_next_update_finds_the_parameters() -> None:
+    one = worker(model())
+    update(one, 1)
+    first = next(part for part in one.get_model().layers)
+    first.weight = Parameter(torch.zeros(2, 3), requires_grad=False)
+    update(one, 2)
+    assert all(bool((tensor == 2).all()) for tensor in one.get_model().parameters())

@@ -125,6 +125,14 @@ def test_an_update_and_the_next_are_loaded_in_place_and_served_as_pushed(plain: 
         assert plain.scores() != pytest.approx(before, abs=0.1)
 
 
+def test_after_the_first_update_the_models_loaders_are_not_asked_again(plain: Plain, sender: WeightSender) -> None:
+    plain.push(sender, plain.moved(seed=20))
+    runs = plain_layers.loader_runs(plain.notes)
+    assert runs > 0
+    plain.push(sender, plain.moved(seed=21))
+    assert plain_layers.loader_runs(plain.notes) == runs
+
+
 def test_of_a_delta_the_rest_stays_as_it_was(plain: Plain) -> None:
     told: list[int] = []
     with WeightSender(

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -70,12 +71,18 @@ class Prefetch:
         return sum(span.num_bytes for spans in read_spans(self._path).values() for span in spans)
 
     def _read(self) -> NamedTensors:
-        # On a stream of its own: in the engine's its copies would wait for steps, and steps for them.
-        stream = torch.cuda.Stream(self._device)
+        stream = _stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             tensors = list(read_tensors(self._path, self._device))
         stream.synchronize()
         return tensors
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Not the engine's: there copies would wait for steps, and steps for them. Always the same one, since torch keeps
+    memory for the stream that it was used on, and would take it anew for each version."""
+    return torch.cuda.Stream(device)
 
 
 def _files(folder: Path) -> Files:

@@ -8,7 +8,7 @@ from typing import Any
 from engines.packed_streams import keep_streams
 from engines.planned_load import PlannedLoad
 from engines.prefetch import Prefetch
-from engines.snapshot_reader import read_tensors
+from engines.snapshot_reader import pin_buffers, read_tensors
 from engines.store.peer_store import PeerStore, fetched
 from engines.vllm_gloo import rebuild_tied_head
 from engines.vllm_in_place import load_in_place, load_layerwise, loads_in_place
@@ -37,6 +37,7 @@ class WeightWorker:
         prepare(worker.device)
         if worker.device.type == "cuda":
             keep_streams()
+            pin_buffers(worker.device)
         if draft and worker.rank == 0 and worker.parallel_config.data_parallel_index == 0:
             self.scribe = _scribe_after(self.scribe, Path(draft), model, Path(base) if base else None, names, wait_s)
         in_place = self._begin_in_place()

@@ -122,13 +122,12 @@ class Canary:
 
     async def admit(self, replica: Replica, version: int) -> Finding:
         """What the log-probs of a replica say that was brought to `version` by itself, while its peers serve."""
-        answer = await self._ask(replica, self.token_ids([replica]), version)
+        answer = await self._ask(replica, self.token_ids([replica]), version, self._accepted_at(version, replica))
         if isinstance(answer, Finding):
             return answer
-        before, known = self._accepted.get(replica), self._accepted_elsewhere([replica], version)
-        if before is not None and before.version == version:
-            known, before = [*known, before], None
-        finding = judge({replica: answer}, {replica: before} if before else {}, elsewhere=known)[replica]
+        before, known = self._accepted.get(replica), self._accepted_at(version, replica)
+        previous = {replica: before} if before is not None and before.version != version else {}
+        finding = judge({replica: answer}, previous, elsewhere=known)[replica]
         if finding.may_serve:
             self._accepted[replica] = answer
         return finding
@@ -137,6 +136,12 @@ class Canary:
         """The reading of the weights that a replica holds, if there is one."""
         reading = self._accepted.get(replica)
         return reading if reading is not None and reading.version == replica.weight_version else None
+
+    def _accepted_at(self, version: int, replica: Replica) -> list[Reading]:
+        """What was accepted at this version, of the replica itself and of its peers."""
+        own = self._accepted.get(replica)
+        elsewhere = self._accepted_elsewhere([replica], version)
+        return [*elsewhere, own] if own is not None and own.version == version else elsewhere
 
     def _accepted_elsewhere(self, peers: Sequence[Replica], version: int) -> list[Reading]:
         """Earlier answers at this version of replicas that are not asked now: what one that comes back is held to."""
@@ -177,8 +182,10 @@ class Canary:
         answers = await asyncio.gather(*(self._ask(replica, token_ids, version) for replica in replicas))
         return dict(zip(replicas, answers, strict=True))
 
-    async def _ask(self, replica: Replica, token_ids: list[int], version: int | None) -> Reading | Finding:
-        """A replica's reading, or the finding that there is none."""
+    async def _ask(
+        self, replica: Replica, token_ids: list[int], version: int | None, known: Sequence[Reading] = ()
+    ) -> Reading | Finding:
+        """A replica's reading, or the finding that there is none. `known` are accepted ones of this very version."""
         if not replica.info.speaks_vllm:
             return Finding(Result.UNVERIFIED, f"the server at {replica.info.url} gives no log-probs of a prompt")
         held = replica.weight_version if version is None else version
@@ -186,7 +193,9 @@ class Canary:
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 alone = await self._score(replica, token_ids)
-                batched = await self._score_in_batch(replica, token_ids)
+                # Nobody needs the noise of what is equal to the last bit, and whoever goes back serves the sooner.
+                same = next((reading for reading in known if reading.logprobs == alone), None)
+                noise = same.noise if same else distance(alone, await self._score_in_batch(replica, token_ids))
         except (EngineRefused, InvalidRequest) as error:
             return Finding(Result.UNVERIFIED, f"the canary was refused: {error}")
         except (TimeoutError, DeadlineExceeded):
@@ -196,7 +205,7 @@ class Canary:
             return Finding(Result.LOST, str(error))
         except (EngineError, _NoLogprobs) as error:
             return Finding(Result.FAILED, f"no answer to the canary: {error}")
-        return Reading(held or 0, alone, distance(alone, batched), time.monotonic() - began)
+        return Reading(held or 0, alone, noise, time.monotonic() - began)
 
     async def _score_in_batch(self, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
         """The same beside others: how much the log-probs move by nothing but that is the noise of this replica."""

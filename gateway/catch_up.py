@@ -132,10 +132,13 @@ class CatchUp:
 
     async def _bring_back(self, replica: Replica, *, leaves_group: bool) -> None:
         is_overwritten = replica.weight_version is None
-        await self._clear(replica, is_overwritten=is_overwritten, leaves_group=leaves_group)
+        clearing = self._clear(replica, is_overwritten=is_overwritten, leaves_group=leaves_group)
         if is_overwritten:
             # A gateway that died in the middle of an update left nobody who says what they held before.
-            self._fleet.learn(await self._snapshots.last_held_by(replica.info.incarnation))
+            held, _ = await asyncio.gather(self._snapshots.last_held_by(replica.info.incarnation), clearing)
+            self._fleet.learn(held)
+        else:
+            await clearing
         for failures in range(1, _TRIES + 1):
             if not self._is_behind(replica):
                 return

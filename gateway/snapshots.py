@@ -20,7 +20,7 @@ from engines.engine import Json
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import complete, is_whole
 from engines.store.manifest import Manifest, check_bytes
-from engines.store.weight_store import WeightStore
+from engines.store.weight_store import WeightStore, remove_folder
 from gateway.config import WeightsConfig
 from gateway.replica import Replica
 
@@ -44,6 +44,7 @@ class Snapshots:
         self._store: WeightStore | None = None
         self._why_not = "weights.store is null" if config.store is None else "not open yet"
         self._keeping: asyncio.Task[None] | None = None
+        self._removing: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
 
     async def open(self) -> None:
@@ -62,6 +63,7 @@ class Snapshots:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
+        await self.removed()
         if self._store is not None:
             await self._aside(self._store.close)
 
@@ -110,6 +112,7 @@ class Snapshots:
             await asyncio.wait([self._keeping], timeout=self._config.store_wait_s)
             if not self._keeping.done():
                 raise StoreFailed("the version before is still being written (weights.store_wait_s)")
+        await self.removed()
         # While a version is written only the one that is served is kept beside it.
         await self._aside(store.prune, served, 1)
         if not await self._has_room(num_bytes):
@@ -117,8 +120,20 @@ class Snapshots:
         return await self._aside(store.draft)
 
     async def discard(self, draft: Path | None) -> None:
+        """A draft is worth nothing: whoever writes it fails, and the bytes go in the background."""
         if draft is not None and self._store is not None:
-            await self._aside(self._store.discard, draft)
+            self._remove(await self._aside(self._store.throw_away, draft))
+
+    async def removed(self) -> None:
+        """Returns once what was thrown away takes no room any more, or when that takes too long."""
+        if self._removing:
+            await asyncio.wait(self._removing, timeout=self._config.store_wait_s)
+
+    def _remove(self, folder: Path) -> None:
+        """Beside what comes next: neither the trainer of a refused update nor a replica that goes back waits for it."""
+        removing = asyncio.create_task(asyncio.to_thread(remove_folder, folder), name=f"remove {folder.name}")
+        self._removing.add(removing)
+        removing.add_done_callback(self._removing.discard)
 
     def keep(self, draft: Path, version: int, holders: Sequence[Replica], digests: dict[str, str]) -> None:
         """In the background: wait until the draft is whole, and make it `version`, which these replicas hold.
@@ -162,9 +177,9 @@ class Snapshots:
         return await self._aside(store.promote, draft, version, self._checkpoint())
 
     async def withdraw(self, version: int) -> None:
-        """Remove a version that came to nothing."""
+        """Remove a version that came to nothing, as `discard` does a draft."""
         if self._store is not None:
-            await self._aside(self._store.remove, version)
+            self._remove(await self._aside(self._store.withdraw, version))
 
     async def settle(self, served: int) -> None:
         """Keep the last versions and tell those who wait for one."""

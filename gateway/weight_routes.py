@@ -115,6 +115,7 @@ class WeightRoutes:
     async def _store(self, request: web.Request) -> web.Response:
         """Where a trainer writes drafts, for which model, and how they get to how many replicas. `base` is the version
         that a draft may have changes of; None where that is not kept."""
+        await self._snapshots.removed()  # a trainer writes at once, and may need the room
         place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first, "base": await self._base()}
         return reply(place | {"rolling": self._config.rolling, "replicas": len(self._fleet.policy)})
 

@@ -5,16 +5,19 @@
     draft-1f2e.../   being written; whole once it holds manifest.json. `.owner` is locked as long as its writer lives
       *.delta        changed elements of tensors of the version that it names as its base: joined with that before it is
                      promoted, so that a version is whole, and kept for machines that hold the base and fetch this one
+    draft-gone-...   what is worth nothing any more and is being removed
     .gateway         locked by the gateway that keeps the store
 
 Any file system will do; in /dev/shm a version is written and read at the speed of memory. `manifest.py` describes what
 a version holds, and `draft.py` writes it, for gateway, engines' workers and trainers alike.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +33,7 @@ _KEEPER = ".gateway"
 HELD_BY = "held_by"
 _HOLDERS = ".holders.json"
 _HOLDERS_NOTED = 1000
+_GONE = "gone-"
 
 
 class WeightStore:
@@ -106,9 +110,20 @@ class WeightStore:
         return path
 
     def discard(self, draft: Path) -> None:
-        shutil.rmtree(draft, ignore_errors=True)
+        remove_folder(self.throw_away(draft))
+
+    def throw_away(self, draft: Path) -> Path:
+        """Take its place from a draft that is worth nothing: whoever writes it finds no folder for its next file.
+
+        That takes no time. The folder returned is to be removed, which does: a second for some GB, in memory too.
+        """
+        # Not removed where it is: a writer that puts a file into it meanwhile would keep it, and go on to its end.
+        gone = self.folder / f"{DRAFT}{_GONE}{uuid.uuid4().hex}"
+        with contextlib.suppress(OSError):  # it is gone already
+            draft.rename(gone)
         if (owner := self._owned.pop(draft, None)) is not None:
             os.close(owner)
+        return gone
 
     def promote(self, draft: Path, version: int, checkpoint: Path | None) -> Path:
         """Make a whole draft version `version`; a version of that number from before is replaced.
@@ -129,10 +144,10 @@ class WeightStore:
             os.close(owner)
         return target
 
-    def remove(self, version: int) -> None:
-        """Forget a version that came to nothing."""
+    def withdraw(self, version: int) -> Path:
+        """Forget a version that came to nothing. The folder returned is to be removed, as of `throw_away`."""
         self._known.discard(version)
-        shutil.rmtree(self.path(version), ignore_errors=True)
+        return self.throw_away(self.path(version))
 
     def note_holder(self, version: int, incarnation: str) -> None:
         """Write down that this engine holds the version, for a gateway that is started anew; see `adopt`."""
@@ -217,7 +232,7 @@ class WeightStore:
         for folder in folders:
             number = folder.name[1:]
             if number.isdecimal() and int(number) not in kept and not _is_read(folder):
-                self.remove(int(number))
+                remove_folder(self.withdraw(int(number)))
 
     def _was_held(self, version: int, incarnation: str) -> bool:
         try:
@@ -231,6 +246,11 @@ class WeightStore:
         status = self.folder.lstat()
         if status.st_uid != os.getuid():
             raise StoreFailed(f"{self.folder} belongs to user {status.st_uid}: give another folder in weights.store")
+
+
+def remove_folder(folder: Path) -> None:
+    """What of it cannot be removed stays, and so does one that is not there."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_store(folder: Path) -> bool:

@@ -2,7 +2,8 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,12 @@ from engines.engine import ReceiptCopy
 from engines.sim_server import SimServer
 from engines.sim_worker import SimWorker
 from engines.store.manifest import Manifest, check_bytes
-from engines.store.weight_store import WeightStore
+from engines.store.weight_store import WeightStore, remove_folder
 from engines.vllm_engine import VllmEngine
+from gateway.canary import Canary
 from gateway.catch_up import CatchUp
+from gateway.replica import Replica
+from gateway.verdicts import Finding
 from tests.rig import Json, Rig, SimReplica, StartRig
 
 BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
@@ -337,6 +341,95 @@ async def test_versions_of_a_run_before_are_not_handed_out(kept: Rig, start_rig:
     await until_kept(rig, [1])
     assert not (folder / "v2").exists()
     assert Manifest.read(folder / "v1").version == 1
+
+
+@pytest.fixture
+async def held(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[threading.Event]:
+    """Nothing is removed from the store before it is set."""
+
+    def remove(folder: Path) -> None:
+        assert event.wait(20)
+        remove_folder(folder)
+
+    event = threading.Event()
+    monkeypatch.setattr("gateway.snapshots.remove_folder", remove)
+    yield event
+    event.set()
+
+
+async def refused(rig: Rig) -> int:
+    """The status of an update that the canary takes for another one than the trainer's."""
+    told = [-1.0] * 63
+    for logprobs in (told, [-9.0] * 63):
+        await rig.post("/start_weight_update", {})
+        await rig.post("/update_weights", {"update_info": rig.tensors})
+        status, _ = await rig.post("/finish_weight_update", {"canary_logprobs": logprobs})
+    return status
+
+
+async def test_after_a_refusal_the_version_before_serves_before_the_refused_one_is_removed(
+    kept: Rig, folder: Path, held: threading.Event
+) -> None:
+    assert await refused(kept) == 424
+    await kept.until(BOTH_SERVE)
+    assert await served_versions(kept) == {2}
+    assert {name.partition("gone-")[0] for name in folders(folder)} == {"v2", "draft-"}
+    asked = asyncio.create_task(kept.get("/v1/weight_store"))
+    assert not (await asyncio.wait([asked], timeout=0.2))[0]  # a trainer that writes next may need the room
+    held.set()
+    assert (await asked)[0] == 200
+    assert folders(folder) == {"v2"}
+
+
+async def test_the_next_version_is_written_once_the_refused_one_has_made_room(kept: Rig, held: threading.Event) -> None:
+    assert await refused(kept) == 424
+    await kept.until(BOTH_SERVE)
+    await kept.post("/start_weight_update", {})
+    asked = asyncio.create_task(kept.post("/update_weights", {"update_info": kept.tensors}))
+    assert not (await asyncio.wait([asked], timeout=0.2))[0]
+    held.set()
+    assert (await asked)[0] == 200
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Lengths of the prompts that replicas score when they are brought back, by their ids."""
+
+    async def admit(canary: Canary, replica: Replica, version: int) -> Finding:
+        lengths[replica.replica_id] = []
+        return await admitted(canary, replica, version)
+
+    async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        if replica.replica_id in lengths:
+            lengths[replica.replica_id].append(len(token_ids))
+        return await scored(canary, replica, token_ids)
+
+    lengths: dict[str, list[int]] = {}
+    admitted, scored = Canary.admit, Canary._score
+    monkeypatch.setattr(Canary, "admit", admit)
+    monkeypatch.setattr(Canary, "_score", score)
+    return lengths
+
+
+async def test_a_replica_that_says_again_what_it_said_at_the_version_is_asked_once(
+    kept: Rig, asked: dict[str, list[int]]
+) -> None:
+    assert await refused(kept) == 424
+    await kept.until(BOTH_SERVE)
+    assert asked == {"engine-0": [64], "engine-1": [64]}
+
+
+async def test_the_noise_of_a_replica_is_measured_that_says_something_else_by_a_hair(
+    kept: Rig, asked: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        return tuple(value + 1e-7 * bool(asked) for value in await scored(canary, replica, token_ids))
+
+    scored = Canary._score
+    monkeypatch.setattr(Canary, "_score", score)
+    assert await refused(kept) == 424
+    await kept.until(BOTH_SERVE)
+    assert [sorted(lengths) for lengths in asked.values()] == [[16, 21, 32, 64, 64]] * 2
 
 
 async def test_a_replica_that_fails_the_canary_is_mended_from_the_store(start_rig: StartRig, folder: Path) -> None:

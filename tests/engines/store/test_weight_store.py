@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.draft import OWNER, Draft, claim_draft, is_whole
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
-from engines.store.weight_store import WeightStore, remove_store
+from engines.store.weight_store import WeightStore, remove_folder, remove_store
 from tests.drafts import file_bytes, tensor, written
 
 
@@ -211,3 +212,45 @@ def test_a_draft_is_not_swept_in_the_moment_that_it_becomes_a_version(
     os.close(owner)
     assert "a" in Manifest.read(version).tensors
     assert OWNER not in [path.name for path in version.iterdir()]
+
+
+def test_a_writer_whose_draft_is_discarded_fails_with_its_next_file_and_leaves_nothing(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rmtree(folder: Path, ignore_errors: bool) -> None:
+        with pytest.raises(StoreFailed):
+            draft.add([tensor("b", 1)])
+        removed(folder, ignore_errors)
+
+    removed = shutil.rmtree
+    folder = store.draft()
+    draft = Draft(folder, "m")
+    draft.add([tensor("a", 1)])
+    monkeypatch.setattr("engines.store.weight_store.shutil.rmtree", rmtree)
+    store.discard(folder)
+    assert not any(path.is_dir() for path in store.folder.iterdir())
+
+
+def test_a_number_that_was_withdrawn_is_given_again_while_the_bytes_are_being_removed(store: WeightStore) -> None:
+    store.promote(written(store, 1), 1, None)
+    gone = store.withdraw(1)
+    assert (store.versions, store.path(1).exists()) == ([], False)
+    again = store.promote(written(store, 2), 1, None)
+    remove_folder(gone)
+    assert file_bytes(again, "a") == bytes([2]) * 16
+    assert not gone.exists()
+
+
+def test_what_a_gateway_that_died_was_removing_is_removed_by_the_next(store: WeightStore) -> None:
+    store.promote(written(store, 1), 1, None)
+    left = [store.withdraw(1), store.throw_away(store.draft())]
+    assert all(folder.is_dir() for folder in left)
+    store.close()
+    WeightStore(store.folder)
+    assert not any(folder.exists() for folder in left)
+
+
+def test_what_is_not_there_is_thrown_away_too(store: WeightStore) -> None:
+    remove_folder(store.withdraw(7))
+    remove_folder(store.throw_away(store.folder / "draft-none"))
+    assert store.versions == []

@@ -105,6 +105,11 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    async def keep_receipt(self, timeout_s: float) -> None:
+        """Have the copy that `open_receipt` asked for written down: the update is committed. Until then it waits in
+        memory, where there is room, so that a replica that goes back instead has its GPU and the store for itself."""
+
+    @abstractmethod
     async def drop_receipt(self, timeout_s: float) -> None:
         """Forget the receipt; its draft is worth nothing."""
 

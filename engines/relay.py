@@ -183,6 +183,7 @@ class RelayServer:
         if tee is None or self._scribe is None:
             return {}
         digests = tee.close()
+        self._scribe.keep()
         self._scribe.join()
         return digests
 

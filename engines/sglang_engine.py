@@ -198,6 +198,9 @@ class SglangEngine(HttpEngine):
     async def close_receipt(self, timeout_s: float) -> dict[str, str]:
         return {}
 
+    async def keep_receipt(self, timeout_s: float) -> None:
+        """There is none."""
+
     async def drop_receipt(self, timeout_s: float) -> None:
         """There is none."""
 

@@ -40,11 +40,13 @@ class SimWorker:
                 self._received, self._receives = {}, True
             case "close_receipt":
                 self._receives = False
-                if self._copy is not None:
-                    await asyncio.to_thread(_write, self._copy, list(self._received.values()))
                 return {name: tensor.digest for name, tensor in self._received.items()}
+            case "keep_receipt":
+                copy, self._copy = self._copy, None
+                if copy is not None:
+                    await asyncio.to_thread(_write, copy, list(self._received.values()))
             case "drop_receipt":
-                self._receives = False
+                self._copy, self._receives = None, False
             case "damage":
                 self.damage(arguments["name"])
             case "heal":

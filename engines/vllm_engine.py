@@ -101,6 +101,10 @@ class VllmEngine(HttpEngine):
                 raise EngineFailed(f"its worker {rank} received other bytes than worker 0", replica_id=self.replica_id)
         return dict(first)
 
+    async def keep_receipt(self, timeout_s: float) -> None:
+        if self._has_tee:
+            await self._on_workers("keep_receipt", {}, timeout_s)
+
     async def drop_receipt(self, timeout_s: float) -> None:
         if self._has_tee:
             await self._on_workers("drop_receipt", {}, timeout_s)

@@ -47,9 +47,14 @@ class WeightWorker:
         self.tee = WeightTee(model, self.scribe if draft else None, in_place.load if in_place is not None else None)
 
     def close_receipt(self) -> dict[str, str]:
-        """The digest of each tensor received. A draft becomes whole, or says why not, in its own time."""
+        """The digest of each tensor received. What is to be copied waits for `keep_receipt`."""
         tee, self.tee = self.tee, None
         return tee.close() if tee is not None else {}
+
+    def keep_receipt(self) -> None:
+        """The update is committed: its draft becomes whole, or says why not, in its own time."""
+        if self.scribe is not None:
+            self.scribe.keep()
 
     def drop_receipt(self) -> None:
         """Stop digesting and copying; the draft is worth nothing."""
@@ -58,6 +63,8 @@ class WeightWorker:
         tee, self.tee = self.tee, None
         if tee is not None:
             tee.drop()
+        if self.scribe is not None and not self.scribe.is_kept:
+            self.scribe.give_up("the update was aborted")
 
     def fetches(self) -> dict[str, bool]:
         """Asked of servers that somebody else started: `load_snapshot` is here. vLLM would tell a bare True as text."""

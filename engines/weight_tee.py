@@ -3,6 +3,7 @@
 The tee stands before the model's `load_weights`, so it sees what any receiver hands over, gloo and NCCL alike.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -49,15 +50,12 @@ class WeightTee:
             del self._model.load_weights
 
     def close(self) -> dict[str, str]:
-        """End; the digest of each tensor received. The scribe goes on writing by itself."""
+        """End; the digest of each tensor received. What the scribe has is kept, or given up, by whoever has that."""
         self.remove()
+        if self._scribe is not None:
+            self._scribe.close()
         sums = {name: one for name, one in self._digests.items() if isinstance(one, torch.Tensor)}
-        try:
-            told = torch.stack(list(sums.values())).tolist() if sums else []  # the GPU is waited for once
-        finally:
-            # Not before: what leaves the GPU from here on would be waited for too.
-            if self._scribe is not None:
-                self._scribe.close()
+        told = torch.stack(list(sums.values())).tolist() if sums else []  # the GPU is waited for once
         return self._digests | {name: _told(one) for name, one in zip(sums, told, strict=True)}
 
     def drop(self) -> None:
@@ -101,8 +99,9 @@ class Scribe:
         self._room = threading.Condition()
         self._stream: Any = None
         self._left_on_device: int | None = None
-        # What is kept in GPU memory leaves it once the update is over: on its way beside it it would hold it up.
+        # What waits in GPU memory leaves it once it is to be kept: on its way beside an update it would hold that up.
         self._may_leave = threading.Event()
+        self.is_kept = False
         self._thread = threading.Thread(target=self._write, name="scribe", daemon=True)
         self._thread.start()
 
@@ -116,8 +115,12 @@ class Scribe:
 
     def close(self) -> None:
         """No more tensors come."""
-        self._may_leave.set()
         self._waiting.put(None)
+
+    def keep(self) -> None:
+        """The version is committed: write down what has come, and what comes."""
+        self.is_kept = True
+        self._may_leave.set()
 
     def give_up(self, reason: str) -> None:
         """Stop, and say why in the draft."""
@@ -159,7 +162,8 @@ class Scribe:
 
     def put(self, copies: "Iterable[_Copy]") -> None:
         """Have these written, and let go of each once it is."""
-        self._waiting.put(deque(copies))
+        if not self._given_up:  # nobody would take them out any more, and they may be as large as the model
+            self._waiting.put(deque(copies))
 
     def stream(self, device: torch.device) -> Any:
         if self._stream is None:
@@ -173,6 +177,7 @@ class Scribe:
         except Exception as error:  # whatever it is, the draft says it and the update goes on
             self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))
         if self._given_up:
+            self._let_all_go()
             self._draft.fail(self._given_up)
 
     def _write_all(self, writer: ShardWriter) -> None:
@@ -194,6 +199,11 @@ class Scribe:
         writer.finish()
         self._draft.complete_from(self._base, self._expected)
         self._draft.finish()
+
+    def _let_all_go(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._waiting.get_nowait()
 
     def _let_go(self, budgeted: int) -> None:
         with self._room:

@@ -135,6 +135,9 @@ class FlatUpdate:
             await self._generation.thaw(update)
         async with self._machine.step(update, "canary"):
             findings = await self._machine.verify(update, group.members, canary_logprobs)
+        if update.draft is not None:
+            # Before a replica that failed is brought back, whose copy may be the one.
+            await try_on_all(group.members, lambda engine: engine.keep_receipt(timeout_s))
         self._machine.commit(update, group.members, findings)
         await self._keep(update, digests)
         return update.version

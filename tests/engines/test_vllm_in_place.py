@@ -15,11 +15,16 @@ from safetensors.torch import save_file
 from torch.nn import Module, Parameter
 
 from engines import vllm_in_place
+from engines.errors import StoreFailed
+from engines.store.draft import is_whole
 from engines.tensor_bytes import digest_on_host
 from engines.vllm_in_place import load_in_place, load_layerwise, loads_in_place
 from engines.vllm_worker import WeightWorker
+from engines.weight_tee import Scribe
 
 Tensors = dict[str, torch.Tensor]
+
+SOON_S = 10.0
 
 METHODS = {"start_weight_update", "finish_weight_update"}
 
@@ -430,3 +435,49 @@ def test_of_a_model_that_moved_the_next_update_finds_the_parameters() -> None:
     first.weight = Parameter(torch.zeros(2, 3), requires_grad=False)
     update(one, 2)
     assert all(bool((tensor == 2).all()) for tensor in one.get_model().parameters())
+
+
+# The copy for the store.
+
+
+def copied(one: Any, draft: Path) -> Scribe:
+    """An update has come, of which a copy waits."""
+    draft.mkdir()
+    one.open_receipt(draft=str(draft), model="m", wait_s=5.0)
+    one.start_weight_update()
+    one.update_weights(sent(one, 1))
+    one.close_receipt()
+    one.finish_weight_update()
+    assert one.scribe is not None
+    found: Scribe = one.scribe
+    return found
+
+
+def test_the_copy_of_a_committed_update_is_written_whatever_the_replica_does_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Scribe, "has_room", lambda *_: True)
+    one, draft = worker(model()), tmp_path / "draft-1"
+    scribe = copied(one, draft)
+    one.keep_receipt()
+    one.drop_receipt()
+    assert scribe.join(SOON_S)
+    assert is_whole(draft)
+
+
+def test_the_copy_of_an_update_that_is_taken_back_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Scribe, "has_room", lambda *_: True)
+    one, draft = worker(model()), tmp_path / "draft-1"
+    scribe = copied(one, draft)
+    one.drop_receipt()
+    assert scribe.join(SOON_S)
+    with pytest.raises(StoreFailed, match="aborted"):
+        is_whole(draft)
+    assert not list(draft.glob("*.safetensors*"))
+
+
+def test_where_nothing_is_copied_nothing_is_kept() -> None:
+    one = worker(model())
+    update(one, 1)
+    one.keep_receipt()
+    assert one.scribe is None

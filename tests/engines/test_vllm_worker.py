@@ -84,6 +84,7 @@ def test_a_version_is_copied_as_it_arrives_and_loaded_again_also_over_an_update_
         client.update_model_params(second)
         digests = on_engine(url, lambda engine: engine.close_receipt(TIMEOUT_S))
         assert digests == {name: digest_on_host(tensor) for name, tensor in second.named_parameters()}
+        on_engine(url, lambda engine: engine.keep_receipt(TIMEOUT_S))
         until_whole(draft)
         version_1 = store.promote(draft, 1, tmp_path / "first")
         assert {name: tensor.digest for name, tensor in check_bytes(version_1).tensors.items()} == digests

@@ -1,6 +1,7 @@
 """What is seen of an update on its way into a model, and copied into a draft."""
 
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from engines.tensor_bytes import digest_on_host
 from engines.weight_tee import Scribe, WeightTee
 
 SOON_S = 10.0
+A_MOMENT_S = 0.2
 
 
 class PlayedModel(torch.nn.Module):
@@ -78,6 +80,7 @@ def test_the_scribe_writes_what_was_received_chunk_by_chunk(
         model.load_weights([(name, tensor)])
         tensor.zero_()  # the receiver uses its buffer again
     digests = tee.close()
+    writer.keep()
     assert writer.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
     assert is_whole(draft)
@@ -90,25 +93,34 @@ def test_the_scribe_writes_what_was_received_chunk_by_chunk(
     assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
 
 
-def test_copies_leave_the_gpu_once_its_digests_are_told(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, stack = scribe(store), torch.stack
-    left_before: list[bool] = []
-
-    def waited_for(sums: list[torch.Tensor]) -> torch.Tensor:
-        left_before.append(written._may_leave.is_set())
-        return stack(sums)
-
-    # As on a GPU: numbers that are still on their way.
-    monkeypatch.setattr(weight_tee, "_digests", lambda sent: {name: torch.tensor(7) for name, _ in sent})
-    monkeypatch.setattr(torch, "stack", waited_for)
-    model = PlayedModel()
-    tee = WeightTee(model, written)
-    monkeypatch.setattr(Scribe, "has_room", lambda *_: True)  # which would let them leave at once
+def test_a_copy_waits_until_it_is_kept(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scribe, "has_room", lambda *_: True)  # as on a GPU, where nothing waits for the disk
+    model, writer = PlayedModel(), scribe(store)
+    tee = WeightTee(model, writer)
     model.load_weights(iter(tensors().items()))
-    assert set(tee.close().values()) == {"sum64:0000000000000007"}
-    assert left_before == [False]
-    assert written._may_leave.is_set()
-    assert written.join(SOON_S)
+    tee.close()
+    assert not writer.join(A_MOMENT_S)
+    (draft,) = store.folder.glob("draft-*")
+    assert not list(draft.glob("*.safetensors*"))
+    writer.keep()
+    assert writer.join(SOON_S)
+    assert is_whole(draft)
+
+
+def test_one_that_is_given_up_instead_is_not_written_and_takes_no_memory(store: WeightStore) -> None:
+    """On a GPU that is as much as the model."""
+    writer = scribe(store)
+    copies = [weight_tee._Copy("w", torch.ones(3), "") for _ in range(2)]
+    seen = [weakref.ref(copy) for copy in copies]
+    writer.put([copies[0]])
+    writer.give_up("the update was aborted")
+    assert writer.join(SOON_S)
+    writer.put([copies[1]])
+    del copies
+    assert [one() for one in seen] == [None, None]
+    (draft,) = store.folder.glob("draft-*")
+    with pytest.raises(StoreFailed, match="aborted"):
+        is_whole(draft)
 
 
 def test_what_never_comes_is_taken_from_the_base(store: WeightStore) -> None:
@@ -116,6 +128,7 @@ def test_what_never_comes_is_taken_from_the_base(store: WeightStore) -> None:
     tee = WeightTee(model, first)
     model.load_weights(list(sent.items()))
     tee.close()
+    first.keep()
     assert first.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
     base = store.promote(draft, 1, None)
@@ -123,6 +136,7 @@ def test_what_never_comes_is_taken_from_the_base(store: WeightStore) -> None:
     tee = WeightTee(model, second)
     model.load_weights([("b", sent["b"] + 1)])
     tee.close()
+    second.keep()
     assert second.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
     before, after = Manifest.read(base).tensors, check_bytes(draft).tensors
@@ -154,6 +168,7 @@ def test_the_transfer_does_not_wait_for_a_slow_disk_beyond_the_bound(
     digests = tee.close()
     gate.set()
     assert digests.keys() == sent.keys()
+    writer.keep()
     assert writer.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
     with pytest.raises(StoreFailed, match=r"too slow \(weights\.store_wait_s\)"):
@@ -169,6 +184,7 @@ def test_a_full_disk_costs_the_draft_and_not_the_update(store: WeightStore, monk
     tee = WeightTee(model, writer)
     model.load_weights(list(sent.items()))
     assert tee.close().keys() == sent.keys()
+    writer.keep()
     assert writer.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
     with pytest.raises(StoreFailed, match="no space"):
@@ -206,6 +222,7 @@ def test_an_update_is_loaded_also_where_it_cannot_be_copied(
     model.load_weights(list(sent.items()))
     assert tee.close().keys() == sent.keys()
     assert model.loaded.keys() == sent.keys()
+    writer.keep()
     assert writer.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
     with pytest.raises(StoreFailed, match="could not copy what it received: no memory"):

@@ -173,7 +173,8 @@ async def served(rig: Rig) -> set[int]:
 
 
 def kept(store: Path) -> set[str]:
-    return {path.name for path in store.iterdir() if path.is_dir()}
+    """But for what is being removed, which nobody waits for."""
+    return {path.name for path in store.iterdir() if path.is_dir() and not path.name.startswith("draft-gone-")}
 
 
 def draft_in(store: Path) -> Path:

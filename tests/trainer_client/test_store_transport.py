@@ -59,7 +59,8 @@ def send(
 
 
 def folders(store: Path) -> set[str]:
-    return {path.name for path in store.iterdir() if path.is_dir()}
+    """But for what is being removed, which nobody waits for."""
+    return {path.name for path in store.iterdir() if path.is_dir() and not path.name.startswith("draft-gone-")}
 
 
 async def said(rig: Rig) -> tuple[set[int], set[tuple[int, ...]]]:

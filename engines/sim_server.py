@@ -340,6 +340,9 @@ class SimServer:
         if asked.method == "corrupt_loads":  # as `SimConfig.corrupt_loads`, from now on
             self.corrupt_loads = bool(asked.kwargs["on"])
             return _json({"results": [None] * self._world_size})
+        if asked.method == "end_update":
+            self._weights.break_off()
+            return _json({"results": [None] * self._world_size})
         answer = await self.worker.call(asked.method, asked.kwargs)
         if asked.method == "load_snapshot":
             await asyncio.sleep(self._load_s)

@@ -82,10 +82,13 @@ class VllmEngine(HttpEngine):
         await self.ask("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s)
 
     async def abandon_weight_update(self, timeout_s: float) -> None:
-        # vLLM has no word for it. A finish without a version closes the session; where a failed transfer has closed it
-        # already, vLLM answers 500 and nothing is left to do.
-        with contextlib.suppress(EngineFailed):
-            await self.ask("POST", "/finish_weight_update", {}, timeout_s)
+        if self._has_tee:
+            await self._on_workers("end_update", {}, timeout_s)
+        else:
+            # vLLM has no word for it. A finish without a version closes the session; where that is closed already, vLLM
+            # answers 500 and nothing is left to do.
+            with contextlib.suppress(EngineFailed):
+                await self.ask("POST", "/finish_weight_update", {}, timeout_s)
         await self._label(MIXED, timeout_s)
 
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:

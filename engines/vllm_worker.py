@@ -66,6 +66,12 @@ class WeightWorker:
         if self.scribe is not None and not self.scribe.is_kept:
             self.scribe.give_up("the update was aborted")
 
+    def end_update(self) -> None:
+        """Leave no update open, whatever its weights are: after one that is finished vLLM takes it for an error."""
+        worker: Any = self
+        if worker._weight_update_active:
+            worker.finish_weight_update()
+
     def fetches(self) -> dict[str, bool]:
         """Asked of servers that somebody else started: `load_snapshot` is here. vLLM would tell a bare True as text."""
         return {"fetches": True}

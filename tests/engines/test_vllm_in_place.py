@@ -354,8 +354,7 @@ ENDS = [opened, started, half_sent, broken_in_the_middle, closed, started_twice,
 def clear(one: Any) -> None:
     """As the gateway does where it has not died itself."""
     one.drop_receipt()
-    if one._weight_update_active:
-        one.finish_weight_update()
+    one.end_update()
 
 
 def test_an_update_loads_all_and_tells_what_it_received(updated: Any) -> None:

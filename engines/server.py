@@ -59,6 +59,8 @@ class EngineServer:
         assert self._engine is not None
         if (code := self._process.exit_code) is not None:
             why, _ = self._why(code, f"the engine ended with {code}")
+            # Where its guard was killed some of its processes may go on answering, with nobody to end them.
+            await self._process.stop()
             raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
         await self._engine.health(_PROBE_TIMEOUT_S)
 

@@ -1,9 +1,14 @@
 """The life of one engine server: start, check, stop, with real processes of the simulated engine."""
 
+import asyncio
+import os
 import re
+import shlex
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,7 @@ import pytest
 
 from engines import server
 from engines.config import EngineConfig
-from engines.errors import EngineStartFailed
+from engines.errors import EngineError, EngineStartFailed
 from engines.process import Command
 from engines.server import EngineServer, free_port, streams_coarsely
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
@@ -110,6 +115,30 @@ async def test_an_engine_is_warm_when_it_is_started_and_gone_when_it_is_stopped(
     await one.stop()
     assert not listens(info.url)
     await one.stop()
+
+
+async def test_what_goes_on_answering_when_the_guard_is_killed_is_ended_by_the_next_check(
+    new_server: NewServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the API processes of a vLLM that has several."""
+
+    def in_a_session_of_its_own(*args: Any, **kwargs: Any) -> Command:
+        command = engine_command(*args, **kwargs)
+        return replace(command, argv=["sh", "-c", f"setsid {shlex.join(command.argv)} & wait"])
+
+    engine_command = server.engine_command
+    monkeypatch.setattr(server, "engine_command", in_a_session_of_its_own)
+    one = new_server()
+    info = await one.start()
+    os.kill(info.pid, signal.SIGKILL)
+    deadline = time.monotonic() + SOON_S
+    while Path(f"/proc/{info.pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    assert listens(info.url)
+    with pytest.raises(EngineError, match="ended with -9"):
+        await one.check()
+    assert not listens(info.url)
 
 
 async def test_a_start_ends_the_engine_before_and_is_another_incarnation(new_server: NewServer) -> None:

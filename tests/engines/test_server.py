@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engines import server
+from engines import launch, server
 from engines.config import EngineConfig
 from engines.errors import EngineError, EngineStartFailed
 from engines.process import Command
@@ -58,6 +58,12 @@ def engine_pid(info: ReplicaInfo) -> int:
 
 def logs(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
+
+
+async def checked_until_it_fails(one: EngineServer) -> None:
+    async with asyncio.timeout(SOON_S):
+        while True:
+            await one.check()
 
 
 def listens(url: str) -> bool:
@@ -126,15 +132,13 @@ async def test_what_goes_on_answering_when_the_guard_is_killed_is_ended_by_the_n
         command = engine_command(*args, **kwargs)
         return replace(command, argv=["sh", "-c", f"setsid {shlex.join(command.argv)} & wait"])
 
-    engine_command = server.engine_command
+    engine_command = launch.engine_command
     monkeypatch.setattr(server, "engine_command", in_a_session_of_its_own)
     one = new_server()
     info = await one.start()
     os.kill(info.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match="ended with -9"):
-        async with asyncio.timeout(SOON_S):
-            while True:
-                await one.check()
+        await checked_until_it_fails(one)
     async with asyncio.timeout(SOON_S):
         while listens(info.url):
             await asyncio.sleep(0.01)

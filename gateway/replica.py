@@ -26,8 +26,8 @@ class Replica:
     """One replica as the gateway sees it. `weight_version` is None where its weights are unknown.
 
     A frozen one holds version 0, its checkpoint, for ever. `adapters` are those that its engine knows, by name; None
-    is one that may be there and is not to be used. `cuts_off` while an update has its engine end all that it has in
-    flight.
+    is one that may be there and is not to be used. `transport` is what its engine receives over, once that has said so.
+    `cuts_off` while an update has its engine end all that it has in flight.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
@@ -36,6 +36,7 @@ class Replica:
         self.frozen = frozen
         self.state = ReplicaState.STARTING
         self.weight_version: int | None = None
+        self.transport = ""
         self.adapters: dict[str, Adapter | None] = {}
         self.load_tokens = 0
         self.load_samples = 0

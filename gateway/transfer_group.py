@@ -7,7 +7,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, WeightUpdateConflict
+from engines.errors import EngineRefused, WeightUpdateConflict
 from engines.types import Dialect, ReplicaState
 from gateway.replica import Replica
 from gateway.replica_calls import names
@@ -31,12 +31,18 @@ class TransferGroup:
 
 
 async def transport_of(replica: Replica, timeout_s: float) -> str:
-    """What moves its tensors, in the word of the engine's weight transfer backend."""
-    try:
-        info = await replica.engine.ask("GET", "/server_info?config_format=json", None, timeout_s)
-        return str(info["vllm_config"]["weight_transfer_config"]["backend"])
-    except (EngineError, DeadlineExceeded, KeyError, TypeError):
-        return "unknown"  # a server that tells nothing of itself may still take weights
+    """What moves its tensors, in the word of the engine's weight transfer backend; it is asked until it has said so.
+
+    Raises `EngineError` or `DeadlineExceeded` where it does not answer: a trainer that is told of another group than
+    the one it then finds could not join that.
+    """
+    if not replica.transport:
+        try:
+            info = await replica.engine.ask("GET", "/server_info?config_format=json", None, timeout_s)
+            replica.transport = str(info["vllm_config"]["weight_transfer_config"]["backend"])
+        except (EngineRefused, KeyError, TypeError):
+            replica.transport = "unknown"  # a server that tells nothing of itself may still take weights
+    return replica.transport
 
 
 def checkpoint_bytes(replica: Replica) -> int:

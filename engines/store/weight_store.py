@@ -87,9 +87,11 @@ class WeightStore:
 
     def has_room_for(self, num_bytes: int) -> bool:
         """Whether so much fits, counting what our versions take, which new ones take the place of."""
-        files = [path.stat() for path in self.folder.glob("*/*.safetensors")]
-        ours = sum({file.st_ino: file.st_size for file in files}.values())  # versions share what has not changed
-        return shutil.disk_usage(self.folder).free + ours >= num_bytes
+        ours: dict[int, int] = {}  # by inode: versions share what has not changed
+        for folder in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it is being removed: its room is free
+                ours |= {(file := path.stat()).st_ino: file.st_size for path in folder.glob("*.safetensors")}
+        return shutil.disk_usage(self.folder).free + sum(ours.values()) >= num_bytes
 
     def draft(self) -> Path:
         """A folder for a new version, ours until promoted or discarded."""

@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 import torch
 from aiohttp import web
 
+from engines.errors import EngineUnreachable
 from engines.gloo_transfer import WeightGroup, send
 from engines.process import Command
 from engines.relay import GlooReceiver, NoModel, RelayServer
@@ -527,6 +528,30 @@ async def test_auto_is_the_relay_where_it_can_receive_for_more_than_one_replica(
     assert await rig.get("/get_world_size") == (200, {"world_size": world_size})
     told = (await rig.get("/server_info?config_format=json"))[1]["vllm_config"]["weight_transfer_config"]
     assert told == {"backend": "gloo" if (num_replicas, world_size) == (2, 1) else "sim"}
+
+
+async def test_a_trainer_is_told_of_no_other_group_because_an_engine_did_not_answer(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start(2, relay="auto")
+    engine = rig.fleet.replicas[0].engine
+    ask, told = engine.ask, {"vllm_config": {"weight_transfer_config": {"backend": "gloo"}}}
+
+    async def silent(*_: object) -> Json:
+        raise EngineUnreachable("went silent")
+
+    async def answers(*_: object) -> Json:
+        return told
+
+    monkeypatch.setattr(engine, "ask", silent)
+    status, reply = await rig.get("/get_world_size")
+    assert status >= 400
+    assert "went silent" in reply["error"]["message"]
+    monkeypatch.setattr(engine, "ask", answers)
+    assert await rig.get("/get_world_size") == (200, {"world_size": 1})
+    monkeypatch.setattr(engine, "ask", silent)
+    assert await rig.get("/get_world_size") == (200, {"world_size": 1})
+    monkeypatch.setattr(engine, "ask", ask)
 
 
 @pytest.mark.parametrize(("num_replicas", "world_size"), [(2, 1), (1, 1)])

@@ -254,3 +254,11 @@ def test_what_is_not_there_is_thrown_away_too(store: WeightStore) -> None:
     remove_folder(store.withdraw(7))
     remove_folder(store.throw_away(store.folder / "draft-none"))
     assert store.versions == []
+
+
+def test_what_is_removed_meanwhile_is_not_counted(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = store.draft()
+    gone, there = draft / "gone.safetensors", draft / "there.safetensors"
+    there.write_bytes(b"")
+    monkeypatch.setattr(Path, "glob", lambda self, _: [gone] if self == draft else [])
+    assert store.has_room_for(1)

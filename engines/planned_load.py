@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engines.gloo_transfer import NamedTensor
+
 log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's
 
-NamedTensor = tuple[str, torch.Tensor]
 _Form = tuple[str, torch.Size, torch.dtype]
 """Name, shape and dtype: tensors that loaders treat alike."""
 

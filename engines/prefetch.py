@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from engines.checkpoint import read_spans
+from engines.gloo_transfer import NamedTensor
 from engines.snapshot_reader import read_tensors
 from engines.weight_tee import room_on
 
-NamedTensors = list[tuple[str, torch.Tensor]]
+NamedTensors = list[NamedTensor]
 Files = tuple[tuple[str, int, int], ...]
 
 

@@ -1,10 +1,11 @@
 """What we add to vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all of them."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from engines.gloo_transfer import NamedTensor
 from engines.packed_streams import keep_streams
 from engines.planned_load import PlannedLoad
 from engines.prefetch import Prefetch
@@ -23,8 +24,6 @@ class WeightWorker:
 
     tee: WeightTee | None = None
     scribe: Scribe | None = None
-    in_place: PlannedLoad | None = None
-    is_looked_at = False  # whether the model is one to load in place
     prefetch: Prefetch | None = None
 
     def open_receipt(
@@ -120,7 +119,7 @@ class WeightWorker:
         worker._weight_update_active = False
         rebuild_tied_head(worker.get_model())
 
-    def _load_folder(self, tensors: Iterator[tuple[str, Any]]) -> None:
+    def _load_folder(self, tensors: Iterator[NamedTensor]) -> None:
         worker: Any = self
         in_place = self._begin_in_place()
         if in_place is None:
@@ -131,12 +130,14 @@ class WeightWorker:
         worker.model_runner.reset_encoder_cache()
         worker.model_runner.reset_mm_cache()
 
-    def _begin_in_place(self) -> PlannedLoad | None:
-        """Ready to load all or some weights where they lie. None where that is not to be done."""
+    @cached_property
+    def in_place(self) -> PlannedLoad | None:
+        """Loads weights where they lie. None in a model with which that is not to be done."""
         worker: Any = self
-        if not self.is_looked_at:
-            self.in_place = PlannedLoad(worker.get_model()) if loads_in_place(worker) else None
-            self.is_looked_at = True
+        return PlannedLoad(worker.get_model()) if loads_in_place(worker) else None
+
+    def _begin_in_place(self) -> PlannedLoad | None:
+        """`in_place`, ready to load all or some weights."""
         if self.in_place is not None:
             self.in_place.begin()
         return self.in_place

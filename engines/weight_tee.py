@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from engines.errors import RolloutGatewayError
+from engines.gloo_transfer import NamedTensor
 from engines.store.draft import SHARD_BYTES, Draft, RawTensor
 from engines.store.shard_writer import ShardWriter
 from engines.tensor_bytes import digest_on_host, on_host, raw_tensor
 
 log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's
 
-NamedTensor = tuple[str, torch.Tensor]
 _Load = Callable[[Iterable[NamedTensor]], Any]
 
 _BUDGET_BYTES = 4 << 30
@@ -104,10 +104,6 @@ class Scribe:
         self.is_kept = False
         self._thread = threading.Thread(target=self._write, name="scribe", daemon=True)
         self._thread.start()
-
-    @property
-    def is_writing(self) -> bool:
-        return self._thread.is_alive()
 
     def copying(self, tensors: Sequence[tuple[str, torch.Tensor, Any]]) -> "_Copying":
         """Tensors are kept, or copies under way, when entered, and safe from the receiver's next chunk when left."""

@@ -86,12 +86,12 @@ COMPARE := --sides direct gateway vllm-router sglang-router one-server --streams
 
 compare: setup ## Gateway, routers and one server side by side; VLLM_ROUTER=... and SGLANG_ROUTER=... are their commands
 	@$(BIN)/python -m loadtests.fleet -c examples/sim.yaml gateway.port=0 engine.num_replicas=2 \
-	  engine.sim.decode_step_s=0.02 -- $(BIN)/python -m loadtests.compare --gateway {url} --gateway-pid {pid} \
+	  engine.sim.decode_step_s=0.02 -- $(BIN)/python -m loadtests.studies.compare --gateway {url} --gateway-pid {pid} \
 	  --engine {engines} $(COMPARE) $(ARGS)
 
 chaos: setup ## Hurt a fleet of simulated engines in every known way and count what its clients lost
 	@mkdir -p out
-	@$(BIN)/python -m loadtests.chaos --json out/chaos.json
+	@$(BIN)/python -m loadtests.chaos.campaign --json out/chaos.json
 
 lock: setup ## Resolve what pyproject.toml asks for, keeping pins that fit (UPGRADE=--upgrade renews all)
 	@$(BIN)/python -m scripts.lock $(EXTRAS) $(UPGRADE)

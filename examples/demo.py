@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from engines.server import free_port
+from engines.process.engine_server import free_port
 from examples.picture import draw
-from gateway.config import Config
-from gateway.load import load
-from gateway.progress import shown
-from gateway.up import down, up
+from gateway.cli.progress import shown
+from gateway.cli.up import down, up
+from gateway.config.load import load
+from gateway.config.schema import Config
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "examples" / "tiny-cpu.yaml"

@@ -14,14 +14,14 @@ from ray.serve.handle import DeploymentHandle
 from engines.config import EngineConfig
 from engines.engine import Json
 from engines.errors import ConfigError
-from engines.launch import gpus_to_reserve
-from engines.replica import EngineReplica
+from engines.process.launch import gpus_to_reserve
+from engines.serve_replica import EngineReplica
 from engines.types import EngineKind, ReplicaInfo
-from gateway.config import Config
+from gateway.config.load import check_models, with_secrets
+from gateway.config.placement import ClusterGpus, check_placement, gpus_needed, lacking
+from gateway.config.schema import Config
 from gateway.control import Control
-from gateway.listener import Listener
-from gateway.load import check_models, with_secrets
-from gateway.placement import ClusterGpus, check_placement, gpus_needed, lacking
+from gateway.http.listener import Listener
 
 log = structlog.get_logger()
 

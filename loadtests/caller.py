@@ -12,8 +12,8 @@ from locust.contrib.fasthttp import FAILURE_EXCEPTIONS
 from locust.env import Environment
 from locust.runners import STATE_RUNNING, STATE_SPAWNING
 
+from loadtests.report.timeline import Timeline
 from loadtests.run import Run
-from loadtests.timeline import Timeline
 from loadtests.workloads import Json, LengthMix
 
 PATH = "/v1/completions"

@@ -26,13 +26,13 @@ import structlog
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError, EngineStartFailed
-from engines.launch import gpus_per_replica
-from engines.server import EngineServer
+from engines.process.engine_server import EngineServer
+from engines.process.launch import gpus_per_replica
 from engines.types import ReplicaInfo
-from gateway.config import Config
-from gateway.listener import Listener
-from gateway.load import load
-from gateway.node_gpus import visible_gpus
+from gateway.config.load import load
+from gateway.config.node_gpus import visible_gpus
+from gateway.config.schema import Config
+from gateway.http.listener import Listener
 
 _GATEWAY_START_TIMEOUT_S = 60.0
 _GATEWAY_STOP_S = 30.0

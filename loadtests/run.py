@@ -10,7 +10,7 @@ from locust import events
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 
-from loadtests.series import Measures, Phase
+from loadtests.report.series import Measures, Phase
 from loadtests.workloads import LengthMix
 
 _ROW = "MEASURE"

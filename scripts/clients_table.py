@@ -1,7 +1,7 @@
 """The table of clients in README.md, from the results that real runs left in docs/results/clients/.
 
 python -m scripts.clients_table            # write it into README.md
-CLIENTS_OUT=docs/results/clients make test-all    # run the clients again; bench clients: loadtests/bench_clients.py
+CLIENTS_OUT=docs/results/clients make test-all    # run clients again; benches: loadtests/studies/bench_clients.py
 """
 
 import json

@@ -1,8 +1,8 @@
 """Prints what a trainer may be told, with its defaults, for the doctor to read: the keys of verl's own configuration,
 or the fields of TRL's GRPOConfig.
 
-    python -m scripts.trainer_keys verl FOLDER_OF_THE_PACKAGE > gateway/doctor/known/verl-0.9.1.json
-    python -m scripts.trainer_keys trl > gateway/doctor/known/trl-1.16.0.json
+    python -m scripts.trainer_keys verl FOLDER_OF_THE_PACKAGE > gateway/tuning/doctor/known/verl-0.9.1.json
+    python -m scripts.trainer_keys trl > gateway/tuning/doctor/known/trl-1.16.0.json
 
 Of verl nothing is imported: its composed YAML files and the dataclasses in its source are read.
 """

@@ -4,18 +4,18 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from gateway.doctor.engine_rules import ENGINE_RULES
-from gateway.doctor.length_rules import LENGTH_RULES
-from gateway.doctor.live_rules import LIVE_RULES
-from gateway.doctor.rule import Rule
-from gateway.doctor.trl_rules import TRL_RULES
-from gateway.doctor.verl_rules import VERL_RULES
+from gateway.tuning.doctor.rules.engine import ENGINE_RULES
+from gateway.tuning.doctor.rules.lengths import LENGTH_RULES
+from gateway.tuning.doctor.rules.live import LIVE_RULES
+from gateway.tuning.doctor.rules.rule import Rule
+from gateway.tuning.doctor.rules.trl import TRL_RULES
+from gateway.tuning.doctor.rules.verl import VERL_RULES
 
 _WIDTH = 120
 _HEAD = """# Tuning
 
 What `rollout-gateway doctor` asks of a configuration, why, and where the answer comes from. This page is printed by
-`python -m scripts.tuning_guide > docs/tuning.md` from the tables of rules in `gateway/doctor/`.
+`python -m scripts.tuning_guide > docs/tuning.md` from the tables of rules in `gateway/tuning/doctor/`.
 
     rollout-gateway doctor -c FILE.yaml                       # ours
     rollout-gateway doctor --verl train.sh                    # verl: YAML, or a script with Hydra overrides

@@ -5,16 +5,16 @@ from collections.abc import AsyncIterator
 import pytest
 
 from engines.config import SimConfig
-from gateway.config import Config
-from tests.client_records import pytest_runtest_logreport as pytest_runtest_logreport
-from tests.client_records import pytest_runtest_setup as pytest_runtest_setup
-from tests.garbage import pytest_collection as pytest_collection
-from tests.garbage import pytest_collection_finish as pytest_collection_finish
-from tests.garbage import pytest_unconfigure as pytest_unconfigure
-from tests.real_vllm import pytest_sessionfinish as pytest_sessionfinish
-from tests.rig import FAST_WATCH, Json, Rig, SimReplica, StartRig
-from tests.selection import pytest_ignore_collect as pytest_ignore_collect
-from tests.spreading import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
+from gateway.config.schema import Config
+from tests.material.garbage import pytest_collection as pytest_collection
+from tests.material.garbage import pytest_collection_finish as pytest_collection_finish
+from tests.material.garbage import pytest_unconfigure as pytest_unconfigure
+from tests.rigs.real_vllm import pytest_sessionfinish as pytest_sessionfinish
+from tests.rigs.rig import FAST_WATCH, Json, Rig, SimReplica, StartRig
+from tests.running.client_records import pytest_runtest_logreport as pytest_runtest_logreport
+from tests.running.client_records import pytest_runtest_setup as pytest_runtest_setup
+from tests.running.selection import pytest_ignore_collect as pytest_ignore_collect
+from tests.running.spreading import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ replica, recover."""
 
 import asyncio
 
-from tests.rig import Rig, StartRig
+from tests.rigs.rig import Rig, StartRig
 
 PROMPTS = [[digit, digit + 1, digit + 2] for digit in range(3, 11)]
 

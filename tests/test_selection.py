@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.selection import may_choose
+from tests.running.selection import may_choose
 
 UNITS = "not (vllm or ray or slow)"
 

@@ -6,7 +6,7 @@ from trainer_client.client import RolloutClient
 from trainer_client.progress import Progress, WeightProgress, progress_bar, weight_bar
 from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
 from trainer_client.sampling import SamplingParams
-from trainer_client.sender import WeightSender
+from trainer_client.transports.sender import WeightSender
 
 __all__ = [
     "Batch",

@@ -1,6 +1,6 @@
 """Lets TRL's own trainers sync weights where there is no CUDA: TRL's client with gloo in the place of NCCL.
 
-Call `install()` before the trainer is made. The wire is left to engines/gloo_transfer.py; where CUDA is available
+Call `install()` before the trainer is made. The wire is left to engines/transfer/gloo.py; where CUDA is available
 nothing is touched.
 """
 
@@ -16,7 +16,7 @@ from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
-from engines.gloo_transfer import TIMEOUT_S, NamedTensor, WeightGroup, address_towards, send
+from engines.transfer.gloo import TIMEOUT_S, NamedTensor, WeightGroup, address_towards, send
 
 WEIGHT_ROUTES = (
     "/init_weight_transfer_engine",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engines.gloo_transfer import TIMEOUT_S, WeightGroup
+from engines.transfer.gloo import TIMEOUT_S, WeightGroup
 from trainer_client.trl import send_packed
 
 

@@ -12,7 +12,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.sender import WeightSender
+from trainer_client.transports.sender import WeightSender
 
 
 def install(transport: Literal["store", "gloo", "nccl"] | None = None, timeout_s: float = 300.0) -> None:

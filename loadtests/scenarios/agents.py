@@ -14,10 +14,10 @@ from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 
 import loadtests.beside  # weight updates
-import loadtests.conclusion  # noqa: F401  # how it ends
+import loadtests.report.conclusion  # noqa: F401  # how it ends
 from loadtests.caller import Caller
+from loadtests.report.timeline import Timeline
 from loadtests.run import checked
-from loadtests.timeline import Timeline
 from loadtests.workloads import LengthMix, completion_request, random_tokens
 
 

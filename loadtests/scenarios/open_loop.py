@@ -16,7 +16,7 @@ from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 
 import loadtests.beside  # weight updates
-import loadtests.conclusion  # noqa: F401  # how it ends
+import loadtests.report.conclusion  # noqa: F401  # how it ends
 from loadtests.caller import Caller
 from loadtests.workloads import completion_request, random_tokens
 

@@ -22,7 +22,7 @@ from locust.exception import StopUser
 from locust.runners import WorkerRunner
 
 import loadtests.beside
-import loadtests.conclusion  # noqa: F401  # how it ends
+import loadtests.report.conclusion  # noqa: F401  # how it ends
 from loadtests.caller import Caller
 from loadtests.run import Run, checked
 from loadtests.traces import Recorded, read_trace, sessions_of

@@ -11,11 +11,11 @@ import time
 
 from locust import LoadTestShape
 
+from loadtests.report.series import Phase
 from loadtests.run import Run
 from loadtests.scenarios.agents import Agent
 from loadtests.scenarios.open_loop import Arrivals
 from loadtests.scenarios.trainer import Trainer
-from loadtests.series import Phase
 
 __all__ = ["Agent", "Arrivals", "Soak", "Trainer"]
 

@@ -10,9 +10,9 @@ import time
 from locust import LoadTestShape, events
 from locust.argument_parser import LocustArgumentParser
 
+from loadtests.report.series import Phase
 from loadtests.run import Run
 from loadtests.scenarios.open_loop import Arrivals
-from loadtests.series import Phase
 
 __all__ = ["Arrivals", "Spike"]
 

@@ -17,9 +17,9 @@ from locust.env import Environment
 from locust.exception import StopTest
 
 import loadtests.beside  # weight updates
-import loadtests.conclusion  # noqa: F401  # how it ends
+import loadtests.report.conclusion  # noqa: F401  # how it ends
 from loadtests.caller import Caller
-from loadtests.timeline import Timeline, tail_ratio
+from loadtests.report.timeline import Timeline, tail_ratio
 from loadtests.workloads import Json, completion_request, random_tokens
 
 _WAYS = {

@@ -8,7 +8,7 @@ import pytest
 from engines.adapter_folder import CONFIG_NAME, WEIGHTS_NAME, read_adapter
 from engines.errors import InvalidRequest
 from engines.types import TensorMeta
-from tests.adapters import write_adapter
+from tests.material.adapters import write_adapter
 
 
 def test_the_rank_is_the_largest_of_any_module(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.model_folder import model_folder
-from engines.preflight import misfits
-from tests.hub_cache import cached
+from engines.process.preflight import misfits
+from tests.material.hub_cache import cached
 
 MODEL = "acme/digit-sort"
 

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from examples.tiny_model import task, train
 from tests.examples.test_train_sort import assert_engines_hold, rise
-from tests.real_vllm import RealFleet, fleet
+from tests.rigs.real_vllm import RealFleet, fleet
 
 pytestmark = pytest.mark.vllm
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.server import free_port
+from engines.process.engine_server import free_port
 
 pytest.importorskip("trl")
 pytest.importorskip("vllm")

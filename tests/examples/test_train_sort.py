@@ -21,8 +21,8 @@ pytest.importorskip("vllm")
 from transformers import AutoTokenizer
 
 from examples.tiny_model import task, train
-from tests.client_records import runs_client, vllm_replicas
-from tests.real_vllm import RealFleet, fleet, greedy_token_ids
+from tests.rigs.real_vllm import RealFleet, fleet, greedy_token_ids
+from tests.running.client_records import runs_client, vllm_replicas
 
 pytestmark = pytest.mark.vllm
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ray_app import RESTART_S, App, deployed, wait_until
+from tests.rigs.ray_app import RESTART_S, App, deployed, wait_until
 
 pytest.importorskip("ray")
 
@@ -46,7 +46,7 @@ def test_serve_tells_in_our_own_words_why_an_engine_did_not_come_up_and_does_not
     from ray import serve
 
     from gateway.app import build
-    from gateway.config import Config
+    from gateway.config.schema import Config
 
     engine = {"kind": "sim", "model": "sim", "num_cpus": 0.1, "log_dir": str(tmp_path), "extra": {"nonsense": 1}}
     hopeless = Config.model_validate({"name": "hopeless", "engine": engine, "gateway": {"port": 0}})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.ray_app import RESTART_S, App, deployed, wait_until
+from tests.rigs.ray_app import RESTART_S, App, deployed, wait_until
 
 ray = pytest.importorskip("ray")
 

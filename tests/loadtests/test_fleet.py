@@ -6,10 +6,10 @@ import pytest
 
 from engines.config import SimConfig
 from engines.errors import ConfigError
-from engines.server import EngineServer
-from gateway.config import Config
+from engines.process.engine_server import EngineServer
+from gateway.config.schema import Config
 from loadtests.fleet import GatewayProcess, engine_servers, filled, gateway_config
-from tests.rig import SimReplica
+from tests.rigs.rig import SimReplica
 
 
 def config(**engine: object) -> Config:

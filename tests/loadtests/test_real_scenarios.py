@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_model.task import COMMITTED
-from tests import real_vllm
 from tests.loadtests.locust_runs import Ended, locust
-from tests.real_vllm import RealFleet
+from tests.rigs import real_vllm
+from tests.rigs.real_vllm import RealFleet
 
 pytestmark = pytest.mark.vllm
 

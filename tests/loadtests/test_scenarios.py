@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.loadtests.locust_runs import locust
-from tests.rig import Rig, StartRig
+from tests.rigs.rig import Rig, StartRig
 
 pytestmark = pytest.mark.load
 

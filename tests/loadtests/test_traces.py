@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import TraceConfig
-from gateway.trace import Arrival, Trace
+from gateway.config.schema import TraceConfig
+from gateway.http.trace import Arrival, Trace
 from loadtests.traces import Recorded, TraceError, read_trace, sessions_of
 from loadtests.workloads import Json
 from tests.loadtests.locust_runs import locust
-from tests.rig import Rig, StartRig
+from tests.rigs.rig import Rig, StartRig
 
 PREFIX = list(range(3, 67))
 USAGE = {"prompt_tokens": 70, "completion_tokens": 12}

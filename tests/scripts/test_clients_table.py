@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.client_records import ClientRun, write_record
+from loadtests.studies.client_records import ClientRun, write_record
 from scripts.clients_table import BEGIN, END, README, read_results, table, with_table
 
 RUN = ClientRun(client="Some Client", version="1.0", ran="a batch", against="2 engines")

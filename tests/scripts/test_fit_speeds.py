@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from gateway.plan.speed import Speeds, fitted
+from gateway.tuning.plan.speed import Speeds, fitted
 from scripts.fit_speeds import FITTED, PAGE, fit, page, predicted, rows
 
 

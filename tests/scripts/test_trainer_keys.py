@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.doctor import known_keys
-from gateway.doctor.known_keys import trl_defaults, verl_keys
+from gateway.tuning.doctor import known_keys
+from gateway.tuning.doctor.known_keys import trl_defaults, verl_keys
 from scripts.trainer_keys import verl_keys as read_verl_keys
 
 VERL = Path(__file__).parents[2] / ".venv-verl/lib/python3.11/site-packages/verl"
@@ -103,7 +103,7 @@ def test_what_stands_below_a_free_section_is_known() -> None:
 
 
 def test_what_keys_are_said_to_be_instead_exists() -> None:
-    from gateway.doctor.known_keys import _RENAMED
+    from gateway.tuning.doctor.known_keys import _RENAMED
 
     keys = verl_keys()
     assert [new for new in _RENAMED.values() if not keys.knows(new)] == []

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gateway.doctor.rules import RULES
+from gateway.tuning.doctor.rules.all import RULES
 from scripts.tuning_guide import page
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from engines.errors import DeadlineExceeded, InvalidRequest, WeightUpdateConflict
-from tests.rig import Rig, StartRig
+from tests.rigs.rig import Rig, StartRig
 from trainer_client import BlockingRolloutClient, Outcome, Progress, SamplingParams
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]

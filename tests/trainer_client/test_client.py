@@ -22,10 +22,10 @@ from engines.errors import (
     UnknownModel,
     WeightUpdateConflict,
 )
-from engines.server import free_port
+from engines.process.engine_server import free_port
 from engines.types import PauseMode
 from gateway.api import error_body
-from tests.rig import MAX_MODEL_LEN, Rig, StartRig
+from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 from trainer_client import Outcome, Progress, Rollout, RolloutClient, SamplingParams, WeightSpan
 from trainer_client.client import KEY_VARIABLE, URL_VARIABLE
 

@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
-from engines.server import free_port
+from engines.process.engine_server import free_port
 from examples.tiny_model.task import COMMITTED
-from tests.client_records import runs_client, vllm_replicas
-from tests.real_vllm import RealFleet, app, engine_config
+from tests.rigs.real_vllm import RealFleet, app, engine_config
+from tests.running.client_records import runs_client, vllm_replicas
 from tests.trainer_client.rloo_ratio import RATIO
 
 pytestmark = pytest.mark.vllm

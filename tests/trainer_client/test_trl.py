@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 import torch
 
 from engines.errors import WeightUpdateFailed
-from engines.server import free_port
-from tests.played_gateway import TIMEOUT_S, Answer, PlayedGateway
+from engines.process.engine_server import free_port
+from tests.rigs.played_gateway import TIMEOUT_S, Answer, PlayedGateway
 
 SOON_S = 5.0
 WEIGHT_ROUTES = (

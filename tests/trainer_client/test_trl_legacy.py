@@ -3,7 +3,7 @@
     pip download --no-deps trl==1.10.0 && unzip -d TRL trl-1.10.0-*.whl
     TRL_LEGACY=TRL python -m pytest -m slow tests/trainer_client/test_trl_legacy.py
 
-What its own client sends and reads is tested everywhere: tests/gateway/test_trl_legacy.py, test_real_trl_legacy.py.
+Its own client's requests are tested in tests/gateway/http/test_trl_legacy_routes.py and test_real_trl_legacy.py.
 """
 
 import os
@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from examples.tiny_model import task
 from examples.tiny_model.task import COMMITTED
-from tests.client_records import runs_client
-from tests.real_vllm import app, engine_config, greedy_token_ids
+from tests.rigs.real_vllm import app, engine_config, greedy_token_ids
+from tests.running.client_records import runs_client
 from tests.trainer_client.rloo_ratio import RATIO
 from tests.trainer_client.test_real_trl import AGAINST, ROOT, STEPS, Record, record_ratio, run_recipe, versions
 

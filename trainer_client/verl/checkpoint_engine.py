@@ -10,7 +10,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from engines.errors import ConfigError, StoreFailed
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.sender import TransportName, WeightSender
+from trainer_client.transports.sender import TransportName, WeightSender
 from trainer_client.verl.settings import ENGINE_KWARGS, read_settings
 
 NamedTensor = tuple[str, torch.Tensor]

@@ -8,7 +8,8 @@ try:
         from trainer_client.verl import cpu
 
         cpu.install()
-    from trainer_client.verl import checkpoint_engine, replica, trainer  # noqa: F401
+    from trainer_client.verl import checkpoint_engine, trainer  # noqa: F401
+    from trainer_client.verl import rollout_replica as replica  # noqa: F401
 except Exception as error:
     # verl passes over a plugin that fails without a word, and then knows no trainer mode "gateway".
     logging.getLogger(__name__).error(

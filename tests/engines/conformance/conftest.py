@@ -28,12 +28,12 @@ import pytest
 import pytest_asyncio
 
 from engines.config import EngineConfig
-from engines.launch import gpus_per_replica
+from engines.process.launch import gpus_per_replica
 from engines.types import EngineKind
-from gateway.load import load
-from tests import real_sglang, real_vllm
+from gateway.config.load import load
 from tests.engines.conformance.subject import Subject
 from tests.engines.conformance.trainers import Trainer, trainer_of
+from tests.rigs import real_sglang, real_vllm
 
 _CONFIG = os.environ.get("CONFORMANCE_CONFIG")
 _OUT = os.environ.get("CONFORMANCE_OUT")

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from engines.clients.connect import connect
 from engines.config import EngineConfig
-from engines.connect import connect
 from engines.engine import Engine
 from engines.errors import EngineRefused
-from engines.server import EngineServer
+from engines.process.engine_server import EngineServer
 from engines.types import EngineKind, PauseMode, ReplicaInfo
 
 Json = dict[str, Any]

@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from engines.clients.vllm_engine import release
 from engines.config import EngineConfig
 from engines.errors import EngineError
-from engines.launch import gpus_per_replica
-from engines.server import free_port
-from engines.sim_model import CHECKPOINT_VERSION, SimModel, read, weights_key
+from engines.process.engine_server import free_port
+from engines.process.launch import gpus_per_replica
+from engines.sim.model import CHECKPOINT_VERSION, SimModel, read, weights_key
 from engines.types import EngineKind, PauseMode
-from engines.vllm_engine import release
 from tests.engines.conformance.lacks import lack_of, not_run
 from tests.engines.conformance.subject import REQUEST_S, Json, Subject
 
@@ -187,13 +187,13 @@ class PackedGloo(Channel):
     lets_go = True
 
     def join(self) -> None:
-        from engines.gloo_transfer import WeightGroup
+        from engines.transfer.gloo import WeightGroup
 
         self._group = WeightGroup(_LOOPBACK, self.port, 0, self.world_size, TIMEOUT_S)
         self._group.join()
 
     def send(self, tensors: Iterator[tuple[str, Any]]) -> None:
-        from engines.gloo_transfer import send
+        from engines.transfer.gloo import send
 
         send(tensors, self._group)
 

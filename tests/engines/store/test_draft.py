@@ -12,7 +12,7 @@ from engines.store.changed_elements import ChangedElements
 from engines.store.draft import ChangedTensor, Draft, is_whole
 from engines.store.manifest import check_bytes, digest_of
 from engines.store.weight_store import WeightStore
-from tests.drafts import file_bytes, tensor, written
+from tests.material.drafts import file_bytes, tensor, written
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_files_of_the_store_are_read_by_the_safetensors_library(store: WeightSto
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
 
-    from engines.tensor_bytes import raw_tensor
+    from engines.transfer.tensor_bytes import raw_tensor
 
     sent = {"w": torch.randn(3, 5, dtype=torch.bfloat16), "s": torch.tensor(2.0), "t": torch.randn(4, 6).t()}
     folder = store.draft()

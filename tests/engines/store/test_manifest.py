@@ -8,7 +8,7 @@ import pytest
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.weight_store import WeightStore
-from tests.drafts import written
+from tests.material.drafts import written
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from engines.errors import InvalidRequest, StoreFailed
 from engines.store.draft import OWNER, Draft, claim_draft, is_whole
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.weight_store import WeightStore, remove_folder, remove_store
-from tests.drafts import file_bytes, tensor, written
+from tests.material.drafts import file_bytes, tensor, written
 
 
 @pytest.fixture

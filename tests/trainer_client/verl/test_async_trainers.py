@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.client_records import runs_client
-from tests.verl_run import LARGEST_DIFFERENCE, Run, fleet, up
+from tests.rigs.verl_run import LARGEST_DIFFERENCE, Run, fleet, up
+from tests.running.client_records import runs_client
 
 pytestmark = [pytest.mark.verl, pytest.mark.slow]
 

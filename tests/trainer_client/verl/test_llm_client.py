@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("verl")
 
 from engines.errors import DeadlineExceeded, InvalidRequest
-from tests.rig import MAX_MODEL_LEN, Rig, StartRig
+from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 from trainer_client.verl.llm_client import GatewayLLMClient
 from trainer_client.verl.settings import Settings
 

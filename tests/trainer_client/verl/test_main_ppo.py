@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.client_records import runs_client
-from tests.verl_run import LARGEST_DIFFERENCE, Run, fleet
+from tests.rigs.verl_run import LARGEST_DIFFERENCE, Run, fleet
+from tests.running.client_records import runs_client
 
 pytestmark = pytest.mark.verl
 

@@ -13,11 +13,11 @@ pytest.importorskip("verl")
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.rigs.verl_run import ROOT, RealFleet, fleet
 from tests.trainer_client.verl.test_llm_client import ENDLESS
 from tests.trainer_client.verl.test_server import client_of
-from tests.verl_run import ROOT, RealFleet, fleet
+from trainer_client.verl.actor import GatewayServer
 from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
-from trainer_client.verl.server import GatewayServer
 from trainer_client.verl.settings import Settings
 
 pytestmark = pytest.mark.verl

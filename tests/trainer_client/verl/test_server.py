@@ -13,10 +13,10 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import RolloutMode, get_rollout_replica_class
 
 from engines.errors import ConfigError, InvalidRequest
-from tests.rig import MAX_MODEL_LEN, Rig, StartRig
+from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 from tests.trainer_client.verl.test_llm_client import ENDLESS, PROMPT, PROMPT_LENGTH, RESPONSE_LENGTH, until_generating
 from tests.trainer_client.verl.test_trainer import composed
-from trainer_client.verl.server import GatewayServer
+from trainer_client.verl.actor import GatewayServer
 from trainer_client.verl.settings import Settings
 
 pytestmark = pytest.mark.verl

@@ -21,9 +21,9 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.rollout.replica import get_rollout_replica_class
 
 from engines.errors import ConfigError, DeadlineExceeded, WeightUpdateFailed
-from gateway.load import load
-from tests.played_gateway import PlayedGateway
-from tests.rig import MAX_MODEL_LEN, Rig
+from gateway.config.load import load
+from tests.rigs.played_gateway import PlayedGateway
+from tests.rigs.rig import MAX_MODEL_LEN, Rig
 from trainer_client.verl import trainer
 from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
 from trainer_client.verl.settings import Settings, check_gateway

@@ -1,0 +1,22 @@
+"""Which client talks to which kind of engine, of those that we start."""
+
+from engines.clients.sglang_engine import SglangEngine
+from engines.clients.vllm_engine import VllmEngine
+from engines.engine import Engine, Peer
+from engines.types import EngineKind
+
+
+def connect(
+    kind: EngineKind,
+    replica_id: str,
+    url: str,
+    engine_version: str = "",
+    api_key: str = "",
+    *,
+    has_tee: bool = False,
+    peer: Peer | None = None,
+) -> Engine:
+    """The client of one engine server. Of vLLM the latest, unless `engine_version` is given."""
+    if kind is EngineKind.SGLANG:
+        return SglangEngine(replica_id, url, api_key)
+    return VllmEngine(replica_id, url, engine_version, api_key, has_tee=has_tee, peer=peer if has_tee else None)

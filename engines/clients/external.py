@@ -1,0 +1,293 @@
+"""A server that somebody else runs: found out what it speaks and what it can do, then asked for that alone."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from engines.clients.http import HttpEngine
+from engines.clients.sglang_engine import SglangEngine
+from engines.clients.vllm_engine import VllmEngine
+from engines.config import EngineConfig
+from engines.engine import Json, Peer
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
+from engines.types import Dialect, ReplicaInfo
+
+_PROBE_TIMEOUT_S = 5.0
+_PROBE_INTERVAL_S = 1.0
+_RELEASE = re.compile(r"\d+\.\d+")
+
+# What every OpenAI-compatible server has, whether or not it says so.
+_COMMON_ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
+_WEIGHT_ROUTES = frozenset(
+    {
+        "/get_world_size",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/weight_info",
+    }
+)
+# The same in vLLM's words, as far as SGLang has them.
+_SGLANG_WEIGHT_ROUTES = frozenset({"/init_weight_transfer_engine", "/update_weights", "/finish_weight_update"})
+# Fields that the gateway adds for vLLM, and that other servers refuse or ignore.
+_VLLM_FIELDS = ("cache_salt", "return_token_ids")
+
+
+class _NotOurs(HttpEngine):
+    """Client of a server that was not started by us."""
+
+    _info: ReplicaInfo
+    _last_version = 0
+
+    async def health(self, timeout_s: float) -> None:
+        """Also raises when its weights went back: it was started anew, and what it was given is gone."""
+        await self.ask("GET", "/health" if self._info.has("/health") else "/v1/models", None, timeout_s)
+        if not self._info.takes_weights:
+            return
+        version = await self.weight_version(timeout_s)
+        if version is None:
+            return  # an update is under way
+        if version < self._last_version:
+            raise EngineFailed(
+                f"its weights went from version {self._last_version} back to {version}: was it started anew?",
+                replica_id=self.replica_id,
+            )
+        self._last_version = version
+
+
+class ExternalSglangEngine(_NotOurs, SglangEngine):
+    """Client of an SGLang server."""
+
+    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
+        super().__init__(info.replica_id, info.url, api_key)
+        self._info = info
+
+    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        self._last_version = 0  # it may go back to an older one
+        await super().load_snapshot(path, version, timeout_s)
+
+
+class ExternalEngine(_NotOurs, VllmEngine):
+    """Client of any other. A route that it lacks is refused here, naming replica and route.
+
+    `api_key` is the bearer key of the server, if it wants one.
+    """
+
+    def __init__(self, info: ReplicaInfo, api_key: str = "", peer: Peer | None = None) -> None:
+        known = info.speaks_vllm and _RELEASE.match(info.engine_version)
+        version = info.engine_version if known else ""
+        super().__init__(info.replica_id, info.url, version, api_key, peer=peer if info.fetches else None)
+        self._info = info
+
+    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        self._last_version = 0  # it may go back to an older one
+        await super().load_snapshot(path, version, timeout_s)
+
+    async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
+        route = path.partition("?")[0]
+        if not self._info.has(route):
+            raise EngineRefused(
+                f"the server at {self.url}, which is not ours, has no {route}",
+                status=404,
+                body={},
+                replica_id=self.replica_id,
+            )
+        return await super().ask(method, path, self._understood(body), timeout_s)
+
+    def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+        return super().stream(path, self._understood(body) or {}, timeout_s)
+
+    async def metrics(self, timeout_s: float) -> str:
+        return await super().metrics(timeout_s) if self._info.speaks_vllm else ""
+
+    def _understood(self, body: Json | None) -> Json | None:
+        if body is None or self._info.speaks_vllm:
+            return body
+        return {name: value for name, value in body.items() if name not in _VLLM_FIELDS}
+
+
+def external_engine(
+    info: ReplicaInfo, api_key: str = "", peer: Peer | None = None
+) -> ExternalEngine | ExternalSglangEngine:
+    """The client of the server that `info` tells of."""
+    if info.dialect is Dialect.SGLANG:
+        return ExternalSglangEngine(info, api_key)
+    return ExternalEngine(info, api_key, peer)
+
+
+class ExternalServer:
+    """Stands where an `EngineServer` stands, with the same start, check and stop, and owns no process."""
+
+    def __init__(self, config: EngineConfig, *, replica_id: str, group: str) -> None:
+        self._config = config
+        self._replica_id = replica_id
+        self._group = group
+        self._url = config.url.rstrip("/")
+        self._key = config.api_key.get_secret_value() if config.api_key else ""
+        self._engine: ExternalEngine | ExternalSglangEngine | None = None
+
+    async def start(self) -> ReplicaInfo:
+        """Wait for the server and find out what it can do. Raises `EngineStartFailed`, which says what is in the way.
+
+        The wait is bounded by `engine.start_timeout_s`; a server that refuses to list its models ends it at once.
+        """
+        await self.stop()
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                info = await self._describe(await self._list_models())
+        except TimeoutError as error:
+            raise EngineStartFailed(
+                f"the server at {self._url} did not answer /v1/models within {self._config.start_timeout_s:g} s "
+                "(engine.start_timeout_s)",
+                replica_id=self._replica_id,
+            ) from error
+        self._engine = external_engine(info, self._key)
+        return info
+
+    async def check(self) -> None:
+        """Raise when the server does not answer."""
+        assert self._engine is not None
+        await self._engine.health(_PROBE_TIMEOUT_S)
+
+    async def stop(self) -> None:
+        """Close connections. The server goes on: it is not ours."""
+        if self._engine is not None:
+            await self._engine.close()
+
+    async def _list_models(self) -> list[Json]:
+        probe = VllmEngine(self._replica_id, self._url, api_key=self._key)
+        try:
+            while True:
+                try:
+                    models = list((await probe.ask("GET", "/v1/models", None, _PROBE_TIMEOUT_S))["data"])
+                    return await self._as_started(models)
+                except EngineRefused as error:
+                    key = "; is engine.api_key right?" if error.status in (401, 403) else ""
+                    raise EngineStartFailed(f"{self._url}: {error}{key}") from error
+                except (KeyError, TypeError) as error:
+                    raise EngineStartFailed(
+                        f"/v1/models at {self._url} is no list of models: is this an OpenAI-compatible server?",
+                        replica_id=self._replica_id,
+                    ) from error
+                except (EngineError, DeadlineExceeded):
+                    await asyncio.sleep(_PROBE_INTERVAL_S)
+        finally:
+            await probe.close()
+
+    async def _as_started(self, models: list[Json]) -> list[Json]:
+        """The models under the names that an SGLang was started with, which it forgets when it loads other weights."""
+        if not models or models[0].get("owned_by") != "sglang":
+            return models
+        probe = SglangEngine(self._replica_id, self._url, self._key)
+        try:
+            named = await _answer(probe, "GET", "/v1/models")
+        finally:
+            await probe.close()
+        return list(named["data"]) if named else models
+
+    async def _describe(self, models: list[Json]) -> ReplicaInfo:
+        card = self._chosen(models)
+        found = await self._ask_sglang() if card.get("owned_by") == "sglang" else None
+        found = found or await self._ask_others(str(card["id"]), says_vllm=card.get("owned_by") == "vllm")
+        return ReplicaInfo(
+            replica_id=self._replica_id,
+            incarnation=f"{self._url}@{time.time_ns()}",
+            group=self._group,
+            kind=self._config.kind,
+            url=self._url,
+            model=str(card["id"]),
+            world_size=found.world_size,
+            max_model_len=card.get("max_model_len") or self._config.max_model_len,
+            max_num_seqs=self._config.max_num_seqs,
+            engine_version=found.version or "unknown",
+            capabilities=found.routes,
+            dialect=found.dialect,
+            fetches=found.fetches,
+        )
+
+    async def _ask_sglang(self) -> "_Found | None":
+        """None where it does not answer as SGLang does."""
+        probe = SglangEngine(self._replica_id, self._url, self._key)
+        try:
+            openapi, info, version = await asyncio.gather(
+                *(_answer(probe, "GET", path) for path in ("/openapi.json", "/server_info", "/version"))
+            )
+        finally:
+            await probe.close()
+        if not (openapi and info and version):
+            return None
+        parallel = info["vllm_config"]["parallel_config"]
+        routes = frozenset(openapi["paths"])
+        # SGLang takes distributed updates into one copy of the model alone.
+        takes_weights = routes >= _SGLANG_WEIGHT_ROUTES and parallel["data_parallel_size"] == 1
+        size = parallel["world_size"] if takes_weights else 0
+        return _Found(Dialect.SGLANG, routes, version["version"], size)
+
+    async def _ask_others(self, model: str, *, says_vllm: bool) -> "_Found":
+        probe = VllmEngine(self._replica_id, self._url, api_key=self._key)
+        try:
+            routes, version, world_size = await _capabilities(probe, model)
+            dialect = Dialect.VLLM if says_vllm and version else Dialect.OPENAI
+            takes_weights = dialect is Dialect.VLLM and routes >= _WEIGHT_ROUTES
+            fetches = takes_weights and await _fetches(probe)
+        finally:
+            await probe.close()
+        return _Found(dialect, routes, version, world_size if takes_weights else 0, fetches)
+
+    def _chosen(self, models: list[Json]) -> Json:
+        """The model that `engine.served_model_name` or `engine.model` names, else the first."""
+        wanted = self._config.served_model_name or self._config.model
+        for card in models:
+            if wanted in ("", card.get("id")):
+                return card
+        there = ", ".join(str(card.get("id")) for card in models) or "none"
+        raise EngineStartFailed(
+            f"the server at {self._url} has no model {wanted!r} (engine.model); it has {there}",
+            replica_id=self._replica_id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a server turned out to be; `world_size` is 0 where it takes no weights."""
+
+    dialect: Dialect
+    routes: frozenset[str]
+    version: str
+    world_size: int
+    fetches: bool = False
+
+
+async def _fetches(probe: VllmEngine) -> bool:
+    """Whether its owner started it with our worker extension."""
+    answer = await _answer(probe, "POST", "/collective_rpc", {"method": "fetches"})
+    told = (answer or {}).get("results") or [None]
+    return all(isinstance(worker, dict) and worker.get("fetches") is True for worker in told)
+
+
+async def _capabilities(probe: VllmEngine, model: str) -> tuple[frozenset[str], str, int]:
+    """Routes, version ("" where it does not say) and workers (0 where it does not say) of the server."""
+    openapi, health, version, world, tokenize = await asyncio.gather(
+        _answer(probe, "GET", "/openapi.json"),
+        _answer(probe, "GET", "/health"),
+        _answer(probe, "GET", "/version"),
+        _answer(probe, "GET", "/get_world_size"),
+        _answer(probe, "POST", "/tokenize", {"model": model, "prompt": "a"}),
+    )
+    tried = {"/health": health, "/version": version, "/get_world_size": world, "/tokenize": tokenize}
+    listed = openapi.get("paths") if openapi else None
+    found = {route for route, answer in tried.items() if answer is not None}
+    routes = _COMMON_ROUTES | found | set(listed if isinstance(listed, dict) else ())
+    size = (world or {}).get("world_size")
+    return routes, str((version or {}).get("version") or ""), size if isinstance(size, int) else 0
+
+
+async def _answer(probe: HttpEngine, method: str, path: str, body: Json | None = None) -> Json | None:
+    """What the route says; None where there is none, or it does not answer in time."""
+    try:
+        return await probe.ask(method, path, body, _PROBE_TIMEOUT_S)
+    except (EngineError, DeadlineExceeded):
+        return None

@@ -1,0 +1,319 @@
+"""An SGLang server over HTTP, spoken to in vLLM's dialect (seen with 0.5.17 and 0.5.23).
+
+    vLLM                                  SGLang
+    POST /v1/completions                  /generate, see `sglang_dialect`
+    POST /v1/chat/completions             the same; structured_outputs becomes regex, ebnf or response_format
+    POST /tokenize, /detokenize           /v1/tokenize, /v1/detokenize; the text is `prompt`, not `text`
+    GET /v1/models                        the same, by the name of /server_info: SGLang goes by the folder loaded last
+    GET /health, /metrics                 the same
+    GET /version, /server_info,           /server_info
+        /get_world_size
+    GET /weight_info                      /model_info weight_version
+    weight_versions of a completion       meta_info weight_versions (0.5.23); 0.5.17 tells none
+    POST /pause mode=abort                /pause_generation abort
+                mode=keep                 /pause_generation in_place
+                mode=wait                 poll /v1/loads until nothing runs, then in_place
+    POST /resume                          /continue_generation
+    POST /reset_prefix_cache              /flush_cache, which answers 400 while requests run
+    POST /init_weight_transfer_engine     /init_weights_update_group
+    POST /shutdown_weight_transfer_engine /destroy_weights_update_group
+    POST /start_weight_update             /begin_weight_update where the version has it (0.5.23)
+    POST /update_weights                  /update_weights_from_distributed, one broadcast a tensor, in the order named,
+                                          or one of all of them with load_format = flattened_bucket
+    POST /collective_rpc load_snapshot    /update_weights_from_disk
+    POST /finish_weight_update            /end_weight_update where there is one, then /update_weight_version
+    POST /v1/load_lora_adapter            /load_lora_adapter
+    POST /v1/unload_lora_adapter          /unload_lora_adapter
+    model = an adapter's name             lora_path = that name
+
+vLLM's packed chunks cannot be received, nor can its rendezvous: a sender joins as rank 0 of a process group of torch's
+own, called "rollout_gateway", and says `packed: false`. SGLang takes distributed updates without data parallel only.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Iterator
+
+from engines.clients.http import HttpEngine, message_of
+from engines.clients.sglang_dialect import (
+    CHAT,
+    COMPLETIONS,
+    CompletionReply,
+    chat_body,
+    chat_reply,
+    error_body,
+    generate_body,
+    server_info,
+    world_size,
+)
+from engines.clients.vllm_engine import MIXED, version_held
+from engines.engine import Json, ReceiptCopy
+from engines.errors import DeadlineExceeded, EngineRefused, InvalidRequest
+from engines.types import PauseMode
+
+_GROUP = "rollout_gateway"
+_POLL_S = 0.05
+_NO_TOKEN = 2**31 - 1
+_BEGIN = "/begin_weight_update"
+_UPDATE_ROUTE = "/update_weights_from_distributed"
+_LOAD_ROUTE = "/update_weights_from_disk"
+
+# Routes of vLLM's dialect that this client answers, and SGLang's route that each needs.
+_ROUTES = {
+    "/health": "/health",
+    "/metrics": "/metrics",
+    "/v1/models": "/v1/models",
+    COMPLETIONS: "/generate",
+    CHAT: CHAT,
+    "/tokenize": "/v1/tokenize",
+    "/detokenize": "/v1/detokenize",
+    "/version": "/server_info",
+    "/server_info": "/server_info",
+    "/get_world_size": "/server_info",
+    "/weight_info": "/model_info",
+    "/pause": "/pause_generation",
+    "/resume": "/continue_generation",
+    "/reset_prefix_cache": "/flush_cache",
+    "/init_weight_transfer_engine": "/init_weights_update_group",
+    "/shutdown_weight_transfer_engine": "/destroy_weights_update_group",
+    "/start_weight_update": _UPDATE_ROUTE,
+    "/update_weights": _UPDATE_ROUTE,
+    "/finish_weight_update": "/update_weight_version",
+    "/v1/load_lora_adapter": "/load_lora_adapter",
+    "/v1/unload_lora_adapter": "/unload_lora_adapter",
+}
+
+
+class SglangEngine(HttpEngine):
+    """One SGLang server. Whether it knows update sessions is asked of the server itself when a group opens."""
+
+    def __init__(self, replica_id: str, url: str, api_key: str = "") -> None:
+        super().__init__(replica_id, url, api_key)
+        self._has_sessions = False
+        self._load_format: str | None = None
+        self._vocab_size: int | None = None
+        self._served_name = ""
+        self._adapters: set[str] = set()
+
+    async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
+        match path.partition("?")[0]:
+            case "/openapi.json":
+                served = (await self._call("GET", path, None, timeout_s))["paths"]
+                return {"paths": {route: {} for route, needed in _ROUTES.items() if needed in served}}
+            case "/v1/models":
+                return await self._models(timeout_s)
+            case "/server_info":
+                return server_info(await self._server_info(timeout_s))
+            case "/version":
+                return {"version": (await self._server_info(timeout_s))["version"]}
+            case "/get_world_size":
+                return {"world_size": world_size(await self._server_info(timeout_s))}
+            case "/weight_info":
+                version = await self.weight_version(timeout_s)
+                return {"weight_version": MIXED if version is None else str(version)}
+            case "/tokenize":
+                return await self._call(method, "/v1/tokenize", body, timeout_s)
+            case "/detokenize":
+                return {"prompt": (await self._call(method, "/v1/detokenize", body, timeout_s))["text"]}
+            case _:
+                return await self._call(method, path, body, timeout_s)
+
+    async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
+        with self._in_vllms_words():
+            await self._check_token_ids(body, timeout_s)
+            if path == CHAT:
+                asked = chat_body(body) | self._adapter_of(body) | {"stream": False}
+                return chat_reply(await self._call("POST", path, asked, timeout_s))
+            asked = generate_body(body) | self._adapter_of(body) | {"stream": False}
+            answer = await self._call("POST", "/generate", asked, timeout_s)
+            # SGLang answers with a list where n is more than one.
+            return CompletionReply(body).whole(answer.get("value", [answer]))
+
+    async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+        with self._in_vllms_words():
+            await self._check_token_ids(body, timeout_s)
+            if path == CHAT:
+                asked = chat_body(body) | self._adapter_of(body) | {"stream": True}
+                async for chunk in self._events(path, asked, timeout_s):
+                    yield chunk
+                return
+            reply, asked = CompletionReply(body), generate_body(body) | self._adapter_of(body) | {"stream": True}
+            async for answer in self._events("/generate", asked, timeout_s):
+                if (told := reply.chunk(answer)) is not None:
+                    yield told
+            if (body.get("stream_options") or {}).get("include_usage"):
+                yield reply.last()
+
+    async def weight_version(self, timeout_s: float) -> int | None:
+        return version_held(str((await self._call("GET", "/model_info", None, timeout_s))["weight_version"]))
+
+    async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
+        if init_info.get("packed", True):
+            raise self._refusal(
+                "SGLang cannot receive vLLM's packed chunks, which TRL's client sends: send one broadcast a tensor "
+                "over a process group of torch's own with packed = false, or go through the store, as "
+                "WeightSender(transport='store') does",
+                "packed",
+            )
+        self._has_sessions = _BEGIN in (await self._call("GET", "/openapi.json", None, timeout_s))["paths"]
+        self._load_format = init_info.get("load_format")
+        group = {key: init_info[key] for key in ("master_address", "master_port", "rank_offset", "world_size")}
+        body = group | {"group_name": _GROUP, "backend": init_info.get("backend", "nccl")}
+        await self._call("POST", "/init_weights_update_group", body, timeout_s)
+
+    async def close_weight_group(self, timeout_s: float) -> None:
+        await self._call("POST", "/destroy_weights_update_group", {"group_name": _GROUP}, timeout_s)
+
+    async def start_weight_update(self, timeout_s: float) -> None:
+        await self._label(MIXED, timeout_s)
+        if self._has_sessions:
+            await self._call("POST", _BEGIN, {"selector": "all"}, timeout_s)
+
+    async def update_weights(self, update_info: Json, timeout_s: float) -> None:
+        # No flush: prefixes are salted by weight version, and SGLang refuses to flush under requests it has paused.
+        body = {
+            "names": update_info["names"],
+            "dtypes": update_info["dtype_names"],
+            "shapes": update_info["shapes"],
+            "group_name": _GROUP,
+            "flush_cache": False,
+            "load_format": update_info.get("load_format", self._load_format),
+        }
+        await self._call("POST", _UPDATE_ROUTE, body, timeout_s)
+
+    async def finish_weight_update(self, version: int, timeout_s: float) -> None:
+        if self._has_sessions:
+            await self._call("POST", "/end_weight_update", {}, timeout_s)
+        await self._label(str(version), timeout_s)
+
+    async def abandon_weight_update(self, timeout_s: float) -> None:
+        if self._has_sessions:
+            with contextlib.suppress(EngineRefused):  # a failed transfer may have ended the session
+                await self._call("POST", "/end_weight_update", {}, timeout_s)
+
+    async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
+        """SGLang has no place where received tensors could be seen."""
+
+    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
+        return {}
+
+    async def keep_receipt(self, timeout_s: float) -> None:
+        """There is none."""
+
+    async def drop_receipt(self, timeout_s: float) -> None:
+        """There is none."""
+
+    async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        """SGLang reads a folder when it loads it."""
+
+    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        await self.abandon_weight_update(timeout_s)
+        await self._label(MIXED, timeout_s)
+        # No flush and no abort: prefixes are salted by weight version, and no request runs.
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": False, "abort_all_requests": False}
+        await self._call("POST", _LOAD_ROUTE, body, timeout_s)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
+        if mode is PauseMode.WAIT:
+            await self._drained(timeout_s)
+        # Kept requests hold their KV in place; they give it up, and are read again, when they are retracted.
+        kept = "retract" if mode is PauseMode.KEEP and clear_cache else "in_place"
+        body = {"mode": "abort" if mode is PauseMode.ABORT else kept}
+        await self._call("POST", "/pause_generation", body, timeout_s)
+        if clear_cache:
+            await self.reset_prefix_cache(timeout_s)
+
+    async def resume(self, timeout_s: float) -> None:
+        await self._call("POST", "/continue_generation", {}, timeout_s)
+
+    async def reset_prefix_cache(self, timeout_s: float) -> bool:
+        try:
+            await self._read("POST", "/flush_cache", None, timeout_s)
+        except EngineRefused:
+            return False
+        return True
+
+    async def load_lora_adapter(self, name: str, path: str, timeout_s: float) -> None:
+        await self._call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}, timeout_s)
+        self._adapters.add(name)
+
+    async def unload_lora_adapter(self, name: str, timeout_s: float) -> None:
+        # SGLang refuses a name that it does not know with the 400 that it has for everything.
+        if name in await self.lora_adapters(timeout_s):
+            await self._call("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s)
+        self._adapters.discard(name)
+
+    async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
+        known = await self._known_adapters(timeout_s)
+        self._adapters = set(known)
+        return known
+
+    def _adapter_of(self, body: Json) -> Json:
+        """SGLang's word for the adapter that `model` names."""
+        return {"lora_path": body["model"]} if body.get("model") in self._adapters else {}
+
+    async def _check_token_ids(self, body: Json, timeout_s: float) -> None:
+        """Refuse ids outside the vocabulary: SGLang does not look, and the whole server dies of one."""
+        prompt = body.get("prompt")
+        if not isinstance(prompt, list) or not prompt:
+            return
+        if self._vocab_size is None:
+            self._vocab_size = await self._ask_vocab_size(timeout_s)
+        for token_id in (min(prompt), max(prompt)):
+            if token_id < 0 or (self._vocab_size and token_id >= self._vocab_size):
+                raise InvalidRequest(
+                    f"token id {token_id} is outside the vocabulary of {self._vocab_size} tokens", param="prompt"
+                )
+
+    async def _ask_vocab_size(self, timeout_s: float) -> int:
+        """SGLang tells it nowhere but where it refuses a bias on a token that is not there; 0 when it does not."""
+        sampling = {"max_new_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}}
+        try:
+            await self._call("POST", "/generate", {"input_ids": [0], "sampling_params": sampling}, timeout_s)
+        except EngineRefused as error:
+            found = re.search(r"keys in \[0, (\d+)\]", str(error))
+            return int(found[1]) + 1 if found else 0
+        return 0
+
+    async def _models(self, timeout_s: float) -> Json:
+        """What it lists, under the name that it was started with, whatever folder it has loaded since."""
+        listed = await self._call("GET", "/v1/models", None, timeout_s)
+        if not self._served_name:
+            self._served_name = str((await self._server_info(timeout_s))["served_model_name"])
+        name, (model, *adapters) = self._served_name, listed["data"]
+        return {**listed, "data": [{**model, "id": name, "root": name}, *({**one, "parent": name} for one in adapters)]}
+
+    async def _server_info(self, timeout_s: float) -> Json:
+        return await self._call("GET", "/server_info", None, timeout_s)
+
+    async def _label(self, label: str, timeout_s: float) -> None:
+        # Aborting all requests is what SGLang does here unless told not to.
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._call("POST", "/update_weight_version", body, timeout_s)
+
+    async def _drained(self, timeout_s: float) -> None:
+        """Returns when no request runs or waits in the engine."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    loads = (await self._call("GET", "/v1/loads", None, timeout_s))["loads"]
+                    if not sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads):
+                        return
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"replica {self.replica_id}: requests still run after {timeout_s:g} s") from error
+
+    @contextlib.contextmanager
+    def _in_vllms_words(self) -> Iterator[None]:
+        """Refusals, ours and SGLang's, as vLLM would have put them."""
+        try:
+            yield
+        except InvalidRequest as error:
+            raise self._refusal(str(error), error.param) from error
+        except EngineRefused as error:
+            error.body = error_body(message_of(error.body) or str(error), error.status, None)
+            raise
+
+    def _refusal(self, message: str, param: str | None) -> EngineRefused:
+        return EngineRefused(message, status=400, body=error_body(message, 400, param), replica_id=self.replica_id)

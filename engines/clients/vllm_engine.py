@@ -1,0 +1,197 @@
+"""A vLLM server over HTTP. The simulated engine speaks the same surface and is reached through this class too."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from typing import Any
+
+from engines.clients.http import HttpEngine
+from engines.engine import Json, Peer, ReceiptCopy
+from engines.errors import EngineFailed, EngineRefused
+from engines.types import PauseMode
+
+_PACKED_AT_INIT = (0, 28)
+_LOOK_S = 0.05
+MIXED = "mixed"
+"""The label of weights that are being overwritten, so that a gateway which was away meanwhile does not serve them."""
+
+
+class VllmEngine(HttpEngine):
+    """One vLLM server (seen with 0.26 and 0.32).
+
+    `engine_version` is the server's own; the latest dialect is spoken where it is not given. `api_key` is its bearer
+    key, where it wants one. `has_tee` says that its workers have our extension
+    (`engines/inside_vllm/worker.py`), as a `peer` implies: versions that their machine lacks come from it.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        url: str,
+        engine_version: str = "",
+        api_key: str = "",
+        *,
+        has_tee: bool = False,
+        peer: Peer | None = None,
+    ) -> None:
+        super().__init__(replica_id, url, api_key)
+        self._has_tee = has_tee
+        self._peer = peer
+        # Trainers say `packed` in the place that the vLLM installed beside them has it, engines want it in their own.
+        self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
+        self._packed = True
+        self._knows_versions = True
+
+    async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
+        return await self._call(method, path, body, timeout_s)
+
+    async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
+        return await self.ask("POST", path, {**body, "stream": False}, timeout_s)
+
+    def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+        return self._events(path, {**body, "stream": True}, timeout_s)
+
+    async def weight_version(self, timeout_s: float) -> int | None:
+        try:
+            label = str((await self.ask("GET", "/weight_info", None, timeout_s)).get("weight_version"))
+        except EngineRefused:
+            self.tells_version = False  # vLLM before weight versions
+            return 0
+        return version_held(label)
+
+    async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
+        rest = {key: value for key, value in init_info.items() if key != "packed"}
+        self._packed = init_info.get("packed", True)  # a trainer that says it later always packs
+        info = rest | {"packed": self._packed} if self._wants_packed_at_init else rest
+        await self.ask("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s)
+
+    async def close_weight_group(self, timeout_s: float) -> None:
+        await self.ask("POST", "/shutdown_weight_transfer_engine", None, timeout_s)
+
+    async def start_weight_update(self, timeout_s: float) -> None:
+        await self._label(MIXED, timeout_s)
+        await self.ask("POST", "/start_weight_update", {}, timeout_s)
+
+    async def update_weights(self, update_info: Json, timeout_s: float) -> None:
+        rest = {key: value for key, value in update_info.items() if key != "packed"}
+        info = rest if self._wants_packed_at_init else {"packed": self._packed} | update_info
+        await self.ask("POST", "/update_weights", {"update_info": info}, timeout_s)
+
+    async def finish_weight_update(self, version: int, timeout_s: float) -> None:
+        await self.ask("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s)
+
+    async def abandon_weight_update(self, timeout_s: float) -> None:
+        if self._has_tee:
+            await self._on_workers("end_update", {}, timeout_s)
+        else:
+            # vLLM has no word for it. A finish without a version closes the session; where that is closed already, vLLM
+            # answers 500 and nothing is left to do.
+            with contextlib.suppress(EngineFailed):
+                await self.ask("POST", "/finish_weight_update", {}, timeout_s)
+        await self._label(MIXED, timeout_s)
+
+    async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
+        if self._has_tee:
+            await self._on_workers("open_receipt", asdict(copy) if copy else {}, timeout_s)
+
+    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
+        if not self._has_tee:
+            return {}
+        first, *others = await self._on_workers("close_receipt", {}, timeout_s)
+        for rank, digests in enumerate(others, 1):
+            if digests != first:
+                raise EngineFailed(f"its worker {rank} received other bytes than worker 0", replica_id=self.replica_id)
+        return dict(first)
+
+    async def keep_receipt(self, timeout_s: float) -> None:
+        if self._has_tee:
+            await self._on_workers("keep_receipt", {}, timeout_s)
+
+    async def drop_receipt(self, timeout_s: float) -> None:
+        if self._has_tee:
+            await self._on_workers("drop_receipt", {}, timeout_s)
+
+    async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        if not self._has_our_worker:
+            return
+        asked = self._snapshot(path, version, timeout_s)
+        while True:
+            # Looked at again and again: a call that waited in the workers would hold up their engine's steps.
+            workers = await self._on_workers("prepare_snapshot", asked, timeout_s)
+            if all(worker["ready"] for worker in workers):
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        await self._label(MIXED, timeout_s)
+        if self._has_our_worker:
+            await self._on_workers("load_snapshot", self._snapshot(path, version, timeout_s), timeout_s)
+        else:
+            await self._on_workers("reload_weights", {"weights_path": path}, timeout_s)
+        await self._label(str(version), timeout_s)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
+        await self.ask("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", None, timeout_s)
+
+    async def resume(self, timeout_s: float) -> None:
+        await self.ask("POST", "/resume", None, timeout_s)
+
+    async def reset_prefix_cache(self, timeout_s: float) -> bool:
+        return bool((await self.ask("POST", "/reset_prefix_cache", None, timeout_s)).get("success", True))
+
+    async def load_lora_adapter(self, name: str, path: str, timeout_s: float) -> None:
+        # Never in place: vLLM then reads the folder again for every batch, under requests that have begun.
+        await self._read("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, timeout_s)
+
+    async def unload_lora_adapter(self, name: str, timeout_s: float) -> None:
+        try:
+            await self._read("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s)
+        except EngineRefused as error:
+            if error.status != 404:
+                raise
+
+    async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
+        return await self._known_adapters(timeout_s)
+
+    @property
+    def _has_our_worker(self) -> bool:
+        return self._has_tee or self._peer is not None
+
+    def _snapshot(self, path: str, version: int, timeout_s: float) -> Json:
+        """What the workers are told of a version, and of where to fetch it."""
+        told: Json = {"path": path, "version": version}
+        if self._peer is not None and version:
+            told |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
+        return told
+
+    async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
+        """The answers of all workers to a call of their method."""
+        body = {"method": method, "kwargs": arguments, "timeout": timeout_s}
+        answers = (await self.ask("POST", "/collective_rpc", body, timeout_s)).get("results")
+        return list(answers) if answers else [{}]
+
+    async def _label(self, label: str, timeout_s: float) -> None:
+        if self._knows_versions:
+            try:
+                await self.ask("POST", "/update_weight_version", {"new_version": label}, timeout_s)
+            except EngineRefused as error:
+                if error.status not in (404, 405):
+                    raise
+                self._knows_versions = False  # vLLM before weight versions
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor of a vLLM version such as "0.32.0+cpu"."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def version_held(label: str) -> int | None:
+    """The version that a label tells of; None where it tells that the weights are a mixture."""
+    return None if label == MIXED else version_number(label)
+
+
+def version_number(label: str) -> int:
+    """vLLM's versions are labels; ours are numbers. It calls the weights it started with "default"."""
+    return int(label) if label.isdigit() else 0

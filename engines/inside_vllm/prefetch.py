@@ -1,0 +1,92 @@
+"""A version of the weights brought near a worker while its engine makes tokens, so that the load itself is short."""
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from engines.checkpoint import read_spans
+from engines.inside_vllm.snapshot_reader import read_tensors
+from engines.transfer.gloo import NamedTensor
+from engines.transfer.tee import room_on
+
+NamedTensors = list[NamedTensor]
+Files = tuple[tuple[str, int, int], ...]
+
+
+class Prefetch:
+    """Fetches folder `path` where `fetch` is given, then reads it into free memory of the worker's GPU, if there is
+    enough of it. A thread does both; `take` waits for it."""
+
+    def __init__(self, path: Path, device: torch.device, fetch: Callable[[], object] | None = None) -> None:
+        self._path = path
+        self._device = device
+        self._fetch = fetch
+        self._files: Files = ()
+        self._tensors: NamedTensors | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def is_of(self, path: Path) -> bool:
+        """Whether it is about this folder as it is now: a version that was taken back gives its number to another."""
+        return path == self._path and (self._thread.is_alive() or self._files == _files(path))
+
+    @property
+    def is_ready(self) -> bool:
+        """True once nothing more comes. Raises what went wrong."""
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def take(self, path: Path) -> NamedTensors | None:
+        """The folder's tensors on the GPU, for work on its current stream, once. None where it is to be read.
+
+        Waits for what is under way of this folder, and for that of no other.
+        """
+        if path != self._path:
+            return None
+        self._thread.join()
+        tensors, self._tensors = self._tensors, None
+        if not self.is_of(path):
+            return None
+        for _, tensor in tensors or ():
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+        return tensors
+
+    def _run(self) -> None:
+        try:
+            if self._fetch is not None:
+                self._fetch()
+            self._files = _files(self._path)
+            if self._device.type == "cuda" and self._num_bytes() <= room_on(self._device):
+                self._tensors = self._read()
+        except Exception as error:  # whoever asks is told, and the load tries by itself
+            self._error = error
+
+    def _num_bytes(self) -> int:
+        return sum(span.num_bytes for spans in read_spans(self._path).values() for span in spans)
+
+    def _read(self) -> NamedTensors:
+        stream = _stream(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            tensors = list(read_tensors(self._path, self._device))
+        stream.synchronize()
+        return tensors
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Not the engine's: there copies would wait for steps, and steps for them. Always the same one, since torch keeps
+    memory for the stream that it was used on, and would take it anew for each version."""
+    return torch.cuda.Stream(device)
+
+
+def _files(folder: Path) -> Files:
+    """What tells a folder's files from others of their names."""
+    found = ((file.name, file.stat()) for file in sorted(folder.glob("*.safetensors")))
+    return tuple((name, stat.st_ino, stat.st_mtime_ns) for name, stat in found)

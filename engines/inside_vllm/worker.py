@@ -1,0 +1,166 @@
+"""What we add to vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all of them."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from engines.inside_vllm.gloo_receiver import rebuild_tied_head
+from engines.inside_vllm.in_place import load_in_place, load_layerwise, loads_in_place
+from engines.inside_vllm.planned_load import PlannedLoad
+from engines.inside_vllm.prefetch import Prefetch
+from engines.inside_vllm.snapshot_reader import pin_buffers, read_tensors
+from engines.store.peer_store import PeerStore, fetched
+from engines.transfer.gloo import NamedTensor
+from engines.transfer.packed_streams import keep_streams
+from engines.transfer.tee import Scribe, WeightTee, prepare
+
+_BATCH_BYTES = 512 << 20
+"""Of a folder that is loaded in place: enough that its loaders are seldom asked, little enough for a full GPU."""
+
+
+class WeightWorker:
+    """Mixed into vLLM's worker class, so that `self` is the worker. Names here must be none of the worker's own."""
+
+    tee: WeightTee | None = None
+    scribe: Scribe | None = None
+    prefetch: Prefetch | None = None
+
+    def open_receipt(
+        self, draft: str = "", model: str = "", base: str = "", names: Sequence[str] = (), wait_s: float = 0.0
+    ) -> None:
+        """Digest what is received from now on; the first worker also copies it into folder `draft` if one is given."""
+        worker: Any = self
+        self.drop_receipt()
+        _end_reload(worker)
+        prepare(worker.device)
+        if worker.device.type == "cuda":
+            keep_streams()
+            pin_buffers(worker.device)
+        if draft and worker.rank == 0 and worker.parallel_config.data_parallel_index == 0:
+            self.scribe = _scribe_after(self.scribe, Path(draft), model, Path(base) if base else None, names, wait_s)
+        in_place = self._begin_in_place()
+        if in_place is not None:
+            load_in_place(worker.weight_transfer_engine)
+        model = worker.weight_transfer_engine.model
+        self.tee = WeightTee(model, self.scribe if draft else None, in_place.load if in_place is not None else None)
+
+    def close_receipt(self) -> dict[str, str]:
+        """The digest of each tensor received. What is to be copied waits for `keep_receipt`."""
+        tee, self.tee = self.tee, None
+        return tee.close() if tee is not None else {}
+
+    def keep_receipt(self) -> None:
+        """The update is committed: its draft becomes whole, or says why not, in its own time."""
+        if self.scribe is not None:
+            self.scribe.keep()
+
+    def drop_receipt(self) -> None:
+        """Stop digesting and copying; the draft is worth nothing."""
+        worker: Any = self
+        load_layerwise(worker.weight_transfer_engine)
+        tee, self.tee = self.tee, None
+        if tee is not None:
+            tee.drop()
+        if self.scribe is not None and not self.scribe.is_kept:
+            self.scribe.give_up("the update was aborted")
+
+    def end_update(self) -> None:
+        """Leave no update open, whatever its weights are: after one that is finished vLLM takes it for an error."""
+        worker: Any = self
+        if worker._weight_update_active:
+            worker.finish_weight_update()
+
+    def fetches(self) -> dict[str, bool]:
+        """Asked of servers that somebody else started: `load_snapshot` is here. vLLM would tell a bare True as text."""
+        return {"fetches": True}
+
+    def prepare_snapshot(
+        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
+    ) -> dict[str, bool]:
+        """Begin to bring a folder near, with the arguments of `load_snapshot`; asked again, whether it is there."""
+        worker: Any = self
+        folder = Path(path)
+        fetch = partial(fetched, folder, PeerStore(peer_url, peer_key), version, timeout_s) if peer_url else None
+        if fetch is None and worker.device.type == "cpu":
+            return {"ready": True}
+        if self.prefetch is None or not self.prefetch.is_of(folder):
+            self.prefetch = Prefetch(folder, worker.device, fetch)
+        try:
+            return {"ready": self.prefetch.is_ready}
+        except Exception:
+            self.prefetch = None
+            raise
+
+    def load_snapshot(
+        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
+    ) -> None:
+        """Load all weights from a checkpoint folder, whatever an update that broke off has left.
+
+        With `peer_url` the folder is fetched from there, as that version, where this machine does not have it. Version
+        0 is then read from where vLLM has it.
+        """
+        worker: Any = self
+        if peer_url:
+            fetched(Path(path), PeerStore(peer_url, peer_key), version, timeout_s)
+        elif version and not Path(path).is_dir():
+            raise FileNotFoundError(
+                f"this machine has no folder {path}: bind gateway.host to an address that it reaches, set "
+                "weights.peer_url, or have weights.store name a folder that all machines share"
+            )
+        self.drop_receipt()
+        _end_reload(worker)
+        if Path(path).is_dir():
+            prefetch, self.prefetch = self.prefetch, None
+            near = prefetch.take(Path(path)) if prefetch is not None else None
+            self._load_folder(iter(near or read_tensors(Path(path), worker.device)))
+        else:
+            worker.reload_weights()
+        worker._weight_update_active = False
+        rebuild_tied_head(worker.get_model())
+
+    def _load_folder(self, tensors: Iterator[NamedTensor]) -> None:
+        worker: Any = self
+        in_place = self._begin_in_place()
+        if in_place is None:
+            worker.reload_weights(weights_iterator=tensors)
+            return
+        in_place.load_all(tensors, _BATCH_BYTES)
+        # As vLLM does after a reload: what it keeps of images was made by the weights before.
+        worker.model_runner.reset_encoder_cache()
+        worker.model_runner.reset_mm_cache()
+
+    @cached_property
+    def in_place(self) -> PlannedLoad | None:
+        """Loads weights where they lie. None in a model with which that is not to be done."""
+        worker: Any = self
+        return PlannedLoad(worker.get_model()) if loads_in_place(worker) else None
+
+    def _begin_in_place(self) -> PlannedLoad | None:
+        """`in_place`, ready to load all or some weights."""
+        if self.in_place is not None:
+            self.in_place.begin()
+        return self.in_place
+
+
+def _end_reload(worker: Any) -> None:
+    """End a layerwise reload that was left in the middle: vLLM would take the next one for its continuation, and a
+    load in place would leave it open."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    model = worker.get_model()
+    if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
+        with set_current_vllm_config(worker.vllm_config):
+            finalize_layerwise_reload(model, worker.vllm_config.model_config)
+
+
+def _scribe_after(
+    before: Scribe | None, draft: Path, model: str, base: Path | None, names: Sequence[str], wait_s: float
+) -> Scribe:
+    """The next scribe, once the one before is done: two would need the memory of two."""
+    scribe = Scribe(draft, model, base, names, wait_s)
+    if before is not None and not before.join(wait_s):
+        scribe.give_up("the version before is still being written (weights.store_wait_s)")
+    return scribe

@@ -1,0 +1,97 @@
+"""Which arguments the installed engine takes, asked of itself: the check of `engine.extra` before anything starts."""
+
+import difflib
+import json
+import os
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from engines.errors import ConfigError
+from engines.process.interpreter import Interpreter
+
+# An engine's parser imports the engine, which takes seconds, and on a busy machine tens of them.
+_ASK_TIMEOUT_S = 120.0
+
+# Prints the options that `vllm serve` takes, as JSON on the last line. The names of the modules are those of 0.32 and,
+# second, of earlier releases.
+ASK_VLLM = """
+import json
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError:
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+try:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+except ImportError:
+    from vllm.utils import FlexibleArgumentParser
+actions = make_arg_parser(FlexibleArgumentParser())._actions
+print(json.dumps(sorted({option for action in actions for option in action.option_strings})))
+"""
+
+# The same of `sglang.launch_server`, of 0.5.17 and 0.5.23.
+ASK_SGLANG = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(json.dumps(sorted({option for action in parser._actions for option in action.option_strings})))
+"""
+
+
+def check_extra(extra: Iterable[str], engine: str, known: frozenset[str] | None) -> None:
+    """Raise `ConfigError` with the nearest name where `engine` does not take one of `extra`; unchecked without `known`.
+
+    `engine` is its name and version. A name may go into an argument that is JSON, as in compilation_config.mode.
+    """
+    if known is None:
+        return
+    for name in extra:
+        option = name.partition(".")[0].replace("_", "-")
+        if option not in known:
+            close = difflib.get_close_matches(option, sorted(known), n=1, cutoff=0.5)
+            advice = f"; did you mean {close[0].replace('-', '_')}?" if close else ""
+            raise ConfigError(f"engine.extra.{name}: {engine} has no such argument{advice}")
+
+
+def installed_arguments(name: str, script: str, interpreter: Interpreter) -> frozenset[str] | None:
+    """Names of the long options that `script` prints, without dashes in front; None where it cannot tell.
+
+    `name` is engine and version: the answer is kept under it in the user's cache folder.
+    """
+    environ = interpreter.environ
+    folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-gateway"
+    kept = folder / f"arguments-{name}.json"
+    try:
+        return _long_options(kept.read_text())
+    except (OSError, ValueError):
+        pass
+    found = _ask(script, interpreter)
+    if found is None:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Replaced in one step: two replicas that start together must not read half a file.
+        own = kept.with_suffix(f".{os.getpid()}")
+        own.write_text(found)
+        own.replace(kept)
+    except OSError:
+        pass  # a home that cannot be written to costs the seconds again
+    return _long_options(found)
+
+
+def _ask(script: str, interpreter: Interpreter) -> str | None:
+    """The last line that `script` prints, if it is what it should be."""
+    try:
+        line = interpreter.last_line(script, _ASK_TIMEOUT_S)
+        return line if _long_options(line) else None
+    except (subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _long_options(text: str) -> frozenset[str]:
+    """Raises ValueError where `text` is no JSON list."""
+    options = json.loads(text)
+    if not isinstance(options, list):
+        raise ValueError(f"no list: {text[:100]}")
+    return frozenset(option[2:] for option in map(str, options) if option.startswith("--"))

@@ -1,0 +1,194 @@
+"""Starts one engine server on loopback, waits until it truly serves, and says what it is. Knows nothing of Ray."""
+
+import asyncio
+import os
+import socket
+import textwrap
+import time
+from pathlib import Path
+
+from engines.checkpoint import read_tensors, served_in
+from engines.clients.connect import connect
+from engines.config import EngineConfig
+from engines.engine import Engine
+from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
+from engines.gpus import visible_gpus
+from engines.model_folder import model_folder
+from engines.process.diagnosis import diagnose, last_error
+from engines.process.engine_log import doing, read_tail
+from engines.process.launch import VLLM_WORKER, engine_command
+from engines.process.process import EngineProcess
+from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
+
+_PROBE_TIMEOUT_S = 5.0
+_PROBE_INTERVAL_S = 0.2
+_DESCRIBE_TIMEOUT_S = 30.0  # SGLang asks its scheduler, which on a busy machine has just begun to answer
+_WARM_UP_TIMEOUT_S = 300.0
+# Of all that goes wrong this alone leaves an SGLang that neither serves nor ends.
+_NO_PORT = "error while attempting to bind on address"
+_COARSE_INTERVAL = 16
+
+
+class EngineServer:
+    """One engine process and what is known of it. `index` sets its seed apart from its peers'."""
+
+    def __init__(self, config: EngineConfig, *, replica_id: str, group: str, index: int) -> None:
+        self._config = config
+        self._replica_id = replica_id
+        self._group = group
+        self._index = index
+        self._process: EngineProcess | None = None
+        self._engine: Engine | None = None
+        self._has_tee = False
+
+    async def start(self) -> ReplicaInfo:
+        """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line says why.
+
+        What may pass by itself is tried once more here, since Serve is told to give up at the first failure.
+        """
+        try:
+            return await self._start_once()
+        except EngineStartFailed as error:
+            if not error.may_pass:
+                raise
+            return await self._start_once()
+
+    async def check(self) -> None:
+        """Raise when the engine is not serving."""
+        assert self._process is not None
+        assert self._engine is not None
+        if (code := self._process.exit_code) is not None:
+            why, _ = self._why(code, f"the engine ended with {code}")
+            # Where its guard was killed some of its processes may go on answering, with nobody to end them.
+            await self._process.stop()
+            raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
+        await self._engine.health(_PROBE_TIMEOUT_S)
+
+    async def stop(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+        if self._process is not None:
+            await self._process.stop()
+
+    async def _start_once(self) -> ReplicaInfo:
+        await self.stop()
+        config, port = self._config, free_port()
+        log_path = Path(config.log_dir) / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
+        command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
+        self._has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
+        self._process = EngineProcess(command, log_path, config.stop_timeout_s)
+        self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}")
+        self._process.start()
+        try:
+            async with asyncio.timeout(config.start_timeout_s):
+                await self._healthy()
+                # The first request of a fresh engine takes seconds; no rollout shall be the one that pays for them.
+                warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
+                await engine.generate("/v1/completions", warm_up, _WARM_UP_TIMEOUT_S)
+                return await self._describe(engine)
+        except TimeoutError:
+            why, may_pass = self._why_late(), False
+        except (EngineError, DeadlineExceeded) as error:
+            why, may_pass = self._why(self._process.exit_code, str(error))
+        words = _last_words(self._process)
+        await self.stop()
+        raise EngineStartFailed(f"{why}\n{words}", replica_id=self._replica_id, may_pass=may_pass)
+
+    async def _healthy(self) -> None:
+        assert self._process is not None
+        assert self._engine is not None
+        while True:
+            if (code := self._process.exit_code) is not None:
+                raise EngineError(f"the engine ended with {code} before it was ready")
+            try:
+                return await self._engine.health(_PROBE_TIMEOUT_S)
+            except (EngineError, DeadlineExceeded):
+                if self._config.kind is EngineKind.SGLANG and _NO_PORT in read_tail(self._process.log_path):
+                    raise EngineError("the engine could not have its port") from None
+                await asyncio.sleep(_PROBE_INTERVAL_S)
+
+    def _why(self, exit_code: int | None, reason: str) -> tuple[str, bool]:
+        """One line on why the engine failed, and whether a second start may go well: nobody knows of the unknown."""
+        assert self._process is not None
+        log = read_tail(self._process.log_path)
+        if found := diagnose(self._config.kind, log, exit_code, self._section):
+            return str(found), found.may_pass
+        words = last_error(log)
+        return reason + (f', for a reason unknown here; its last error: "{words}"' if words else ""), True
+
+    def _why_late(self) -> str:
+        assert self._process is not None
+        limit, key = self._config.start_timeout_s, f"{self._section}.start_timeout_s"
+        stage = doing(read_tail(self._process.log_path))
+        return f"was not ready within {limit:g} s; it was at: {stage}; raise {key} if it only needs longer"
+
+    @property
+    def _section(self) -> str:
+        """The key of this group's configuration."""
+        return "engine" if self._group == "engine" else f"engines.{self._group}"
+
+    async def _describe(self, engine: Engine) -> ReplicaInfo:
+        models, version, world, routes = await asyncio.gather(
+            *(
+                engine.ask("GET", path, None, _DESCRIBE_TIMEOUT_S)
+                for path in ("/v1/models", "/version", "/get_world_size", "/openapi.json")
+            )
+        )
+        assert self._process is not None
+        visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return ReplicaInfo(
+            replica_id=self._replica_id,
+            incarnation=f"{self._process.pid}@{time.time_ns()}",
+            group=self._group,
+            kind=self._config.kind,
+            url=engine.url,
+            model=models["data"][0]["id"],
+            world_size=world["world_size"],
+            max_model_len=models["data"][0]["max_model_len"],
+            max_num_seqs=self._config.max_num_seqs,
+            engine_version=version["version"],
+            capabilities=frozenset(routes["paths"]),
+            gpu_ids=tuple(int(gpu) for gpu in (visible or "").split(",") if gpu.isdigit()),
+            gpus=await visible_gpus(visible) if self._config.device != "cpu" else (),
+            dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,
+            streams=streams_coarsely(self._config),
+            has_tee=self._has_tee,
+            fetches=self._has_tee,
+            pid=self._process.pid,
+            log_path=str(self._process.log_path),
+            tensors=_expected_tensors(self._config),
+        )
+
+
+def _last_words(process: EngineProcess) -> str:
+    # Indented: of a message with a traceback at the left edge Ray shows only what follows that.
+    return f"    log {process.log_path} ends with:\n{textwrap.indent(process.last_words(), '    | ', lambda _: True)}"
+
+
+def streams_coarsely(config: EngineConfig) -> bool:
+    """Shorter chunks cost a vLLM more than they save, and it streams no routed experts. SGLang's chunks repeat the text
+    and ids from the start of their sample."""
+    is_coarse = config.stream_interval >= _COARSE_INTERVAL
+    return config.kind is not EngineKind.SGLANG and is_coarse and not config.extra.get("enable_return_routed_experts")
+
+
+def _expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
+    """What a full weight update of this engine consists of, where that can be told."""
+    if config.kind is EngineKind.SIM:
+        return tuple(
+            TensorMeta(name=name, dtype="float32", shape=tuple(shape)) for name, shape in config.sim.tensors.items()
+        )
+    # A quantised checkpoint names other tensors than its trainer does.
+    if config.extra.get("quantization", config.quantization):
+        return None
+    folder = model_folder(config)
+    tensors = read_tensors(folder) if folder else None
+    return tensors and served_in(config.dtype, tensors)
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

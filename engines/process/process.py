@@ -1,0 +1,99 @@
+"""One engine server as a guarded child process with a log file. Knows commands and files, not protocols."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_LAST_WORDS_BYTES = 16_384
+# In the environment of every process of one start, also of those that engines put into sessions of their own.
+_MARK = "ROLLOUT_GATEWAY_ENGINE"
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a command line as its words, and the key of `EngineConfig` it comes from ("" where none)."""
+
+    flag: str
+    words: tuple[str, ...]
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run. `env` is laid over the environment of the owner; `arguments` tell where the words come from."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[Argument] = ()
+
+
+class EngineProcess:
+    """Runs one command under `engines.process.guard`, so that it ends with this process, SIGKILL included."""
+
+    def __init__(self, command: Command, log_path: Path, stop_timeout_s: float) -> None:
+        self.log_path = log_path
+        self._command = command
+        self._stop_timeout_s = stop_timeout_s
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._mark = uuid.uuid4().hex
+
+    def start(self) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            log.write(f"{time.strftime('%F %T')} {' '.join(self._command.argv)}\n".encode())
+            log.flush()
+            self._guard = subprocess.Popen(
+                [sys.executable, "-m", "engines.process.guard", str(self._stop_timeout_s), *self._command.argv],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._command.env, _MARK: self._mark},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard, 0 before the start."""
+        return self._guard.pid if self._guard else 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._guard.poll() if self._guard else None
+
+    def last_words(self, lines: int = 20) -> str:
+        """The end of the log, where an engine says why it gave up."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - _LAST_WORDS_BYTES))
+            text = log.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    async def stop(self) -> None:
+        """End the whole tree; returns when it is gone."""
+        if self._guard is None or self._guard.stdin is None:
+            return
+        self._guard.stdin.close()
+        try:
+            # The guard itself needs a moment after the grace that it gives to the engine.
+            await asyncio.to_thread(self._guard.wait, self._stop_timeout_s + 5)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            self._guard.wait()
+        await asyncio.to_thread(_end_marked, self._mark)
+
+
+def _end_marked(mark: str) -> None:
+    """Kill what a guard left that was itself killed: workers hold GPU memory that a successor needs."""
+    sought = f"{_MARK}={mark}".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            if sought in environ.read_bytes().split(b"\0"):
+                os.kill(int(environ.parent.name), signal.SIGKILL)

@@ -1,0 +1,108 @@
+"""The Serve replica: owns one engine server and its GPUs, and says who it is. It carries no tokens."""
+
+import asyncio
+import time
+import zlib
+from dataclasses import replace
+
+import ray
+import structlog
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
+
+from engines.clients.external import ExternalServer
+from engines.config import EngineConfig
+from engines.errors import DeadlineExceeded, EngineError
+from engines.process.engine_server import EngineServer
+from engines.process.forwarder import Forwarder
+from engines.types import EngineKind, ReplicaInfo
+
+log = structlog.get_logger()
+
+# Engines take 32 bit seeds; half of them leaves room for engine.seed on top.
+_SEEDS = 2**31
+_ASK_TIMEOUT_S = 5.0
+_ASK_EVERY_S = 0.5
+
+
+class EngineReplica:
+    """Deployed by `gateway.app`. Ready when its engine is; the engine ends with it, also on SIGKILL."""
+
+    async def __init__(self, config: EngineConfig, group: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        # Serve's tag of this replica, not its rank: Serve deals ranks out again, and two replicas with one name or
+        # one seed would be taken for the same and would draw the same samples.
+        context = serve.get_replica_context()
+        index = zlib.crc32(context.replica_tag.encode()) % _SEEDS
+        self._app_name = context.app_name
+        self._drain_timeout_s = config.drain_timeout_s
+        self._server = _server(config, f"{group}-{context.replica_tag}", group, index)
+        self._forwarder: Forwarder | None = None
+        self._from_afar: ReplicaInfo | None = None
+        self._opening = asyncio.Lock()
+        node = ray.get_runtime_context().get_node_id()
+        self._info = replace(await self._server.start(), node=node)
+
+    def incarnation(self) -> str:
+        """Which start of which replica this is: cheap to ask for, and enough to see a change."""
+        return self._info.incarnation
+
+    async def describe(self, node: str) -> ReplicaInfo:
+        """What it is, and where a gateway on that node reaches its engine. Nothing but loopback is open until one on
+        another node asks."""
+        if node == self._info.node or self._info.kind is EngineKind.EXTERNAL:
+            return self._info
+        async with self._opening:
+            if self._from_afar is None:
+                self._forwarder = forwarder = Forwarder(self._info.url)
+                url = await forwarder.open(ray.util.get_node_ip_address())
+                self._from_afar = replace(self._info, url=url, key=forwarder.key)
+            return self._from_afar
+
+    async def check_health(self) -> None:
+        """Serve starts the replica anew when this raises."""
+        await self._server.check()
+
+    async def __del__(self) -> None:
+        """Serve awaits this when it removes the replica, up to the deployment's graceful_shutdown_timeout_s."""
+        if hasattr(self, "_info"):
+            await self._drained()
+        if hasattr(self, "_forwarder") and self._forwarder is not None:
+            await self._forwarder.close()
+        if hasattr(self, "_server"):
+            await self._server.stop()
+
+    async def _drained(self) -> None:
+        """Returns when the gateway has no rollouts here any more, sends none, or cannot be asked.
+
+        Serve chooses whom it removes and tells the replica alone, so the replica tells the gateway.
+        """
+        deadline = time.monotonic() + self._drain_timeout_s
+        try:
+            if not await self._app_goes_on():
+                return
+            gateway = serve.get_deployment_handle("gateway", self._app_name)
+            async with asyncio.timeout(_ASK_TIMEOUT_S) as bound:
+                while samples := await gateway.drain.remote(self._info.replica_id):
+                    if time.monotonic() > deadline:
+                        log.warning("removed with rollouts", replica=self._info.replica_id, samples=samples)
+                        return
+                    await self._server.check()
+                    await asyncio.sleep(_ASK_EVERY_S)
+                    bound.reschedule(asyncio.get_running_loop().time() + _ASK_TIMEOUT_S)
+        except (TimeoutError, EngineError, DeadlineExceeded, RayError, RayServeException) as error:
+            log.warning("not drained", replica=self._info.replica_id, error=repr(error))
+
+    async def _app_goes_on(self) -> bool:
+        """Of an application that is removed as a whole nobody is left to send or to take rollouts."""
+        async with asyncio.timeout(_ASK_TIMEOUT_S):
+            applications = (await asyncio.to_thread(serve.status)).applications
+        found = applications.get(self._app_name)
+        return found is not None and found.status != ApplicationStatus.DELETING
+
+
+def _server(config: EngineConfig, replica_id: str, group: str, index: int) -> EngineServer | ExternalServer:
+    if config.kind is EngineKind.EXTERNAL:
+        return ExternalServer(config, replica_id=replica_id, group=group)
+    return EngineServer(config, replica_id=replica_id, group=group, index=index)

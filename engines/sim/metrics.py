@@ -1,0 +1,52 @@
+"""vLLM's metrics, of a simulated engine."""
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engines.sim.scheduler import SimScheduler
+
+
+class SchedulerMetrics(Collector):
+    """vLLM's metrics, read off the scheduler when they are asked for."""
+
+    def __init__(self, scheduler: SimScheduler, model_name: str, kv_tokens: int) -> None:
+        self._scheduler = scheduler
+        self._labels = {"engine": "0", "model_name": model_name}
+        self._kv_tokens = kv_tokens
+
+    def collect(self) -> Iterator[Metric]:
+        scheduler = self._scheduler
+        yield self._gauge("num_requests_running", "Requests in execution batches.", len(scheduler.running))
+        yield self._gauge("num_requests_waiting", "Requests waiting to be run.", len(scheduler.waiting))
+        yield self._gauge("kv_cache_usage_perc", "KV cache in use; 1 is all.", scheduler.kv_used / self._kv_tokens)
+        yield self._counter("prompt_tokens", "Prompt tokens read.", scheduler.prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", scheduler.generated_tokens)
+        yield self._counter("prefix_cache_queries", "Tokens looked up.", scheduler.cache.queried_tokens)
+        yield self._counter("prefix_cache_hits", "Tokens found.", scheduler.cache.hit_tokens)
+        yield self._counter("num_preemptions", "Requests sent back to wait.", scheduler.preemptions)
+        yield self._cache_config()
+        finished = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended.", labels=[*self._labels, "finished_reason"]
+        )
+        for reason, count in scheduler.finished.items():
+            finished.add_metric([*self._labels.values(), reason], count)
+        yield finished
+
+    def _cache_config(self) -> Metric:
+        """As vLLM tells its KV cache: in the labels."""
+        labels = {"engine": "0", "block_size": "1", "num_gpu_blocks": str(self._kv_tokens)}
+        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=list(labels))
+        family.add_metric(list(labels.values()), 1)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family

@@ -1,0 +1,283 @@
+"""Continuous batching in virtual time: which samples of the simulated engine run, what they cost and what they hold.
+
+The loop is ahead of the real clock by at most a millisecond, and runs many steps between two turns of the event loop.
+"""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from engines.config import SimConfig
+from engines.sim.model import CHECKPOINT_VERSION, EOS_TOKEN, SimModel, detokenize, read
+from engines.types import PauseMode
+
+BLOCK_TOKENS = 16
+MAX_NUM_BATCHED_TOKENS = 8192
+GRAPH_SEQS = 512
+_AHEAD_S = 0.001  # the event loop's timers are no finer
+_TURN_S = 0.005  # longest run of steps before connections get their turn
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sample:
+    """One completion: what was asked, and how far it is. Puts itself on `reports` every so often, and at its end."""
+
+    request_id: str
+    index: int
+    prompt: list[int]
+    context: int
+    draw: int
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    prompt_blocks: list[int]
+    reads_cache: bool
+    report_every: int
+    report_at: int
+    reports: "asyncio.Queue[Sample]"
+    tokens: list[int] = field(default_factory=list)
+    version_starts: list[tuple[str, int]] = field(default_factory=list)
+    cached_tokens: int = 0
+    neighbours: int = 0
+    finish_reason: str | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    stop_reason: str | int | None = None
+    adapter: str = ""
+
+    @property
+    def held_tokens(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def spans(self) -> list[tuple[str, int, int]]:
+        """(weight version, start, end) of each run of tokens."""
+        ends = [start for _, start in self.version_starts[1:]] + [len(self.tokens)]
+        runs = zip(self.version_starts, ends, strict=False)
+        return [(version, start, end) for (version, start), end in runs if start < end]
+
+    def is_stopped(self, token_id: int) -> bool:
+        """Whether `token_id`, just added, is or completes what it was told to stop at."""
+        if token_id in self.stop_token_ids:
+            self.stop_reason = token_id
+            return True
+        for stop in self.stop_strings:
+            if detokenize(self.tokens[-len(stop) :]).endswith(stop):
+                self.stop_reason = stop
+                return True
+        return False
+
+    def meet_weights(self, version: str) -> None:
+        """Tokens from here on are made by `version`."""
+        if not self.version_starts or self.version_starts[-1][0] != version:
+            self.version_starts.append((version, len(self.tokens)))
+
+
+class PrefixCache:
+    """Hashes of token blocks whose KV is kept, least recently used first."""
+
+    def __init__(self, capacity_tokens: int) -> None:
+        self._capacity_blocks = capacity_tokens // BLOCK_TOKENS
+        self._blocks: dict[int, None] = {}
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+
+    def lookup(self, sample: Sample) -> int:
+        """Prompt tokens that need no prefill; the last token always does."""
+        hits = 0
+        for block in sample.prompt_blocks[: (len(sample.prompt) - 1) // BLOCK_TOKENS]:
+            if block not in self._blocks:
+                break
+            hits += 1
+        self.queried_tokens += len(sample.prompt)
+        self.hit_tokens += hits * BLOCK_TOKENS
+        return hits * BLOCK_TOKENS
+
+    def remember(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._blocks.pop(block, None)
+            self._blocks[block] = None
+        while len(self._blocks) > self._capacity_blocks:
+            del self._blocks[next(iter(self._blocks))]
+
+    def clear(self) -> None:
+        self._blocks.clear()
+
+
+def block_hashes(token_ids: list[int], salt: str | None) -> list[int]:
+    """One hash for each full block, of everything up to its end."""
+    hashes: list[int] = []
+    parent = hash(salt)
+    for start in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        parent = hash((parent, *token_ids[start : start + BLOCK_TOKENS]))
+        hashes.append(parent)
+    return hashes
+
+
+class SimScheduler:
+    """Runs samples on one simulated replica."""
+
+    def __init__(
+        self,
+        config: SimConfig,
+        model: SimModel,
+        max_num_seqs: int,
+        *,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        graph_seqs: int = GRAPH_SEQS,
+    ) -> None:
+        """`graph_seqs` is the largest step that has a CUDA graph; 0 where none has."""
+        self._config = config
+        self._model = model
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._graph_seqs = graph_seqs
+        self._work = asyncio.Event()
+        self._drained = asyncio.Event()
+        self.cache = PrefixCache(config.kv_tokens)
+        self.running: list[Sample] = []
+        self.waiting: deque[Sample] = deque()
+        self.version = CHECKPOINT_VERSION
+        self.paused: PauseMode | None = None
+        self.kv_used = 0
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.preemptions = 0
+        self.finished: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Generate for ever."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await self._work.wait()
+            virtual_s = clock()
+            turn_ends_s = virtual_s + _TURN_S
+            while self._can_step:
+                virtual_s += self._begin_step()
+                if virtual_s > clock() + _AHEAD_S or clock() > turn_ends_s:
+                    await asyncio.sleep(max(0.0, virtual_s - clock()))
+                    turn_ends_s = clock() + _TURN_S
+                if self.paused is not PauseMode.KEEP:
+                    self._end_step()
+            self._work.clear()
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        self.waiting.extend(samples)
+        self._work.set()
+
+    def abort(self, samples: Collection[Sample]) -> None:
+        """End these with the tokens they have; those that have ended stay as they are."""
+        for sample in samples:
+            if sample.finish_reason is None:
+                self._finish(sample, "abort")
+        self.running = [sample for sample in self.running if sample.finish_reason is None]
+        self.waiting = deque(sample for sample in self.waiting if sample.finish_reason is None)
+        self._account()
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Queue new samples from here on; `mode` says what becomes of the running ones."""
+        if mode is PauseMode.ABORT:
+            self.abort([*self.running, *self.waiting])
+        self.paused = mode
+        self._work.set()  # samples frozen by an earlier keep go on to their end
+        while mode is PauseMode.WAIT and self.running:
+            self._drained.clear()
+            await self._drained.wait()
+        if clear_cache:
+            self.reset_prefix_cache(preempt=True)
+
+    def resume(self) -> None:
+        self.paused = None
+        self._work.set()
+
+    def hold_version(self, version: str) -> None:
+        """The weights are `version` from the next step on."""
+        self.version = version
+        for sample in self.running:
+            sample.meet_weights(version)
+
+    def reset_prefix_cache(self, *, preempt: bool) -> bool:
+        """Forget all KV. Running samples hold theirs, unless they are sent back to be prefilled again."""
+        if self.running and not preempt:
+            return False
+        while self.running:
+            self._preempt()
+        self.cache.clear()
+        return True
+
+    @property
+    def _can_step(self) -> bool:
+        return self.paused is not PauseMode.KEEP and bool(self.running or (self.waiting and self.paused is None))
+
+    def _begin_step(self) -> float:
+        """Choose who takes part; returns the seconds until their tokens are there."""
+        cost_s = self._admit()
+        while self.kv_used + len(self.running) > self._config.kv_tokens:
+            self._preempt()
+        others = max(0, len(self.running) - 1)
+        eager_s = self._config.eager_step_s if len(self.running) > self._graph_seqs else 0.0
+        return cost_s + self._config.decode_step_s + self._config.decode_step_per_seq_s * others + eager_s
+
+    def _admit(self) -> float:
+        """Start what fits, in order of arrival; returns the seconds of prefill."""
+        prefilled = 0
+        while self.waiting and self.paused is None and len(self.running) < self._max_num_seqs:
+            # One more than it holds, for the token that this step adds.
+            if self.kv_used + len(self.running) + self.waiting[0].held_tokens + 1 > self._config.kv_tokens:
+                break
+            sample = self.waiting.popleft()
+            sample.cached_tokens = self.cache.lookup(sample) if sample.reads_cache else 0
+            self.cache.remember(sample.prompt_blocks)
+            sample.neighbours = len(self.running)
+            self.prompt_tokens += 0 if sample.version_starts else len(sample.prompt)
+            sample.meet_weights(self.version)
+            self.running.append(sample)
+            self.kv_used += sample.held_tokens
+            prefilled += sample.held_tokens - sample.cached_tokens
+        steps = math.ceil(prefilled / self._max_num_batched_tokens)
+        return prefilled / self._config.prefill_tokens_per_s + steps * self._config.prefill_step_s
+
+    def _end_step(self) -> None:
+        """One token for each running sample."""
+        next_token = self._model.next_token
+        keys = {"": self._model.key(self.version)}
+        ended = False
+        for sample in self.running:
+            made = len(sample.tokens) + 1
+            if (weights := keys.get(sample.adapter)) is None:
+                weights = keys[sample.adapter] = self._model.key(self.version, sample.adapter)
+            may_end = not sample.ignore_eos and made > sample.min_tokens
+            token_id = next_token(sample.context, sample.draw, weights, may_end)
+            sample.tokens.append(token_id)
+            sample.context = read((token_id,), sample.context)
+            stops = token_id == EOS_TOKEN or (made >= sample.min_tokens and sample.is_stopped(token_id))
+            if stops or made >= sample.max_tokens:
+                self._finish(sample, "stop" if stops else "length")
+                ended = True
+            elif made >= sample.report_at:
+                sample.report_at = made + sample.report_every
+                sample.reports.put_nowait(sample)
+        self.generated_tokens += len(self.running)
+        self.kv_used += len(self.running)
+        if ended:
+            self.running = [sample for sample in self.running if sample.finish_reason is None]
+            self._account()
+
+    def _preempt(self) -> None:
+        """Send the youngest running sample back; it keeps its tokens and is prefilled again later."""
+        sample = self.running.pop()
+        self.waiting.appendleft(sample)
+        self.kv_used -= sample.held_tokens
+        self.preemptions += 1
+
+    def _finish(self, sample: Sample, reason: str) -> None:
+        sample.finish_reason = reason
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+        sample.reports.put_nowait(sample)
+
+    def _account(self) -> None:
+        self.kv_used = sum(sample.held_tokens for sample in self.running)
+        if not self.running:
+            self._drained.set()

@@ -1,0 +1,1 @@
+"""Weight transfer: process groups, packed chunks, digests, and the relay process."""

@@ -1,0 +1,206 @@
+"""Weights over gloo, where there is no NCCL: the group of trainer and engines, and the chunks that go through it.
+
+Both ends use this file: `trainer_client/trl.py` sends, `engines/inside_vllm/gloo_receiver.py` receives. A blocked
+gloo operation cannot be cancelled and closing a group under it does nothing, so the sender does not enter a broadcast
+before every receiver has said in the store that it will: until then it can be told to give up, and after that a death
+closes a socket.
+"""
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from engines.errors import WeightUpdateFailed
+
+Announced = tuple[str, torch.dtype, list[int]]
+"""Name, dtype and full shape of a tensor that is about to come."""
+NamedTensor = tuple[str, torch.Tensor]
+
+TIMEOUT_S = 300.0
+"""Longest rendezvous and longest broadcast of one chunk; vLLM's own rendezvous waits as long."""
+CHUNK_BYTES = 1 << 30
+"""A chunk is sent once it holds more than this; both ends must cut alike, and vLLM's packed NCCL transfer cuts so."""
+POLL_S = 0.002
+SENDER_RANK = 0
+
+
+class WeightGroup:
+    """One trainer (rank 0) and all workers of all engines. Broken by the first failure, and then only good to close."""
+
+    def __init__(self, address: str, port: int, rank: int, world_size: int, timeout_s: float = TIMEOUT_S) -> None:
+        """`address` and `port` are the trainer's, which listens there. Joins nobody: see `join`."""
+        self.rank = rank
+        self.world_size = world_size
+        self._address = address
+        self._port = port
+        self._timeout_s = timeout_s
+        self._given_up = threading.Event()
+        self._reason = ""
+        self._num_broadcasts = 0
+        self._store: dist.TCPStore | None = None
+        self._gloo: dist.ProcessGroupGloo | None = None
+
+    def join(self) -> None:
+        """Wait for all ranks and connect with them; WeightUpdateFailed after `timeout_s` or when told to give up."""
+        try:
+            self._store = self._open_store()
+            self._store.add("joined", 1)
+            self._wait_for("joined", "for all ranks to join")
+            self._gloo = self._connect()
+        except RuntimeError as error:
+            raise self._broken(
+                f"rank {self.rank} of {self.world_size} could not join at {self._address}:{self._port}: {error}"
+            ) from error
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Fill `tensor` (contiguous, on CPU) on all receivers with the sender's; WeightUpdateFailed in `timeout_s`."""
+        if self._gloo is None or self._store is None:
+            raise WeightUpdateFailed(self._reason or "the weight group was not joined")
+        self._num_broadcasts += 1
+        ready = f"ready/{self._num_broadcasts}"
+        options = dist.BroadcastOptions()
+        options.rootRank = SENDER_RANK
+        options.timeout = timedelta(seconds=self._timeout_s)
+        try:
+            self._agree_on_size(tensor.nbytes)
+            self._store.add(ready, 1)
+            if self.rank == SENDER_RANK:
+                self._wait_for(ready, "for all ranks to receive")
+            self._gloo.broadcast([tensor], options).wait()
+        except RuntimeError as error:
+            raise self._broken(f"rank {self.rank} of {self.world_size} lost the group: {error}") from error
+
+    def give_up(self, reason: str) -> None:
+        """From another thread: make whoever waits in this group stop and raise WeightUpdateFailed with `reason`."""
+        self._reason = self._reason or reason
+        self._given_up.set()
+
+    def close(self, reason: str = "closed the group") -> None:
+        """Leave, and say why, so that a peer blocked on us gets an error now. May be called twice."""
+        self.give_up(reason)
+        if self._store is not None:
+            # Where the sender is gone there is nobody to tell.
+            with contextlib.suppress(RuntimeError):
+                self._store.set("left", f"rank {self.rank}: {reason}")
+        # gloo closes its sockets in its destructor only; its shutdown() and abort() leave peers waiting.
+        self._gloo = None
+        self._store = None
+
+    def _broken(self, what: str) -> WeightUpdateFailed:
+        self._reason = f"{what}; {self._reason}" if self._reason else what
+        self.close(what)
+        return WeightUpdateFailed(self._reason)
+
+    def _open_store(self) -> dist.TCPStore:
+        return dist.TCPStore(
+            self._address,
+            self._port,
+            self.world_size,
+            is_master=self.rank == SENDER_RANK,
+            timeout=timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,
+        )
+
+    def _agree_on_size(self, num_bytes: int) -> None:
+        """gloo would end the process where more comes than is awaited, and take less without a word."""
+        assert self._store is not None
+        key = f"bytes/{self._num_broadcasts}"
+        if self.rank == SENDER_RANK:
+            self._store.set(key, str(num_bytes))
+        elif (sent := int(self._store.get(key))) != num_bytes:
+            raise RuntimeError(f"{num_bytes} bytes were announced but {sent} are sent")
+
+    def _wait_for(self, counter: str, purpose: str) -> None:
+        """Return when all ranks have counted `counter` up."""
+        store = self._store
+        assert store is not None
+        deadline = time.monotonic() + self._timeout_s
+        while (num_there := store.add(counter, 0)) < self.world_size:
+            if store.check(["left"]):
+                raise RuntimeError(f"a rank left: {store.get('left').decode()}")
+            if self._given_up.is_set():
+                raise RuntimeError("told to give up")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"waited {self._timeout_s:g} s {purpose}: {num_there} of {self.world_size} did")
+            time.sleep(POLL_S)
+
+    def _connect(self) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=self._timeout_s)
+        options._threads = 1
+        # gloo would take the address of this machine's name, which in a container may lead nowhere.
+        own = address_towards(self._address, self._port)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+        return dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.rank, self.world_size, options)
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of ours that packets to `host` leave from, so that `host` can reach us there. Sends nothing."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def send(tensors: Iterator[NamedTensor], group: WeightGroup, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Broadcast `tensors` in order, packed as bytes. The receivers must have been told names, dtypes and shapes."""
+    while (packed := pack(tensors, chunk_bytes)) is not None:
+        group.broadcast(packed)
+
+
+def pack(tensors: Iterator[NamedTensor], chunk_bytes: int) -> torch.Tensor | None:
+    """The bytes of the next chunk; None when there is none. As vLLM's `pack_tensors`, which takes seconds to import."""
+    parts: list[torch.Tensor] = []
+    size = 0
+    while size <= chunk_bytes and (named := next(tensors, None)) is not None:
+        parts.append(named[1].detach().cpu().contiguous().view(-1).view(torch.uint8))
+        size += parts[-1].nbytes
+    return torch.cat(parts) if parts else None
+
+
+def receive(
+    announced: Iterable[Announced],
+    group: WeightGroup,
+    load: Callable[[list[NamedTensor]], object],
+    chunk_bytes: int = CHUNK_BYTES,
+) -> None:
+    """Receive what `send` sends and hand it to `load`, one chunk of named tensors at a time."""
+    for chunk in chunks(announced, chunk_bytes):
+        packed = torch.empty(sum(map(num_bytes, chunk)), dtype=torch.uint8)
+        group.broadcast(packed)
+        load(unpack(packed, chunk))
+
+
+def unpack(packed: torch.Tensor, chunk: list[Announced]) -> list[NamedTensor]:
+    """Tensors over the bytes of `packed`. vLLM's `unpack_tensor` fails where a tensor lies at an odd place for it."""
+    tensors = []
+    for (name, dtype, shape), part in zip(chunk, packed.split([num_bytes(one) for one in chunk]), strict=True):
+        aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
+        tensors.append((name, aligned.view(dtype).view(shape)))
+    return tensors
+
+
+def chunks(announced: Iterable[Announced], chunk_bytes: int) -> Iterator[list[Announced]]:
+    """Cut as `pack` does: a chunk ends with the tensor that takes it over `chunk_bytes`."""
+    chunk: list[Announced] = []
+    size = 0
+    for tensor in announced:
+        chunk.append(tensor)
+        size += num_bytes(tensor)
+        if size > chunk_bytes:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def num_bytes(tensor: Announced) -> int:
+    _, dtype, shape = tensor
+    return math.prod(shape) * int(dtype.itemsize)

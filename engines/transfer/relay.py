@@ -1,0 +1,246 @@
+"""Receives a trainer's weights for replicas that load them from the store: `python -m engines.transfer.relay --port N`.
+
+A process of its own, so that a transfer which hangs can be ended with it. It answers those of vLLM's weight routes that
+a receiver needs, receives as vLLM's workers do, and writes into a draft of the weight store what their tee would.
+"""
+
+import argparse
+import asyncio
+import inspect
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import orjson
+import torch
+import uvloop
+from aiohttp import web
+
+from engines.engine import Json, ReceiptCopy
+from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
+from engines.transfer.gloo import CHUNK_BYTES, NamedTensor, WeightGroup, receive
+from engines.transfer.packed_streams import keep_streams
+from engines.transfer.tee import Scribe, WeightTee, prepare
+
+log = logging.getLogger("relay")
+
+_MAX_BODY_BYTES = 256 << 20
+
+
+class NoModel:
+    """Stands where a worker has its model. What is loaded into it is gone, unless a tee stands before it."""
+
+    def load_weights(self, weights: Iterable[NamedTensor]) -> None:
+        for _ in weights:
+            pass
+
+
+class Receiver(Protocol):
+    """This process's end of a trainer's group. Blocking; good until its first failure."""
+
+    def join(self, init_info: Json) -> None:
+        """Leave the group before, if any, and return when the rendezvous of the next one is complete."""
+
+    def receive(self, update_info: Json) -> None:
+        """Hand all tensors announced to the model."""
+
+
+class GlooReceiver:
+    """Into host memory, over TCP."""
+
+    def __init__(self, model: NoModel) -> None:
+        self._model = model
+        self._group: WeightGroup | None = None
+        self._chunk_bytes = CHUNK_BYTES
+
+    def join(self, init_info: Json) -> None:
+        if not init_info.get("packed", True):
+            raise InvalidRequest(
+                "the relay receives packed chunks over gloo, as TRL's client and WeightSender send them: set packed to "
+                "true, or weights.relay to never where the engines receive tensor by tensor",
+                param="packed",
+            )
+        self._leave("a trainer opened a new group")
+        self._chunk_bytes = init_info.get("packed_buffer_size_bytes", CHUNK_BYTES)
+        address, port = init_info["master_address"], init_info["master_port"]
+        self._group = WeightGroup(address, port, init_info["rank_offset"], init_info["world_size"])
+        self._group.join()
+
+    def receive(self, update_info: Json) -> None:
+        if self._group is None:
+            raise WeightUpdateFailed("the relay is in no group: call /init_weight_transfer_engine")
+        dtypes = [getattr(torch, name) for name in update_info["dtype_names"]]
+        announced = zip(update_info["names"], dtypes, update_info["shapes"], strict=True)
+        try:
+            receive(announced, self._group, self._model.load_weights, self._chunk_bytes)
+        except BaseException as error:
+            self._leave(f"{type(error).__name__}: {error}")
+            raise
+
+    def _leave(self, reason: str) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close(reason)
+
+
+class NcclReceiver:
+    """Into GPU memory, by the receiver that vLLM's workers have: packed chunks, or tensor by tensor."""
+
+    def __init__(self, model: NoModel, device: torch.device) -> None:
+        from vllm.config import WeightTransferConfig
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        torch.cuda.set_device(device)
+        keep_streams()
+        self._model = model
+        # Of vLLM's configuration a receiver reads its place among the workers alone, and here there is one.
+        place = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+        self._engine = _called(
+            NCCLWeightTransferEngine,
+            config=WeightTransferConfig(backend="nccl"),
+            vllm_config=SimpleNamespace(parallel_config=place, model_config=None),
+            parallel_config=place,
+            device=device,
+            model=model,
+        )
+
+    def join(self, init_info: Json) -> None:
+        self._engine.shutdown()
+        self._engine.init_transfer_engine(self._engine.init_info_cls(**init_info))
+
+    def receive(self, update_info: Json) -> None:
+        announced = self._engine.update_info_cls(**update_info)
+        _called(self._engine.receive_weights, update_info=announced, load_weights=self._model.load_weights)
+        torch.cuda.synchronize()
+
+
+def _called(function: Callable[..., Any], **arguments: Any) -> Any:
+    """The function of vLLM's called with those arguments that its release knows."""
+    known = inspect.signature(function).parameters
+    return function(**{name: value for name, value in arguments.items() if name in known})
+
+
+class RelayServer:
+    """The routes. The gateway makes one call at a time, and ends the process where one fails."""
+
+    def __init__(self, receiver: Receiver, model: NoModel) -> None:
+        self._receiver = receiver
+        self._model = model
+        self._tee: WeightTee | None = None
+        self._scribe: Scribe | None = None
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_answer_errors])
+        app.router.add_get("/health", self.health)
+        app.router.add_post("/init_weight_transfer_engine", self.init_weight_transfer_engine)
+        app.router.add_post("/update_weights", self.update_weights)
+        app.router.add_post("/collective_rpc", self.collective_rpc)
+        return app
+
+    async def health(self, _: web.Request) -> web.Response:
+        return _json({})
+
+    async def init_weight_transfer_engine(self, request: web.Request) -> web.Response:
+        self._drop()
+        init_info = (await _object(request))["init_info"]
+        for key in ("master_address", "master_port", "rank_offset", "world_size"):
+            if init_info.get(key) is None:
+                raise InvalidRequest(f"init_info.{key} is missing: it says where the trainer's group is", param=key)
+        await asyncio.to_thread(self._receiver.join, init_info)
+        return _json({"message": "Weight transfer initialized"})
+
+    async def update_weights(self, request: web.Request) -> web.Response:
+        await asyncio.to_thread(self._receiver.receive, (await _object(request))["update_info"])
+        return _json({"message": "Weights updated"})
+
+    async def collective_rpc(self, request: web.Request) -> web.Response:
+        """As vLLM has it for the methods of our workers that concern a receipt."""
+        asked = await _object(request)
+        match asked["method"]:
+            case "open_receipt":
+                self._open(asked["kwargs"])
+            case "close_receipt":
+                return _json({"results": [await asyncio.to_thread(self._close)]})
+            case "drop_receipt":
+                self._drop()
+            case method:
+                raise InvalidRequest(f"the relay has no method {method!r}", param="method")
+        return _json({"results": [None]})
+
+    def _open(self, asked: Json) -> None:
+        self._drop()
+        copy = ReceiptCopy(**asked)
+        base = Path(copy.base) if copy.base else None
+        self._scribe = Scribe(Path(copy.draft), copy.model, base, copy.names, copy.wait_s)
+        self._tee = WeightTee(self._model, self._scribe)
+
+    def _close(self) -> dict[str, str]:
+        """Returns when all is written: where a worker goes on to serve, a relay has nothing else to do."""
+        tee, self._tee = self._tee, None
+        if tee is None or self._scribe is None:
+            return {}
+        digests = tee.close()
+        self._scribe.keep()
+        self._scribe.join()
+        return digests
+
+    def _drop(self) -> None:
+        tee, self._tee = self._tee, None
+        if tee is not None:
+            tee.drop()
+
+
+@web.middleware
+async def _answer_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except InvalidRequest as error:
+        return _json(
+            {"error": {"message": str(error), "type": "BadRequestError", "param": error.param, "code": 400}}, 400
+        )
+    except web.HTTPException:
+        raise
+    except Exception as error:  # a transfer may fail in any way, and the gateway has to hear of it
+        log.exception("%s failed", request.path)
+        message = str(error) if isinstance(error, RolloutGatewayError) else f"{type(error).__name__}: {error}"
+        return _json({"error": {"message": message, "type": "InternalServerError", "code": 500}}, 500)
+
+
+async def _object(request: web.Request) -> Any:
+    return orjson.loads(await request.read())
+
+
+def _json(body: Json, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m engines.transfer.relay", description=__doc__)
+    parser.add_argument("--port", type=int, required=True, help="on loopback")
+    parser.add_argument("--device", default="cpu", help="cpu receives over gloo, cuda:N over NCCL")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    model, device = NoModel(), torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit("torch sees no GPU: weights.relay_device must name one of the gateway's node")
+    prepare(device)
+    receiver = GlooReceiver(model) if device.type == "cpu" else NcclReceiver(model, device)
+    web.run_app(
+        RelayServer(receiver, model).app(),
+        host="127.0.0.1",
+        port=arguments.port,
+        loop=uvloop.new_event_loop(),
+        print=None,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=0.0,
+    )
+
+
+if __name__ == "__main__":
+    main()

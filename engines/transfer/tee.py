@@ -1,0 +1,318 @@
+"""What a vLLM worker does beside loading the tensors of an update: digest them, and as scribe copy them into the store.
+
+The tee stands before the model's `load_weights`, so it sees what any receiver hands over, gloo and NCCL alike.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.errors import RolloutGatewayError
+from engines.store.draft import SHARD_BYTES, Draft, RawTensor
+from engines.store.shard_writer import ShardWriter
+from engines.transfer.gloo import NamedTensor
+from engines.transfer.tensor_bytes import digest_on_host, on_host, raw_tensor
+
+log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's
+
+_Load = Callable[[Iterable[NamedTensor]], Any]
+
+_BUDGET_BYTES = 4 << 30
+"""Tensors that wait in host memory for the disk."""
+_SPARE_BYTES = 4 << 30
+"""Memory of a GPU that is left alone while tensors wait in it: the engine may need some."""
+
+
+class WeightTee:
+    """One update as one worker sees it. Made at its start, closed at its end."""
+
+    def __init__(self, model: Any, scribe: "Scribe | None" = None, load: _Load | None = None) -> None:
+        """`load` takes the place of the model's own."""
+        self._model = model
+        self._scribe = scribe
+        self._digests: dict[str, Any] = {}  # texts, and numbers that are still on a GPU
+        self._is_blind = False
+        self._load: _Load = load or model.load_weights
+        model.load_weights = self._load_and_see
+
+    def remove(self) -> None:
+        """The model loads as it did before."""
+        if self._model.__dict__.get("load_weights") == self._load_and_see:
+            del self._model.load_weights
+
+    def close(self) -> dict[str, str]:
+        """End; the digest of each tensor received. What the scribe has is kept, or given up, by whoever has that."""
+        self.remove()
+        if self._scribe is not None:
+            self._scribe.close()
+        sums = {name: one for name, one in self._digests.items() if isinstance(one, torch.Tensor)}
+        told = torch.stack(list(sums.values())).tolist() if sums else []  # the GPU is waited for once
+        return self._digests | {name: _told(one) for name, one in zip(sums, told, strict=True)}
+
+    def drop(self) -> None:
+        """End without a result: the draft is worth nothing."""
+        self.remove()
+        if self._scribe is not None:
+            self._scribe.give_up("the update was aborted")
+
+    def _load_and_see(self, weights: Iterable[NamedTensor]) -> Any:
+        tensors = list(weights)
+        try:
+            self._digests |= {} if self._is_blind else _digests(tensors)
+        except Exception as error:  # such as a GPU without the memory for it: the update is worth more
+            log.exception("digests of this update are given up")
+            self._is_blind = True
+            self._digests.clear()
+            if self._scribe is not None:
+                self._scribe.give_up(f"the worker could not digest what it received: {error}")
+        if self._scribe is None or self._is_blind:
+            return self._load(tensors)
+        # A copy to the host runs beside the load; the stream that uses the receiver's buffer again waits for it.
+        with self._scribe.copying([(name, tensor, self._digests[name]) for name, tensor in tensors]):
+            return self._load(tensors)
+
+
+class Scribe:
+    """Writes what one worker receives into a draft, in a thread of its own.
+
+    The transfer waits for it at most `wait_s` in all; what would take longer is given up, and the draft says so.
+    """
+
+    def __init__(self, draft: Path, model: str, base: Path | None, names: Iterable[str], wait_s: float) -> None:
+        """Of `names`, what never comes is taken from the checkpoint or version in folder `base`."""
+        self._draft = Draft(draft, model)
+        self._base = base
+        self._expected = list(names)
+        self._wait_s = wait_s
+        self._given_up = ""
+        self._waiting: queue.SimpleQueue[deque[_Copy] | None] = queue.SimpleQueue()
+        self._bytes = 0
+        self._room = threading.Condition()
+        self._stream: Any = None
+        self._left_on_device: int | None = None
+        # What waits in GPU memory leaves it once it is to be kept: on its way beside an update it would hold that up.
+        self._may_leave = threading.Event()
+        self.is_kept = False
+        self._thread = threading.Thread(target=self._write, name="scribe", daemon=True)
+        self._thread.start()
+
+    def copying(self, tensors: Sequence[tuple[str, torch.Tensor, Any]]) -> "_Copying":
+        """Tensors are kept, or copies under way, when entered, and safe from the receiver's next chunk when left."""
+        return _Copying(self, tensors)
+
+    def close(self) -> None:
+        """No more tensors come."""
+        self._waiting.put(None)
+
+    def keep(self) -> None:
+        """The version is committed: write down what has come, and what comes."""
+        self.is_kept = True
+        self._may_leave.set()
+
+    def give_up(self, reason: str) -> None:
+        """Stop, and say why in the draft."""
+        with self._room:
+            self._given_up = self._given_up or reason
+            self._room.notify_all()
+        self._may_leave.set()
+        self._waiting.put(None)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Whether the writer ended in time; without a limit, once it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Wait for the writer while too much waits for the disk. False where this draft is given up."""
+        self._may_leave.set()
+        began = time.monotonic()
+        with self._room:
+            self._room.wait_for(
+                lambda: self._given_up or self._bytes == 0 or self._bytes + num_bytes <= _BUDGET_BYTES,
+                timeout=max(0.0, self._wait_s),
+            )
+            fits = self._bytes == 0 or self._bytes + num_bytes <= _BUDGET_BYTES
+            self._bytes += num_bytes if fits and not self._given_up else 0
+        self._wait_s -= time.monotonic() - began
+        if not fits:
+            self.give_up("the weight store's disk was too slow (weights.store_wait_s)")
+        return not self._given_up
+
+    def keeps(self, num_bytes: int, device: torch.device) -> bool:
+        """Whether so much more may stay on the GPU until it is written."""
+        if self._left_on_device is None:
+            self._left_on_device = room_on(device)  # asked once: torch takes half a millisecond to say
+        if num_bytes > self._left_on_device:
+            return False
+        self._left_on_device -= num_bytes
+        return True
+
+    def put(self, copies: "Iterable[_Copy]") -> None:
+        """Have these written, and let go of each once it is."""
+        if not self._given_up:  # nobody would take them out any more, and they may be as large as the model
+            self._waiting.put(deque(copies))
+
+    def stream(self, device: torch.device) -> Any:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    def _write(self) -> None:
+        try:
+            with ShardWriter(self._draft) as writer:
+                self._write_all(writer)
+        except Exception as error:  # whatever it is, the draft says it and the update goes on
+            self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))
+        if self._given_up:
+            self._let_all_go()
+            self._draft.fail(self._given_up)
+
+    def _write_all(self, writer: ShardWriter) -> None:
+        shard: list[RawTensor] = []
+        budgeted = 0
+        while not self._given_up and (copies := self._waiting.get()) is not None:
+            self._may_leave.wait()
+            while copies and not self._given_up:
+                copy = copies.popleft()
+                shard.append(copy.raw())
+                budgeted += copy.budgeted
+                if sum(tensor.num_bytes for tensor in shard) >= SHARD_BYTES:
+                    writer.add(shard, partial(self._let_go, budgeted))
+                    shard, budgeted = [], 0
+        if self._given_up:
+            return
+        if shard:
+            writer.add(shard, partial(self._let_go, budgeted))
+        writer.finish()
+        self._draft.complete_from(self._base, self._expected)
+        self._draft.finish()
+
+    def _let_all_go(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._waiting.get_nowait()
+
+    def _let_go(self, budgeted: int) -> None:
+        with self._room:
+            self._bytes -= budgeted
+            self._room.notify_all()
+
+
+class _Copy:
+    """A tensor as it was received, on its GPU, or a copy of it in host memory; there, or on its way until `done`."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, digest: str, done: Any = None, stream: Any = None) -> None:
+        """`stream` is what a tensor leaves its GPU on."""
+        self._name = name
+        self._tensor = tensor
+        self._digest = digest
+        self._done = done
+        self._stream = stream
+
+    @property
+    def budgeted(self) -> int:
+        """Bytes of the host's memory that it takes while it waits."""
+        return 0 if self._stream is not None else self._tensor.nbytes
+
+    def raw(self) -> RawTensor:
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(self._done)
+                self._tensor = on_host(self._tensor)
+        elif self._done is not None:
+            self._done.synchronize()
+        return raw_tensor(self._name, self._tensor, self._digest)
+
+
+class _Copying:
+    def __init__(self, scribe: Scribe, tensors: Sequence[tuple[str, torch.Tensor, Any]]) -> None:
+        self._scribe = scribe
+        self._tensors = tensors
+        self._device = next((tensor.device for _, tensor, _ in tensors if tensor.is_cuda), None)
+        self._num_bytes = sum(tensor.nbytes for _, tensor, _ in tensors)
+        self._leaves_by: Any = None
+
+    def __enter__(self) -> None:
+        try:
+            self._begin()
+        except RuntimeError as error:  # such as a host without the memory for it: the update is worth more
+            log.exception("the copy of this update is given up")
+            self._scribe.give_up(f"the worker could not copy what it received: {error}")
+
+    def _begin(self) -> None:
+        if self._device is not None and self._scribe.keeps(self._num_bytes, self._device):
+            self._keep(self._device)
+            return
+        if not self._scribe.has_room(self._num_bytes):
+            return
+        if self._device is None:
+            self._scribe.put(_Copy(name, t.clone(), _known(digest)) for name, t, digest in self._tensors)
+        else:
+            self._copy_to_host(self._device)
+
+    def _keep(self, device: torch.device) -> None:
+        """On its GPU a tensor needs no copy: receivers there take new memory for each chunk."""
+        done, stream = torch.cuda.Event(), self._scribe.stream(device)
+        done.record(torch.cuda.current_stream(device))
+        self._scribe.put(_Copy(name, t, _known(digest), done, stream) for name, t, digest in self._tensors)
+
+    def _copy_to_host(self, device: torch.device) -> None:
+        self._leaves_by = stream = self._scribe.stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            pinned = [
+                (name, torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True), _known(digest))
+                for name, t, digest in self._tensors
+            ]
+            done = torch.cuda.Event()
+            done.record(stream)
+        self._scribe.put(_Copy(*copy, done) for copy in pinned)
+
+    def __exit__(self, *_: object) -> None:
+        if self._leaves_by is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._leaves_by)
+
+
+def prepare(device: torch.device) -> None:
+    """Compile what digests tensors on this device, if anything: no update shall wait for it."""
+    if device.type == "cuda":
+        try:
+            _digests([("", torch.zeros(1, device=device))])
+        except Exception:  # an update does without digests, and says so
+            log.exception("tensors on %s cannot be digested", device)
+
+
+def _digests(tensors: Sequence[NamedTensor]) -> dict[str, Any]:
+    """By name: a text, or a number that is still on its way on the tensor's GPU."""
+    on_gpu = [tensor for _, tensor in tensors if tensor.is_cuda]
+    sums: Iterator[torch.Tensor] = iter(())
+    if on_gpu:
+        from engines.transfer.device_sum import sums_on_device  # needs Triton, which is where GPUs are
+
+        sums = iter(sums_on_device(on_gpu).unbind())
+    return {name: next(sums) if tensor.is_cuda else digest_on_host(tensor) for name, tensor in tensors}
+
+
+def room_on(device: torch.device) -> int:
+    """Bytes of a GPU that copies may take: what nobody has, and what torch has of this process and does not use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free + unused - _SPARE_BYTES)
+
+
+def _known(digest: Any) -> str:
+    """The store's digest of a tensor on a GPU is made from its copy."""
+    return digest if isinstance(digest, str) else ""
+
+
+def _told(total: int) -> str:
+    return f"sum64:{total & (1 << 64) - 1:016x}"

@@ -1,0 +1,99 @@
+"""What each engine group will run, and which key of the configuration every word of it comes from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engines.config import EngineConfig
+from engines.process.launch import engine_command
+from engines.types import EngineKind
+from gateway.config.load import Setting
+from gateway.config.schema import Config
+
+# Ports and seeds are dealt when a replica starts.
+_PORT = 0
+_SEED = "<engine.seed + the replica's number>"
+_AT_START = {"--port": "<free port>", "--seed": _SEED, "--random-seed": _SEED}
+_OURS = "rollout-gateway"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """An argument or a variable as it will stand, the key behind it ("" where none is), and who gave its value."""
+
+    text: str
+    key: str
+    origin: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One engine group. `command` is empty for a server that somebody else runs at `url`."""
+
+    group: str
+    kind: str
+    num_replicas: int
+    url: str
+    command: tuple[str, ...]
+    arguments: tuple[Part, ...]
+    environment: tuple[Part, ...]
+
+
+def explain_engines(config: Config, settings: Sequence[Setting]) -> list[Explanation]:
+    """Each group of `config`; `settings` are its values with their origins, from `load.explain`.
+
+    Raises `ConfigError` where the engine is not installed here, or does not take what it is given.
+    """
+    return [_explain_group(name, group, bool(config.engines), settings) for name, group in config.groups.items()]
+
+
+def _explain_group(name: str, group: EngineConfig, is_named: bool, settings: Sequence[Setting]) -> Explanation:
+    section = f"engines.{name}" if is_named else "engine"
+    given = {setting.key: setting for setting in settings}
+    if group.kind is EngineKind.EXTERNAL:
+        return _explanation(name, group, (), (), ())
+    command = engine_command(group, port=_PORT, index=0)
+    arguments = [_part(group.python, f"{section}.python", given)] if group.python else []
+    words = list(command.argv[: len(command.argv) - sum(len(a.words) for a in command.arguments)])
+    for argument in command.arguments:
+        shown = (argument.flag, _AT_START[argument.flag]) if argument.flag in _AT_START else argument.words
+        words += shown
+        arguments.append(_part(" ".join(shown), f"{section}.{argument.key}" if argument.key else "", given))
+    environment = (
+        _part(f"{variable}={value}", f"{section}.env.{variable}" if variable in group.env else "", given)
+        for variable, value in command.env.items()
+    )
+    return _explanation(name, group, tuple(words), tuple(arguments), tuple(environment))
+
+
+def _explanation(
+    name: str,
+    group: EngineConfig,
+    command: tuple[str, ...],
+    arguments: tuple[Part, ...],
+    environment: tuple[Part, ...],
+) -> Explanation:
+    return Explanation(
+        group=name,
+        kind=group.kind,
+        num_replicas=group.num_replicas,
+        url=group.url,
+        command=command,
+        arguments=arguments,
+        environment=environment,
+    )
+
+
+def _part(text: str, key: str, given: Mapping[str, Setting]) -> Part:
+    if not key:
+        return Part(text=text, key="", origin=_OURS, place="")
+    found = _setting(key, given)
+    return Part(text=text, key=key, origin=found.origin if found else "default", place=found.place if found else "")
+
+
+def _setting(key: str, given: Mapping[str, Setting]) -> Setting | None:
+    """The value at `key`; of a section, the first of its values that somebody gave."""
+    if key in given:
+        return given[key]
+    below = [setting for name, setting in given.items() if name.startswith(f"{key}.")]
+    return next((setting for setting in below if setting.origin != "default"), None)

@@ -1,0 +1,212 @@
+"""`rollout-gateway vllm-serve`: the options of `trl vllm-serve` and of `vllm serve`, read as our configuration.
+
+TRL's command starts one vLLM; this one starts `--replicas` of them behind one URL. Reads words, starts nothing.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engines.errors import ConfigError
+from engines.levers import LEVERS
+from gateway.config.load import load_sources
+from gateway.config.node_gpus import read_gpus
+from gateway.config.schema import Config
+from gateway.config.sources import Key, Source, Tree, field_at, from_environment, parse_value, put, read_text, read_yaml
+
+TRL_PORT = 8000
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """An option of `trl vllm-serve`, and our key that it sets."""
+
+    name: str
+    key: str
+    meaning: str
+
+
+FLAGS = (
+    Flag("model", "engine.model", "checkpoint folder or Hugging Face id; the one that must be given"),
+    Flag("revision", "engine.extra.revision", "of the model on the Hub"),
+    Flag("tensor_parallel_size", "engine.tensor_parallel_size", "GPUs that share each layer of a replica"),
+    Flag("data_parallel_size", "engine.data_parallel_size", "copies in one replica; --replicas is the better choice"),
+    Flag("host", "gateway.host", "127.0.0.1 unless given; others need gateway.inference_keys and gateway.admin_keys"),
+    Flag("port", "gateway.port", f"of the URL that trainers use, {TRL_PORT} unless given"),
+    Flag("gpu_memory_utilization", "engine.gpu_memory_utilization", "share of a GPU's memory; vLLM's own unless given"),
+    Flag("dtype", "engine.dtype", "auto, bfloat16, float16, float32"),
+    Flag("max_model_len", "engine.max_model_len", "prompt plus completion, in tokens"),
+    Flag("enable_prefix_caching", "engine.enable_prefix_caching", "true or false; vLLM's own choice unless given"),
+    Flag("enforce_eager", "engine.enforce_eager", "true turns CUDA graphs off"),
+    Flag("kv_cache_dtype", "engine.kv_cache_dtype", "auto, fp8, ..."),
+    Flag("trust_remote_code", "engine.extra.trust_remote_code", "true runs code that comes with the model"),
+    Flag("log_level", "engine.extra.uvicorn_log_level", "of vLLM's HTTP server"),
+    Flag("vllm_model_impl", "engine.extra.model_impl", "vllm or transformers"),
+    Flag("distributed_executor_backend", "engine.extra.distributed_executor_backend", "mp; a replica is on one node"),
+    Flag("speculative_config", "engine.speculative_config", "speculative decoding, as JSON"),
+)
+_KEYS = {flag.name: flag.key for flag in FLAGS} | {lever.vllm: f"engine.{lever.name}" for lever in LEVERS}
+_KEYS |= {"replicas": "engine.num_replicas", "name": "name"}
+_DEFAULTS = Source(origin="default", tree={"gateway": {"port": TRL_PORT}})
+_OUR_PAIR = re.compile(r"[A-Za-z_]+(\.\w+)+=")  # engine.num_cpus=2, as every verb takes it
+_RAY_KEY: Key = ("engine", "extra", "distributed_executor_backend")
+
+HELP = f"""Usage: rollout-gateway vllm-serve --model MODEL [--replicas N] [OPTIONS]
+
+Start replicas of one model behind one URL for TRL's trainers: `trl vllm-serve` with --replicas. Stays until Ctrl-C,
+or until somebody runs `rollout-gateway down`, and takes everything down that it started.
+
+  --replicas N            vLLM servers behind the URL, 1 unless given
+  --gpus 0,1,2,3          GPUs of this node that they may have; the trainer gets the others
+  --detach                return when all replicas are ready
+  --timeout-s SECONDS     longest wait for them
+  --name NAME             of the Serve application
+  --config FILE           YAML with any of these options
+
+Options of trl vllm-serve, in either spelling (--max_model_len, --max-model-len), and the key that each sets:
+
+{chr(10).join(f"  --{flag.name:<30}{flag.key + ':':<44}{flag.meaning}" for flag in FLAGS)}
+
+Any other option goes to `vllm serve` as it is, and any key of ours can be given: --gateway.max_n 64.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the words of one command ask for."""
+
+    config: Config
+    gpus: tuple[str, ...]
+    detach: bool
+    timeout_s: float | None
+
+
+def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Asked:
+    """Raises `ConfigError`, which names the option at fault. What the words leave out: `--config` < environment."""
+    given = dict(_options(words))
+    file = given.pop("config", None)
+    gpus, detach, timeout_s = given.pop("gpus", None), given.pop("detach", None), given.pop("timeout_s", None)
+    from_words = _source("cli", {name: (value, f"argument --{name}") for name, value in given.items()})
+    sources = [_DEFAULTS, *([_from_file(file)] if file else []), from_environment(environ), from_words]
+    if not (models := [model for source in sources if (model := _value(source, ("engine", "model")))]):
+        raise ConfigError("--model is missing: a checkpoint folder or a Hugging Face id")
+    # AsyncGRPO asks for the model by the name that it was given itself; ours would be the folder's whole path.
+    sources.insert(0, Source(origin="default", tree={"engine": {"served_model_name": models[-1]}}))
+    if any(_value(source, _RAY_KEY) == "ray" for source in sources):
+        raise ConfigError(
+            "--distributed_executor_backend ray: a replica's GPUs are on one node here; leave it out, and raise "
+            "--replicas where one node is not enough"
+        )
+    config = load_sources(sources)
+    return Asked(
+        config=_with_a_control_port_of_its_own(config, sources),
+        gpus=read_gpus(_text("gpus", gpus), environ) if gpus is not None else (),
+        detach=detach is not None and _is_true("detach", detach),
+        timeout_s=None if timeout_s is None else _seconds(_text("timeout_s", timeout_s)),
+    )
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str | bool | list[str]]]:
+    """Each option with its text; True where it has none, False for --no-NAME, a list where it has several."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not re.match(r"--[A-Za-z]", word) and not _OUR_PAIR.match(word):
+            raise ConfigError(f"{word!r} is no option: write each in full, as --model or --max-model-len")
+        name, equals, text = word.removeprefix("--").partition("=")
+        name = name if "." in name else name.replace("-", "_")
+        values = [text] if equals else []
+        while not equals and rest and not re.match(r"--|-[A-Za-z]", rest[0]) and not _OUR_PAIR.match(rest[0]):
+            values.append(rest.pop(0))
+        if not values and name.startswith("no_"):
+            yield name.removeprefix("no_"), False
+        else:
+            yield name, values if len(values) > 1 else values[0] if values else True
+
+
+def _source(origin: Any, options: Mapping[str, tuple[Any, str]]) -> Source:
+    """Options as a tree of ours: TRL's and vLLM's by their keys, keys of ours as they are, the rest for vLLM."""
+    tree: Tree = {}
+    places: dict[Key, str] = {}
+    for name, (value, place) in options.items():
+        key = _key(name)
+        try:
+            put(tree, key, _parsed(value, key))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{place}: {value!r} is not a YAML value") from error
+        except TypeError as error:
+            raise ConfigError(f"{place}: a value is already given above this key") from error
+        places[key] = place
+    return Source(origin=origin, tree=tree, places=places)
+
+
+def _key(name: str) -> Key:
+    if name.partition(".")[0] in Config.model_fields:
+        return tuple(name.split(".")) if "." in name else (name,)
+    return tuple(_KEYS.get(name, f"engine.extra.{name}").split("."))
+
+
+def _parsed(value: Any, key: Key) -> Any:
+    if isinstance(value, list):
+        return [yaml.safe_load(text) if isinstance(text, str) else text for text in value]
+    return parse_value(value, field_at(key)) if isinstance(value, str) else value
+
+
+def _from_file(name: Any) -> Source:
+    """TRL's own YAML: options by name, and under `env` variables of the environment."""
+    path = Path(_text("config", name))
+    tree, lines = read_yaml(path, read_text(path))
+    if sections := [key for key in ("engine", "engines", "gateway", "applications") if key in tree]:
+        raise ConfigError(
+            f"{path}:{lines.get((sections[0],), 1)}: {sections[0]}: this is a configuration of rollout-gateway, and "
+            f"--config wants options by name, such as `model:`; run: rollout-gateway up -c {path}"
+        )
+    options = {key: (value, f"{path}:{lines.get((key,), 1)}") for key, value in tree.items() if key != "env"}
+    found = _source("file", {name.replace("-", "_"): option for name, option in options.items()})
+    if "env" in tree:
+        put(found.tree, ("engine", "env"), {name: str(value) for name, value in (tree["env"] or {}).items()})
+    return found
+
+
+def _with_a_control_port_of_its_own(config: Config, sources: Sequence[Source]) -> Config:
+    """Serve's own port is TRL's default too, and trainers look for the model there."""
+    key: Key = ("serve", "http_port")
+    if config.gateway.port != config.serve.http_port or any(source.holds(key) for source in sources):
+        return config
+    serve = config.serve.model_copy(update={"http_port": config.gateway.port + 1})
+    return config.model_copy(update={"serve": serve})
+
+
+def _value(source: Source, key: Key) -> Any:
+    here: Any = source.tree if source.holds(key) else None
+    for part in key if here else ():
+        here = here[part]
+    return here
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"--{name.replace('_', '-')} needs one value, it has {value!r}")
+    return value
+
+
+def _is_true(name: str, value: Any) -> bool:
+    found = yaml.safe_load(value) if isinstance(value, str) else value
+    if not isinstance(found, bool):
+        raise ConfigError(f"--{name} = {value!r} is neither true nor false")
+    return found
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ConfigError(f"--timeout-s {text}: give seconds above 0")
+    return seconds

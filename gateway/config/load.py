@@ -1,0 +1,247 @@
+"""How a file, the environment and the command line become one `Config`: default < file < environment < command line.
+
+A wrong key or value is reported with its place (file and line, variable or argument), its value and the nearest key.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr, ValidationError
+
+from engines.config import EngineConfig
+from engines.errors import ConfigError
+from engines.process.preflight import misfits
+from engines.types import EngineKind
+from gateway.config.schema import Config
+from gateway.config.sources import (
+    Key,
+    Origin,
+    Source,
+    field_at,
+    from_environment,
+    from_file,
+    from_overrides,
+    merge,
+    nearest,
+)
+
+HIDDEN = "**********"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One value of the configuration, and who said so."""
+
+    key: str
+    value: Any
+    origin: Origin
+    place: str
+
+
+def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
+    """The configuration that file, environment and command line give together."""
+    return _validate(_sources(path, overrides, environ), _bases(path))
+
+
+def load_sources(sources: Sequence[Source]) -> Config:
+    """The configuration that trees give together, of which a later one wins. Relative paths start here."""
+    return _validate(sources, _bases(None))
+
+
+def explain(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> list[Setting]:
+    """Every value of the same configuration with where it came from. Keys are hidden."""
+    sources = _sources(path, overrides, environ)
+    config = _validate(sources, _bases(path))
+    return [_setting(sources, key, value) for key, value in _leaves(config.model_dump(mode="json"))]
+
+
+def from_args(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Config:
+    """The configuration from a Serve application's `args`, as its builder sees them, with the keys they refer to."""
+    source = Source(origin="file", tree=dict(args), places={(): "Serve application args"})
+    return with_secrets(_validate([source], [Path.cwd()]), environ)
+
+
+def check_models(config: Config) -> None:
+    """Raise `ConfigError` for what of the engines cannot work with their checkpoints, where those can be read here."""
+    _check_models(config, [])
+
+
+def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
+    """The same configuration with `env:NAME` and `file:PATH` for keys replaced by the keys found there."""
+    lists = {
+        name: [
+            SecretStr(key)
+            for item in getattr(config.gateway, name)
+            for key in _reveal(f"gateway.{name}", item, environ)
+        ]
+        for name in ("inference_keys", "admin_keys")
+    }
+    gateway = config.gateway.model_copy(update=lists)
+    engines = {name: _with_key(f"engines.{name}", group, environ) for name, group in config.engines.items()}
+    # With groups, `engine` is nothing but their defaults, whose key may be nowhere to be found.
+    engine = config.engine if engines else _with_key("engine", config.engine, environ)
+    return config.model_copy(update={"gateway": gateway, "engine": engine, "engines": engines})
+
+
+def _with_key(section: str, engine: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
+    if engine.api_key is None:
+        return engine
+    found = _reveal(f"{section}.api_key", engine.api_key, environ)
+    if len(found) > 1:
+        raise ConfigError(f"{section}.api_key: {len(found)} keys where one is expected")
+    return engine.model_copy(update={"api_key": SecretStr(found[0])})
+
+
+def _reveal(key: str, item: SecretStr, environ: Mapping[str, str]) -> list[str]:
+    kind, _, reference = item.get_secret_value().partition(":")
+    if kind not in ("env", "file") or not reference:
+        return [item.get_secret_value()]
+    if kind == "env":
+        found = environ.get(reference, "").replace(",", " ")
+    else:
+        try:
+            found = Path(reference).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{key}: {reference} cannot be read: {error.strerror}") from error
+    if not found.split():
+        raise ConfigError(f"{key}: no key in {kind}:{reference}, as seen by the process that reads it")
+    return found.split()
+
+
+def _sources(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> list[Source]:
+    files = [from_file(path)] if path else []
+    return [*files, from_environment(environ), from_overrides(overrides)]
+
+
+def _bases(path: Path | None) -> list[Path]:
+    """Folders that a relative path may start from. The current one comes first: Serve's workers have no other."""
+    return [Path.cwd(), path.resolve().parent] if path else [Path.cwd()]
+
+
+def _validate(sources: Sequence[Source], bases: Sequence[Path]) -> Config:
+    tree: dict[str, Any] = {}
+    for source in sources:
+        tree = merge(tree, source.tree)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        lines = dict.fromkeys(_report(sources, dict(problem)) for problem in error.errors(include_url=False))
+        raise ConfigError("\n".join(lines)) from None
+    config = _with_paths_found(config, sources, bases)
+    _check_models(config, sources)
+    return config
+
+
+def _check_models(config: Config, sources: Sequence[Source]) -> None:
+    lines = []
+    for name, group in config.groups.items():
+        section = ("engines", name) if config.engines else ("engine",)
+        for misfit in misfits(group):
+            key, source = _blame(sources, (*section, misfit.field))
+            place = source.place(key) + ": " if source and source.place(key) else ""
+            lines.append(f"{place}{'.'.join(map(str, key))} = {misfit.value!r}: {misfit.message}")
+    if lines:
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def _report(sources: Sequence[Source], problem: dict[str, Any]) -> str:
+    key, source = _blame(sources, tuple(problem["loc"]))
+    place = source.place(key) + ": " if source and source.place(key) else ""
+    dotted = ".".join(map(str, key))
+    if problem["type"] == "extra_forbidden":
+        return f"{place}{dotted}: unknown key; {nearest(key)}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if not key:
+        return place + message if source else message
+    return f"{place}{dotted}{_shown(key, problem['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def _shown(key: Key, value: Any) -> str:
+    """The value at fault, unless it is a key or a whole section."""
+    if _is_secret(key):
+        return f" = {HIDDEN}"
+    return "" if isinstance(value, dict) or value is None else f" = {value!r}"
+
+
+def _is_secret(key: Key) -> bool:
+    found = field_at(key) or field_at(key[:-1])
+    return found is not None and "SecretStr" in repr(found.annotation)
+
+
+def _blame(sources: Sequence[Source], key: Key) -> tuple[Key, Source | None]:
+    """The key to mend, and who gave its value; where nobody did, who gave the section it belongs to."""
+    if given := _given(sources, key):
+        return given
+    return key, _blame(sources, key[:-1])[1] if key else None
+
+
+def _given(sources: Sequence[Source], key: Key) -> tuple[Key, Source] | None:
+    """Who gave the value at `key`. What a group takes over from `engine` was given there."""
+    inherited = [("engine", *key[2:])] if key[:1] == ("engines",) and len(key) > 2 else []
+    for candidate in (key, *inherited):
+        for source in reversed(sources):
+            if source.holds(candidate):
+                return candidate, source
+    return None
+
+
+def _with_paths_found(config: Config, sources: Sequence[Source], bases: Sequence[Path]) -> Config:
+    """Model folders and Pythons as absolute paths: engines start in another folder, perhaps in another shell."""
+
+    def found(engine: EngineConfig, section: Key) -> EngineConfig:
+        if engine.kind in (EngineKind.SIM, EngineKind.EXTERNAL):
+            return engine
+        paths = {name: _found(getattr(engine, name), (*section, name), sources, bases) for name in ("model", "python")}
+        return engine.model_copy(update=paths)
+
+    engines = {name: found(engine, ("engines", name)) for name, engine in config.engines.items()}
+    # With groups, `engine` is nothing but their defaults and starts no server of its own.
+    engine = config.engine if engines else found(config.engine, ("engine",))
+    return config.model_copy(update={"engine": engine, "engines": engines})
+
+
+def _found(path: str, key: Key, sources: Sequence[Source], bases: Sequence[Path]) -> str:
+    """The model folder or Python at `path`. What is no path, or an absolute one that another node may have, stays."""
+    is_python = key[-1] == "python"
+    if not path:
+        return path
+    for base in bases:
+        there = base / Path(path).expanduser()
+        if there.is_file() if is_python else there.is_dir():
+            # The Python of a virtual environment is a link, and knows its environment by where the link is.
+            return os.path.abspath(there) if is_python else str(there.resolve())
+    if _is_relative_path(path) or (is_python and not Path(path).expanduser().is_absolute()):
+        blamed, source = _blame(sources, key)
+        place = source.place(blamed) + ": " if source else ""
+        looked = " nor ".join(dict.fromkeys(str(base) for base in bases))
+        raise ConfigError(
+            f"{place}{'.'.join(map(str, blamed))} = {path!r}: no such {'file' if is_python else 'folder'} under "
+            f"{looked}; start from the folder it is relative to (with `serve deploy`: run `ray start` there), "
+            "or write an absolute path"
+        )
+    return path
+
+
+def _is_relative_path(model: str) -> bool:
+    """Whether this can only be a path: a model id has at most one slash and no leading dot."""
+    return not Path(model).is_absolute() and (model.startswith((".", "~")) or model.count("/") > 1)
+
+
+def _setting(sources: Sequence[Source], key: Key, value: Any) -> Setting:
+    dotted = ".".join(map(str, key))
+    shown = [HIDDEN for _ in value] if _is_secret(key) and isinstance(value, list) else value
+    given = _given(sources, key)
+    if given is None:
+        return Setting(key=dotted, value=shown, origin="default", place="")
+    return Setting(key=dotted, value=shown, origin=given[1].origin, place=given[1].place(given[0]))
+
+
+def _leaves(tree: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*key, name))
+        else:
+            yield (*key, name), value

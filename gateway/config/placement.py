@@ -1,0 +1,74 @@
+"""Whether the engines of a configuration fit the GPUs of a cluster. Pure: asks no Ray.
+
+A replica is one Ray actor that reserves all GPUs of its engine, so they are on one node by construction, and Ray gives
+the actor a CUDA_VISIBLE_DEVICES of exactly those, which its engine process inherits. A placement group would add
+nothing: one bundle on one node is what a single actor is, and the engine's workers are no actors that could take the
+bundles of a larger one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engines.config import EngineConfig
+from engines.errors import ConfigError
+from engines.process.launch import gpus_to_reserve
+
+_REMEDY = "or, where nodes still join the cluster, set serve.nodes_may_join to true and the replicas wait for them"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterGpus:
+    """GPUs of each node, with its address, and how many of all are free."""
+
+    nodes: Sequence[tuple[str, float]]
+    free: float
+
+    @property
+    def total(self) -> float:
+        return sum(gpus for _, gpus in self.nodes)
+
+
+def gpus_needed(groups: Mapping[str, EngineConfig]) -> float:
+    """GPUs of all replicas of all groups together."""
+    return sum(gpus_to_reserve(group) * group.num_replicas for group in groups.values())
+
+
+def check_placement(groups: Mapping[str, EngineConfig], cluster: ClusterGpus) -> None:
+    """Raise `ConfigError` for what can never be placed on these nodes, whoever gives up its GPUs."""
+    largest = max((gpus for _, gpus in cluster.nodes), default=0)
+    for name, group in groups.items():
+        wanted = gpus_to_reserve(group)
+        if wanted > largest:
+            section = "engine" if name == "engine" else f"engines.{name}"
+            raise ConfigError(
+                f"{section}: a replica takes {wanted:g} GPUs (tensor x pipeline x data parallel size) and the largest "
+                f"node has {largest:g} ({_listed(cluster.nodes)}); a replica cannot span nodes. Lower "
+                f"{section}.tensor_parallel_size, {_REMEDY}"
+            )
+    needed = gpus_needed(groups)
+    if needed > cluster.total:
+        raise ConfigError(
+            f"the replicas take {needed:g} GPUs ({_shares(groups)}) and the cluster has {cluster.total:g} "
+            f"({_listed(cluster.nodes)}). Lower num_replicas, {_REMEDY}"
+        )
+
+
+def lacking(groups: Mapping[str, EngineConfig], cluster: ClusterGpus) -> str:
+    """Why the replicas cannot be placed now, although the cluster is large enough; "" where they can."""
+    needed = gpus_needed(groups)
+    if needed <= cluster.free:
+        return ""
+    return (
+        f"the replicas take {needed:g} GPUs ({_shares(groups)}); of the cluster's {cluster.total:g} are "
+        f"{cluster.free:g} free and {cluster.total - cluster.free:g} taken by others. Free them (`ray status` and "
+        f"`serve status` tell who has them), lower num_replicas, {_REMEDY}"
+    )
+
+
+def _shares(groups: Mapping[str, EngineConfig]) -> str:
+    shares = {name: (group.num_replicas, gpus_to_reserve(group)) for name, group in groups.items()}
+    return ", ".join(f"{name}: {count} x {gpus:g}" for name, (count, gpus) in shares.items() if gpus)
+
+
+def _listed(nodes: Sequence[tuple[str, float]]) -> str:
+    return ", ".join(f"{address}: {gpus:g}" for address, gpus in nodes if gpus) or "no node has any"

@@ -1,0 +1,222 @@
+"""The configuration: one strict pydantic tree. How files, environment and command line become one is in `load.py`."""
+
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, field_validator, model_validator
+
+from engines.config import EngineConfig
+from engines.errors import ConfigError
+from engines.types import InFlight
+from gateway.config.models import Models
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class TraceConfig(_Section):
+    """A record of requests in a file, which load tests can ask again."""
+
+    file: str | None = None
+    """Absolute path of the file, one line of JSON a request; none is written unless given."""
+    max_bytes: int = Field(1 << 30, gt=0)
+    """Size at which recording ends."""
+    content: bool = False
+    """True to keep prompts as they came, and not their lengths and hashes alone."""
+
+    @field_validator("file")
+    @classmethod
+    def _file_is_one_place(cls, file: str | None) -> str | None:
+        if file is not None and not Path(file).is_absolute():
+            raise ValueError(f"{file!r} is no absolute path, and the gateway runs in a folder of Ray's: give one")
+        return file
+
+
+class GatewayConfig(_Section):
+    """The data-path server."""
+
+    host: str = "127.0.0.1"
+    """Address that the gateway binds. Off loopback it needs keys."""
+    port: int = Field(8100, ge=0, le=65535)
+    """Port of the rollout URL; 0 takes a free one."""
+    inference_keys: list[SecretStr] = Field(default_factory=list)
+    """Bearer keys for generation. Prefer the environment or a file to writing them here."""
+    admin_keys: list[SecretStr] = Field(default_factory=list)
+    """Bearer keys for weights, pause and other control; they may generate too."""
+    trusted_networks: list[IPvAnyNetwork] = [ip_network("127.0.0.0/8"), ip_network("::1/128")]
+    """Clients from these networks need no key: the way for TRL, which can send none, on another host."""
+    max_body_bytes: int = Field(256 << 20, gt=0)
+    """Largest request body."""
+    max_n: int = Field(1024, gt=0)
+    """Most completions of one prompt."""
+    queue_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait of a rollout for a replica that may take it."""
+    generate_timeout_s: float = Field(1800.0, gt=0)
+    """Longest wait for the completions of one prompt once placed."""
+    trl_legacy: bool = False
+    """True to answer TRL up to 1.10 too, whose routes end in a slash; its trainer needs trainer_client.trl_legacy."""
+    max_attempts: int = Field(3, ge=1)
+    """Replicas that a rollout is tried on before it is reported failed."""
+    trace: TraceConfig = TraceConfig()
+
+
+class FleetConfig(_Section):
+    """How replicas are watched."""
+
+    discover_interval_s: float = Field(1.0, gt=0)
+    """How often Serve is asked which replicas run."""
+    probe_interval_s: float = Field(1.0, gt=0)
+    """How often each engine's health is probed."""
+    probe_timeout_s: float = Field(5.0, gt=0)
+    """Longest wait for one probe."""
+    lost_after_s: float = Field(15.0, gt=0)
+    """Silence after which a SUSPECT replica is LOST."""
+    complete_within_s: float = Field(900.0, gt=0)
+    """How long /health stays 503 while replicas are missing; after that those present are the fleet."""
+
+
+class CanaryConfig(_Section):
+    """The check after an update: every replica scores one fixed sequence with its new weights before it serves."""
+
+    enabled: bool = True
+    """False to serve what replicas say they hold."""
+    tokens: int = Field(64, ge=8, le=4096)
+    """Length of the sequence. More tells smaller updates from noise."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Longest wait for a replica's log-probs; one that is idle and later than that has failed."""
+
+
+class WeightsConfig(_Section):
+    """Bounds of a weight update, and when it holds."""
+
+    policy: Literal["all", "quorum"] = "all"
+    """What a replica that fails the canary does to the update: `all` aborts it, `quorum` fences that replica alone."""
+    quorum: float = Field(0.5, gt=0, le=1)
+    """policy: quorum: least share of the replicas that must pass."""
+    canary: CanaryConfig = CanaryConfig()
+    in_flight: InFlight = InFlight.KEEP
+    """What becomes of rollouts in flight, unless the update says so or the trainer has paused generation: `keep`
+    freezes them while engines are overwritten, `recompute` has the new weights read them again too, `abort` ends them
+    at once and has any replica go on from their tokens, `drain` waits for their end first."""
+
+    rolling: bool = False
+    """How a version in the store reaches the replicas, where the push does not say: True for one after the other, so
+    that tokens never stop, False for all at once, so that no two versions are ever served."""
+    rolling_width: int = Field(1, ge=1)
+    """Replicas that a rolling update takes out at a time; one serves on, where there are two."""
+
+    store: str | None = "auto"
+    """Folder that keeps the last two weight versions, for replicas that lose theirs; null keeps none, auto is a folder
+    in memory, /dev/shm/rollout-gateway-USER-NAME."""
+    peer_url: str | None = Field(None, pattern=r"^https?://[^/\s]+$")
+    """This gateway's URL as other machines reach it, http://HOST:PORT: an engine whose machine does not have a version
+    in the store's folder fetches it from there. Of other nodes of the cluster it is known where gateway.host is no
+    loopback address."""
+    store_wait_s: float = Field(5.0, ge=0)
+    """Longest that a transfer waits for the store's disk; what takes longer is not kept."""
+    load_timeout_s: float = Field(600.0, gt=0)
+    """Longest load of a version from the store, and longest write of one."""
+
+    relay: Literal["auto", "always", "never"] = "auto"
+    """Who receives what a trainer sends: one process that writes it into the store, from which all replicas load it, or
+    (never) the engines themselves in one group, which a replica's death breaks. auto is the relay for more than one
+    replica, and for vLLM beside SGLang, where there is a store and the relay receives over what the engines do."""
+    relay_device: str | None = Field(None, pattern=r"^cuda:\d+$")
+    """GPU of the gateway's node that the relay receives on, over NCCL, such as cuda:7. Not the trainer's own; where it
+    is a replica's, that one leaves 3 GB free. null receives over gloo, in host memory."""
+
+    init_timeout_s: float = Field(300.0, gt=0)
+    """Rendezvous of the trainer and all engine workers, or the relay."""
+    drain_timeout_s: float = Field(600.0, gt=0)
+    """in_flight: drain; longest wait for rollouts in flight before an update."""
+    transfer_timeout_s: float = Field(600.0, gt=0)
+    """Longest transfer of one /update_weights call."""
+    control_timeout_s: float = Field(60.0, gt=0)
+    """Longest wait for a replica's answer to start, finish, pause, resume or a cache reset."""
+    adapter_timeout_s: float = Field(120.0, gt=0)
+    """Longest load of a LoRA adapter on one replica."""
+    adapter_unload_timeout_s: float = Field(30.0, gt=0)
+    """Longest wait for the rollouts that use a LoRA adapter before it is unloaded."""
+    idle_timeout_s: float = Field(600.0, gt=0)
+    """Silence of a trainer in an open update after which it is aborted."""
+
+    @field_validator("store")
+    @classmethod
+    def _store_is_one_place(cls, store: str | None) -> str | None:
+        if store not in (None, "auto") and not Path(store).is_absolute():
+            raise ValueError(f"{store!r} is no absolute path, and the gateway runs in a folder of Ray's: give one")
+        return store
+
+    @model_validator(mode="after")
+    def _the_relay_has_a_store(self) -> "WeightsConfig":
+        if self.relay == "always" and self.store is None:
+            raise ValueError("relay = 'always' needs a weight store, which the replicas load from: set store, or auto")
+        return self
+
+
+class ServeConfig(_Section):
+    """Ray Serve's own HTTP port, which carries the control plane and no tokens. Fixed once Serve runs."""
+
+    http_host: str = "127.0.0.1"
+    """Address that Serve's proxy binds."""
+    http_port: int = Field(8000, ge=0, le=65535)
+    """Port of the control plane."""
+    proxy_location: Literal["HeadOnly", "EveryNode", "Disabled"] = "HeadOnly"
+    """Nodes that answer for the control plane; Disabled leaves it without a port."""
+    nodes_may_join: bool = False
+    """True where an autoscaler or you will add nodes: replicas without a place then wait, and are not refused."""
+
+
+class Config(_Section):
+    """Everything that `rollout-gateway up` needs."""
+
+    name: str = Field("rollout-gateway", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the Serve application."""
+    gateway: GatewayConfig = GatewayConfig()
+    fleet: FleetConfig = FleetConfig()
+    weights: WeightsConfig = WeightsConfig()
+    serve: ServeConfig = ServeConfig()
+    engine: EngineConfig = EngineConfig()
+    """Defaults of all engine groups, and the one group where `engines` is empty."""
+    engines: dict[str, EngineConfig] = Field(default_factory=dict)
+    """Engine groups by name; each starts from `engine`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _groups_start_from_the_defaults(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or not isinstance(tree.get("engines"), dict):
+            return tree
+        defaults = tree.get("engine") or {}
+        if isinstance(defaults, EngineConfig):
+            return tree
+        groups = {
+            name: {**defaults, **group} if isinstance(group, dict) else group for name, group in tree["engines"].items()
+        }
+        return {**tree, "engines": groups}
+
+    @model_validator(mode="after")
+    def _open_ports_need_keys(self) -> "Config":
+        gateway = self.gateway
+        if gateway.host not in LOOPBACK_HOSTS and not (gateway.inference_keys and gateway.admin_keys):
+            raise ValueError(
+                f"gateway.host = {gateway.host!r} is reachable from other hosts: set gateway.inference_keys and "
+                "gateway.admin_keys, or bind 127.0.0.1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _models_fit_together(self) -> "Config":
+        try:
+            Models(self.groups)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    @property
+    def groups(self) -> dict[str, EngineConfig]:
+        """Engine groups by name."""
+        return self.engines or {"engine": self.engine}

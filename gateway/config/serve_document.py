@@ -1,0 +1,69 @@
+"""The Serve deploy document of a configuration: what `serve deploy` takes, and what `rollout-gateway up` sends."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import SecretStr
+
+from gateway.config.schema import Config
+from gateway.config.sources import PREFIX, SERVE_IMPORT_PATH
+
+KEY_LISTS = ("inference_keys", "admin_keys")
+ENVIRONMENT_REFERENCES = {name: f"env:{PREFIX}GATEWAY__{name.upper()}" for name in KEY_LISTS}
+
+
+def serve_config(config: Config, references: Mapping[str, str] = ENVIRONMENT_REFERENCES) -> dict[str, Any]:
+    """The document, without a single key in it: Serve shows it to whoever asks for its status.
+
+    Keys written out in `config` are replaced by `references`: where the gateway's builder shall read them, as
+    `env:NAME` or `file:PATH`, by the name of their list.
+    """
+    serve = config.serve
+    return {
+        "proxy_location": serve.proxy_location,
+        "http_options": {"host": serve.http_host, "port": serve.http_port},
+        "applications": [
+            {
+                "name": config.name,
+                "route_prefix": "/",
+                "import_path": SERVE_IMPORT_PATH,
+                "args": _args(config, references),
+            }
+        ],
+    }
+
+
+def written_out_keys(config: Config) -> dict[str, list[str]]:
+    """The keys that stand in the configuration themselves, by the name of their list."""
+    lists = {name: getattr(config.gateway, name) for name in KEY_LISTS}
+    return {
+        name: [item.get_secret_value() for item in items if not _is_reference(item)] for name, items in lists.items()
+    }
+
+
+def _args(config: Config, references: Mapping[str, str]) -> dict[str, Any]:
+    args = config.model_dump(mode="json", exclude_defaults=True)
+    if config.engines:
+        # Each group carries all it took over; given again, a group's return to a default would be lost.
+        args.pop("engine", None)
+        # A group may be nothing but defaults.
+        args["engines"] = {name: args["engines"].get(name, {}) for name in config.engines}
+    _refer_to_api_keys(config, args)
+    for name, keys in written_out_keys(config).items():
+        items = getattr(config.gateway, name)
+        if items:
+            kept = [item.get_secret_value() for item in items if _is_reference(item)]
+            args["gateway"][name] = [*kept, references[name]] if keys else kept
+    return args
+
+
+def _refer_to_api_keys(config: Config, args: dict[str, Any]) -> None:
+    """Keys of external engines are references by the schema's own rule; a dump hides them all the same."""
+    sections = {name: args["engines"][name] for name in config.engines} or {"engine": args.get("engine", {})}
+    for name, section in sections.items():
+        if key := config.groups[name].api_key:
+            section["api_key"] = key.get_secret_value()
+
+
+def _is_reference(item: SecretStr) -> bool:
+    return item.get_secret_value().startswith(("env:", "file:"))

@@ -1,0 +1,372 @@
+"""Where values come from: a file, the environment, the command line. Each becomes a tree that knows its own places.
+
+What the trees mean, and which of them wins, is left to `load.py`.
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+
+from engines.errors import ConfigError
+from gateway.config.schema import Config
+
+PREFIX = "ROLLOUT_GATEWAY_"
+SERVE_IMPORT_PATH = "gateway.app:build"
+
+_TOML_PART = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
+
+Key = tuple[str | int, ...]
+# "live" is a running server.
+Origin = Literal["default", "file", "env", "cli", "live"]
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """`places` says where a key stands in it; a key without a place stands where its parent does."""
+
+    origin: Origin
+    tree: Tree
+    places: Mapping[Key, str] = field(default_factory=dict)
+
+    def holds(self, key: Key) -> bool:
+        here: Any = self.tree
+        for part in key:
+            try:
+                here = here[part]
+            except (KeyError, IndexError, TypeError):
+                return False
+        return True
+
+    def place(self, key: Key) -> str:
+        return next((self.places[key[:n]] for n in range(len(key), -1, -1) if key[:n] in self.places), "")
+
+
+def from_file(path: Path) -> Source:
+    """A plain tree, or a Serve deploy document whose application's `args` is the tree."""
+    text = read_text(path)
+    if path.suffix == ".toml":
+        tree, lines = _read_toml(path, text)
+    elif path.suffix in (".yaml", ".yml", ".json"):
+        tree, lines = read_yaml(path, text)
+    else:
+        raise ConfigError(f"{path}: the name must end in .yaml, .yml, .json or .toml")
+    if "applications" in tree:
+        tree, lines = _read_serve_document(path, tree, lines)
+    # `gateway:` with nothing under it means a section left as it is.
+    tree = {key: {} if value is None and nested_model(field_at((key,))) else value for key, value in tree.items()}
+    return Source(origin="file", tree=tree, places={key: f"{path}:{line}" for key, line in lines.items()})
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_yaml(path: Path, text: str) -> tuple[Tree, dict[Key, int]]:
+    """The tree, and the line of each of its keys."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        lines = dict(_yaml_lines(path, root)) if root else {}
+        tree = yaml.safe_load(text) or {}
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: not YAML: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}:1: a mapping of keys to values is expected, this is a {type(tree).__name__}")
+    return tree, lines
+
+
+def _yaml_lines(path: Path, node: yaml.Node, key: Key = ()) -> Iterator[tuple[Key, int]]:
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for name, value in node.value:
+            line = name.start_mark.line + 1
+            if name.value in seen:  # YAML itself would let the last one win
+                dotted = ".".join(map(str, (*key, name.value)))
+                raise ConfigError(f"{path}:{line}: {dotted}: already given on line {seen[name.value]}")
+            seen[name.value] = line
+            yield (*key, name.value), line
+            yield from _yaml_lines(path, value, (*key, name.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*key, index), item.start_mark.line + 1
+            yield from _yaml_lines(path, item, (*key, index))
+
+
+def _read_toml(path: Path, text: str) -> tuple[Tree, dict[Key, int]]:
+    try:
+        lines: dict[Key, int] = {}
+        for key, number in _toml_lines(text):
+            lines.setdefault(key, number)
+        return tomllib.loads(text), lines
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"at line (\d+)", str(error))
+        line = int(found[1]) if found else text.count("\n") + 1
+        raise ConfigError(f"{path}:{line}: not TOML: {error}") from error
+
+
+def _toml_lines(text: str) -> Iterator[tuple[Key, int]]:
+    """tomllib keeps no places, so headers and keys are looked up; what stands inside a value shares its key's line."""
+    table: Key = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[+([^\[\]]+)\]+", line):
+            table = _toml_key(header[1])
+            yield from ((table[:n], number) for n in range(1, len(table) + 1))
+        elif pair := re.match(rf"\s*({_TOML_PART}(?:\s*\.\s*{_TOML_PART})*)\s*=", line):
+            key = (*table, *_toml_key(pair[1]))
+            yield from ((key[:n], number) for n in range(len(table) + 1, len(key) + 1))
+
+
+def _toml_key(text: str) -> Key:
+    return tuple(part.strip().strip("\"'") for part in re.findall(_TOML_PART, text))
+
+
+def _read_serve_document(path: Path, document: Tree, lines: dict[Key, int]) -> tuple[Tree, dict[Key, int]]:
+    """The tree in `args`, with Serve's own settings where the tree has a key for them, each with its own line."""
+    index, application = _our_application(path, document, lines)
+    root: Key = ("applications", index)
+    renamed: dict[Key, Key] = {
+        (*root, "name"): ("name",),
+        ("proxy_location",): ("serve", "proxy_location"),
+        ("http_options", "host"): ("serve", "http_host"),
+        ("http_options", "port"): ("serve", "http_port"),
+    }
+    silent: set[Key] = {
+        ("applications",),
+        ("http_options",),
+        (*root, "import_path"),
+        (*root, "route_prefix"),
+        (*root, "args"),
+    }
+    tree: Tree = {}
+    places: dict[Key, int] = {}
+    for key in _leaves({**document, "applications": {index: {**application, "args": None}}}):
+        if key in renamed:
+            put(tree, renamed[key], _value_at(document, key))
+            places[renamed[key]] = lines.get(key, 1)
+        elif key not in silent:
+            dotted = ".".join(map(str, key))
+            raise ConfigError(
+                f"{path}:{_nearest_line(lines, key)}: {dotted}: rollout-gateway does not carry this key to Serve; "
+                "deploy the file with `serve deploy`, or leave the key out"
+            )
+    arguments = application.get("args") or {}
+    args_root = (*root, "args")
+    places |= {key[len(args_root) :]: line for key, line in lines.items() if key[: len(args_root)] == args_root}
+    return merge(tree, arguments), places
+
+
+def _our_application(path: Path, document: Tree, lines: Mapping[Key, int]) -> tuple[int, Tree]:
+    applications = document["applications"]
+    for index, application in enumerate(applications if isinstance(applications, list) else []):
+        if isinstance(application, dict) and application.get("import_path") == SERVE_IMPORT_PATH:
+            return index, application
+    line = lines.get(("applications",), 1)
+    raise ConfigError(f"{path}:{line}: applications: none has import_path: {SERVE_IMPORT_PATH}")
+
+
+def _leaves(tree: Mapping[Any, Any], key: Key = ()) -> Iterator[Key]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*key, name))
+        else:
+            yield (*key, name)
+
+
+def _value_at(tree: Any, key: Key) -> Any:
+    for part in key:
+        tree = tree[part]
+    return tree
+
+
+def _nearest_line(lines: Mapping[Key, int], key: Key) -> int:
+    return next((lines[key[:n]] for n in range(len(key), 0, -1) if key[:n] in lines), 1)
+
+
+class _Settings(Config, BaseSettings):
+    """The same tree, as pydantic-settings wants it in order to know which variables may exist."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", extra="ignore")
+
+
+class _Environment(EnvSettingsSource):
+    """pydantic-settings' own reading of the environment, over a given mapping and with comma separated lists."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__(_Settings)
+        self.env_vars = {name.lower(): value for name, value in environ.items()}
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        if _is_list(field):
+            return split_list(value)
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value  # the validation that follows says what is wrong with it, and names the variable
+
+
+def from_environment(environ: Mapping[str, str]) -> Source:
+    """ROLLOUT_GATEWAY_SECTION__KEY=value, sections as JSON too."""
+    names = {name: _environment_key(name) for name in sorted(environ) if name.upper().startswith(PREFIX)}
+    for name, key in names.items():
+        # A lone unknown word is let pass: Kubernetes makes ROLLOUT_GATEWAY_PORT and its like for a service of our name.
+        if len(key) > 1 and key[0] not in Config.model_fields:
+            raise ConfigError(f"environment variable {name}: unknown section {key[0]}; {_advice(key)}")
+    places = {key: f"environment variable {name}" for name, key in names.items() if key[0] in Config.model_fields}
+    return Source(origin="env", tree=_Environment(environ)(), places=places)
+
+
+def _environment_key(name: str) -> Key:
+    return tuple(name[len(PREFIX) :].lower().split("__"))
+
+
+def from_overrides(arguments: Sequence[str]) -> Source:
+    """`--a.b 2`, `--a.b=2` and `a.b=2`; values are YAML."""
+    tree: Tree = {}
+    places: dict[Key, str] = {}
+    for shown, dotted, text in _pairs(arguments):
+        key: Key = tuple(dotted.split("."))
+        try:
+            put(tree, key, parse_value(text, field_at(key)))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"argument {shown}: {dotted}: {text!r} is not a YAML value") from error
+        except TypeError as error:
+            raise ConfigError(f"argument {shown}: {dotted}: a value is already given above this key") from error
+        places[key] = f"argument {shown}"
+    return Source(origin="cli", tree=tree, places=places)
+
+
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if not equals:
+            follows = next(rest, None) if argument.startswith("--") else None
+            if follows is None or follows.startswith("--"):
+                raise ConfigError(f"argument {argument}: expected --key value, --key=value or key=value")
+            value = follows
+        dotted = name.removeprefix("--")
+        if not re.fullmatch(r"[^.\s-][^.\s]*(\.[^.\s]+)*", dotted):
+            raise ConfigError(
+                f"argument {argument.split('=')[0]}: no key; expected --key value, --key=value or key=value"
+            )
+        yield name, dotted, value
+
+
+def parse_value(text: str, field: FieldInfo | None) -> Any:
+    """A YAML scalar, but plain text where the key holds text, and split at commas where it holds a list."""
+    value = yaml.safe_load(text)
+    if field is None or value is None or isinstance(value, (list, dict)):
+        return value
+    if _is_list(field):
+        return split_list(text)
+    return text if _holds_text(field.annotation) else value
+
+
+def split_list(text: str) -> Any:
+    """JSON, or items separated by commas."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    return value if isinstance(value, list) else [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is list
+
+
+def _holds_text(annotation: Any) -> bool:
+    return annotation in (str, SecretStr) or any(_holds_text(part) for part in get_args(annotation))
+
+
+def field_at(key: Key) -> FieldInfo | None:
+    """The field that a key names, if it names one."""
+    model: type[BaseModel] | None = Config
+    found: FieldInfo | None = None
+    for part in key:
+        if found is not None and get_origin(found.annotation) is dict:
+            value_type = get_args(found.annotation)[1]
+            model = value_type if isinstance(value_type, type) and issubclass(value_type, BaseModel) else None
+            found = None
+            continue
+        if model is None or part not in model.model_fields:
+            return None
+        found = model.model_fields[str(part)]
+        model = nested_model(found)
+    return found
+
+
+def nested_model(field: FieldInfo | None) -> type[BaseModel] | None:
+    annotation = field.annotation if field else None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def model_at(key: Key) -> type[BaseModel] | None:
+    """The section that a key names: `gateway`, `engine`, `engines.NAME`, ..."""
+    if not key:
+        return Config
+    if len(key) == 2 and key[0] == "engines":
+        return nested_model(Config.model_fields["engine"])
+    if len(key) > 2 and key[0] == "engines":
+        return nested_model(field_at(("engine", *key[2:])))
+    return nested_model(field_at(key))
+
+
+def _advice(key: Key) -> str:
+    return nearest(key) or "the sections are " + ", ".join(Config.model_fields)
+
+
+def nearest(key: Key) -> str:
+    """The remedy for an unknown key: its neighbour by spelling, or the same word elsewhere in the tree."""
+    model = model_at(key[:-1])
+    names = list(model.model_fields) if model else []
+    wrong = str(key[-1])
+    close = difflib.get_close_matches(wrong, names, n=1)
+    if close:
+        return f"did you mean {'.'.join(map(str, (*key[:-1], close[0])))}?"
+    elsewhere = {dotted.rpartition(".")[2]: dotted for dotted in reversed(list(_known_keys(Config)))}
+    close = difflib.get_close_matches(wrong, elsewhere, n=1, cutoff=0.8)
+    if close:
+        return f"did you mean {elsewhere[close[0]]}?"
+    return f"the keys here are {', '.join(names)}" if names else ""
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, found in model.model_fields.items():
+        yield prefix + name
+        if nested := nested_model(found):
+            yield from _known_keys(nested, f"{prefix}{name}.")
+
+
+def merge(below: Tree, above: Tree) -> Tree:
+    """Both trees in one; where both say something, `above` counts."""
+    merged = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = merge(merged[name], value) if both else value
+    return merged
+
+
+def put(tree: Tree, key: Key, value: Any) -> None:
+    *parents, last = (str(part) for part in key)
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise TypeError(parent)
+    tree[last] = value

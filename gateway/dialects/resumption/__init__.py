@@ -1,0 +1,1 @@
+"""Resumption: a completion that an update cut off continues from its tokens."""

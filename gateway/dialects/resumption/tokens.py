@@ -1,0 +1,234 @@
+"""What an update has cut off (`in_flight: abort`) and how it goes on: from its tokens, or from the prompt.
+
+A completion, in text, token ids or as a conversation, goes on from its tokens where what comes next depends on them
+alone: they are read again as the end of the prompt, by whichever replica takes it. Otherwise it is made again from the
+prompt, on the new weights as a whole:
+
+    structured output, response_format      a grammar does not know where it stopped
+    stop (strings)                          one may lie across the seam
+    presence_, frequency_, repetition_penalty, bad_words
+                                            engines count what they have made, or read a prompt otherwise
+    seed, unless greedy                     the draws would begin anew, and repeat
+    routed_experts, sampling_mask           are told of all tokens at once
+    output_mode "text"                      of /inference/v1/generate
+    prompt_logprobs, echo, use_beam_search, and every field that is not known here
+
+`chat_rests.py` tells what else it takes for a conversation.
+"""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from engines.engine import Json
+from engines.errors import EngineFailed
+from gateway.fleet.replica import Replica
+
+CUT_OFF = "cut off"
+"""The finish_reason of a choice that is to go on. No client sees it."""
+
+_GREEDY_BELOW = 1e-5  # vLLM's own bound
+_LONGEST_CHARACTER = 4  # bytes, each of which may be a token
+_HALF = "\N{REPLACEMENT CHARACTER}"
+_LIMITS = ("start", "end")
+_TOLD_OF_ALL = ("routed_experts", "sampling_mask")  # encoded over all tokens of a choice
+_OF_THE_WHOLE = ("max_completion_tokens", "min_tokens", "request_id")
+
+_KNOWN = frozenset(
+    {
+        "model", "prompt", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k",
+        "min_p", "logprobs", "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos", "return_token_ids",
+        "return_tokens_as_token_ids", "include_stop_str_in_output", "skip_special_tokens",
+        "spaces_between_special_tokens", "add_special_tokens", "stream", "stream_options", "stream_interval",
+        "cache_salt", "detokenize", "output_kind", "priority", "request_id", "skip_clone", "user",
+        "session_id", "prompt_cache_key",
+    }
+)  # fmt: skip
+# Fields that ask for nothing with this value.
+_NEUTRAL: dict[str, Any] = {
+    "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "stop": [], "bad_words": [],
+    "echo": False, "use_beam_search": False, "best_of": 1, "suffix": "", "length_penalty": 1,
+    "skip_reading_prefix_cache": False,
+}  # fmt: skip
+
+
+def may_resume(body: Json) -> bool:
+    """Whether a body of /v1/completions is one whose completions may go on from their tokens."""
+    temperature = body.get("temperature")
+    is_greedy = temperature is not None and temperature < _GREEDY_BELOW
+    return all(
+        field in _KNOWN
+        or value is None
+        or (field == "seed" and is_greedy)
+        or (field in _NEUTRAL and value == _NEUTRAL[field])
+        for field, value in body.items()
+    )
+
+
+def was_cut_off(answer: Json, replica: Replica) -> bool:
+    """Whether an update has ended choices of a reply, or of a chunk, that has just come."""
+    return replica.cuts_off and any(choice.get("finish_reason") == "abort" for choice in answer["choices"])
+
+
+def refuse_cut_off(answer: Json, replica: Replica) -> None:
+    """Raise `EngineFailed` where an update has ended some of a reply that is to be made again as a whole."""
+    if was_cut_off(answer, replica):
+        raise cut_off_at(replica)
+
+
+def refuse_half_called(answer: Json, replica: Replica) -> None:
+    """Raise `EngineFailed` where a conversation that an update has ended may say that it ended in tool calls.
+
+    vLLM says so of any that has called one, of many that it was about to call.
+    """
+    if replica.cuts_off and any(choice.get("finish_reason") == "tool_calls" for choice in answer["choices"]):
+        raise cut_off_at(replica)
+
+
+def mark_cut_off(answer: Json, replica: Replica, read: list[int] | None, *, resumes: bool) -> None:
+    """Mark the choices that go on. Raises `EngineFailed` where the reply is to be made again as a whole.
+
+    `read` are the prompt's token ids, where they are known; `resumes` says whether the request is one that may go on.
+    """
+    if not was_cut_off(answer, replica):
+        return
+    choices = answer["choices"]
+    is_plain = not any(choice.get(field) for choice in choices for field in _TOLD_OF_ALL)
+    if read is None or not any(choice["token_ids"] for choice in choices) or not (resumes and is_plain):
+        refuse_cut_off(answer, replica)
+    for choice in choices:
+        if choice["finish_reason"] == "abort":
+            choice |= {"finish_reason": CUT_OFF, "prompt_token_ids": read}
+
+
+def places_cut_off(answer: Json) -> list[int]:
+    """Which of the choices go on."""
+    return [place for place, choice in enumerate(answer["choices"]) if choice["finish_reason"] == CUT_OFF]
+
+
+async def begun_or_anew(chunks: AsyncGenerator[Json], replica: Replica) -> AsyncGenerator[Json]:
+    """The chunks of a stream. Raises `EngineFailed` where an update ends it before it has said anything.
+
+    One that has begun cannot be taken back.
+    """
+    opening: list[Json] = []
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            opening.append(chunk)
+            if not any(_says(choice) for choice in chunk["choices"]):
+                refuse_cut_off(chunk, replica)
+                if not any(choice.get("finish_reason") for choice in chunk["choices"]):
+                    continue
+            for held in opening:
+                yield held
+            break
+        else:  # vLLM says nothing at all of what it had not begun
+            if replica.cuts_off:
+                raise cut_off_at(replica)
+            for held in opening:
+                yield held
+        async for chunk in chunks:
+            yield chunk
+
+
+def rest_body(body: Json, read: list[int], kept: int) -> Json:
+    """The body for the rest of one sample. `read` is the prompt that was read, whose last `kept` tokens were made."""
+    return rest_sampling(body, kept) | {"prompt": read}
+
+
+def rest_sampling(sampling: Json, kept: int) -> Json:
+    """What is asked of the rest of one sample, of which `kept` tokens were made."""
+    limit, least = sampling.get("max_tokens"), max(0, (sampling.get("min_tokens") or 0) - kept)
+    rest = {key: value for key, value in sampling.items() if key not in _OF_THE_WHOLE}
+    limits = ({} if limit is None else {"max_tokens": limit - kept}) | ({"min_tokens": least} if least else {})
+    return rest | {"n": 1} | limits
+
+
+async def whole_characters(token_ids: list[int], detokenize: Callable[[list[int]], Awaitable[str]]) -> list[int]:
+    """These tokens without the first bytes of a character at their end, whose others were not made yet.
+
+    Engines tell a character with its last byte, and would not tell one of which the prompt has a part.
+    """
+    for dropped in range(min(_LONGEST_CHARACTER, len(token_ids))):
+        kept = token_ids[: len(token_ids) - dropped]
+        if not (await detokenize(kept[-_LONGEST_CHARACTER:])).endswith(_HALF):
+            return kept
+    return token_ids  # it is what the model has written
+
+
+def joined(first: Json, rest: Json) -> Json:
+    """One choice of two: the second was made from the prompt and the tokens of the first, or most of them."""
+    kept = len(rest["prompt_token_ids"]) - len(first["prompt_token_ids"])
+    text = first["text"].removesuffix(_HALF) if kept < len(first["token_ids"]) else first["text"]
+    return {
+        **rest,
+        "index": first["index"],
+        "text": text + rest["text"],
+        "token_ids": first["token_ids"][:kept] + rest["token_ids"],
+        "prompt_token_ids": first["prompt_token_ids"],
+        "logprobs": _joined_logprobs(first.get("logprobs"), rest.get("logprobs"), kept),
+        "weight_versions": joined_spans(first["weight_versions"], rest["weight_versions"], kept),
+    }
+
+
+def joined_tokens(first: Json, rest: Json) -> Json:
+    """One choice of two in which tokens alone are told: the second was made from all tokens of the first."""
+    made, told = first["token_ids"] or [], [one["logprobs"] for one in (first, rest) if one.get("logprobs")]
+    return {
+        **rest,
+        "index": first["index"],
+        "token_ids": made + rest["token_ids"],
+        "logprobs": {"content": [entry for one in told for entry in one["content"]]} if told else None,
+        "weight_versions": joined_spans(first["weight_versions"], rest["weight_versions"], len(made)),
+    }
+
+
+def usage_of_whole(answer: Json, choices: list[Json]) -> Json:
+    """The usage of a reply whose choices went on: what was read again is not counted."""
+    usage = Json(answer.get("usage") or {})
+    usage["completion_tokens"] = sum(len(choice["token_ids"] or ()) for choice in choices)
+    usage["total_tokens"] = (usage.get("prompt_tokens") or 0) + usage["completion_tokens"]
+    return usage
+
+
+def joined_spans(first: list[Json], rest: list[Json], kept: int) -> list[Json]:
+    """Spans over both: those of the first as far as `kept`, then the others. A version without limits is named once."""
+    spans: list[Json] = []
+    cut = ({**span, "end": None if span["end"] is None else min(span["end"], kept)} for span in first if kept)
+    moved = ({**span, **{key: _plus(span[key], kept) for key in _LIMITS}} for span in rest)
+    for span in (*cut, *moved):
+        if span["end"] is not None and span["start"] >= span["end"]:
+            continue
+        if spans and _follows(span, spans[-1]):
+            spans[-1]["end"] = span["end"]
+        elif span not in spans:
+            spans.append(span)
+    return spans
+
+
+def _joined_logprobs(first: Json | None, rest: Json | None, kept: int) -> Json | None:
+    if first is None or rest is None:
+        return rest if first is None else first  # none were asked for, or one of them has no tokens
+    both = {key: first[key][:kept] + rest[key] for key in ("token_logprobs", "tokens", "top_logprobs")}
+    seam = sum(map(len, both["tokens"][:kept]))
+    return {"text_offset": first["text_offset"][:kept] + [seam + offset for offset in rest["text_offset"]], **both}
+
+
+def cut_off_at(replica: Replica) -> EngineFailed:
+    """What a request is told that an update has cut off and that cannot go on."""
+    return EngineFailed("cut off by a weight update", replica_id=replica.replica_id)
+
+
+def _says(choice: Json) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(choice.get("token_ids") or choice.get("text") or any(delta[key] for key in delta if key != "role"))
+
+
+def _follows(span: Json, before: Json) -> bool:
+    """Whether the same weights made both, one right after the other."""
+    is_next = span["start"] is not None and span["start"] == before["end"]
+    return is_next and before == {**span, **{key: before[key] for key in _LIMITS}}
+
+
+def _plus(limit: int | None, tokens: int) -> int | None:
+    return None if limit is None else limit + tokens

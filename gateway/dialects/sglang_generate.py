@@ -1,0 +1,112 @@
+"""POST /generate of SGLang's dialect, for trainers that speak it: answered by engines of any kind, as completions."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from engines.engine import Json
+from gateway.dialects.completions import Completions, Prompt, Usage
+from gateway.dialects.sglang_words import Asked, aborted_reply, answer, asked_prompts
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.routing import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The prompts of one body. The reply is a list where they came as one, or have several samples."""
+
+    asked: list[Asked]
+    prompts: list[Prompt]
+    is_batch: bool
+
+    @property
+    def n(self) -> int:
+        return self.prompts[0].rollout.n
+
+    @property
+    def model(self) -> str:
+        return self.prompts[0].rollout.model
+
+    @property
+    def is_list(self) -> bool:
+        return self.is_batch or self.n > 1
+
+
+class SglangGenerate:
+    """Puts SGLang's bodies to `Completions`, each prompt with its own sampling parameters."""
+
+    def __init__(self, completions: Completions, fleet: Fleet) -> None:
+        self._completions = completions
+        self._fleet = fleet
+        self._running: dict[asyncio.Task[Json], tuple[str, Rollout]] = {}
+
+    def abort(self, of: Callable[[str, Rollout], bool]) -> None:
+        """End the prompts that `of` picks by id and rollout, and answer them without tokens. Streams are not asked."""
+        for task, asked in list(self._running.items()):
+            if of(*asked):
+                task.cancel()
+
+    def decode(self, body: Json, request_id: str, session: str = "") -> Batch:
+        """Raises `InvalidRequest` before any replica has work."""
+        asked, is_batch = asked_prompts(body, request_id)
+        session = "" if is_batch else session
+        prompts = [
+            self._completions.decode(one.body, one.rid, session, first=index)[0] for index, one in enumerate(asked)
+        ]
+        return Batch(asked=asked, prompts=prompts, is_batch=is_batch)
+
+    async def generate(self, batch: Batch) -> tuple[Json | list[Json], Json]:
+        """The reply and its usage. The first prompt that an engine refuses ends the others, as in SGLang."""
+        began = time.monotonic()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [self._begun(group, *one) for one in zip(batch.asked, batch.prompts, strict=True)]
+        except* Exception as errors:
+            raise errors.exceptions[0] from None
+        seconds, usage, answers = time.monotonic() - began, Usage(), []
+        for index, (asked, task) in enumerate(zip(batch.asked, tasks, strict=True)):
+            reply = aborted_reply(batch.n, self._fleet.version) if task.cancelled() else task.result()
+            usage.add_chunk(index, reply.get("usage"))
+            answers += [answer(asked, choice, reply.get("usage"), seconds) for choice in reply["choices"]]
+        return answers if batch.is_list else answers[0], usage.total()
+
+    def _begun(self, group: asyncio.TaskGroup, asked: Asked, prompt: Prompt) -> "asyncio.Task[Json]":
+        task = group.create_task(self._completions.generate([prompt]))
+        self._running[task] = (asked.rid, prompt.rollout)
+        task.add_done_callback(self._running.pop)
+        return task
+
+    async def stream(self, batch: Batch, usage: Usage) -> AsyncGenerator[Json]:
+        """Chunks that tell each sample from its start, as SGLang's do; `index` says which, where there are several."""
+        began, samples = time.monotonic(), [_Sample() for _ in range(len(batch.prompts) * batch.n)]
+        async with aclosing(self._completions.stream(batch.prompts, usage)) as chunks:
+            async for chunk in chunks:
+                for choice in chunk["choices"]:
+                    index = choice["index"]
+                    asked, sample = batch.asked[index // batch.n], samples[index]
+                    sample.add(choice)
+                    told = answer(asked, sample.choice, None, time.monotonic() - began)
+                    yield told | {"index": index} if batch.is_list else told
+
+
+class _Sample:
+    """One sample as far as its chunks have told it."""
+
+    def __init__(self) -> None:
+        self.choice: Json = {"text": "", "token_ids": [], "logprobs": None, "prompt_token_ids": None}
+
+    def add(self, choice: Json) -> None:
+        so_far = self.choice
+        grown: dict[str, Any] = {
+            "text": so_far["text"] + choice["text"],
+            "token_ids": so_far["token_ids"] + (choice.get("token_ids") or []),
+            "prompt_token_ids": so_far["prompt_token_ids"] or choice.get("prompt_token_ids"),
+            "logprobs": so_far["logprobs"],
+        }
+        if (found := choice.get("logprobs")) is not None:
+            before = so_far["logprobs"] or {"token_logprobs": [], "top_logprobs": []}
+            grown["logprobs"] = {key: before[key] + (found.get(key) or []) for key in before}
+        self.choice = choice | grown

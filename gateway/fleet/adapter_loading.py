@@ -1,0 +1,301 @@
+"""LoRA adapters as one event for the whole fleet: every replica of the policy holds an adapter, or none serves it.
+
+A replica that joins, or comes back, is given the adapters in use before it serves.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import structlog
+
+from engines.adapter_folder import read_adapter
+from engines.errors import (
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    UnknownModel,
+    WeightUpdateConflict,
+    WeightUpdateFailed,
+)
+from engines.types import EngineKind, ReplicaState
+from gateway.config.schema import WeightsConfig
+from gateway.fleet.adapters import Adapter
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.replica import Replica
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+LOAD_ROUTE = "/v1/load_lora_adapter"
+_LOOK_EVERY_S = 1.0
+
+
+class AdapterCoordinator:
+    """Loads and unloads on every replica of the policy, one adapter at a time."""
+
+    def __init__(self, config: WeightsConfig, fleet: Fleet) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._one_at_a_time = asyncio.Lock()
+        self._changing = ""
+        self._busy: WeakKeyDictionary[Replica, asyncio.Lock] = WeakKeyDictionary()
+        self._catching_up: dict[Replica, asyncio.Task[None]] = {}
+        self._look_again = asyncio.Event()
+        fleet.on_change(self._look_again.set)
+
+    async def load(self, name: str, path: str, *, in_place: bool) -> None:
+        """Have every replica of the policy hold the adapter in folder `path` under `name`.
+
+        `in_place` takes a name that is loaded: what uses it ends first. Raises `InvalidRequest` before any engine is
+        asked; `WeightUpdateFailed` when a replica fails, and then no replica keeps it.
+        """
+        async with self._one_at_a_time:
+            before = self._fleet.adapters.get(name)
+            if name in self._fleet.models.names:
+                raise InvalidRequest(
+                    f"lora_name {name!r} is the name of a model here: choose another", param="lora_name"
+                )
+            if before is not None and not in_place:
+                raise InvalidRequest(
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                    "'load_inplace' to True; a new name for each version is the better way.",
+                    param="lora_name",
+                )
+            self._check_unused(name)
+            await self._settled()
+            members = self._members()
+            await self._check_folder(path, members)
+            self._check_room(members, name)
+            if before is not None:
+                await self._retire(before)
+            await self._load(Adapter(name, path, load_id=time.time_ns(), loads=self._fleet.adapters.next_load(name)))
+
+    async def unload(self, name: str) -> None:
+        """Refuse new requests of the adapter, wait for those that use it, and have every replica forget it.
+
+        Raises `UnknownModel` for a name that is not loaded, and `DeadlineExceeded` where requests go on using it: it is
+        then forgotten when they end.
+        """
+        async with self._one_at_a_time:
+            adapter = self._fleet.adapters.get(name)
+            if adapter is None:
+                there = ", ".join(adapter.name for adapter in self._fleet.adapters.loaded) or "none"
+                raise UnknownModel(f"The lora adapter '{name}' cannot be found; there is {there}.", param="lora_name")
+            await self._retire(adapter)
+
+    async def run(self) -> None:
+        """Give replicas what they miss and take what is left over, until cancelled."""
+        try:
+            while True:
+                self._look_again.clear()
+                for replica in self._policy():
+                    if replica not in self._catching_up and (
+                        self._left_over(replica) or self._fleet.missing_adapters(replica)
+                    ):
+                        self._begin_to_catch_up(replica)
+                try:
+                    async with asyncio.timeout(_LOOK_EVERY_S):
+                        await self._look_again.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            tasks = list(self._catching_up.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _load(self, adapter: Adapter) -> None:
+        began, self._changing = time.monotonic(), adapter.name
+        try:
+            # Whoever joins while others load is asked in another round: nobody serves an adapter that some lack.
+            while lacking := [replica for replica in self._members() if not replica.holds(adapter)]:
+                await self._on_all(lacking, lambda replica: self._put(replica, adapter), "load")
+            self._fleet.adapters.add(adapter)
+        except BaseException:
+            await self._on_all_that_can(self._holders(adapter.name), lambda replica: self._take(replica, adapter.name))
+            raise
+        finally:
+            self._changing = ""
+        log.info("adapter loaded", adapter=adapter.name, path=adapter.path, seconds=round(time.monotonic() - began, 3))
+
+    async def _retire(self, adapter: Adapter) -> None:
+        self._fleet.adapters.remove(adapter)
+        timeout_s = self._config.adapter_unload_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await adapter.unused.wait()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the LoRA adapter {adapter.name!r} takes no new requests, but {adapter.users} rollouts still use it "
+                f"after {timeout_s:g} s (weights.adapter_unload_timeout_s): it is unloaded when they end"
+            ) from error
+        self._changing = adapter.name
+        try:
+            holders = self._holders(adapter.name)
+            await self._on_all(holders, lambda replica: self._take(replica, adapter.name), "unload")
+        finally:
+            self._changing = ""
+        log.info("adapter unloaded", adapter=adapter.name)
+
+    def _begin_to_catch_up(self, replica: Replica) -> None:
+        task = asyncio.create_task(self._catch_up(replica), name=f"adapters of {replica.replica_id}")
+        self._catching_up[replica] = task
+        task.add_done_callback(lambda _: self._catching_up.pop(replica, None))
+
+    async def _catch_up(self, replica: Replica) -> None:
+        """One replica's adapters as they should be. What fails is told in its reason and tried again."""
+        doing = ""
+        try:
+            for name in self._left_over(replica):
+                doing = f"unload LoRA adapter {name}"
+                await self._within(replica, self._take(replica, name))
+            while missing := self._fleet.missing_adapters(replica):
+                doing = f"load LoRA adapter {missing[0].name} from {missing[0].path}"
+                await self._within(replica, self._put(replica, missing[0]))
+        except (EngineError, DeadlineExceeded) as error:
+            log.warning("adapters do not catch up", replica=replica.replica_id, doing=doing, error=str(error))
+            if replica.state is ReplicaState.SYNCING:
+                self._fleet.explain(replica, f"cannot {doing}, tries again: {error}")
+            await asyncio.sleep(_LOOK_EVERY_S)
+            return
+        if replica.state is ReplicaState.SYNCING:
+            self._fleet.settle(replica, "holds all LoRA adapters")
+
+    async def _put(self, replica: Replica, adapter: Adapter) -> None:
+        async with self._lock(replica):
+            if replica.holds(adapter):
+                return
+            timeout_s = self._config.adapter_timeout_s
+            if adapter.name in replica.adapters:  # another load, or one that nobody knows the end of
+                await replica.engine.unload_lora_adapter(adapter.name, timeout_s)
+            replica.adapters[adapter.name] = None
+            await replica.engine.load_lora_adapter(adapter.name, adapter.path, timeout_s)
+            replica.adapters[adapter.name] = adapter
+        self._fleet.notify()
+
+    async def _take(self, replica: Replica, name: str) -> None:
+        async with self._lock(replica):
+            if name in replica.adapters:
+                replica.adapters[name] = None
+                await replica.engine.unload_lora_adapter(name, self._config.adapter_timeout_s)
+                del replica.adapters[name]
+
+    def _left_over(self, replica: Replica) -> list[str]:
+        """Names that its engine knows and requests cannot mean any more."""
+        return [
+            name
+            for name, adapter in replica.adapters.items()
+            if self._fleet.adapters.get(name) is None and name != self._changing and not (adapter and adapter.users)
+        ]
+
+    def _holders(self, name: str) -> list[Replica]:
+        return [replica for replica in self._policy() if name in replica.adapters]
+
+    def _policy(self) -> list[Replica]:
+        return [replica for replica in self._fleet.policy if replica.is_alive]
+
+    def _members(self) -> list[Replica]:
+        """Replicas that have to hold an adapter. Raises `WeightUpdateConflict` where one of them cannot."""
+        members = self._policy()
+        if not members:
+            raise WeightUpdateConflict("no replica of a policy is up to load an adapter: see /health")
+        for replica in members:
+            if not self._takes_adapters(replica):
+                raise WeightUpdateConflict(
+                    f"replica {replica.replica_id} ({replica.info.kind} at {replica.info.url}) takes no LoRA adapters: "
+                    "set engine.enable_lora, max_loras and max_lora_rank; a vLLM of your own needs --enable-lora and "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                )
+        return members
+
+    def _takes_adapters(self, replica: Replica) -> bool:
+        group = self._fleet.models.groups[replica.info.group]
+        return LOAD_ROUTE in replica.info.capabilities and (group.enable_lora or group.kind is EngineKind.EXTERNAL)
+
+    async def _check_folder(self, path: str, members: Sequence[Replica]) -> None:
+        """An external server reads folders of its own machine, which may not be this one."""
+        ours = [replica for replica in members if replica.info.kind is not EngineKind.EXTERNAL]
+        if not ours:
+            return
+        found = await asyncio.to_thread(read_adapter, Path(path))
+        largest = min(self._fleet.models.groups[replica.info.group].max_lora_rank for replica in ours)
+        if found.rank > largest:
+            raise InvalidRequest(
+                f"lora_path: the adapter in {path} has rank {found.rank}, and engine.max_lora_rank is {largest}: start "
+                "the engines with a larger one",
+                param="lora_path",
+            )
+        for replica in ours:
+            found.check_fits(replica.info.tensors or ())
+
+    def _check_unused(self, name: str) -> None:
+        for replica in self._holders(name):
+            held = replica.adapters[name]
+            if held is not None and held.is_leaving and held.users:
+                raise WeightUpdateConflict(
+                    f"{held.users} rollouts still use the LoRA adapter {name!r} that was unloaded: wait for them, or "
+                    "take another name"
+                )
+
+    def _check_room(self, members: Sequence[Replica], name: str) -> None:
+        """vLLM would put another adapter out without a word, and read it from its folder again when it is named."""
+        others = [adapter.name for adapter in self._fleet.adapters.loaded if adapter.name != name]
+        groups = (self._fleet.models.groups[replica.info.group] for replica in members)
+        room = min((group.num_adapters for group in groups if group.enable_lora), default=None)
+        if room is not None and len(others) >= room:
+            raise WeightUpdateConflict(
+                f"the engines hold {room} LoRA adapters (engine.max_cpu_loras, or max_loras), and {', '.join(others)} "
+                "are loaded: unload one first, or start the engines with more"
+            )
+
+    async def _on_all(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]], verb: str) -> None:
+        """The call on all replicas. Raises for the first that failed, when all have ended."""
+        for replica, error in (await self._ends(replicas, call)).items():
+            raise WeightUpdateFailed(
+                f"replica {replica.replica_id} did not {verb} the adapter: {error}", replica_id=replica.replica_id
+            ) from error
+
+    async def _on_all_that_can(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]]) -> None:
+        """A replica that fails is seen to by `run`."""
+        for replica, error in (await self._ends(replicas, call)).items():
+            log.warning("adapter stays behind", replica=replica.replica_id, error=str(error))
+
+    async def _ends(
+        self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]]
+    ) -> dict[Replica, Exception]:
+        """The errors of those that failed."""
+        ends = await asyncio.gather(
+            *(self._within(replica, call(replica)) for replica in replicas), return_exceptions=True
+        )
+        errors: dict[Replica, Exception] = {}
+        for replica, end in zip(replicas, ends, strict=True):
+            if isinstance(end, EngineError | DeadlineExceeded):
+                errors[replica] = end
+            elif isinstance(end, BaseException):
+                raise end
+        return errors
+
+    async def _within(self, replica: Replica, call: Awaitable[T]) -> T:
+        """Bounded as a whole: a call may wait for another one on the same replica first."""
+        timeout_s = 2 * self._config.adapter_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await replica.unless_lost(call)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no answer within {timeout_s:g} s") from error
+
+    async def _settled(self) -> None:
+        """A probe that came late shall not leave a replica without the adapter."""
+        try:
+            async with asyncio.timeout(self._config.control_timeout_s):
+                await self._fleet.settled()
+        except TimeoutError:
+            log.warning("a replica stays SUSPECT", seconds=self._config.control_timeout_s)
+
+    def _lock(self, replica: Replica) -> asyncio.Lock:
+        return self._busy.setdefault(replica, asyncio.Lock())

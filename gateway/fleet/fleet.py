@@ -1,0 +1,418 @@
+"""Who is there and who may serve: the replicas, their states, and the watch over them.
+
+States change here alone. What an update means for them is decided in `update_machine.py`, where rollouts go in
+`scheduler.py`.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+
+import structlog
+
+from engines.engine import Engine
+from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, UnknownModel
+from engines.types import EngineKind, ReplicaInfo, ReplicaState
+from gateway.config.models import Models
+from gateway.config.schema import Config
+from gateway.fleet.adapters import Adapter, Adapters
+from gateway.fleet.replica import Replica
+
+log = structlog.get_logger()
+
+_LEAVES = "Serve removes it; it finishes what it has"
+
+Discover = Callable[[], Awaitable[list[ReplicaInfo]]]
+Connect = Callable[[ReplicaInfo], Engine]
+
+
+async def _nothing_noted(incarnation: str) -> int | None:
+    return 0
+
+
+class Fleet:
+    """All replicas of all models. `version` is the policy's weight version: what its SERVING replicas hold.
+    `target_version` is the one that they are to hold: the next one while an update is under way. `rolling_to` is the
+    version that a rolling update brings, which replicas may serve beside `version` until it is over, or taken back.
+
+    `refused` says why a replica did not come in, by its id. `remembered` tells by its incarnation what an engine holds
+    that cannot say it. `discover` lists the replicas that Serve runs, `connect` makes the engine client of one.
+    """
+
+    def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
+        self.version = 0
+        self.update_to: int | None = None
+        self.rolling_to: int | None = None
+        self._begun = 0
+        self._spent = 0
+        self.models = Models(config.groups)
+        self.adapters = Adapters()
+        self.refused: dict[str, str] = {}
+        self._expected = {name: group.num_replicas for name, group in config.groups.items()}
+        self._config = config.fleet
+        self._discover = discover
+        self._connect = connect
+        self._replicas: dict[str, Replica] = {}
+        self._watchers: dict[Replica, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._listeners: list[Callable[[], None]] = []
+        self._incomplete_since: float | None = time.monotonic()
+        self.remembered: Callable[[str], Awaitable[int | None]] = _nothing_noted
+
+    @property
+    def expected(self) -> int:
+        return sum(self._expected.values())
+
+    @property
+    def expected_of_policy(self) -> int:
+        return sum(count for group, count in self._expected.items() if not self.models.groups[group].frozen)
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """In a fixed order, which weight groups take their ranks from."""
+        return [self._replicas[key] for key in sorted(self._replicas)]
+
+    @property
+    def alive(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.is_alive]
+
+    @property
+    def policy(self) -> list[Replica]:
+        """The replicas whose weights are updated."""
+        return [replica for replica in self.replicas if not replica.frozen]
+
+    def serving(self, model: str, adapter: Adapter | None = None) -> list[Replica]:
+        """Those that take rollouts of `model`, or of one adapter of it."""
+        found = [replica for replica in self.replicas if replica.can_serve and replica.info.model == model]
+        return found if adapter is None else [replica for replica in found if replica.holds(adapter)]
+
+    def asked(self, name: object) -> tuple[str, Adapter | None]:
+        """The model that a request means by `name`, and the adapter of it where it names one.
+
+        Raises what `Models.asked` raises; `UnknownModel` tells of adapters too.
+        """
+        adapter = self.adapters.get(name)
+        if adapter is not None:
+            return self.models.first, adapter
+        try:
+            return self.models.asked(name), None
+        except UnknownModel as error:
+            adapters = ", ".join(adapter.name for adapter in self.adapters.loaded) or "none"
+            raise UnknownModel(f"{error}; LoRA adapters: {adapters}", param="model") from error
+
+    def missing_adapters(self, replica: Replica) -> list[Adapter]:
+        """Those that the policy serves and this replica of it does not hold."""
+        return [] if replica.frozen else [one for one in self.adapters.loaded if not replica.holds(one)]
+
+    @property
+    def target_version(self) -> int:
+        return self.version if self.update_to is None else self.update_to
+
+    @property
+    def next_version(self) -> int:
+        """The number of the next update. One whose tokens were delivered is never given again."""
+        return max(self.version, self._spent) + 1
+
+    def is_current(self, replica: Replica) -> bool:
+        """Whether a replica may serve with the weights that it holds."""
+        return replica.frozen or (
+            replica.weight_version is not None and replica.weight_version in (self.version, self.rolling_to)
+        )
+
+    @property
+    def serving_behind(self) -> int:
+        """Replicas of a rolling update that serve another version than the one that all are to hold."""
+        if self.rolling_to is None:
+            return 0
+        return sum(replica.can_serve and replica.weight_version != self.target_version for replica in self.policy)
+
+    def begin(self, version: int, *, rolling: bool = False) -> None:
+        """An update to this version is under way."""
+        self.update_to, self._begun = version, max(self._begun, version)
+        if rolling:
+            self.rolling_to = version
+
+    def serve_ahead(self, replica: Replica, version: int, *, keeps_kv: bool) -> None:
+        """A replica has taken the version of a rolling update before the others, and serves it."""
+        self._spent = max(self._spent, version)
+        replica.hold(version, keeps_kv=keeps_kv)
+        self.settle(replica, f"loaded version {version}")
+
+    def end_roll(self) -> None:
+        """Nobody serves two versions any more: who does not hold `version` is behind."""
+        self.rolling_to = None
+        for replica in self.policy:
+            if replica.can_serve and not self.is_current(replica):
+                self.settle(replica, f"the fleet is at version {self.version}")
+
+    def version_of(self, model: str) -> int:
+        """The newest weight version of a model; a frozen one's is its checkpoint's."""
+        return self.version if model == self.models.policy else 0
+
+    def target_of(self, model: str) -> int:
+        """The weight version that replicas of a model are to hold."""
+        return self.target_version if model == self.models.policy else 0
+
+    def why_fixed(self, model: str) -> str:
+        """Why the version of a model will never change; empty where it may."""
+        if model != self.models.policy:
+            return f"model {model!r} is frozen and holds version 0, its checkpoint, for ever"
+        if self.policy and not any(replica.info.takes_weights for replica in self.policy):
+            return f"no replica of {model!r} takes weights, and they hold version {self.version}"
+        return ""
+
+    @property
+    def is_ready(self) -> bool:
+        """All expected replicas are there, or we have waited for the missing ones long enough.
+
+        The policy is never done without.
+        """
+        needed = self.replicas if self.models.all_frozen else self.policy
+        if not any(replica.is_alive for replica in needed):
+            return False
+        since = self._incomplete_since
+        return since is None or time.monotonic() - since > self._config.complete_within_s
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each change of a state."""
+        self._listeners.append(listener)
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(self._config.discover_interval_s)
+        finally:
+            for watcher in self._watchers.values():
+                watcher.cancel()
+            await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+            await asyncio.gather(*self._closing, *(replica.engine.close() for replica in self.replicas))
+
+    async def look(self) -> None:
+        """One round of discovery."""
+        try:
+            async with asyncio.timeout(self._config.probe_timeout_s):
+                infos = await self._discover()
+        except Exception as error:  # Ray's own errors: the next round asks again, probes go on meanwhile
+            log.warning("discovery failed", error=repr(error))
+            return
+        listed = {info.replica_id: info for info in infos}
+        for replica in self.replicas:
+            replica.listed = replica.replica_id in listed
+        self.refused = {replica_id: reason for replica_id, reason in self.refused.items() if replica_id in listed}
+        for info in infos:
+            known = self._replicas.get(info.replica_id)
+            if known is None or known.info.incarnation != info.incarnation:
+                await self._welcome(info, known)
+
+    async def settled(self) -> None:
+        """Returns when no replica of the policy is SUSPECT: before long each is vouched for again, or LOST."""
+        while any(replica.state is ReplicaState.SUSPECT for replica in self.policy):
+            await self._changed.wait()
+
+    async def settled_within(self, timeout_s: float) -> None:
+        """The same, or as long: a probe that came late on a busy machine must neither break a group nor leave a replica
+        out of one."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.settled()
+        except TimeoutError:
+            log.warning("a replica stays SUSPECT", seconds=timeout_s)
+
+    def set_state(self, replica: Replica, state: ReplicaState, reason: str) -> None:
+        if replica.state is state:
+            return
+        log.info(
+            "replica state", replica=replica.replica_id, was=replica.state, now=state, version=replica.weight_version,
+            reason=reason,
+        )  # fmt: skip
+        replica.enter(state, reason)
+        if state is ReplicaState.LOST:
+            self._forget(replica)
+        self._look_who_is_missing()
+        self.notify()
+
+    def expect(self, num_replicas: Mapping[str, int]) -> None:
+        """So many replicas of these engine groups there are to be from now on."""
+        self._expected |= {group: count for group, count in num_replicas.items() if group in self._expected}
+        self._look_who_is_missing()
+        self.notify()
+
+    def drain(self, replica_id: str) -> int:
+        """Give a replica that Serve removes no new rollouts. The number of samples that it still has."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return 0
+        replica.is_leaving = True
+        if replica.state not in (ReplicaState.SUSPECT, ReplicaState.LOST):
+            self.set_state(replica, ReplicaState.DRAINING, _LEAVES)
+        return replica.load_samples
+
+    def _look_who_is_missing(self) -> None:
+        there = Counter(replica.info.group for replica in self.alive)
+        missing = any(there[group] < expected for group, expected in self._expected.items())
+        self._incomplete_since = (self._incomplete_since or time.monotonic()) if missing else None
+
+    def notify(self) -> None:
+        """Tell listeners that replicas may take what they could not take before."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        for listener in self._listeners:
+            listener()
+
+    def suspect(self, replica: Replica, reason: str) -> None:
+        """No new rollouts until a probe vouches for it again."""
+        if replica.state not in (ReplicaState.SUSPECT, ReplicaState.LOST):
+            self.set_state(replica, ReplicaState.SUSPECT, reason)
+
+    def learn(self, version: int) -> None:
+        """Only a gateway that was itself started anew meets weights newer than it knows of. A replica that comes back
+        with the version of an update that came to nothing here is no news."""
+        if version > max(self.version, self._begun):
+            self.version = version
+            for replica in self.policy:
+                if replica.can_serve:
+                    self.settle(replica, "a replica holds newer weights")
+
+    def explain(self, replica: Replica, reason: str) -> None:
+        """Say why it is in the state that it stays in."""
+        replica.reason = reason
+
+    def fence(self, replica: Replica, reason: str) -> None:
+        """Keep a replica whose weights are not what it says from serving; what it was working on is done elsewhere."""
+        replica.weight_version = None
+        self.set_state(replica, ReplicaState.SYNCING, reason)
+        replica.drop_calls()
+
+    def settle(self, replica: Replica, reason: str) -> None:
+        """SERVING where its weights are current, SYNCING where not; DRAINING where it is leaving."""
+        if replica.is_leaving:
+            self.set_state(replica, ReplicaState.DRAINING, _LEAVES)
+            return
+        current = self.is_current(replica)
+        missing = self.missing_adapters(replica)
+        if current and missing:
+            current, reason = False, f"loads LoRA adapters: {', '.join(adapter.name for adapter in missing)}"
+        elif not current and not replica.info.takes_weights:
+            reason = (
+                f"{replica.info.url} cannot take weights: it holds those it came with, and the fleet is at version "
+                f"{self.version}"
+            )
+        self.set_state(replica, ReplicaState.SERVING if current else ReplicaState.SYNCING, reason)
+
+    async def _welcome(self, info: ReplicaInfo, before: Replica | None) -> None:
+        if before is not None:
+            self.set_state(before, ReplicaState.LOST, "its engine was started anew")
+        try:
+            self.models.join(info)
+        except ConfigError as error:
+            self._refuse(info, str(error))
+            return
+        self.refused.pop(info.replica_id, None)
+        replica = Replica(info, self._connect(info), frozen=self.models.is_frozen(info.group))
+        try:
+            await self._wake(replica)
+            version = await self._held_by(replica)
+            adapters = await self._adapters_of(replica)
+        except BaseException as error:
+            await replica.engine.close()
+            if not isinstance(error, EngineError | DeadlineExceeded):
+                raise
+            log.warning("replica does not answer yet", replica=info.replica_id, error=str(error))
+            return
+        self._replicas[info.replica_id] = replica
+        replica.weight_version = version
+        self._take_over(replica, adapters)
+        self.learn(version or 0)
+        self.settle(replica, "joined")
+        self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {info.replica_id}")
+
+    def _refuse(self, info: ReplicaInfo, reason: str) -> None:
+        if self.refused.get(info.replica_id) != reason:
+            log.error("replica does not come in", replica=info.replica_id, url=info.url, reason=reason)
+        self.refused[info.replica_id] = reason
+
+    async def _wake(self, replica: Replica) -> None:
+        """A gateway that died in an update, or under a trainer's pause, left its engines frozen. Here the gate alone
+        holds rollouts back."""
+        if replica.info.takes_weights and not replica.frozen and replica.info.has("/resume"):
+            await replica.engine.resume(self._config.probe_timeout_s)
+
+    async def _held_by(self, replica: Replica) -> int | None:
+        """The weight version of a replica that answers; None where an update broke off in it."""
+        if replica.frozen:
+            await replica.engine.health(self._config.probe_timeout_s)
+            return 0
+        version = await replica.engine.weight_version(self._config.probe_timeout_s)
+        return version if replica.engine.tells_version else await self.remembered(replica.info.incarnation)
+
+    async def _adapters_of(self, replica: Replica) -> dict[str, str]:
+        if replica.frozen or "/v1/load_lora_adapter" not in replica.info.capabilities:
+            return {}
+        return await replica.engine.lora_adapters(self._config.probe_timeout_s)
+
+    def _take_over(self, replica: Replica, adapters: Mapping[str, str]) -> None:
+        """Adapters that a gateway before this one loaded, or the server's owner, are served. One whose name was loaded
+        here is loaded again, since nobody knows of which load it is."""
+        for name, path in adapters.items():
+            adapter = None if self.adapters.was_loaded(name) else Adapter(name, path, load_id=time.time_ns())
+            replica.adapters[name] = adapter
+            if adapter is not None:
+                self.adapters.add(adapter)
+
+    async def _watch(self, replica: Replica) -> None:
+        """Probe one replica until it is lost."""
+        while replica.state is not ReplicaState.LOST:
+            await asyncio.sleep(self._config.probe_interval_s)
+            failure = await self._probe(replica)
+            if failure is None and replica.listed:
+                self._vouched(replica)
+            elif failure is None and replica.is_leaving:
+                self.settle(replica, "")
+            else:
+                self.suspect(replica, str(failure) if failure else "Serve no longer lists it")
+            if self._is_lost(replica, failure):
+                self.set_state(replica, ReplicaState.LOST, replica.reason)
+
+    async def _probe(self, replica: Replica) -> EngineError | DeadlineExceeded | None:
+        try:
+            await replica.engine.health(self._config.probe_timeout_s)
+        except (EngineError, DeadlineExceeded) as error:
+            return error
+        return None
+
+    def _is_lost(self, replica: Replica, failure: EngineError | DeadlineExceeded | None) -> bool:
+        """Two witnesses are enough: Serve lists it no more, and it does not answer.
+
+        Of ours one is, where nobody listens any more: a successor takes another port. A server of others may come back.
+        """
+        has_ended = isinstance(failure, EngineGone) and replica.info.kind is not EngineKind.EXTERNAL
+        return has_ended or self._is_overdue(replica) or (failure is not None and not replica.listed)
+
+    def _vouched(self, replica: Replica) -> None:
+        if replica.state is ReplicaState.SUSPECT:
+            if replica.state_before_suspect is ReplicaState.UPDATING:
+                if self.update_to is not None:
+                    self.set_state(replica, ReplicaState.UPDATING, replica.reason_before_suspect)
+                    return
+                # An update it was part of ended without it.
+                replica.weight_version = None
+            is_out = replica.state_before_suspect is ReplicaState.SYNCING
+            self.settle(replica, replica.reason_before_suspect if is_out else "answers again")
+
+    def _is_overdue(self, replica: Replica) -> bool:
+        since = replica.suspect_since
+        return since is not None and time.monotonic() - since > self._config.lost_after_s
+
+    def _forget(self, replica: Replica) -> None:
+        if self._replicas.get(replica.replica_id) is replica:
+            del self._replicas[replica.replica_id]
+        watcher = self._watchers.pop(replica, None)
+        if watcher is not None and watcher is not asyncio.current_task():
+            watcher.cancel()
+        closing = asyncio.create_task(replica.engine.close(), name=f"close {replica.replica_id}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)

@@ -1,0 +1,86 @@
+"""The few numbers that matter, named once, and the engines' own pages with a `replica` label."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from engines.types import ReplicaState
+from gateway.fleet.replica import Replica
+
+_NAMESPACE = "rollout_gateway"
+_SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+
+
+class Metrics:
+    """One registry per gateway; seconds, bytes and counts, no label that grows with traffic."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, namespace=_NAMESPACE, registry=self.registry)
+        gauge = partial(Gauge, namespace=_NAMESPACE, registry=self.registry)
+        histogram = partial(Histogram, namespace=_NAMESPACE, registry=self.registry, buckets=_SECONDS)
+        self.requests = counter("requests", "Requests by route and status.", ["route", "status"])
+        self.request_seconds = histogram("request_seconds", "From the request's head to the reply's end.", ["route"])
+        self.queue_seconds = histogram("queue_seconds", "A rollout's wait for a replica.", ["model"])
+        self.retries = counter("retries", "Rollouts begun again on another replica.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of delivered completions.", ["model"])
+        self.completion_tokens = counter("completion_tokens", "Tokens of delivered completions.", ["model"])
+        self.weight_version = gauge("weight_version", "The policy's weight version.")
+        self.weight_updates = counter("weight_updates", "Weight updates by end.", ["end"])
+        self.weight_update_seconds = histogram("weight_update_seconds", "Steps of an update.", ["step"])
+        self.weight_update_bytes = counter("weight_update_bytes", "Bytes of tensors that every replica received.")
+        self.canaries = counter("canaries", "Replicas asked after an update, by what was found.", ["result"])
+        self.replicas = gauge("replicas", "Replicas by state.", ["model", "state"])
+        self.replicas_behind = gauge(
+            "replicas_behind", "Replicas that, in a rolling update, serve other weights than all are to hold."
+        )
+        self.samples_in_flight = gauge("samples_in_flight", "Samples placed on a replica.", ["model", "replica"])
+        self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.", ["model"])
+
+    def observe(self, replicas: Iterable[Replica], queue_lengths: Mapping[str, int]) -> None:
+        """Take the gauges' values, just before they are read. `queue_lengths` are by model."""
+        replicas = list(replicas)
+        for gauge in (self.queue_length, self.replicas, self.samples_in_flight):
+            gauge.clear()
+        for model, length in queue_lengths.items():
+            self.queue_length.labels(model).set(length)
+            states = [replica.state for replica in replicas if replica.info.model == model]
+            for state in ReplicaState:
+                self.replicas.labels(model, state).set(states.count(state))
+        for replica in replicas:
+            self.samples_in_flight.labels(replica.info.model, replica.replica_id).set(replica.load_samples)
+
+    def observe_versions(self, version: int, behind: int) -> None:
+        """The policy's weight version, and how many replicas serve another than the one to come."""
+        self.weight_version.set(version)
+        self.replicas_behind.set(behind)
+
+    def page(self, engine_pages: dict[str, str]) -> bytes:
+        """Ours, then the engines'. `engine_pages` is Prometheus text by replica id."""
+        engines = CollectorRegistry()
+        engines.register(_Labelled(engine_pages))
+        return generate_latest(self.registry) + generate_latest(engines)
+
+
+class _Labelled:
+    """Several engines' pages as one: equal families joined, each sample labelled with its replica."""
+
+    def __init__(self, pages: dict[str, str]) -> None:
+        self._pages = pages
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for replica_id, page in self._pages.items():
+            for family in _ours_excluded(text_string_to_metric_families(page)):
+                joined = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    joined.samples.append(sample._replace(labels={**sample.labels, "replica": replica_id}))
+        yield from families.values()
+
+
+def _ours_excluded(families: Iterable[Metric]) -> Iterator[Metric]:
+    """Process and interpreter families say nothing of an engine and would clash with a scraper's own."""
+    return (family for family in families if not family.name.startswith(("process_", "python_")))

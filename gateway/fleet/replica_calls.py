@@ -1,0 +1,104 @@
+"""One call on many replicas at once, each bounded, whose failure names its replica."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import structlog
+
+from engines.engine import Engine
+from engines.errors import DeadlineExceeded, EngineError, WeightUpdateFailed
+from engines.types import ReplicaState
+from gateway.fleet.replica import Replica
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+_HEALTH_TIMEOUT_S = 10.0
+
+
+async def on_all(replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]], timeout_s: float) -> list[T]:
+    """The results on all of them, in their order. The first failure ends the wait for the others.
+
+    Raises `WeightUpdateFailed` or `DeadlineExceeded`.
+    """
+    if not replicas:
+        raise WeightUpdateFailed("no replica is there to take the call: see /health")
+    return await _together(_on_one(replica, call, timeout_s) for replica in replicas)
+
+
+async def on_living(
+    replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]], timeout_s: float
+) -> tuple[Replica, ...]:
+    """Those of the replicas on which the call came through. One that dies under it is left out."""
+
+    async def on_one(replica: Replica) -> Replica | None:
+        try:
+            await _on_one(replica, call, timeout_s)
+        except WeightUpdateFailed as error:
+            if not await _is_dead(replica):
+                raise
+            log.warning("the update goes on without a replica that died", error=str(error))
+            return None
+        return replica
+
+    living = tuple(filter(None, await _together(on_one(replica) for replica in replicas)))
+    if not living:
+        raise WeightUpdateFailed(f"every replica died under the call: {names(replicas)}")
+    return living
+
+
+async def try_on_all(replicas: Sequence[Replica], call: Callable[[Engine], Awaitable[None]]) -> None:
+    """Where one that cannot take part is found out by other means: by its probes, or by the canary."""
+    results = await asyncio.gather(*(call(replica.engine) for replica in replicas), return_exceptions=True)
+    for replica, result in zip(replicas, results, strict=True):
+        if isinstance(result, Exception):
+            log.warning("left out of a call", replica=replica.replica_id, error=str(result))
+
+
+async def prepare_all(replicas: Sequence[Replica], path: str, version: int, timeout_s: float) -> None:
+    """Have the replicas bring a version near while they serve. One that cannot takes longer to load it."""
+
+    async def prepare(replica: Replica) -> None:
+        try:
+            await _on_one(replica, lambda one: one.engine.prepare_snapshot(path, version, timeout_s), timeout_s)
+        except (WeightUpdateFailed, DeadlineExceeded) as error:
+            log.warning("not prepared for a version", replica=replica.replica_id, version=version, error=str(error))
+
+    await _together(prepare(replica) for replica in replicas)
+
+
+def names(replicas: Sequence[Replica]) -> str:
+    return ", ".join(f"{replica.replica_id} ({replica.info.kind} at {replica.info.url})" for replica in replicas)
+
+
+async def _on_one(replica: Replica, call: Callable[[Replica], Awaitable[T]], timeout_s: float) -> T:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await replica.unless_lost(call(replica))
+    except EngineError as error:
+        raise WeightUpdateFailed(str(error), replica_id=replica.replica_id) from error
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"replica {replica.replica_id} did not answer within {timeout_s:g} s") from error
+
+
+async def _is_dead(replica: Replica) -> bool:
+    """Whether a replica that failed has ended, or wedged, and has not just refused."""
+    if replica.state is ReplicaState.LOST:
+        return True
+    try:
+        await replica.engine.health(_HEALTH_TIMEOUT_S)
+    except (EngineError, DeadlineExceeded):
+        return True
+    return False
+
+
+async def _together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of calls made at once. The first failure ends the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(call) for call in calls]
+    except* (WeightUpdateFailed, DeadlineExceeded) as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in running]

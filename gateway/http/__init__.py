@@ -1,0 +1,1 @@
+"""The rollout URL: server, access, and every route that is not a dialect of its own."""

@@ -1,0 +1,32 @@
+"""What the policy consists of, for a trainer that wants to know before it sends: GET /v1/weights."""
+
+from engines.engine import Json
+from gateway.fleet.fleet import Fleet
+from gateway.weights.updates.update_log import UpdateLog
+
+
+def served_weights(fleet: Fleet, updates: UpdateLog) -> Json:
+    """Model, version, and each tensor under its checkpoint name, in the dtype and shape that engines hold it in.
+
+    `update` names the update that made the version: another has another name, also after a restart of ours, which knows
+    of none. `tensors` is null where no replica could read its checkpoint. `replicas` tell their engine, and UUIDs of
+    their GPUs.
+    """
+    policy = [replica.info for replica in fleet.policy if replica.is_alive]
+    tensors = next((info.tensors for info in policy if info.tensors is not None), None)
+    return {
+        "model": fleet.models.first,
+        "weight_version": fleet.version,
+        "update": updates.last_committed and updates.last_committed.name,
+        "tensors": tensors and [{"name": one.name, "dtype": one.dtype, "shape": list(one.shape)} for one in tensors],
+        "replicas": [
+            {
+                "replica_id": info.replica_id,
+                "kind": info.kind,
+                "engine_version": info.engine_version,
+                "dialect": info.dialect,
+                "gpus": list(info.gpus),
+            }
+            for info in policy
+        ],
+    }

@@ -1,0 +1,153 @@
+"""What trainers written for SGLang ask of a router beside /generate: its workers, an abort of all, the caches, pauses.
+
+The engines' own ports are on loopback, so the gateway is the one worker that it shows: what is sent there reaches every
+replica. What a trainer would do to a single worker is refused, with the way that there is instead.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from engines.engine import Json
+from engines.errors import InvalidRequest, UnknownRoute
+from engines.types import PauseMode
+from gateway.dialects.sglang_generate import SglangGenerate
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.scheduler import Scheduler
+from gateway.http.json_body import read_object, reply
+from gateway.http.keys import Guards
+from gateway.weights.coordinator import WeightCoordinator
+
+_MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.KEEP}
+_ABORT_TIMEOUT_S = 30.0
+
+_WORKERS = "replicas come from the configuration and join by themselves: rollout-gateway up, rollout-gateway scale"
+_GROUP = (
+    "over a group weights come with /init_weight_transfer_engine, /start_weight_update, /update_weights and "
+    "/finish_weight_update, to all replicas at once (trainer_client.transports.sender does it)"
+)
+_SNAPSHOT = "weights without a group come through the store with /v1/weight_updates (trainer_client.weights does it)"
+_MEMORY = "replicas own their GPUs and share none with the trainer, so there is nothing to give back"
+REFUSED = {
+    "/add_worker": _WORKERS,
+    "/remove_worker": _WORKERS,
+    "/init_weights_update_group": _GROUP,
+    "/destroy_weights_update_group": _GROUP,
+    "/update_weights_from_distributed": _GROUP,
+    "/update_weights_from_disk": _SNAPSHOT,
+    "/update_weights_from_tensor": _SNAPSHOT,
+    "/release_memory_occupation": _MEMORY,
+    "/resume_memory_occupation": _MEMORY,
+}
+"""Routes of SGLang that make no sense at a router of replicas, and what to do instead."""
+
+
+class SglangControl:
+    """Handlers of SGLang's routes. `model_info` is what GET /model_info says of the policy."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        scheduler: Scheduler,
+        weights: WeightCoordinator,
+        generate: SglangGenerate,
+        model_info: Callable[[], Awaitable[Json]],
+    ) -> None:
+        self._fleet = fleet
+        self._scheduler = scheduler
+        self._weights = weights
+        self._generate = generate
+        self._model_info = model_info
+
+    def add_routes(self, router: web.UrlDispatcher, guards: Guards) -> None:
+        router.add_get("/workers", guards.for_inference(self._workers))
+        router.add_get("/list_workers", guards.for_inference(self._list_workers))
+        router.add_get("/get_server_info", guards.for_inference(self._server_info))
+        router.add_get("/get_weight_version", guards.for_inference(self._weight_version))
+        router.add_post("/abort_request", guards.for_inference(self._abort_request))
+        for method in ("GET", "POST"):
+            router.add_route(method, "/flush_cache", guards.for_admin(self._flush_cache))
+        router.add_post("/pause_generation", guards.for_admin(self._pause_generation))
+        router.add_post("/continue_generation", guards.for_admin(self._continue_generation))
+        for path in REFUSED:
+            router.add_route("*", path, guards.for_inference(self._refuse))
+        router.add_post("/workers", guards.for_inference(self._refuse))
+        router.add_route("*", "/workers/{worker:.+}", guards.for_inference(self._refuse))
+
+    async def _workers(self, request: web.Request) -> web.Response:
+        worker = {
+            "id": self._fleet.models.first,
+            "url": _own_url(request),
+            "model_id": self._fleet.models.first,
+            "worker_type": "regular",
+            "connection_type": "http",
+            "is_healthy": self._fleet.is_ready,
+            "load": sum(replica.load_samples for replica in self._fleet.policy),
+        }
+        stats = {"prefill_count": 0, "decode_count": 0, "regular_count": 1}
+        return reply({"workers": [worker], "total": 1, "stats": stats})
+
+    async def _list_workers(self, request: web.Request) -> web.Response:
+        return reply({"urls": [_own_url(request)]})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        """SGLang's own keys where the fleet has one answer, and its replicas in the place of one engine's state."""
+        replicas = [replica for replica in self._fleet.policy if replica.is_alive]
+        lengths = [one.info.max_model_len for one in replicas if one.info.max_model_len is not None]
+        states = [
+            {"replica_id": one.replica_id, "state": str(one.state), "engine": str(one.info.kind)} for one in replicas
+        ]
+        versions = sorted({one.info.engine_version for one in replicas})
+        info = {"served_model_name": self._fleet.models.first, "context_length": min(lengths, default=None)}
+        info |= {"status": "ready" if self._fleet.is_ready else "starting", "version": ", ".join(versions)}
+        return reply(await self._model_info() | info | {"internal_states": states})
+
+    async def _weight_version(self, request: web.Request) -> web.Response:
+        return reply({"weight_version": str(self._fleet.version)})
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        """`abort_all` ends what runs with the tokens it has. One `rid` is taken back with none."""
+        body = await read_object(request)
+        if body.get("abort_all") is True:
+            await self._abort_all()
+            return web.Response()
+        rid = body.get("rid")
+        if not isinstance(rid, str) or not rid:
+            raise InvalidRequest(f"rid = {rid!r}: send the id of a request, or abort_all = true", param="rid")
+        self._generate.abort(lambda its, _: its == rid)
+        return web.Response()
+
+    async def _abort_all(self) -> None:
+        """Engines end what they run when they are paused so. What still waits for a replica is ended after that."""
+        was_paused = self._weights.generation.is_paused
+        await self._weights.generation.pause(PauseMode.ABORT, clear_cache=False)
+        try:
+            await self._scheduler.drained(_ABORT_TIMEOUT_S)
+            self._generate.abort(lambda _, rollout: self._scheduler.waits(rollout))
+        finally:
+            if not was_paused:
+                await self._weights.generation.resume()
+
+    async def _flush_cache(self, request: web.Request) -> web.Response:
+        if await self._weights.generation.reset_prefix_cache():
+            return web.Response(text="Cache flushed.\n")
+        return web.Response(text="Flush cache failed: rollouts run.\n", status=400)
+
+    async def _pause_generation(self, request: web.Request) -> web.Response:
+        mode = (await read_object(request, required=False)).get("mode", "abort")
+        if mode not in _MODES:
+            raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(_MODES)}", param="mode")
+        await self._weights.generation.pause(_MODES[mode], clear_cache=mode == "retract")
+        return reply({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue_generation(self, request: web.Request) -> web.Response:
+        await self._weights.generation.resume()
+        return reply({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _refuse(self, request: web.Request) -> web.Response:
+        raise UnknownRoute(f"{request.method} {request.path}: {REFUSED.get(request.path, _WORKERS)}")
+
+
+def _own_url(request: web.Request) -> str:
+    """As this client reaches us."""
+    return f"{request.scheme}://{request.host}"

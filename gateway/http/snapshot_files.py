@@ -1,0 +1,98 @@
+"""The files of stored weight versions over HTTP, for machines that do not share the store.
+
+`engines/store/peer_store.py` is who asks.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from aiohttp import web
+
+from engines.errors import InvalidRequest, StoreFailed
+from engines.store.peer_store import VERSIONS_PATH
+from engines.store.weight_store import HELD_BY
+from gateway.fleet.fleet import Fleet
+from gateway.http.json_body import reply
+from gateway.weights.snapshots import Snapshots
+
+_CHUNK_BYTES = 1 << 20
+
+
+class SnapshotFiles:
+    """Lists versions and their files, and sends these, with ranges. A version is not removed while it is read."""
+
+    def __init__(self, fleet: Fleet, snapshots: Snapshots) -> None:
+        self._fleet = fleet
+        self._snapshots = snapshots
+
+    @property
+    def routes(self) -> Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]:
+        """Handlers of GET by path."""
+        one = VERSIONS_PATH + r"/{version:\d+}"
+        return {VERSIONS_PATH: self._list_versions, one: self._list_files, one + "/{file}": self._send}
+
+    async def _list_versions(self, request: web.Request) -> web.Response:
+        # Of the versions that a gateway before us kept, the one that the fleet holds is known when it is asked for.
+        with contextlib.suppress(StoreFailed):
+            async with self._reading(self._fleet.version):
+                pass
+        return reply({"versions": self._snapshots.versions, "served": self._fleet.version})
+
+    async def _list_files(self, request: web.Request) -> web.Response:
+        version = int(request.match_info["version"])
+        async with self._reading(version) as folder:
+            files = [{"name": path.name, "bytes": path.stat().st_size} for path in folder.iterdir() if _is_sent(path)]
+        return reply({"version": version, "files": sorted(files, key=lambda file: str(file["name"]))})
+
+    async def _send(self, request: web.Request) -> web.StreamResponse:
+        version, name = int(request.match_info["version"]), request.match_info["file"]
+        async with self._reading(version) as folder:
+            path = folder / name
+            if Path(name).name != name or not _is_sent(path):
+                raise InvalidRequest(f"version {version} has no file {name!r}", param="file")
+            return await _send_part(request, path)
+
+    def _reading(self, version: int) -> contextlib.AbstractAsyncContextManager[Path]:
+        return self._snapshots.reading(version, [replica.info.incarnation for replica in self._fleet.policy])
+
+
+async def _send_part(request: web.Request, path: Path) -> web.StreamResponse:
+    """The bytes of a file that the request's `Range` names, read in a thread, so that no token waits for the disk."""
+    # aiohttp's FileResponse leaves the file open where a client goes away as it is opened.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        begin, end, is_part = _span(request, size)
+        response = web.StreamResponse(status=206 if is_part else 200, headers={"Accept-Ranges": "bytes"})
+        response.content_length, response.content_type = end - begin, "application/octet-stream"
+        if is_part:
+            response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
+        await response.prepare(request)
+        while begin < end:
+            piece = await asyncio.to_thread(os.pread, descriptor, min(_CHUNK_BYTES, end - begin), begin)
+            assert piece, f"{path} was cut short while it was read: versions never change"
+            await response.write(piece)
+            begin += len(piece)
+        await response.write_eof()
+        return response
+    finally:
+        os.close(descriptor)
+
+
+def _span(request: web.Request, size: int) -> tuple[int, int, bool]:
+    """First byte, the one after the last, and whether a part was asked for."""
+    try:
+        asked = request.http_range
+    except ValueError as error:
+        raise InvalidRequest(f"Range: {error}", param="Range") from error
+    begin, end, _ = asked.indices(size)
+    if begin >= end and size:
+        raise InvalidRequest(f"Range {request.headers.get('Range')!r} is outside of {size} bytes", param="Range")
+    return begin, end, asked != slice(None, None, 1)
+
+
+def _is_sent(path: Path) -> bool:
+    return path.is_file() and not path.name.startswith(".") and path.name != HELD_BY

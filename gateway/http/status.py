@@ -1,0 +1,64 @@
+"""What is going on, as one JSON document: read by people, by `rollout-gateway status`, and by the control plane."""
+
+from engines.engine import Json
+from gateway.fleet.adapters import Adapter
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.replica import Replica
+from gateway.fleet.scheduler import Scheduler
+from gateway.weights.coordinator import WeightCoordinator
+from gateway.weights.snapshots import Snapshots
+
+
+def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator, snapshots: Snapshots) -> Json:
+    """Seconds and counts; `weight_version` of a replica is null where its weights are unknown.
+
+    Updates, pauses and the gate concern the model `policy`, which is null where all models are frozen.
+    """
+    update, last, models = weights.update, weights.updates.last, fleet.models
+    queues = {model: scheduler.queue_length(model) for model in models.names}
+    return {
+        "ready": fleet.is_ready,
+        "policy": models.policy,
+        "weight_version": fleet.version,
+        "weight_update": update and update.report(),
+        "last_weight_update": last and last.report(),
+        "weight_store": snapshots.report(),
+        "weight_relay": weights.relay_report(),
+        "paused": weights.generation.is_paused,
+        "gate_closed_for": scheduler.closed_for,
+        "queue_length": sum(queues.values()),
+        "models": [{"model": m, "frozen": m != models.policy, "queue_length": n} for m, n in queues.items()],
+        "adapters": [_adapter_report(adapter, fleet) for adapter in fleet.adapters.loaded],
+        "replicas_expected": fleet.expected,
+        "replicas_refused": fleet.refused,
+        "replicas": [_replica_report(replica) for replica in fleet.replicas],
+    }
+
+
+def _adapter_report(adapter: Adapter, fleet: Fleet) -> Json:
+    holders = [replica.replica_id for replica in fleet.policy if replica.holds(adapter)]
+    own = {"name": adapter.name, "path": adapter.path, "version": adapter.version}
+    return own | {"rollouts": adapter.users, "replicas": holders}
+
+
+def _replica_report(replica: Replica) -> Json:
+    info = replica.info
+    return {
+        "replica_id": info.replica_id,
+        "group": info.group,
+        "state": replica.state,
+        "reason": replica.reason,
+        "weight_version": replica.weight_version,
+        "samples_in_flight": replica.load_samples,
+        "samples_placed": replica.placed,
+        "kind": info.kind,
+        "engine_version": info.engine_version,
+        "model": info.model,
+        "frozen": replica.frozen,
+        "world_size": info.world_size,
+        "gpu_ids": info.gpu_ids,
+        "node": info.node,
+        "url": info.url,
+        "pid": info.pid,
+        "log_path": info.log_path,
+    }

@@ -1,0 +1,176 @@
+"""The weight calls that a trainer makes, vLLM's and our own, and its pauses."""
+
+import contextlib
+import math
+
+from aiohttp import web
+
+from engines.engine import Json
+from engines.errors import InvalidRequest, StoreFailed
+from engines.types import InFlight, PauseMode
+from gateway.config.schema import WeightsConfig
+from gateway.fleet.fleet import Fleet
+from gateway.http.json_body import read_object, reply
+from gateway.http.keys import Guards
+from gateway.http.served_weights import served_weights
+from gateway.weights.coordinator import WeightCoordinator
+from gateway.weights.snapshots import Snapshots
+
+
+class WeightRoutes:
+    """Reads and answers; what is to be done is the coordinator's."""
+
+    def __init__(self, config: WeightsConfig, fleet: Fleet, weights: WeightCoordinator, snapshots: Snapshots) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._weights = weights
+        self._snapshots = snapshots
+
+    def add_routes(self, router: web.UrlDispatcher, guards: Guards) -> None:
+        router.add_get("/get_world_size", guards.for_admin(self._world_size))
+        router.add_post("/init_weight_transfer_engine", guards.for_admin(self._init))
+        router.add_post("/start_weight_update", guards.for_admin(self._start))
+        router.add_post("/update_weights", guards.for_admin(self._update))
+        router.add_post("/finish_weight_update", guards.for_admin(self._finish))
+        router.add_get("/weight_info", guards.for_inference(self._info))
+        router.add_get("/v1/weight_updates", guards.for_inference(self._updates))
+        router.add_post("/v1/weight_updates", guards.for_admin(self._load))
+        router.add_delete("/v1/weight_updates", guards.for_admin(self._abandon))
+        router.add_get("/v1/weights", guards.for_inference(self._served))
+        router.add_get("/v1/weight_store", guards.for_admin(self._store))
+        router.add_get("/v1/weight_canary", guards.for_inference(self._canary))
+        router.add_post("/reset_prefix_cache", guards.for_admin(self._reset_prefix_cache))
+        router.add_post("/pause", guards.for_admin(self._pause))
+        router.add_post("/resume", guards.for_admin(self._resume))
+        router.add_get("/is_paused", guards.for_admin(self._is_paused))
+
+    async def _world_size(self, request: web.Request) -> web.Response:
+        return reply({"world_size": await self._weights.world_size()})
+
+    async def _init(self, request: web.Request) -> web.Response:
+        await self._weights.init(_section(await read_object(request), "init_info"))
+        return reply({"message": "Weight transfer initialized"})
+
+    async def _start(self, request: web.Request) -> web.Response:
+        await self._weights.start(_in_flight(await read_object(request, required=False)))
+        return reply({"message": "Weight update started"})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        await self._weights.receive(_section(await read_object(request), "update_info"))
+        return reply({"message": "Weights updated"})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        body = await read_object(request, required=False)
+        version = await self._weights.finish(_canary_logprobs(body))
+        return reply({"message": "Weight update finished", "weight_version": version})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        """A version that a trainer has written into the store: `trainer_client.WeightSender` does it."""
+        body = await read_object(request)
+        if body.get("transport") != "store":
+            raise InvalidRequest(
+                f"transport = {body.get('transport')!r} is not 'store', which is what this route takes; over a group "
+                "weights come with /init_weight_transfer_engine and the calls after it",
+                param="transport",
+            )
+        snapshot, version = body.get("snapshot"), body.get("version")
+        if not isinstance(snapshot, str):
+            raise InvalidRequest("snapshot must be the name of a draft's folder", param="snapshot")
+        if version is not None and (type(version) is not int or version < 1):
+            raise InvalidRequest(
+                f"version = {version!r} is no version: an integer from 1, or left out", param="version"
+            )
+        rolling = body.get("rolling")
+        if rolling is not None and type(rolling) is not bool:
+            raise InvalidRequest(
+                f"rolling = {rolling!r} is neither true nor false; left out, it is as weights.rolling says",
+                param="rolling",
+            )
+        served = await self._weights.load(
+            snapshot, version, _canary_logprobs(body), rolling=rolling, in_flight=_in_flight(body)
+        )
+        return reply({"weight_version": served})
+
+    async def _abandon(self, request: web.Request) -> web.Response:
+        """A trainer that failed in the middle of its update says so, and nobody has to wait until it is missed."""
+        reason = (await read_object(request, required=False)).get("reason")
+        await self._weights.abandon(f"the trainer gave it up: {reason}" if reason else "the trainer gave it up")
+        return reply({"weight_version": self._fleet.version})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return reply({"weight_version": str(self._fleet.version)})
+
+    async def _served(self, request: web.Request) -> web.Response:
+        return reply(served_weights(self._fleet, self._weights.updates))
+
+    async def _updates(self, request: web.Request) -> web.Response:
+        """Records of the last updates, newest first; one that runs stands before them."""
+        running = [self._weights.update.report()] if self._weights.update else []
+        return reply({"weight_updates": running + self._weights.updates.reports()})
+
+    async def _canary(self, request: web.Request) -> web.Response:
+        """The tokens whose log-probs a trainer may send with /finish_weight_update."""
+        return reply({"token_ids": self._weights.canary_token_ids()})
+
+    async def _store(self, request: web.Request) -> web.Response:
+        """Where a trainer writes drafts, for which model, and how they get to how many replicas. `base` is the version
+        that a draft may have changes of; None where that is not kept."""
+        await self._snapshots.removed()  # a trainer writes at once, and may need the room
+        place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first, "base": await self._base()}
+        return reply(place | {"rolling": self._config.rolling, "replicas": len(self._fleet.policy)})
+
+    async def _base(self) -> int | None:
+        served = self._fleet.version
+        with contextlib.suppress(StoreFailed):
+            async with self._snapshots.reading(served, [one.info.incarnation for one in self._fleet.policy]):
+                return served
+        return None
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", PauseMode.ABORT)
+        if mode not in list(PauseMode):
+            raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(PauseMode)}", param="mode")
+        # vLLM clears the KV cache of paused requests unless told not to, which costs their prefill again. Nothing
+        # here depends on it: prefixes are salted by weight version.
+        clear_cache = request.query.get("clear_cache", "false").lower() == "true"
+        await self._weights.generation.pause(PauseMode(mode), clear_cache=clear_cache)
+        return reply({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        await self._weights.generation.resume()
+        return reply({"status": "resumed"})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return reply({"is_paused": self._weights.generation.is_paused})
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        return reply({"success": await self._weights.generation.reset_prefix_cache()})
+
+
+def _section(body: Json, key: str) -> Json:
+    section = body.get(key)
+    if not isinstance(section, dict):
+        raise InvalidRequest(f"the body needs {key!r}, a JSON object", param=key)
+    return section
+
+
+def _in_flight(body: Json) -> InFlight | None:
+    """What becomes of rollouts in flight, where the trainer says so."""
+    given = body.get("in_flight")
+    if given is not None and given not in list(InFlight):
+        raise InvalidRequest(f"in_flight = {given!r} is none of {', '.join(InFlight)}", param="in_flight")
+    return None if given is None else InFlight(given)
+
+
+def _canary_logprobs(body: Json) -> list[float] | None:
+    """The trainer's own log-probs of the canary, where it sends them."""
+    given = body.get("canary_logprobs")
+    if given is None:
+        return None
+    if not isinstance(given, list) or not all(type(value) in (int, float) and math.isfinite(value) for value in given):
+        raise InvalidRequest(
+            "canary_logprobs must be a list of numbers: the log-prob of each token of GET /v1/weight_canary but the "
+            "first, or left out",
+            param="canary_logprobs",
+        )
+    return [float(value) for value in given]

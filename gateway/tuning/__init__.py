@@ -1,0 +1,1 @@
+"""Tools beside the serving path: doctor audits configurations, plan predicts, tune measures."""

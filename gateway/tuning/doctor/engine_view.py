@@ -1,0 +1,159 @@
+"""An engine as rules see it, whoever configures it: a group of ours, verl's rollout section, TRL's colocated vLLM."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.types import EngineKind
+from gateway.config.load import Setting
+from gateway.config.schema import Config
+from gateway.tuning.doctor.files.verl import VerlFile
+from gateway.tuning.doctor.known_keys import ROLLOUT
+from gateway.tuning.doctor.model_size import weight_gib
+from gateway.tuning.doctor.values import Values, as_number
+
+# Our lever, and the key of verl's rollout section.
+_VERL_LEVERS = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "dtype": "dtype",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "enforce_eager": "enforce_eager",
+    "cudagraph_capture_sizes": "cudagraph_capture_sizes",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "enable_chunked_prefill": "enable_chunked_prefill",
+    "logprobs_mode": "logprobs_mode",
+    "disable_log_stats": "disable_log_stats",
+    "seed": "seed",
+}
+# verl 0.9.1, workers/rollout/sglang_rollout/async_sglang_server.py: all that its SGLang server is started with.
+VERL_TO_SGLANG = frozenset(
+    {"tensor_parallel_size", "data_parallel_size", "dtype", "gpu_memory_utilization", "enforce_eager", "max_num_seqs"}
+)
+_TRL_LEVERS = {
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "max_model_len": "vllm_max_model_length",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """`settings` are by our levers' names, each with the key its file has for it. A lever that is missing or None
+    has the engine's own default. `replicas` is None where nobody says how many there are."""
+
+    where: str
+    kind: EngineKind
+    settings: Mapping[str, Setting]
+    model: str
+    replicas: int | None
+    shares_gpu: bool = False
+    """The trainer's own weights and optimiser are on the same GPUs."""
+    is_offloaded: bool = False
+    """The trainer moves them to the host while the engine runs."""
+    on_cpu: bool = False
+    owner: str = "gateway"
+    """gateway, verl or TRL: who starts it."""
+
+    def at(self, lever: str) -> Setting | None:
+        return self.settings.get(lever)
+
+    def value(self, lever: str) -> Any:
+        found = self.settings.get(lever)
+        return None if found is None else found.value
+
+    def number(self, lever: str) -> float | None:
+        return as_number(self.value(lever))
+
+    @property
+    def name(self) -> str:
+        return "vLLM" if self.is_vllm else "SGLang"
+
+    @property
+    def is_vllm(self) -> bool:
+        return self.kind is EngineKind.VLLM
+
+    @property
+    def weight_gib(self) -> float | None:
+        return weight_gib(self.model)
+
+    @property
+    def context(self) -> float | None:
+        return self.number("max_model_len")
+
+    def reaches(self, lever: str) -> bool:
+        """Whether the engine is ever told of the lever."""
+        return self.owner != "verl" or self.is_vllm or lever in VERL_TO_SGLANG
+
+
+def gateway_engines(config: Config, settings: Sequence[Setting]) -> Iterator[EngineView]:
+    """The groups that run a vLLM or an SGLang of ours; of one that somebody else runs it says nothing."""
+    by_key = {setting.key: setting for setting in settings}
+    for name, group in config.groups.items():
+        if group.kind not in (EngineKind.VLLM, EngineKind.SGLANG):
+            continue
+        section = f"engines.{name}." if config.engines else "engine."
+        found = {key.removeprefix(section): one for key, one in by_key.items() if key.startswith(section)}
+        extra = {key.removeprefix("extra."): one for key, one in found.items() if key.startswith("extra.")}
+        yield EngineView(
+            where=f"gateway {section[:-1]}",
+            kind=group.kind,
+            settings=found | extra,
+            model=group.model,
+            replicas=group.num_replicas,
+            on_cpu=group.device == "cpu",
+        )
+
+
+def verl_engine(file: VerlFile) -> EngineView | None:
+    """None where verl's rollouts run elsewhere, such as behind a gateway."""
+    values = file.values
+    name = values.text(ROLLOUT + "name")
+    if name not in (EngineKind.VLLM, EngineKind.SGLANG):
+        return None
+    settings = {lever: values.at(ROLLOUT + key) for lever, key in _VERL_LEVERS.items()}
+    for key, lever in (("mem_fraction_static", "gpu_memory_utilization"), ("context_length", "max_model_len")):
+        passed = values.at(f"{ROLLOUT}engine_kwargs.{name}.{key}")
+        settings |= {lever: passed} if passed.value is not None else {}
+    offloads = [f"actor_rollout_ref.actor.fsdp_config.{one}_offload" for one in ("param", "optimizer")]
+    return EngineView(
+        where="verl rollout",
+        kind=EngineKind(name),
+        settings=settings,
+        model=values.text("actor_rollout_ref.model.path"),
+        replicas=_verl_replicas(values) if file.has_trainer else None,
+        shares_gpu=file.has_trainer and values.at("actor_rollout_ref.hybrid_engine").value is not False,
+        is_offloaded=all(values.is_true(key) for key in offloads),
+        owner="verl",
+    )
+
+
+def _verl_replicas(values: Values) -> int | None:
+    """GPUs over the GPUs of one engine, as verl's LLMServerManager counts."""
+    own_nodes = values.whole(ROLLOUT + "nnodes")
+    section = ROLLOUT if own_nodes else "trainer."
+    nodes, gpus = values.whole(section + "nnodes"), values.whole(section + "n_gpus_per_node")
+    sizes = [values.whole(ROLLOUT + key) for key in ("tensor_model_parallel_size", "data_parallel_size")]
+    if not nodes or not gpus or not all(sizes):
+        return None
+    return max(1, nodes * gpus // ((sizes[0] or 1) * (sizes[1] or 1)))
+
+
+def trl_engine(values: Values, processes: int) -> EngineView | None:
+    """vLLM inside TRL's own processes; with vllm_mode: server the engines are another's."""
+    if not values.is_true("use_vllm") or values.text("vllm_mode") != "colocate":
+        return None
+    settings = {lever: values.at(key) for lever, key in _TRL_LEVERS.items()}
+    return EngineView(
+        where="TRL colocated vLLM",
+        kind=EngineKind.VLLM,
+        settings=settings,
+        model=values.text("model_name_or_path"),
+        replicas=max(1, processes // (values.whole("vllm_tensor_parallel_size") or 1)),
+        shares_gpu=True,
+        is_offloaded=values.is_true("vllm_enable_sleep_mode"),
+        owner="TRL",
+    )

@@ -1,0 +1,1 @@
+"""Readers of trainer files: shell scripts, verl configurations, TRL arguments."""

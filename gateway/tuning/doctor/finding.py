@@ -1,0 +1,79 @@
+"""What a rule says of one value."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from gateway.config.load import Setting
+
+
+class Severity(StrEnum):
+    """`hurts` is what the exit status counts; `consider` may pay; `fine` was looked at and is right."""
+
+    HURTS = "hurts"
+    CONSIDER = "consider"
+    FINE = "fine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One value, judged. `message` holds this file's own numbers; `setting` is None where nothing was given to name."""
+
+    severity: Severity
+    setting: Setting | None
+    message: str
+    suggestion: str = ""
+    effect: str = ""
+    corrects: bool = False
+    """Whether the rule's common belief would say otherwise of this value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A `Found` with what its rule always says. Everything in it is plain, for JSON."""
+
+    rule: str
+    severity: Severity
+    where: str
+    """The part that was read: `gateway engine`, `verl`, ..."""
+    key: str
+    value: Any
+    origin: str
+    """default, file, env or cli; "" where no value stands behind it."""
+    place: str
+    """File and line, variable or argument; "" for defaults."""
+    message: str
+    why: str
+    suggestion: str
+    effect: str
+    corrects: str
+    """A common belief that does not hold here; "" where the rule knows none."""
+    source: str
+
+
+def hurts(setting: Setting | None, message: str, suggestion: str, effect: str = "", *, corrects: bool = False) -> Found:
+    return Found(
+        severity=Severity.HURTS,
+        setting=setting,
+        message=message,
+        suggestion=suggestion,
+        effect=effect,
+        corrects=corrects,
+    )
+
+
+def consider(
+    setting: Setting | None, message: str, suggestion: str, effect: str = "", *, corrects: bool = False
+) -> Found:
+    return Found(
+        severity=Severity.CONSIDER,
+        setting=setting,
+        message=message,
+        suggestion=suggestion,
+        effect=effect,
+        corrects=corrects,
+    )
+
+
+def fine(setting: Setting | None, message: str, *, corrects: bool = False) -> Found:
+    return Found(severity=Severity.FINE, setting=setting, message=message, corrects=corrects)

@@ -1,0 +1,203 @@
+"""What a running gateway tells of itself and its engines, in one look: /status, /metrics, /server_info."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from engines.errors import ConfigError, GatewayUnreachable
+from engines.types import EngineKind
+from gateway.config.load import Setting
+from gateway.tuning.doctor.engine_view import EngineView
+
+_TIMEOUT_S = 10.0
+# The lever, and where vLLM's own configuration has it.
+_VLLM_SETTINGS = {
+    "tensor_parallel_size": ("parallel_config", "tensor_parallel_size"),
+    "data_parallel_size": ("parallel_config", "data_parallel_size"),
+    "dtype": ("model_config", "dtype"),
+    "max_model_len": ("model_config", "max_model_len"),
+    "logprobs_mode": ("model_config", "logprobs_mode"),
+    "enforce_eager": ("model_config", "enforce_eager"),
+    "max_num_seqs": ("scheduler_config", "max_num_seqs"),
+    "max_num_batched_tokens": ("scheduler_config", "max_num_batched_tokens"),
+    "enable_chunked_prefill": ("scheduler_config", "enable_chunked_prefill"),
+    "stream_interval": ("scheduler_config", "stream_interval"),
+    "gpu_memory_utilization": ("cache_config", "gpu_memory_utilization"),
+    "kv_cache_memory_bytes": ("cache_config", "kv_cache_memory_bytes"),
+    "enable_prefix_caching": ("cache_config", "enable_prefix_caching"),
+    "max_cudagraph_capture_size": ("compilation_config", "max_cudagraph_capture_size"),
+}
+# One figure by our name, and what each engine's page calls it.
+_SAMPLES = {
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    "kv_usage": ("vllm:kv_cache_usage_perc", "sglang:token_usage"),
+    "preemptions": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
+    "finished": ("vllm:request_success_total",),
+    "generated": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
+    "prefix_queries": ("vllm:prefix_cache_queries_total",),
+    "prefix_hits": ("vllm:prefix_cache_hits_total",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One line of /metrics."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """`server_info` is None where no engine of the policy told any."""
+
+    url: str
+    status: dict[str, Any]
+    samples: tuple[Sample, ...]
+    server_info: dict[str, Any] | None
+
+    @property
+    def serving(self) -> list[str]:
+        """Ids of the replicas that take rollouts."""
+        return [one["replica_id"] for one in self.status["replicas"] if one["state"] == "SERVING"]
+
+    def by_replica(self, figure: str, **labels: str) -> dict[str, float]:
+        """A figure of each replica whose engine tells it, summed over other labels."""
+        found: dict[str, float] = {}
+        for sample in self.samples:
+            wanted = all(sample.labels.get(name) == value for name, value in labels.items())
+            if sample.name in _SAMPLES[figure] and "replica" in sample.labels and wanted:
+                replica = sample.labels["replica"]
+                found[replica] = found.get(replica, 0.0) + sample.value
+        return found
+
+    def total(self, figure: str, **labels: str) -> float | None:
+        """Over all replicas; None where none tells it."""
+        found = self.by_replica(figure, **labels)
+        return sum(found.values()) if found else None
+
+    def kv_tokens(self) -> dict[str, int]:
+        """Tokens that fit each replica's KV cache, where its engine tells blocks and their size."""
+        found: dict[str, int] = {}
+        for sample in self.samples:
+            if sample.name == "vllm:cache_config_info" and "replica" in sample.labels:
+                sizes = [sample.labels.get(name, "") for name in ("num_gpu_blocks", "block_size")]
+                if all(size.isdigit() for size in sizes):
+                    replica = sample.labels["replica"]
+                    found[replica] = found.get(replica, 0) + int(sizes[0]) * int(sizes[1])
+        return found
+
+    def seconds_of_update_steps(self) -> dict[str, float]:
+        """Of the last update, by step; empty before the first."""
+        last = self.status.get("last_weight_update") or {}
+        return {step: float(seconds) for step, seconds in (last.get("seconds") or {}).items()}
+
+    def setting(self, name: str, value: Any, path: str = "/metrics") -> Setting:
+        return Setting(key=name, value=value, origin="live", place=f"{self.url}{path}")
+
+    def engine(self) -> EngineView | None:
+        """The policy's engine as it runs; None where it is no vLLM, or tells nothing."""
+        replicas = [one for one in self.status["replicas"] if one["kind"] == EngineKind.VLLM and not one["frozen"]]
+        config = (self.server_info or {}).get("vllm_config")
+        if not replicas or not isinstance(config, dict):
+            return None
+        settings = {
+            lever: self.setting(lever, _plain(config[section][name]), "/server_info")
+            for lever, (section, name) in _VLLM_SETTINGS.items()
+            if isinstance(config.get(section), dict) and config[section].get(name) is not None
+        }
+        device = config.get("device_config")
+        return EngineView(
+            where="running engine",
+            kind=EngineKind.VLLM,
+            settings=settings,
+            model=str((config.get("model_config") or {}).get("model", "")),
+            replicas=len(replicas),
+            on_cpu=isinstance(device, dict) and str(device.get("device_type", device.get("device"))).startswith("cpu"),
+            owner="running",
+        )
+
+
+def look(url: str, key: str = "", environ: Mapping[str, str] = os.environ) -> Live:
+    """Asks the gateway at `url`; `key` is env:NAME or file:PATH. Every wait is bounded.
+
+    Raises `ConfigError` on a URL or key that cannot be one, `GatewayUnreachable` where no gateway answers.
+    """
+    where = urlsplit(url)
+    if where.scheme not in ("http", "https") or not where.hostname:
+        raise ConfigError(f"argument --url: {url!r}: expected http://host:port of a gateway")
+    url = url.rstrip("/")
+    token = _key(key, environ)
+    try:
+        status = json.loads(_get(f"{url}/status", token))
+        page = _get(f"{url}/metrics", token)
+    except ValueError as error:
+        raise GatewayUnreachable(f"{url}: no gateway of ours: /status is not JSON") from error
+    if not isinstance(status, dict) or "replicas" not in status:
+        raise GatewayUnreachable(f"{url}: no gateway of ours: /status tells no replicas")
+    return Live(url, status, tuple(_samples(page)), _server_info(url, token))
+
+
+def _server_info(url: str, token: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(_get(f"{url}/server_info?config_format=json", token))
+    except (GatewayUnreachable, ValueError):
+        return None  # no engine is up, or its kind has no such route; /status says which
+    return found if isinstance(found, dict) else None
+
+
+def _samples(page: str) -> Iterator[Sample]:
+    # Of the serve extra: files are examined without it.
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError as error:
+        raise ConfigError(
+            "argument --url: prometheus-client is not installed: pip install 'rollout-gateway[serve]'"
+        ) from error
+    for family in text_string_to_metric_families(page):
+        yield from (Sample(one.name, one.labels, one.value) for one in family.samples)
+
+
+def _get(url: str, token: str) -> str:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    # No proxy of the environment: the gateway is inside the cluster's network.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S) as response:
+            body: bytes = response.read()
+    except urllib.error.HTTPError as error:
+        remedy = "; give --key env:NAME or file:PATH" if error.code in (401, 403) else ""
+        with error:
+            raise GatewayUnreachable(f"{url} answered {error.code}{remedy}") from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise GatewayUnreachable(f"{url}: no answer within {_TIMEOUT_S:g} s: {reason}") from error
+    return body.decode("utf-8", errors="replace")
+
+
+def _key(key: str, environ: Mapping[str, str]) -> str:
+    kind, _, reference = key.partition(":")
+    if not key:
+        return ""
+    if kind not in ("env", "file") or not reference:
+        raise ConfigError("argument --key: expected env:NAME or file:PATH, since others see what is written out here")
+    try:
+        found = environ.get(reference, "") if kind == "env" else Path(reference).expanduser().read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"argument --key: {reference} cannot be read: {error.strerror}") from error
+    if not found.split():
+        raise ConfigError(f"argument --key: no key in {key}")
+    return found.split()[0].split(",")[0]
+
+
+def _plain(value: Any) -> Any:
+    """torch.bfloat16 is how vLLM prints a dtype."""
+    return value.removeprefix("torch.") if isinstance(value, str) else value

@@ -1,0 +1,1 @@
+"""The doctor's rules: pure functions in tables, one module per subject."""

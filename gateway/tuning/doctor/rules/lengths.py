@@ -1,0 +1,108 @@
+"""Rules about lengths: what is cut off, and what the engine has to hold."""
+
+from collections.abc import Iterator
+
+from gateway.tuning.doctor.engine_view import EngineView
+from gateway.tuning.doctor.finding import Found, consider, fine, hurts
+from gateway.tuning.doctor.model_size import context
+from gateway.tuning.doctor.rules.rule import TRL_CODE, VERL_CODE, VERL_PRACTICE, Rule, of_engines, of_workload
+from gateway.tuning.doctor.subject import Subject
+
+_SHORT_RESPONSE = 512
+_LONG_RESPONSE = 2048
+_WATCH = "share of completions that end by length (clip ratio): above 0.1 means truncation"
+
+
+def _prompts(subject: Subject) -> Iterator[Found]:
+    setting, tokens = subject.workload.prompt, subject.workload.prompt_tokens
+    if setting is None or tokens is None:
+        return
+    reference = subject.against.prompt_tokens if subject.against else None
+    if reference and tokens < reference:
+        message = f"{tokens} tokens, where the configuration it is compared with allows {reference}"
+        yield hurts(setting, f"{message}: what is longer loses its beginning", f"{reference}")
+        return
+    if subject.verl and subject.verl.has_trainer:
+        how = subject.verl.values.text("data.truncation")
+        dropped = subject.verl.values.is_true("data.filter_overlong_prompts")
+        if how != "error" and not dropped:
+            message = f"prompts longer than {tokens} tokens are cut in silence (data.truncation: {how})"
+            yield consider(setting, message, "measure the data set's lengths; data.filter_overlong_prompts=True")
+            return
+        then = "are left out" if dropped else "stop the run (data.truncation: error)"
+        yield fine(setting, f"longer prompts {then}")
+        return
+    message = f"verl's agent loop cuts prompts of more than {tokens} tokens on the left, with a line in its log alone"
+    yield consider(setting, message, "measure the data set's lengths and set it above the longest")
+
+
+def _responses(subject: Subject) -> Iterator[Found]:
+    setting, tokens = subject.workload.response, subject.workload.response_tokens
+    if setting is None or tokens is None:
+        return
+    reference = subject.against.response_tokens if subject.against else None
+    if reference and tokens < reference:
+        message = f"{tokens} tokens, where the configuration it is compared with allows {reference}"
+        yield hurts(setting, f"{message}: reasoning is cut in the middle, and its answer is never seen", f"{reference}")
+    elif tokens <= _SHORT_RESPONSE:
+        message = f"{tokens} tokens, the default of verl and TRL: step by step reasoning is cut before its answer"
+        yield hurts(setting, message, f"{_LONG_RESPONSE} or more; watch the {_WATCH}")
+    elif tokens < _LONG_RESPONSE:
+        yield consider(setting, f"{tokens} tokens may cut longer reasoning", f"watch the {_WATCH}")
+    else:
+        yield fine(setting, f"{tokens} tokens; watch the {_WATCH}")
+
+
+def _max_model_len(engine: EngineView, subject: Subject) -> Iterator[Found]:
+    setting, needed, has = engine.at("max_model_len"), subject.workload.tokens, engine.context
+    own = context(engine.model)
+    if has is None:
+        whole = f"the model's whole context of {own:,} tokens" if own else "the model's whole context"
+        if needed and own and own < needed:
+            yield hurts(None, f"the model has {own} positions, prompt and response take {needed}", "shorter lengths")
+            return
+        message = f"not given: {engine.name} takes {whole}"
+        message += ", and does not start where one such sequence outgrows the KV cache" if engine.is_vllm else ""
+        wanted = f"{needed} (prompt {subject.workload.prompt_tokens} + response {subject.workload.response_tokens})"
+        suggestion = f"max_model_len: {wanted}" if needed else "max_model_len: longest prompt + longest response"
+        yield consider(engine.at("max_model_len"), message, suggestion)
+    elif needed and has < needed:
+        message = f"{has:.0f} tokens; prompt {subject.workload.prompt_tokens} + response "
+        message += (
+            f"{subject.workload.response_tokens} take {needed}: completions end early, longer prompts are refused"
+        )
+        yield hurts(setting, message, f"{needed}")
+    elif needed and has > 2 * needed:
+        message = f"{has:.0f} tokens, {has / needed:.1f} times what prompt and response take ({needed})"
+        yield consider(setting, message, f"{needed}", "a prompt too long is refused at once, not after it ran")
+    else:
+        yield fine(setting, f"{has:.0f} tokens" + (f" for prompt + response of {needed}" if needed else ""))
+
+
+LENGTH_RULES = (
+    Rule(
+        id="prompt-length",
+        asks="Are prompts cut?",
+        reads="data.max_prompt_length, rollout.prompt_length, data.truncation",
+        why="A prompt that lost its beginning is another problem than the one that is rewarded.",
+        source=f"{VERL_CODE}, experimental/agent_loop/agent_loop.py",
+        check=of_workload(_prompts),
+    ),
+    Rule(
+        id="response-length",
+        asks="Are responses cut?",
+        reads="data.max_response_length, rollout.response_length, TRL max_completion_length",
+        why="A completion cut before its answer earns no reward, so that the policy learns to be short.",
+        source=f"{VERL_PRACTICE}: response clip ratio",
+        check=of_workload(_responses),
+    ),
+    Rule(
+        id="max-model-len",
+        asks="Does the engine hold prompt and response, and not much more?",
+        reads="max_model_len, vllm_max_model_length",
+        why="It is the longest sequence that the engine admits. It allocates no KV cache: that is taken by blocks as "
+        "sequences grow.",
+        source=f"{VERL_CODE}, vllm_async_server.py; {TRL_CODE}, TRL's prompts are checked by the engine alone",
+        check=of_engines(_max_model_len),
+    ),
+)

@@ -1,0 +1,68 @@
+"""Everything that is examined together."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.config.load import Setting
+from gateway.config.schema import Config
+from gateway.tuning.doctor.engine_view import EngineView, gateway_engines, trl_engine, verl_engine
+from gateway.tuning.doctor.files.trl import TrlFile, read_trl
+from gateway.tuning.doctor.files.verl import VerlFile, read_verl
+from gateway.tuning.doctor.live import Live
+from gateway.tuning.doctor.workload import Workload, trl_workload, verl_workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """`against` is the workload of a configuration that is known to be good; `gpu_gib` the memory of one GPU."""
+
+    engines: tuple[EngineView, ...]
+    workload: Workload
+    config: Config | None = None
+    verl: VerlFile | None = None
+    trl: TrlFile | None = None
+    trl_processes: int = 1
+    against: Workload | None = None
+    live: Live | None = None
+    gpu_gib: float = 80.0
+
+    def samples_per_replica(self, engine: EngineView) -> int | None:
+        """Completions of a step that one replica of `engine` gets, if the whole step goes to its group."""
+        if not self.workload.samples or not engine.replicas:
+            return None
+        return -(-self.workload.samples // engine.replicas)
+
+
+def subject_of(
+    *,
+    config: Config | None = None,
+    settings: list[Setting] | None = None,
+    verl: Path | None = None,
+    trl: Path | None = None,
+    trl_processes: int = 1,
+    against: Path | None = None,
+    live: Live | None = None,
+    gpu_gib: float = 80.0,
+) -> Subject:
+    """Reads the files. Raises `ConfigError` where one cannot be read; of verl and TRL, verl tells the workload."""
+    verl_file = read_verl(verl) if verl else None
+    trl_file = read_trl(trl) if trl else None
+    found = [verl_engine(verl_file) if verl_file else None]
+    found += [live.engine() if live else None]
+    found += [trl_engine(trl_file.values, trl_processes) if trl_file else None]
+    workload = Workload()
+    if trl_file:
+        workload = trl_workload(trl_file.values, trl_processes)
+    if verl_file:
+        workload = verl_workload(verl_file)
+    return Subject(
+        engines=(*(gateway_engines(config, settings or []) if config else ()), *(one for one in found if one)),
+        workload=workload,
+        config=config,
+        verl=verl_file,
+        trl=trl_file,
+        trl_processes=trl_processes,
+        against=verl_workload(read_verl(against)) if against else None,
+        live=live,
+        gpu_gib=gpu_gib,
+    )

@@ -1,0 +1,27 @@
+"""Options that say what a batch is, the same for `plan` and `tune`."""
+
+from typing import Annotated
+
+import typer
+
+from gateway.tuning.plan.workload import Lengths, StepWorkload
+
+BATCH = "The batch"
+
+Samples = Annotated[int, typer.Option("--samples", "-n", help="Samples of a prompt.", rich_help_panel=BATCH)]
+PromptLengths = Annotated[
+    str, typer.Option("--prompt", metavar="MEAN[:MAX]", help="Tokens of a prompt.", rich_help_panel=BATCH)
+]
+ResponseLengths = Annotated[
+    str, typer.Option("--response", metavar="MEAN[:MAX]", help="Tokens of a completion.", rich_help_panel=BATCH)
+]
+
+
+def step_of(prompts: int, samples: int, prompt: str, response: str) -> StepWorkload:
+    """Of the options as they were given. Raises `ConfigError` naming the one at fault."""
+    return StepWorkload(
+        prompts=prompts,
+        samples=samples,
+        prompt=Lengths.parse(prompt, "--prompt"),
+        response=Lengths.parse(response, "--response"),
+    )

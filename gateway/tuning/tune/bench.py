@@ -1,0 +1,221 @@
+"""Starts an engine, gives it batches as the gateway would, and says how fast it was."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from engines.clients.connect import connect
+from engines.config import EngineConfig
+from engines.engine import Engine, Json
+from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineFailed
+from engines.process.engine_server import EngineServer
+from engines.process.launch import gpus_per_replica
+from engines.types import ReplicaInfo
+from gateway.tuning.tune.batch import Ask, Batch
+
+_PATH = "/v1/completions"
+_GROUP = "tune"
+# The bound of the whole ends a batch, not that of each request.
+_MARGIN_S = 60.0
+# Engines that take turns, each started anew, make so many runs a start.
+RUNS_A_START = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Runs of one engine: tokens/s of each of its GPUs (of the engine, where it has none), one a run.
+
+    `failure` says why there is none: it did not start, it failed under the load, or it was cut off for its slowness.
+    """
+
+    speeds: tuple[float, ...] = ()
+    start_s: float = 0.0
+    run_s: float = 0.0
+    """The longest run."""
+    failure: str = ""
+    cut_off: bool = False
+
+
+class TooSlow(DeadlineExceeded):
+    """A batch was not done within the time that a run may take."""
+
+
+class Bench(Protocol):
+    """Where engines are measured."""
+
+    def side_by_side(self, engine: EngineConfig) -> int:
+        """Engines like this one that may be measured at the same time."""
+
+    def all_fit(self, engines: Sequence[EngineConfig]) -> bool:
+        """Whether they can be up at the same time."""
+
+    async def measure(self, engine: EngineConfig, runs: Sequence[int], start_s: float, run_s: float) -> Measured:
+        """Start, warm up, run the batches of these numbers, stop. A start may take `start_s`, a run `run_s`."""
+
+    def rounds(
+        self, engines: Sequence[EngineConfig], runs: Sequence[int], start_s: float, run_s: float
+    ) -> AsyncGenerator[tuple[float, ...]]:
+        """Speeds of all engines in each of these runs, in turn. Raises what a start or a run raises."""
+
+
+class EngineBench:
+    """Engines on this host: each has GPUs of its own, or none and the CPU to itself."""
+
+    def __init__(self, batch: Batch, gpus: Sequence[str]) -> None:
+        self._batch = batch
+        self._num_gpus = len(gpus)
+        self._free = list(gpus)
+        self._given_back = asyncio.Condition()
+        self._names = itertools.count()
+
+    def side_by_side(self, engine: EngineConfig) -> int:
+        needed = gpus_per_replica(engine)
+        return max(1, self._num_gpus // needed) if needed else 1
+
+    def all_fit(self, engines: Sequence[EngineConfig]) -> bool:
+        return sum(map(gpus_per_replica, engines)) <= self._num_gpus
+
+    async def measure(self, engine: EngineConfig, runs: Sequence[int], start_s: float, run_s: float) -> Measured:
+        speeds, run_times, began = list[float](), [0.0], time.monotonic()
+        try:
+            async with self._serving(engine, start_s) as running:
+                started_s = time.monotonic() - began
+                for number in runs:
+                    seconds = await running.run(number, run_s)
+                    run_times.append(seconds)
+                    speeds.append(running.tokens / seconds / running.gpus)
+        except (EngineError, DeadlineExceeded, ConfigError) as error:
+            return Measured(failure=str(error), cut_off=isinstance(error, TooSlow))
+        return Measured(speeds=tuple(speeds), start_s=started_s, run_s=max(run_times))
+
+    async def rounds(
+        self, engines: Sequence[EngineConfig], runs: Sequence[int], start_s: float, run_s: float
+    ) -> AsyncGenerator[tuple[float, ...]]:
+        """Where not all fit, one is up at a time and makes some runs a start, in an order (a, b, b, a) that has few."""
+        fit = self.all_fit(engines)
+        at_a_time = 1 if fit else RUNS_A_START
+        order = list(range(len(engines)))
+        async with AsyncExitStack() as stack:
+            up: dict[int, _Running] = {}
+            for first in range(0, len(runs), at_a_time):
+                speeds: list[dict[int, float]] = [{} for _ in runs[first : first + at_a_time]]
+                for index in order:
+                    if index not in up and not fit:
+                        await stack.aclose()
+                        up.clear()
+                    if index not in up:
+                        up[index] = await stack.enter_async_context(self._serving(engines[index], start_s))
+                    for number, found in zip(runs[first:], speeds, strict=False):
+                        seconds = await up[index].run(number, run_s)
+                        found[index] = up[index].tokens / seconds / up[index].gpus
+                for found in speeds:
+                    yield tuple(found[index] for index in range(len(engines)))
+                order.reverse()
+
+    @asynccontextmanager
+    async def _serving(self, engine: EngineConfig, start_s: float) -> AsyncIterator["_Running"]:
+        """An engine that has started and is warm. Raises what its start raises."""
+        needed = gpus_per_replica(engine)
+        if needed > self._num_gpus:
+            raise ConfigError(f"it needs {needed} GPUs, and {self._num_gpus} are here")
+        gpus = await self._take(needed)
+        try:
+            server = EngineServer(
+                _bounded(engine, gpus, start_s), replica_id=f"{_GROUP}-{next(self._names)}", group=_GROUP, index=0
+            )
+            try:
+                info = await server.start()
+                running = _Running(info, self._batch.times(max(1, needed)), max(1, needed))
+                try:
+                    await running.warm_up(start_s)
+                    yield running
+                finally:
+                    await running.close()
+            finally:
+                await server.stop()
+        finally:
+            async with self._given_back:
+                self._free += gpus
+                self._given_back.notify_all()
+
+    async def _take(self, count: int) -> list[str]:
+        async with self._given_back:
+            await self._given_back.wait_for(lambda: len(self._free) >= count)
+            taken, self._free = self._free[:count], self._free[count:]
+            return taken
+
+
+class _Running:
+    """An engine that serves, and the batch that it is given."""
+
+    def __init__(self, info: ReplicaInfo, batch: Batch, gpus: int) -> None:
+        if info.max_model_len is not None and batch.longest > info.max_model_len:
+            raise ConfigError(
+                f"the workload has sequences of {batch.longest} tokens, and the engine's max_model_len is "
+                f"{info.max_model_len}: raise engine.max_model_len, or lower --prompt and --response"
+            )
+        self._engine = connect(info.kind, info.replica_id, info.url, info.engine_version, has_tee=info.has_tee)
+        self._info = info
+        self._batch = batch
+        self.gpus = gpus
+        self.tokens = batch.tokens
+
+    async def warm_up(self, timeout_s: float) -> None:
+        """What an engine does once: compile, allocate, fill its caches."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(self._batch.opening(), "warm-up", timeout_s + _MARGIN_S)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the first requests were not answered within {timeout_s:.0f} s") from None
+
+    async def run(self, number: int, timeout_s: float) -> float:
+        """Seconds from the first prompt to the last token."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(self._batch, f"run {number}", timeout_s + _MARGIN_S)
+        except TimeoutError:
+            raise TooSlow(f"cut off: a batch was not done within {timeout_s:.1f} s") from None
+        return time.monotonic() - began
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    async def _send(self, batch: Batch, seed: str, timeout_s: float) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, ask in enumerate(batch.asks):
+                    group.create_task(self._ask(ask, f"{seed} {index}", timeout_s))
+        except* (EngineError, DeadlineExceeded) as errors:
+            raise errors.exceptions[0] from None
+
+    async def _ask(self, ask: Ask, seed: str, timeout_s: float) -> None:
+        body = {"model": self._info.model, **ask.body(seed)}
+        if self._info.streams:
+            tokens = await _streamed(self._engine, body, timeout_s)
+        else:
+            tokens = _tokens(await self._engine.generate(_PATH, body, timeout_s))
+        if tokens != ask.samples * ask.max_tokens:
+            message = f"{tokens} tokens came of {ask.samples * ask.max_tokens} that were asked for"
+            raise EngineFailed(message, replica_id=self._info.replica_id)
+
+
+async def _streamed(engine: Engine, body: Json, timeout_s: float) -> int:
+    async with aclosing(engine.stream(_PATH, body, timeout_s)) as chunks:
+        return sum([_tokens(chunk) async for chunk in chunks])
+
+
+def _tokens(reply: Json) -> int:
+    return sum(len(choice.get("token_ids") or ()) for choice in reply.get("choices", ()))
+
+
+def _bounded(engine: EngineConfig, gpus: Sequence[str], start_s: float) -> EngineConfig:
+    """One replica on these GPUs, whose start takes no longer than is left."""
+    change: Json = {"start_timeout_s": min(engine.start_timeout_s, max(1.0, start_s)), "num_replicas": 1}
+    if gpus:
+        change["env"] = {**engine.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return engine.model_copy(update=change)

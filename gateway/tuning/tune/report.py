@@ -1,0 +1,184 @@
+"""What `tune` leaves behind: the configuration, and the evidence as a table and as one page with a plot."""
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from engines.config import EngineConfig
+from engines.errors import ConfigError
+from gateway.config.schema import Config
+from gateway.config.sources import Tree, from_file, from_overrides, merge
+from gateway.tuning.tune.levers import Setting
+from gateway.tuning.tune.search import Outcome, Record, ratios
+
+_WIDTH_OF_A_PIPE = 200
+_BARS = 40
+_BAR_PX, _ROW_PX, _LABEL_PX, _WIDTH_PX = 440, 24, 430, 1020
+_NO_PAIRS = "<p>None were needed.</p>"
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:1060px;margin:2rem auto;padding:0 1rem;color:#1c1c1c;background:#fff}
+h1{font-size:1.5rem;margin:0} h2{font-size:1.1rem;margin:2rem 0 .5rem} p{margin:.3rem 0}
+table{border-collapse:collapse} td,th{padding:.2rem .9rem .2rem 0;text-align:left;vertical-align:top}
+td{font-variant-numeric:tabular-nums} .dim{color:#666}
+pre{background:#f4f4f4;padding:.8rem;overflow:auto} text{font:13px system-ui,sans-serif;fill:#1c1c1c}
+"""
+
+
+def ranked(outcome: Outcome) -> list[tuple[Setting, Record]]:
+    """Fastest first, failures last."""
+    return sorted(outcome.records.items(), key=lambda item: -item[1].speed)
+
+
+def print_outcome(console: Console, outcome: Outcome) -> None:
+    """The evidence, and the decision."""
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_WIDTH_OF_A_PIPE)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("tokens/s", "of the start's", "runs"):
+        table.add_column(name, justify="right")
+    table.add_column("setting", overflow="fold")
+    for setting, record in ranked(outcome):
+        told = setting.told_from(outcome.start) + (f": {_first_line(record)}" if record.failure else "")
+        table.add_row(_speed(record), _share(outcome, record), str(len(record.speeds)), told)
+    console.print(table, markup=False)
+    console.print("\n" + _decision(outcome), markup=False, highlight=False, soft_wrap=True)
+
+
+def configuration(config: Config, group: str, file: Path | None, overrides: Sequence[str], outcome: Outcome) -> str:
+    """The file and arguments that were given with the best setting in them, as YAML that `up` takes."""
+    tree: Tree = from_file(file).tree if file else {}
+    tree = merge(tree, from_overrides(overrides).tree)
+    engine = config.groups[group]
+    best = outcome.best.applied_to(engine)
+    given: Tree = dict(outcome.best.changes_from(outcome.start))
+    if best.num_replicas != (replicas := replicas_for(engine, best)):
+        given["num_replicas"] = replicas
+    for name in ("model", "python"):
+        if getattr(engine, name):
+            given[name] = getattr(engine, name)  # paths that were found beside the file
+    section: Tree = {"engines": {group: given}} if config.engines else {"engine": given}
+    tree = merge(tree, section)
+    Config.model_validate(tree)
+    return f"# By `rollout-gateway tune`: {outcome.reason}.\n" + yaml.safe_dump(tree, sort_keys=False)
+
+
+def replicas_for(before: EngineConfig, after: EngineConfig) -> int:
+    """Replicas on as many GPUs as before. Raises `ConfigError` where they cannot be dealt out."""
+    workers = before.num_replicas * before.world_size
+    if workers % after.world_size:
+        raise ConfigError(
+            f"tensor_parallel_size = {after.tensor_parallel_size}: {workers} GPUs of {before.num_replicas} replicas "
+            "cannot be dealt out to such engines; leave it out of --lever"
+        )
+    return workers // after.world_size
+
+
+def page(outcome: Outcome, workload: str, text: str) -> str:
+    """One HTML page that needs nothing from elsewhere. `text` is the configuration."""
+    against = _html_table(["run", "held against", "best", "ratio"], _pair_rows(outcome.against))
+    rows = [
+        [
+            _speed(record),
+            _share(outcome, record),
+            ", ".join(f"{speed:,.0f}" for speed in record.speeds),
+            setting.told_from(outcome.start) + (f": {_first_line(record)}" if record.failure else ""),
+        ]
+        for setting, record in ranked(outcome)
+    ]
+    decision, reason = _decision(outcome).splitlines()
+    measured = f"{len(outcome.records)} of {outcome.settings} settings in {outcome.spent_s:.0f} s"
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>rollout-gateway tune</title><style>{_STYLE}</style>
+<h1>{html.escape(decision[0].upper() + decision[1:])}</h1>
+<p>{html.escape(reason)}</p>
+<p class=dim>{html.escape(workload)}. {measured}. The start has {html.escape(str(outcome.start))}.</p>
+<h2>Tokens/s of a GPU</h2>{_plot(outcome)}
+<h2>Final pairs, in alternating order</h2>
+{_html_table(["pair", "start", "fastest", "ratio"], _pair_rows(outcome.pairs)) if outcome.pairs else _NO_PAIRS}
+{against if outcome.against else ""}
+<h2>All measurements</h2>
+{_html_table(["median", "of the start's", "runs", "setting"], rows)}
+<h2>Configuration</h2><pre>{html.escape(text)}</pre>
+</html>
+"""
+
+
+def _pair_rows(pairs: Sequence[tuple[float, float]]) -> list[list[str]]:
+    return [
+        [str(index), f"{one:,.0f}", f"{other:,.0f}", f"{other / one:.3f}"]
+        for index, (one, other) in enumerate(pairs, start=1)
+    ]
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = "".join(f"<th>{html.escape(name)}" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in row) for row in rows)
+    return f"<table><tr>{cells}{body}</table>"
+
+
+def _plot(outcome: Outcome) -> str:
+    """A bar for each setting, a dot for each run, and a line where the start is."""
+    shown = [(setting, record) for setting, record in ranked(outcome) if record.speed][:_BARS]
+    scale = _BAR_PX / max(speed for _, record in shown for speed in record.speeds)
+    height = _ROW_PX * len(shown) + 8
+    parts = [f'<svg width="{_WIDTH_PX}" height="{height}" viewBox="0 0 {_WIDTH_PX} {height}" role="img">']
+    for index, (setting, record) in enumerate(shown):
+        top = index * _ROW_PX
+        colour = "#2a7d4f" if setting == outcome.best else "#8a8a8a" if setting == outcome.start else "#b9cfe4"
+        label = html.escape(setting.told_from(outcome.start))
+        parts.append(f'<text x="{_LABEL_PX - 8}" y="{top + 17}" text-anchor="end">{label}</text>')
+        width = record.speed * scale
+        parts.append(f'<rect x="{_LABEL_PX}" y="{top + 4}" width="{width:.1f}" height="16" fill="{colour}"/>')
+        for speed in record.speeds:
+            parts.append(f'<circle cx="{_LABEL_PX + speed * scale:.1f}" cy="{top + 12}" r="3" fill="#1c1c1c"/>')
+        parts.append(f'<text x="{_LABEL_PX + _BAR_PX + 12}" y="{top + 17}">{record.speed:,.0f}</text>')
+    at = _LABEL_PX + outcome.records[outcome.start].speed * scale
+    parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height}" stroke="#444" stroke-dasharray="4 3"/>')
+    return "".join(parts) + "</svg>"
+
+
+def _decision(outcome: Outcome) -> str:
+    if outcome.best == outcome.start:
+        decision = f"keep what you have\n{outcome.reason}"
+    else:
+        decision = f"take {outcome.best.told_from(outcome.start)}\n{outcome.reason}"
+    if outcome.against_known is not None:
+        decision += f"; {outcome.against_known:.3f} of what it was held against, in the same runs"
+    return decision
+
+
+def _speed(record: Record) -> str:
+    return f"{record.speed:,.0f}" if record.speed else "failed"
+
+
+def _share(outcome: Outcome, record: Record) -> str:
+    return f"{record.speed / outcome.records[outcome.start].speed:.3f}" if record.speed else "-"
+
+
+def _first_line(record: Record) -> str:
+    return record.failure.splitlines()[0] if record.failure else ""
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """The decision and its evidence."""
+    return {
+        "start": dict(outcome.start.values),
+        "best": dict(outcome.best.values),
+        "changes": outcome.best.changes_from(outcome.start),
+        "reason": outcome.reason,
+        "pairs": [{"start": start, "fastest": best} for start, best in outcome.pairs],
+        "ratios": ratios(outcome.pairs),
+        "against": [{"known": known, "best": best} for known, best in outcome.against],
+        "against_ratios": ratios(outcome.against),
+        "spent_s": outcome.spent_s,
+        "settings": outcome.settings,
+        "measured": [
+            {"setting": dict(setting.values), "speeds": record.speeds, "failure": record.failure}
+            for setting, record in ranked(outcome)
+        ],
+    }

@@ -1,0 +1,261 @@
+"""The canary: one fixed sequence of tokens that replicas score after an update, to tell which weights they hold.
+
+This file asks and remembers; what the log-probs mean is decided in `verdicts.py`. A label or a checksum says what an
+engine was told. Log-probs say what it computes with.
+"""
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import structlog
+
+from engines.config import EngineConfig
+from engines.engine import Json
+from engines.errors import DeadlineExceeded, EngineError, EngineRefused, EngineUnreachable, InvalidRequest
+from engines.types import ReplicaInfo
+from gateway.config.schema import CanaryConfig
+from gateway.fleet.replica import Replica
+from gateway.weights.verdicts import Finding, Reading, Result, Scale, distance, judge
+
+log = structlog.get_logger()
+
+PATH = "/v1/completions"
+
+_SEED = 20260
+_FILLERS = 3
+# Ids that every vocabulary of a model worth serving has, where the checkpoint's own cannot be read.
+_SMALL_VOCABULARY = 96
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
+# Of engines that differ in one of these, none says what the other's log-probs should be.
+_NUMERICS = (
+    "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "enforce_eager",
+    "extra",
+)  # fmt: skip
+
+
+class Canary:
+    """Asks replicas for the canary's log-probs, and keeps each one's last accepted answer to compare the next with."""
+
+    def __init__(self, config: CanaryConfig, groups: Mapping[str, EngineConfig]) -> None:
+        self._config = config
+        self._groups = groups
+        self._accepted: WeakKeyDictionary[Replica, Reading] = WeakKeyDictionary()
+        self._trainers: tuple[float, ...] | None = None
+        self._checked: tuple[dict[Replica, Reading], tuple[float, ...] | None] = {}, None
+        self._token_ids: list[int] | None = None
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._config.enabled
+
+    def token_ids(self, replicas: Sequence[Replica]) -> list[int]:
+        """The sequence that all replicas score: always the same, and such that those first asked for can score it."""
+        if self._token_ids is None:
+            self._token_ids = canary_token_ids([replica.info for replica in replicas], self._config.tokens)
+        return self._token_ids
+
+    def check_length(self, logprobs: Sequence[float] | None) -> None:
+        """Refuse log-probs that are not of this sequence."""
+        wanted = len(self._token_ids or ()) - 1
+        if logprobs is not None and len(logprobs) != wanted:
+            raise InvalidRequest(
+                f"canary_logprobs has {len(logprobs)} numbers, the canary needs {wanted}: one for each token of GET "
+                "/v1/weight_canary but the first",
+                param="canary_logprobs",
+            )
+
+    async def remember(self, replicas: Sequence[Replica]) -> None:
+        """Take the log-probs of the weights that these replicas hold now: the next update is compared with them."""
+        unknown = [r for r in replicas if r.weight_version is not None and self._known(r) is None]
+        readings = await self._ask_all(unknown, self.token_ids(replicas))
+        for replica, reading in readings.items():
+            if isinstance(reading, Reading):
+                self._accepted[replica] = reading
+            else:
+                log.warning("no canary before the update", replica=replica.replica_id, reason=reading.reason)
+        for peers in self._peers(list(unknown)):
+            self._warn_of_strangers(peers)
+
+    async def check(
+        self, replicas: Sequence[Replica], version: int, *, trainers: Sequence[float] | None = None, busy: bool = False
+    ) -> dict[Replica, Finding]:
+        """What each replica's log-probs at `version` say of its weights; call `accept` where the update holds.
+
+        `trainers` are the trainer's own log-probs of `token_ids`, one less than there are tokens. `busy` where rollouts
+        run meanwhile: a replica that does not answer in time is then unverified and not failed.
+        """
+        answers = await self._ask_all(replicas, self.token_ids(replicas), version)
+        findings = {replica: answer for replica, answer in answers.items() if isinstance(answer, Finding)}
+        if busy:
+            findings = {replica: finding.excused_if_late() for replica, finding in findings.items()}
+        readings = {replica: answer for replica, answer in answers.items() if isinstance(answer, Reading)}
+        given = tuple(trainers) if trainers is not None else None
+        for peers in self._peers(list(readings)):
+            previous = {replica: self._accepted.get(replica) for replica in peers}
+            findings |= judge(
+                {replica: readings[replica] for replica in peers},
+                {replica: reading for replica, reading in previous.items() if reading is not None},
+                elsewhere=self._accepted_elsewhere(peers, version),
+                trainers=given,
+                trainers_before=self._trainers,
+                busy=busy,
+            )
+        self._checked = (
+            {replica: reading for replica, reading in readings.items() if findings[replica].may_serve},
+            given,
+        )
+        return findings
+
+    def accept(self) -> None:
+        """The update just checked holds: the next one is compared with its log-probs."""
+        self.accept_part()
+        self._trainers = self._checked[1]
+        self._checked = {}, None
+
+    def accept_part(self) -> None:
+        """Replicas just checked serve already: those that take the same version after them are compared with them."""
+        self._accepted.update(self._checked[0])
+
+    async def admit(self, replica: Replica, version: int) -> Finding:
+        """What the log-probs of a replica say that was brought to `version` by itself, while its peers serve."""
+        answer = await self._ask(replica, self.token_ids([replica]), version, self._accepted_at(version, replica))
+        if isinstance(answer, Finding):
+            return answer
+        before, known = self._accepted.get(replica), self._accepted_at(version, replica)
+        previous = {replica: before} if before is not None and before.version != version else {}
+        finding = judge({replica: answer}, previous, elsewhere=known)[replica]
+        if finding.may_serve:
+            self._accepted[replica] = answer
+        return finding
+
+    def _known(self, replica: Replica) -> Reading | None:
+        """The reading of the weights that a replica holds, if there is one."""
+        reading = self._accepted.get(replica)
+        return reading if reading is not None and reading.version == replica.weight_version else None
+
+    def _accepted_at(self, version: int, replica: Replica) -> list[Reading]:
+        """What was accepted at this version, of the replica itself and of its peers."""
+        own = self._accepted.get(replica)
+        elsewhere = self._accepted_elsewhere([replica], version)
+        return [*elsewhere, own] if own is not None and own.version == version else elsewhere
+
+    def _accepted_elsewhere(self, peers: Sequence[Replica], version: int) -> list[Reading]:
+        """Earlier answers at this version of replicas that are not asked now: what one that comes back is held to."""
+        kind = self._kind(peers[0])
+        return [
+            reading
+            for replica, reading in self._accepted.items()
+            if replica not in peers and reading.version == version and self._kind(replica) == kind
+        ]
+
+    def _peers(self, replicas: Sequence[Replica]) -> list[list[Replica]]:
+        kinds: dict[tuple[object, ...], list[Replica]] = {}
+        for replica in replicas:
+            kinds.setdefault(self._kind(replica), []).append(replica)
+        return list(kinds.values())
+
+    def _kind(self, replica: Replica) -> tuple[object, ...]:
+        """Equal for replicas whose log-probs must be equal: same engine, version and shape."""
+        info, group = replica.info, self._groups.get(replica.info.group)
+        numerics = [repr(getattr(group, name)) for name in _NUMERICS] if group else [info.group]
+        return (info.kind, info.engine_version, info.world_size, *numerics)
+
+    def _warn_of_strangers(self, peers: Sequence[Replica]) -> None:
+        """Replicas that hold the same version and differ before any update: other checkpoints, most likely."""
+        known = [(replica, reading) for replica in peers if (reading := self._known(replica)) is not None]
+        for replica, reading in known[1:]:
+            first, other = known[0]
+            apart, noise = distance(reading.logprobs, other.logprobs), max(reading.noise, other.noise)
+            if reading.version == other.version and apart > Scale(noise, None).tolerance:
+                log.warning(
+                    "replicas of one version differ", replicas=[first.replica_id, replica.replica_id],
+                    version=reading.version, distance=apart, noise=noise,
+                )  # fmt: skip
+
+    async def _ask_all(
+        self, replicas: Sequence[Replica], token_ids: list[int], version: int | None = None
+    ) -> dict[Replica, Reading | Finding]:
+        answers = await asyncio.gather(*(self._ask(replica, token_ids, version) for replica in replicas))
+        return dict(zip(replicas, answers, strict=True))
+
+    async def _ask(
+        self, replica: Replica, token_ids: list[int], version: int | None, known: Sequence[Reading] = ()
+    ) -> Reading | Finding:
+        """A replica's reading, or the finding that there is none. `known` are accepted ones of this very version."""
+        if not replica.info.speaks_vllm:
+            return Finding(Result.UNVERIFIED, f"the server at {replica.info.url} gives no log-probs of a prompt")
+        held = replica.weight_version if version is None else version
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                alone = await self._score(replica, token_ids)
+                # Nobody needs the noise of what is equal to the last bit, and whoever goes back serves the sooner.
+                same = next((reading for reading in known if reading.logprobs == alone), None)
+                noise = same.noise if same else distance(alone, await self._score_in_batch(replica, token_ids))
+        except (EngineRefused, InvalidRequest) as error:
+            return Finding(Result.UNVERIFIED, f"the canary was refused: {error}")
+        except (TimeoutError, DeadlineExceeded):
+            limit = f"weights.canary.timeout_s = {self._config.timeout_s:g}"
+            return Finding(Result.FAILED, f"no answer to the canary within {limit}", is_late=True)
+        except EngineUnreachable as error:
+            return Finding(Result.LOST, str(error))
+        except (EngineError, _NoLogprobs) as error:
+            return Finding(Result.FAILED, f"no answer to the canary: {error}")
+        return Reading(held or 0, alone, noise, time.monotonic() - began)
+
+    async def _score_in_batch(self, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        """The same beside others: how much the log-probs move by nothing but that is the noise of this replica."""
+        fillers = [token_ids[: len(token_ids) // (index + 2)] or token_ids for index in range(_FILLERS)]
+        *_, scored = await asyncio.gather(*(self._score(replica, ids) for ids in (*fillers, token_ids)))
+        return scored
+
+    async def _score(self, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        body: Json = {
+            "model": replica.info.model,
+            "prompt": token_ids,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+            "cache_salt": f"canary-{uuid.uuid4().hex}",  # KV of an earlier canary would be scored instead of weights
+        }
+        answer = await replica.unless_lost(replica.engine.generate(PATH, body, self._config.timeout_s))
+        return _logprobs(answer, token_ids)
+
+
+class _NoLogprobs(Exception):
+    """The answer has no log-prob for a token of the prompt."""
+
+
+def canary_token_ids(infos: Sequence[ReplicaInfo], tokens: int) -> list[int]:
+    """`tokens` seeded ids of the middle of the smallest vocabulary: special tokens stand at the ends.
+
+    Shorter where a replica's context is.
+    """
+    vocabulary = min(map(_vocabulary, infos), default=_SMALL_VOCABULARY)
+    room = min((info.max_model_len - 1 for info in infos if info.max_model_len is not None), default=tokens)
+    draw = random.Random(_SEED)
+    return [draw.randrange(vocabulary // 8, max(vocabulary // 2, 1)) for _ in range(min(tokens, room))]
+
+
+def _vocabulary(info: ReplicaInfo) -> int:
+    rows = [tensor.shape[0] for tensor in info.tensors or () if tensor.name.endswith(_EMBEDDINGS)]
+    return min(rows, default=_SMALL_VOCABULARY)
+
+
+def _logprobs(answer: Json, token_ids: list[int]) -> tuple[float, ...]:
+    """Log-probs of all tokens but the first, which nothing stands before."""
+    told = answer["choices"][0].get("prompt_logprobs")
+    if not isinstance(told, list) or len(told) != len(token_ids):
+        raise _NoLogprobs(f"{len(token_ids)} tokens were asked for, prompt_logprobs is {str(told)[:80]}")
+    values = []
+    for position, (token_id, scored) in enumerate(zip(token_ids, told, strict=True)):
+        value = (scored or {}).get(str(token_id), {}).get("logprob")
+        if position and not isinstance(value, int | float):
+            raise _NoLogprobs(f"the log-prob of token {position} is {value!r}, which is no number")
+        if position:
+            values.append(float(value))
+    return tuple(values)

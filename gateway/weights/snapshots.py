@@ -1,0 +1,321 @@
+"""The fleet's weight versions in the store: asked for off the event loop, and never in the way of an update.
+
+Where there is no store, or it has no room, the fleet goes on without, and `report` says why.
+"""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from engines.checkpoint import checkpoint_files
+from engines.engine import Json
+from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
+from engines.store.draft import complete, is_whole
+from engines.store.manifest import Manifest, check_bytes
+from engines.store.weight_store import WeightStore, remove_folder
+from gateway.config.schema import WeightsConfig
+from gateway.fleet.replica import Replica
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+AUTO = "auto"
+_POLL_S = 0.05
+_SHARED_MEMORY = Path("/dev/shm")
+_COPIES = 2
+
+
+class Snapshots:
+    """The store of one gateway. `checkpoint` is asked for the folder of version 0, which engines may yet download."""
+
+    def __init__(self, config: WeightsConfig, app: str, checkpoint: Callable[[], Path | None]) -> None:
+        self._config = config
+        self._folder = None if config.store is None else in_memory(app) if config.store == AUTO else Path(config.store)
+        self._checkpoint = checkpoint
+        self._store: WeightStore | None = None
+        self._why_not = "weights.store is null" if config.store is None else "not open yet"
+        self._keeping: asyncio.Task[None] | None = None
+        self._removing: set[asyncio.Task[None]] = set()
+        self._listeners: list[Callable[[], None]] = []
+
+    async def open(self) -> None:
+        """Find the store, or the reason to go without."""
+        if self._folder is None:
+            return
+        try:
+            self._store = await self._aside(WeightStore, self._folder)
+            self._why_not = ""
+            checkpoint = await self._aside(self._checkpoint)
+            await self._has_room(sum(file.stat().st_size for file in checkpoint_files(checkpoint)) if checkpoint else 0)
+        except StoreFailed as error:
+            self._go_without(str(error))
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self.removed()
+        if self._store is not None:
+            await self._aside(self._store.close)
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when there is a new version to load."""
+        self._listeners.append(listener)
+
+    def report(self) -> Json:
+        """As `status` shows it. `reason` says why versions are not kept; empty where they are."""
+        return {
+            "folder": str(self._folder) if self._folder else None,
+            "versions": self.versions,
+            "reason": self._why_not,
+        }
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that can be loaded."""
+        return self._store.versions if self._store else []
+
+    @property
+    def folder(self) -> Path:
+        """Where trainers write drafts. Raises `StoreFailed` where there is no store."""
+        return self._open_store().folder
+
+    def base(self, version: int) -> str:
+        """The folder of a version's weights, to complete the next from; "" where there is none."""
+        if version == 0:
+            return str(self._checkpoint() or "")
+        return str(self._store.path(version)) if self._store and self._store.has(version) else ""
+
+    async def draft(self, served: int, num_bytes: int) -> Path | None:
+        """A folder for the next version of about `num_bytes`; None where the fleet goes on without it."""
+        if self._store is None:
+            return None
+        try:
+            return await self.claim(served, num_bytes)
+        except StoreFailed as error:
+            log.warning("no snapshot", reason=str(error))
+            return None
+
+    async def claim(self, served: int, num_bytes: int) -> Path:
+        """As `draft`, for a version that reaches nobody but through the store. Raises `StoreFailed`."""
+        store = self._open_store()
+        if self._keeping is not None:
+            await asyncio.wait([self._keeping], timeout=self._config.store_wait_s)
+            if not self._keeping.done():
+                raise StoreFailed("the version before is still being written (weights.store_wait_s)")
+        await self.removed()
+        # While a version is written only the one that is served is kept beside it.
+        await self._aside(store.prune, served, 1)
+        if not await self._has_room(num_bytes):
+            raise StoreFailed(self._why_not)
+        return await self._aside(store.draft)
+
+    async def discard(self, draft: Path | None) -> None:
+        """A draft is worth nothing: whoever writes it fails, and the bytes go in the background."""
+        if draft is not None and self._store is not None:
+            self._remove(await self._aside(self._store.throw_away, draft))
+
+    async def removed(self) -> None:
+        """Returns once what was thrown away takes no room any more, or when that takes too long."""
+        if self._removing:
+            await asyncio.wait(self._removing, timeout=self._config.store_wait_s)
+
+    def _remove(self, folder: Path) -> None:
+        """Beside what comes next: neither the trainer of a refused update nor a replica that goes back waits for it."""
+        removing = asyncio.create_task(asyncio.to_thread(remove_folder, folder), name=f"remove {folder.name}")
+        self._removing.add(removing)
+        removing.add_done_callback(self._removing.discard)
+
+    def keep(self, draft: Path, version: int, holders: Sequence[Replica], digests: dict[str, str]) -> None:
+        """In the background: wait until the draft is whole, and make it `version`, which these replicas hold.
+
+        `digests` are what all of them received: what was written must be that.
+        """
+        self._keeping = asyncio.create_task(
+            self._keep(draft, version, holders, digests), name=f"keep version {version}"
+        )
+
+    async def announced(self, name: str) -> Json:
+        """Names, dtypes and shapes of the draft that a trainer wrote, whose bytes are what its manifest says.
+
+        What came as changes to a version is joined with it. Raises `InvalidRequest` where there is no such draft or
+        version, or the bytes are others.
+        """
+        store = self._open_store()
+        draft = store.named(name)
+        await self._aside(store.join, draft)
+        manifest = await self._aside(check_bytes, draft)
+        return {
+            "names": list(manifest.tensors),
+            "dtype_names": [tensor.dtype for tensor in manifest.tensors.values()],
+            "shapes": [tensor.shape for tensor in manifest.tensors.values()],
+        }
+
+    async def finished(self, draft: Path) -> Json:
+        """As `announced`, of a draft whose writer is done. Raises `StoreFailed` with the reason where it gave up."""
+        if not await self._aside(is_whole, draft):
+            raise StoreFailed(f"{draft} was not written to its end")
+        try:
+            return await self.announced(draft.name)
+        except InvalidRequest as error:  # which the trainer has not made
+            raise StoreFailed(f"what was received was not written as it was: {error}") from error
+
+    async def promote(self, name: str, version: int, served: int, names: Iterable[str]) -> Path:
+        """Make the draft that a trainer wrote `version`. What of `names` it lacks is as in version `served`."""
+        store, base = self._open_store(), self.base(served)
+        draft = store.named(name)
+        await self._aside(complete, draft, Path(base) if base else None, list(names))
+        return await self._aside(store.promote, draft, version, self._checkpoint())
+
+    async def withdraw(self, version: int) -> None:
+        """Remove a version that came to nothing, as `discard` does a draft."""
+        if self._store is not None:
+            self._remove(await self._aside(self._store.withdraw, version))
+
+    async def settle(self, served: int) -> None:
+        """Keep the last versions and tell those who wait for one."""
+        if self._store is not None:
+            await self._aside(self._store.prune, served)
+            await self._aside(self._store.sweep)
+        for listener in self._listeners:
+            listener()
+
+    async def note_holders(self, version: int, replicas: Iterable[Replica]) -> None:
+        """Note for a gateway that is started anew that these replicas hold the version."""
+        replicas = list(replicas)
+        await self._note_held(version, replicas)
+        if self._store is not None and self._store.has(version):
+            with contextlib.suppress(StoreFailed):  # it is of use after a restart of ours alone
+                for replica in replicas:
+                    await self._aside(self._store.note_holder, version, replica.info.incarnation)
+
+    async def note_overwritten(self, replicas: Iterable[Replica]) -> None:
+        """Note that these replicas are about to hold no version: of engines that cannot say so themselves."""
+        await self._note_held(None, replicas)
+
+    async def held_by(self, incarnation: str) -> int | None:
+        """What an engine that cannot say it was noted to hold; 0, the checkpoint, where nothing was noted."""
+        if self._store is None:
+            return 0
+        try:
+            return await self._aside(self._store.held_by, incarnation)
+        except StoreFailed as error:
+            log.error("nobody knows what an engine holds", engine=incarnation, error=str(error))
+            return None
+
+    async def _note_held(self, version: int | None, replicas: Iterable[Replica]) -> None:
+        silent = [replica.info.incarnation for replica in replicas if not replica.engine.tells_version]
+        if silent and self._store is not None:
+            try:
+                await self._aside(self._store.note_held, version, silent)
+            except StoreFailed as error:
+                log.error("not noted what engines hold", engines=silent, version=version, error=str(error))
+
+    async def last_held_by(self, incarnation: str) -> int:
+        """The last version that this engine was noted to hold, by us or by the gateway before us; 0 if none."""
+        return await self._aside(self._store.last_held_by, incarnation) if self._store else 0
+
+    @asynccontextmanager
+    async def reading(self, version: int, holders: Iterable[str]) -> AsyncIterator[Path]:
+        """The folder of a version, which stays meanwhile. Raises `StoreFailed` where it is not there.
+
+        `holders` are incarnations of engines that hold the version: they vouch for one from before our start.
+        """
+        store = self._open_store()
+        for incarnation in holders:
+            if store.has(version) or await self._aside(store.adopt, version, incarnation):
+                break
+        with store.reading(version) as path:
+            yield path
+
+    async def _keep(self, draft: Path, version: int, holders: Sequence[Replica], digests: dict[str, str]) -> None:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._config.load_timeout_s):
+                while not await self._aside(is_whole, draft):  # noqa: ASYNC110 another process writes it
+                    await asyncio.sleep(_POLL_S)
+            await self._aside(_check_digests, draft, digests)
+            store = self._open_store()
+            await self._aside(store.promote, draft, version, self._checkpoint())
+            await self.note_holders(version, holders)
+            log.info("version kept", version=version, seconds=round(time.monotonic() - began, 3))
+        except (StoreFailed, TimeoutError) as error:
+            reason = (
+                str(error) or f"it was not written within {self._config.load_timeout_s:g} s (weights.load_timeout_s)"
+            )
+            log.error("version not kept", version=version, reason=reason)
+            await self.discard(draft)
+        except BaseException:
+            await self.discard(draft)
+            raise
+        await self.settle(version)
+
+    async def why_not(self, num_bytes: int) -> str:
+        """Why versions of so many bytes cannot be kept; empty where they can."""
+        if self._store is not None:
+            await self._has_room(num_bytes)
+        return self._why_not
+
+    async def _has_room(self, num_bytes: int) -> bool:
+        store = self._open_store()
+        if await self._aside(store.has_room_for, _COPIES * num_bytes):
+            self._why_not = ""
+            return True
+        self._go_without(
+            f"{store.folder} has no room for {_COPIES} copies of {num_bytes / 1e9:.3g} GB: make room, name a larger "
+            "place in weights.store, or say null"
+        )
+        return False
+
+    def _go_without(self, reason: str) -> None:
+        if reason != self._why_not:
+            log.warning("no weight store: replicas that lose their weights wait for the next update", reason=reason)
+        self._why_not = reason
+
+    def _open_store(self) -> WeightStore:
+        if self._store is None:
+            raise StoreFailed(f"there is no weight store: {self._why_not}")
+        return self._store
+
+    async def _aside(self, call: Callable[..., T], *arguments: object) -> T:
+        """The call in a thread; what the file system has against it, silence included, as `StoreFailed`."""
+        timeout_s = self._config.load_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.to_thread(call, *arguments)
+        except TimeoutError as error:
+            raise StoreFailed(f"the weight store did not answer within {timeout_s:g} s") from error
+        except OSError as error:
+            raise StoreFailed(f"the weight store failed: {error}") from error
+
+
+async def bounded(wait: Awaitable[T], timeout_s: float, what: str) -> T:
+    """The wait's result; `DeadlineExceeded` with `what` when it takes longer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await wait
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{what} within {timeout_s:g} s") from error
+
+
+def in_memory(app: str) -> Path:
+    """The store of an app that names none."""
+    place = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return place / f"rollout-gateway-{os.getuid()}-{app}"
+
+
+def _check_digests(draft: Path, received: dict[str, str]) -> None:
+    """What a GPU received is told by sums that the store does not have; there is nothing to compare then."""
+    for name, tensor in Manifest.read(draft).tensors.items():
+        kind = tensor.digest.partition(":")[0]
+        if name in received and received[name].partition(":")[0] == kind and received[name] != tensor.digest:
+            raise StoreFailed(f"tensor {name!r} was written with other bytes than were received")

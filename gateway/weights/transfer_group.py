@@ -1,0 +1,120 @@
+"""The group in which a trainer and the engines' workers, or the trainer and the relay, move tensors."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from engines.engine import Json
+from engines.errors import EngineRefused, WeightUpdateConflict
+from engines.types import Dialect, ReplicaState
+from gateway.fleet.replica import Replica
+from gateway.fleet.replica_calls import names
+from gateway.weights.updates.record import num_bytes
+
+_INIT_ROUTE = "/init_weight_transfer_engine"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferGroup:
+    """The trainer (rank 0) and the workers of these replicas. Frozen: a member that dies breaks it."""
+
+    members: tuple[Replica, ...]
+    transport: str
+    opened_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def broken_by(self) -> Replica | None:
+        gone = (ReplicaState.DRAINING, ReplicaState.LOST)
+        return next((replica for replica in self.members if replica.state in gone), None)
+
+
+async def transport_of(replica: Replica, timeout_s: float) -> str:
+    """What moves its tensors, in the word of the engine's weight transfer backend; it is asked until it has said so.
+
+    Raises `EngineError` or `DeadlineExceeded` where it does not answer: a trainer that is told of another group than
+    the one it then finds could not join that.
+    """
+    if not replica.transport:
+        try:
+            info = await replica.engine.ask("GET", "/server_info?config_format=json", None, timeout_s)
+            replica.transport = str(info["vllm_config"]["weight_transfer_config"]["backend"])
+        except (EngineRefused, KeyError, TypeError):
+            replica.transport = "unknown"  # a server that tells nothing of itself may still take weights
+    return replica.transport
+
+
+def checkpoint_bytes(replica: Replica) -> int:
+    """0 where its checkpoint cannot be read."""
+    tensors = replica.info.tensors or ()
+    return num_bytes({"dtype_names": [one.dtype for one in tensors], "shapes": [one.shape for one in tensors]})
+
+
+def check_some_take_weights(members: Sequence[Replica], alive: Sequence[Replica]) -> None:
+    if not members and alive:
+        raise WeightUpdateConflict(
+            f"no replica of the policy takes weights: {names(alive)}; a vLLM server takes them when it is started "
+            "with --weight-transfer-config and VLLM_SERVER_DEV_MODE=1"
+        )
+
+
+def check_capable(members: Sequence[Replica]) -> None:
+    for replica in members:
+        if _INIT_ROUTE not in replica.info.capabilities:
+            engine = f"{replica.info.kind} {replica.info.engine_version}"
+            raise WeightUpdateConflict(
+                f"replica {replica.replica_id} ({engine}) has no {_INIT_ROUTE}: its engine must be started with "
+                "a weight transfer backend and VLLM_SERVER_DEV_MODE=1"
+            )
+
+
+def check_one_protocol(members: Sequence[Replica]) -> None:
+    """vLLM's receivers open communicators of their own, SGLang's a process group of torch's: together both hang."""
+    sglang = [replica for replica in members if replica.info.dialect is Dialect.SGLANG]
+    others = [replica for replica in members if replica not in sglang]
+    if sglang and others:
+        raise WeightUpdateConflict(
+            f"replicas of SGLang ({sglang[0].replica_id}) and of vLLM ({others[0].replica_id}) cannot be in one "
+            "transfer group: let the relay receive for both (weights.relay: always; weights.relay_device where the "
+            "trainer sends over NCCL), or serve the policy with engines of one kind"
+        )
+
+
+def check_reachable(members: Sequence[Replica], init_info: Json) -> None:
+    """An engine elsewhere would look for the trainer on its own machine, until the rendezvous runs out."""
+    address = str(init_info.get("master_address"))
+    away = next((replica for replica in members if not _is_loopback(urlsplit(replica.info.url).hostname or "")), None)
+    if away is not None and _is_loopback(address):
+        raise WeightUpdateConflict(
+            f"init_info.master_address is {address!r}, where replica {away.replica_id} ({away.info.url}) cannot find "
+            "the trainer: give the address of the trainer that engines reach, such as WeightSender(address=...)"
+        )
+
+
+def check_world_size(init_info: Json, workers: int, why: str) -> None:
+    if init_info.get("world_size") != workers + 1:
+        raise WeightUpdateConflict(
+            f"init_info.world_size is {init_info.get('world_size')!r}, but {why}, so the group needs {workers + 1}: "
+            "ask /get_world_size again"
+        )
+
+
+def rank_offsets(members: Sequence[Replica], init_info: Json) -> dict[Replica, int]:
+    """First rank of each replica's workers: the trainer's own offset, then one replica after the other."""
+    workers = sum(replica.info.world_size for replica in members)
+    if not members:
+        raise WeightUpdateConflict("no replica is there to join a transfer group: see /health")
+    check_world_size(init_info, workers, f"the fleet has {workers} workers now")
+    offsets, rank = {}, init_info.get("rank_offset", 1)
+    for replica in members:
+        offsets[replica] = rank
+        rank += replica.info.world_size
+    return offsets
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name, which leads somewhere

@@ -1,0 +1,115 @@
+"""An update whose trainer has the relay in its group: that writes it into the store, from which replicas load it."""
+
+from collections.abc import Sequence
+
+import structlog
+
+from engines.announcement import check_tensors
+from engines.engine import Json
+from engines.errors import RolloutGatewayError
+from engines.types import InFlight
+from gateway.config.schema import WeightsConfig
+from gateway.fleet.fleet import Fleet
+from gateway.weights.canary import Canary
+from gateway.weights.freeze import Generation
+from gateway.weights.relay_process import TRANSPORT, WORLD_SIZE, Relay
+from gateway.weights.snapshots import Snapshots
+from gateway.weights.transfer_group import check_world_size, checkpoint_bytes
+from gateway.weights.updates.machine import UpdateMachine
+from gateway.weights.updates.record import Phase, WeightUpdate
+from gateway.weights.updates.store_update import StoreUpdate
+
+log = structlog.get_logger()
+
+
+class RelayUpdate:
+    """The calls of a trainer whose group is itself and the relay."""
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        fleet: Fleet,
+        relay: Relay,
+        canary: Canary,
+        generation: Generation,
+        snapshots: Snapshots,
+        store: StoreUpdate,
+        machine: UpdateMachine,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._relay = relay
+        self._canary = canary
+        self._generation = generation
+        self._snapshots = snapshots
+        self._store = store
+        self._machine = machine
+        machine.on_abort(self._drop)
+
+    async def init(self, init_info: Json) -> None:
+        """Join the relay to the trainer's group."""
+        await self._store.loaders()
+        check_world_size(init_info, WORLD_SIZE, "the relay receives for all replicas")
+        await self._relay.open(init_info)
+        log.info("transfer group open", relay=self._relay.report()["pid"])
+
+    async def start(self, in_flight: InFlight | None) -> None:
+        """Open the next version. No replica is asked anything yet: they serve on until they load."""
+        self._machine.check_none_open()
+        members = await self._store.loaders()
+        in_flight = self._generation.in_flight(members, in_flight)
+        draft = await self._snapshots.claim(self._fleet.version, max(map(checkpoint_bytes, members)))
+        try:
+            await self._relay.begin(draft, members[0].info.model)
+        except BaseException:
+            await self._snapshots.discard(draft)
+            raise
+        self._machine.register(WeightUpdate(self._fleet.next_version, TRANSPORT, in_flight, draft=draft))
+
+    async def receive(self, update_info: Json) -> None:
+        """Have the relay receive the tensors that the trainer is about to send."""
+        try:
+            update = self._machine.opened("update_weights")
+            for replica in await self._store.loaders():
+                check_tensors(update_info, replica.info, "update_info")
+        except RolloutGatewayError as error:
+            await self._machine.abort(str(error))
+            await self._let_go(update_info)
+            raise
+        async with self._machine.step(update, "transfer"):
+            update.phase = Phase.RECEIVING
+            await self._relay.receive(update_info)
+        update.receive(update_info)
+
+    async def finish(self, canary_logprobs: Sequence[float] | None) -> int:
+        """Have the replicas load what the relay has written. Returns the version now served."""
+        update = self._machine.opened("finish_weight_update")
+        if update.phase is Phase.OPEN or update.draft is None:
+            await self._machine.abort("no tensors were sent")
+            return self._fleet.version
+        self._canary.check_length(canary_logprobs)
+        async with self._machine.step(update, "store"):
+            await self._relay.end()
+            announced = await self._snapshots.finished(update.draft)
+            members = await self._store.loaders()
+            await self._store.check_fits(announced, members)
+        # Nobody generates under a pause, so that rolling would keep nothing up.
+        update.rolling = self._config.rolling and not self._generation.is_paused
+        await self._store.take(update, members, update.draft.name, canary_logprobs)
+        return update.version
+
+    async def _let_go(self, update_info: Json) -> None:
+        """Take what a trainer sends whose announcement was refused: it may already sit in its broadcast."""
+        try:
+            await self._relay.receive(update_info)
+        except RolloutGatewayError as error:
+            log.warning("the relay has ended, which lets a refused trainer go", error=str(error))
+
+    async def _drop(self) -> None:
+        """The draft of an update that was aborted is worth nothing."""
+        if not self._relay.is_open:
+            return
+        try:
+            await self._relay.drop()
+        except RolloutGatewayError as error:
+            log.warning("the relay has ended", error=str(error))

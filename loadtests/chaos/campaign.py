@@ -1,0 +1,197 @@
+"""Hurts a fleet in every way that is known and counts what its clients lost: `make chaos`.
+
+    python -m loadtests.chaos.campaign [--replicas 3] [--fault "replica killed after the commit"] [--in-flight abort]
+                              [--json out.json]
+
+The application runs as in production, on Ray Serve with engines, gateway and clients in processes of their own; engines
+are simulated, so that every token can be checked (`witness.py`). Each fault of `faults.py` meets a whole fleet under
+load, and the fleet must be whole again, with a new update on all replicas, before the next. The weight store is a small
+file system of its own, so that its disk can be full; who may not mount one runs without that fault, or as
+`unshare --map-root-user --mount make chaos`. The last line is `lost N, duplicated N, stale N, hung N`; the exit status
+is 1 where one of them is not 0, or a fleet did not recover.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from engines.config import SimConfig
+from engines.process.engine_server import free_port
+from engines.types import InFlight
+from gateway.config.schema import Config
+from loadtests.chaos.faults import DISK_FULL, FAULTS, CallFailed, Hung, Trainer, World, until
+from loadtests.chaos.witness import Tally, Witness
+
+_SIM = SimConfig(load_s=0.3, decode_step_s=0.004)
+_CLIENTS = 4
+_BOUND_S = 60.0
+_UP_S = 120.0
+_DISK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One fault: the longest time in which nothing was delivered, seconds until all replicas held a new version, and
+    what clients saw."""
+
+    fault: str
+    silence_s: float
+    whole_again_s: float
+    tally: Tally
+    problem: str = ""
+
+
+@contextmanager
+def small_disk() -> Iterator[Path | None]:
+    """A file system of 1 MiB; None where this user may not mount one."""
+    with tempfile.TemporaryDirectory(prefix="chaos-store-") as folder:
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES},mode=700", "tmpfs", folder]
+        if subprocess.run(mount, capture_output=True).returncode != 0:
+            yield None
+            return
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def chaos_config(replicas: int, store: Path | None, in_flight: InFlight = InFlight.KEEP) -> Config:
+    """Watched closely, so that a run takes minutes. The port is fixed: a restarted gateway takes the same."""
+    return Config.model_validate(
+        {
+            "name": "chaos",
+            "engine": {
+                "kind": "sim", "model": "sim", "num_replicas": replicas, "num_cpus": 0.1, "stop_timeout_s": 1,
+                "sim": _SIM.model_dump(),
+            },
+            "gateway": {"port": free_port(), "queue_timeout_s": _BOUND_S / 2, "generate_timeout_s": _BOUND_S / 2},
+            "fleet": {"discover_interval_s": 0.2, "probe_interval_s": 0.2, "probe_timeout_s": 2, "lost_after_s": 4},
+            "weights": {
+                "store": str(store) if store else "auto", "in_flight": in_flight, "init_timeout_s": 10,
+                "drain_timeout_s": 20, "transfer_timeout_s": 10, "control_timeout_s": 10,
+                "idle_timeout_s": 4,
+            },
+        }
+    )  # fmt: skip
+
+
+@contextmanager
+def running(config: Config) -> Iterator[str]:
+    """The application on a Ray of its own; yields the rollout URL."""
+    import ray
+    from ray import serve
+
+    from gateway.app import build
+
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": free_port()})
+        serve.run(build(config), name=config.name)
+        yield f"http://127.0.0.1:{config.gateway.port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+async def hurt(url: str, replicas: int, faults: Sequence[str]) -> list[Outcome]:
+    """Every fault in turn, each on a fleet that is whole."""
+    witness = Witness(url, _SIM, num_clients=_CLIENTS, bound_s=_BOUND_S)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
+        world = World(url, Trainer(url, witness, session), replicas)
+        await until(world.serves, _UP_S, "the fleet to come up")
+        outcomes = []
+        for name in faults:
+            outcomes.append(await _meet(name, world, witness))
+            _say(outcomes[-1])
+            if outcomes[-1].problem:
+                break  # the next fault has to meet a whole fleet
+        return outcomes
+
+
+async def _meet(name: str, world: World, witness: Witness) -> Outcome:
+    witness.start()
+    problem, hung, whole_again_s = "", 0, float("nan")
+    try:
+        await world.trainer.join()
+        await world.trainer.update()
+        witness.hurt_now()
+        hurt_at = time.monotonic()
+        await FAULTS[name](world)
+        await until(lambda: _updates(world), _UP_S, "an update on all replicas after the fault")
+        whole_again_s = time.monotonic() - hurt_at
+    except Hung as error:
+        problem, hung = str(error), 1
+    except CallFailed as error:
+        problem = str(error)
+    tally = await witness.stop()
+    tally.hung += hung
+    silence_s = witness.longest_silence_s
+    return Outcome(fault=name, silence_s=silence_s, whole_again_s=whole_again_s, tally=tally, problem=problem)
+
+
+async def _updates(world: World) -> bool:
+    """A trainer that starts anew brings a version to a fleet that is complete."""
+    if len(await world.replicas()) < world.size:
+        return False
+    await world.trainer.join()
+    await world.trainer.update()
+    return await world.serves()
+
+
+def _say(outcome: Outcome) -> None:
+    tally = outcome.tally
+    times = f"silent {outcome.silence_s:5.1f} s  whole again {outcome.whole_again_s:5.1f} s"
+    print(
+        f"{outcome.fault:<40} {times}  {tally.delivered:5} delivered  {tally.failed} failed  {outcome.problem}",
+        flush=True,
+    )
+    for reason in tally.reasons:
+        print("   ", reason)
+
+
+def _report(outcomes: Sequence[Outcome], replicas: int) -> dict[str, Any]:
+    return {
+        "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "replicas": replicas,
+        "faults": [dataclasses.asdict(outcome) for outcome in outcomes],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m loadtests.chaos.campaign", description=__doc__.splitlines()[0])
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--fault", action="append", choices=list(FAULTS), help="this one alone; repeat for more")
+    parser.add_argument("--in-flight", type=InFlight, choices=list(InFlight), default=InFlight.KEEP, help="of updates")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome")
+    args = parser.parse_args(argv)
+    faults = args.fault or list(FAULTS)
+    with small_disk() as disk:
+        if disk is None and DISK_FULL in faults:
+            faults.remove(DISK_FULL)
+            print(f"not run: {DISK_FULL}, since this user may not mount a file system for it")
+        with running(chaos_config(args.replicas, disk, args.in_flight)) as url:
+            outcomes = asyncio.run(hurt(url, args.replicas, faults))
+    if args.json:
+        args.json.write_bytes(orjson.dumps(_report(outcomes, args.replicas), option=orjson.OPT_INDENT_2))
+    total = Tally()
+    for outcome in outcomes:
+        total.add(outcome.tally)
+    print(f"lost {total.lost}, duplicated {total.duplicated}, stale {total.stale}, hung {total.hung}")
+    is_whole = len(outcomes) == len(faults) and not any(outcome.problem for outcome in outcomes)
+    return 0 if total.is_clean and is_whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

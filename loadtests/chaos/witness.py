@@ -1,0 +1,166 @@
+"""Who watches a fleet while it is hurt: clients that never stop, and check every token they are given.
+
+The simulated engine's tokens are a pure function of prompt, seed and weights, so a reply is not believed: each
+completion is computed again from the weights that it says it was made with.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from engines.config import SimConfig
+from engines.sim.model import CHECKPOINT_VERSION, SimModel, seeded_draw
+
+Json = dict[str, Any]
+
+_PROMPTS, _SAMPLES, _TOKENS = 4, 2, 40
+_RETRY_S = 0.1
+_REASONS_KEPT = 5
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the rollouts that were submitted. `failed` ones were told so; `stale` has tokens of other weights
+    than it says, or older ones than the fleet had when it was asked."""
+
+    submitted: int = 0
+    delivered: int = 0
+    failed: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    stale: int = 0
+    hung: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.lost or self.duplicated or self.stale or self.hung)
+
+    def note(self, reason: str) -> None:
+        if len(self.reasons) < _REASONS_KEPT:
+            self.reasons.append(reason)
+
+    def add(self, other: "Tally") -> None:
+        self.submitted += other.submitted
+        self.delivered += other.delivered
+        self.failed += other.failed
+        self.lost += other.lost
+        self.duplicated += other.duplicated
+        self.stale += other.stale
+        self.hung += other.hung
+        self.reasons += other.reasons
+
+
+class Witness:
+    """Clients that send batch after batch to `url`. `version` is the newest that the trainer saw committed."""
+
+    def __init__(self, url: str, sim: SimConfig, *, num_clients: int, bound_s: float) -> None:
+        self.version = 0
+        self.longest_silence_s = 0.0
+        self._last_delivery = time.monotonic()
+        self._url = url
+        self._model = SimModel.of(sim)
+        self._num_clients = num_clients
+        self._bound_s = bound_s
+        self._seeds: Iterator[int] = itertools.count(1)
+        self._tally = Tally()
+        self._stopping = asyncio.Event()
+        self._clients: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tally, self._stopping = Tally(), asyncio.Event()
+        self._clients = [asyncio.create_task(self._run()) for _ in range(self._num_clients)]
+
+    def hurt_now(self) -> None:
+        """Measure the longest time without a delivery from here on."""
+        self._last_delivery, self.longest_silence_s = time.monotonic(), 0.0
+
+    async def stop(self) -> Tally:
+        """Let every client have its last answer; whoever has none by then has lost its rollouts."""
+        self._stopping.set()
+        _, waiting = await asyncio.wait(self._clients, timeout=2 * self._bound_s)
+        for client in waiting:
+            client.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+        tally = self._tally
+        tally.lost = tally.submitted - tally.delivered - tally.failed
+        return tally
+
+    async def _run(self) -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._bound_s)) as session:
+            while not self._stopping.is_set():
+                await self._ask(session, next(self._seeds))
+
+    async def _ask(self, session: aiohttp.ClientSession, seed: int) -> None:
+        """One batch, sent again while nobody answers the door: a gateway that died told us nothing."""
+        body, floor, deadline = _body(seed), self.version, time.monotonic() + self._bound_s
+        tally = self._tally
+        tally.submitted += _PROMPTS * _SAMPLES
+        while True:
+            try:
+                async with session.post(self._url + "/v1/completions", json=body) as response:
+                    answer = await response.json()
+            except TimeoutError:
+                tally.hung += 1
+                tally.note(f"batch {seed}: no answer within {self._bound_s:g} s")
+                return
+            except aiohttp.ClientError as error:
+                if time.monotonic() > deadline:
+                    tally.failed += _PROMPTS * _SAMPLES
+                    tally.note(f"batch {seed}: {error!r}")
+                    return
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if response.status != 200:
+                tally.failed += _PROMPTS * _SAMPLES
+                tally.note(f"batch {seed}: {response.status} {answer['error']['message'][:300]}")
+            else:
+                self._check(seed, floor, answer["choices"])
+                now = time.monotonic()
+                self.longest_silence_s = max(self.longest_silence_s, now - self._last_delivery)
+                self._last_delivery = now
+            return
+
+    def _check(self, seed: int, floor: int, choices: list[Json]) -> None:
+        prompts = _prompts(seed)
+        places = [choice["index"] for choice in choices]
+        self._tally.duplicated += len(places) - len(set(places))
+        self._tally.delivered += len(set(places) & set(range(_PROMPTS * _SAMPLES)))
+        for choice in choices:
+            prompt, sample = prompts[choice["index"] // _SAMPLES], choice["index"] % _SAMPLES
+            if (fault := self._fault(prompt, seeded_draw(seed, sample), floor, choice)) is not None:
+                self._tally.stale += 1
+                self._tally.note(f"batch {seed}, choice {choice['index']}: {fault}")
+
+    def _fault(self, prompt: list[int], draw: int, floor: int, choice: Json) -> str | None:
+        spans = choice["weight_versions"]
+        if any(span["start"] is None for span in spans):
+            return f"spans without limits: {spans}"
+        versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+        if len(versions) != len(choice["token_ids"]):
+            return f"spans over {len(versions)} of {len(choice['token_ids'])} tokens"
+        if min(versions, default=floor) < floor:
+            return f"version {min(versions)}, asked for when the fleet was at {floor}"
+        labels = [str(version) if version else CHECKPOINT_VERSION for version in versions]
+        wanted = self._model.complete(prompt, versions=labels, max_tokens=_TOKENS, draw=draw, ignore_eos=True)
+        return None if choice["token_ids"] == wanted else f"its tokens are not those of versions {set(versions)}"
+
+
+def _prompts(seed: int) -> list[list[int]]:
+    return [[3 + seed % 900, 3 + seed // 900 % 900, 3 + place] for place in range(_PROMPTS)]
+
+
+def _body(seed: int) -> Json:
+    return {
+        "prompt": _prompts(seed),
+        "n": _SAMPLES,
+        "seed": seed,
+        "max_tokens": _TOKENS,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }

@@ -1,0 +1,1 @@
+"""Load test reports: series, thresholds, charts, and the page."""

@@ -1,0 +1,136 @@
+"""How a run ends: its figures printed, its thresholds judged, its report written, its exit code set.
+
+Exit codes: 1 where something failed or nothing was delivered, 3 where a threshold was missed or could not be judged.
+"""
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gevent
+import locust
+import orjson
+from locust import events
+from locust.argument_parser import LocustArgumentParser, get_parser
+from locust.env import Environment
+from locust.runners import WorkerRunner
+from locust.stats import CSV_STATS_INTERVAL_SEC
+
+from loadtests.report.figures import figures
+from loadtests.report.page import Report, page
+from loadtests.report.thresholds import Threshold, ThresholdError, Verdict, load_thresholds
+from loadtests.run import Run, checked
+
+_FAILED, _MISSED = 1, 3
+_PROBLEMS_SHOWN = 10
+_NOT_TOLD = ("api_key", "configuration", "headless", "csv_prefix", "html_file", "report", "figures", "only_summary")
+_SHOWN = ("makespan_s", "tail_ratio", "session_s", "ttft_s", "tpot_s", "completion_s", "lateness_s", "update_s")
+
+
+def _read(path: str) -> list[Threshold]:
+    return load_thresholds(Path(path))
+
+
+@events.init_command_line_parser.add_listener
+def add_options(parser: LocustArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--thresholds",
+        type=checked(_read),
+        metavar="FILE",
+        help="YAML with bounds of figures; one that is missed ends with 3",
+    )
+    add("--report", default="", metavar="FILE", help="write one page of HTML about the run")
+    add("--figures", default="", metavar="FILE", help="write all figures as JSON")
+
+
+@events.quitting.add_listener
+def conclude(environment: Environment, **_: Any) -> None:
+    if isinstance(environment.runner, WorkerRunner):
+        return
+    run = Run.of(environment)
+    found = figures(run.measures, run.phases)
+    print(summary(found))
+    problems = _problems(run, found)
+    verdicts, unjudged = _judged(run, found)
+    for line in (*verdicts, *unjudged):
+        print(line)
+    if problems:
+        environment.process_exit_code = _FAILED
+    elif unjudged or not all(verdict.is_met for verdict in verdicts):
+        environment.process_exit_code = _MISSED
+    if run.settings.figures:
+        _write(run.settings.figures, orjson.dumps(found, option=orjson.OPT_INDENT_2))
+    if run.settings.report:
+        report = Report(
+            title=f"Load test: {_scenario(run)}",
+            settings=_settings(run),
+            figures=found,
+            measures=run.measures,
+            phases=run.phases,
+            verdicts=verdicts,
+            problems=[*problems, *unjudged],
+        )
+        _write(run.settings.report, page(report).encode())
+    if run.settings.csv_prefix:
+        # The writer of the CSV files looks at the numbers once in a while and not at the end: let it see the last ones.
+        gevent.sleep(1.1 * CSV_STATS_INTERVAL_SEC)
+
+
+def _write(file: str, content: bytes) -> None:
+    """As Locust writes its own files: into a folder that need not be there."""
+    path = Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def summary(found: Mapping[str, float]) -> str:
+    """The run in a few lines."""
+    counts = f"{found['completions']:.0f} completions, {found['failures']:.0f} failures"
+    lines = [f"{counts}, {found['tokens_per_s']:.0f} tokens/s over {found['seconds']:.1f} s"]
+    for name in _SHOWN:
+        if f"{name}.p50" in found:
+            values = ", ".join(f"{part} {found[f'{name}.{part}']:.4g}" for part in ("p50", "p95", "p99", "max"))
+            lines.append(f"{name:<14} {values}")
+    return "\n".join(lines)
+
+
+def _judged(run: Run, found: Mapping[str, float]) -> tuple[list[Verdict], list[str]]:
+    """A verdict for each threshold, and a line for each that the run has no figure for."""
+    verdicts: list[Verdict] = []
+    unjudged = []
+    for threshold in _read(run.settings.thresholds) if run.settings.thresholds else []:
+        try:
+            verdicts.append(threshold.judge(found))
+        except ThresholdError as error:
+            unjudged.append(f"MISSED  {error}")
+    return verdicts, unjudged
+
+
+def _problems(run: Run, found: Mapping[str, float]) -> list[str]:
+    """What fails a run whatever its thresholds say; Locust prints the errors too."""
+    problems = [f"{error.occurrences} x {error.to_name()}" for error in run.environment.stats.errors.values()]
+    problems = problems[:_PROBLEMS_SHOWN]
+    if found["failures"]:
+        problems.insert(0, f"{found['failures']:.0f} failures")
+    if not found["completions"]:
+        problems.insert(0, "nothing was delivered")
+    return problems
+
+
+def _scenario(run: Run) -> str:
+    return ", ".join(Path(file).stem for file in str(run.settings.locustfile).split(","))
+
+
+def _settings(run: Run) -> dict[str, str]:
+    """What was asked for, where it is not the default, and on what this ran."""
+    parser = get_parser()
+    given = {
+        name.replace("_", "-"): str(value)
+        for name, value in vars(run.settings).items()
+        if name not in _NOT_TOLD and value not in (None, "", parser.get_default(name))
+    }
+    here = f"{os.cpu_count()} cores, Python {platform.python_version()}, Locust {locust.__version__}"
+    return {**given, "load generator": here}

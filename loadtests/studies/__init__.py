@@ -1,0 +1,1 @@
+"""Side-by-side benchmarks; each prints both sides of one run."""

@@ -1,0 +1,199 @@
+"""Client processes that drive servers as fast as they answer: they encode before a run and parse after it."""
+
+import asyncio
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import orjson
+import uvloop
+
+from loadtests.studies.replies import check_reply, read_reply
+from loadtests.workloads import Workload
+
+_PATH = "/v1/completions"
+_READY_TIMEOUT_S = 60.0
+_READ_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """One caller: sends a request for each seed to `url`, the next when the one before is answered."""
+
+    url: str
+    workload: Workload
+    seeds: tuple[str, ...]
+    stream: bool
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one run brought. Times are of the clock that all processes of a host share."""
+
+    began: float
+    ended: float
+    cpu_s: float = 0.0
+    completions: int = 0
+    tokens: int = 0
+    latencies_s: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """The outcomes of all client processes of one run. `client_busy` is the share of a core that the busiest used."""
+
+    wall_s: float
+    completions: int
+    tokens: int
+    median_latency_s: float
+    p99_latency_s: float
+    client_busy: float
+    errors: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    stream: Stream
+    seconds: float
+    status: int
+    content: bytes
+
+
+class ClientPool:
+    """Processes that wait for streams to drive, kept over many runs."""
+
+    def __init__(self, num_clients: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(num_clients):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, timeout_s), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> "ClientPool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the client processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+    def run(self, streams: Sequence[Stream]) -> list[Outcome]:
+        """Drive all streams at once, dealt out over the processes; one outcome for each process that had any."""
+        dealt = [streams[first :: len(self._pipes)] for first in range(len(self._pipes))]
+        busy = [(pipe, share) for pipe, share in zip(self._pipes, dealt, strict=True) if share]
+        for pipe, share in busy:
+            pipe.send(share)
+        for pipe, _ in busy:
+            _receive(pipe, _READY_TIMEOUT_S)
+        for pipe, _ in busy:
+            pipe.send("go")
+        # The clients' own timeouts end a run that hangs; parsing its replies takes a moment more.
+        return [_receive(pipe, self._timeout_s + _READY_TIMEOUT_S) for pipe, _ in busy]
+
+
+def total(outcomes: Sequence[Outcome]) -> Totals:
+    """From the first request sent to the last reply read, over all processes."""
+    latencies = sorted(latency for outcome in outcomes for latency in outcome.latencies_s) or [0.0]
+    return Totals(
+        wall_s=max(outcome.ended for outcome in outcomes) - min(outcome.began for outcome in outcomes),
+        completions=sum(outcome.completions for outcome in outcomes),
+        tokens=sum(outcome.tokens for outcome in outcomes),
+        median_latency_s=statistics.median(latencies),
+        p99_latency_s=latencies[math.ceil(0.99 * len(latencies)) - 1],
+        client_busy=max(outcome.cpu_s / (outcome.ended - outcome.began) for outcome in outcomes),
+        errors=[error for outcome in outcomes for error in outcome.errors],
+    )
+
+
+def _receive(pipe: Connection, timeout_s: float) -> Any:
+    if not pipe.poll(timeout_s):
+        raise TimeoutError(f"a client process said nothing within {timeout_s:g} s")
+    return pipe.recv()
+
+
+def _serve(pipe: Connection, timeout_s: float) -> None:
+    """The life of one client process."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        while True:
+            try:
+                streams: list[Stream] = pipe.recv()
+            except (EOFError, KeyboardInterrupt):
+                return
+            bodies = [_encode(stream) for stream in streams]
+            pipe.send("ready")
+            pipe.recv()
+            pipe.send(runner.run(_drive(streams, bodies, timeout_s)))
+
+
+def _encode(stream: Stream) -> list[bytes]:
+    return [orjson.dumps(stream.workload.request(seed, stream=stream.stream)) for seed in stream.seeds]
+
+
+async def _drive(streams: Sequence[Stream], bodies: Sequence[Sequence[bytes]], timeout_s: float) -> Outcome:
+    exchanges: list[_Exchange] = []
+    errors: list[str] = []
+    cpu = time.process_time()
+    # A session for each run: a server may have closed connections that were idle while another side had its turn.
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
+        read_bufsize=_READ_BUFFER_BYTES,
+        headers={"Content-Type": "application/json"},
+    ) as session:
+        began = time.monotonic()
+        callers = [_call(session, stream, sent, exchanges) for stream, sent in zip(streams, bodies, strict=True)]
+        for result in await asyncio.gather(*callers, return_exceptions=True):
+            if isinstance(result, BaseException):
+                errors.append(f"{type(result).__name__}: {result}")
+        ended = time.monotonic()
+    outcome = Outcome(began, ended, cpu_s=time.process_time() - cpu, errors=errors)
+    for exchange in exchanges:
+        _count(exchange, outcome)
+    return outcome
+
+
+async def _call(
+    session: aiohttp.ClientSession, stream: Stream, bodies: Sequence[bytes], exchanges: list[_Exchange]
+) -> None:
+    for body in bodies:
+        began = time.monotonic()
+        async with session.post(stream.url + _PATH, data=body) as response:
+            # Joined once: a streamed reply comes in many pieces, and a whole one may be megabytes.
+            content = b"".join([block async for block in response.content.iter_any()])
+        exchanges.append(_Exchange(stream, time.monotonic() - began, response.status, content))
+
+
+def _count(exchange: _Exchange, outcome: Outcome) -> None:
+    try:
+        if exchange.status != 200:
+            raise ValueError(f"status {exchange.status}: {exchange.content[:300]!r}")
+        delivered = read_reply(exchange.content, stream=exchange.stream.stream)
+        check_reply(delivered, exchange.stream.workload)
+    except (ValueError, KeyError) as error:
+        outcome.errors.append(f"{exchange.stream.url}: {error}")
+        return
+    outcome.completions += delivered.completions
+    outcome.tokens += delivered.tokens
+    outcome.latencies_s.append(exchange.seconds)

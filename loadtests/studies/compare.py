@@ -1,0 +1,388 @@
+"""Side by side, in alternating runs: the same load on engines driven directly, through the gateway, through the routers
+of vLLM and SGLang, and on one server alone.
+
+    python -m loadtests.fleet -c examples/sim.yaml -- \
+        python -m loadtests.studies.compare --gateway {url} --gateway-pid {pid} --engine {engines} \
+        --sides direct gateway vllm-router one-server --streams 64 --batch 64x8 --json out.json
+
+Loads are given per engine, so a fleet of four has four times the streams of a fleet of one. Each run has prompts of
+its own: equal ones would be answered from the prefix cache of the run before. A batch goes to what stands in the middle
+as one request, as TRL sends it; driven directly, each engine gets its part. `one-server` has the whole load of the
+fleet on its first engine: what a trainer has without anything in the middle.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loadtests.studies.clients import ClientPool, Outcome, Stream, total
+from loadtests.studies.ratios import median_lower_bound, pair_ratios
+from loadtests.studies.routers import RouterFailed, running_router
+from loadtests.workloads import LengthMix, Workload, parse_batch
+
+_BUSY_CLIENT = 0.8
+_ERRORS_SHOWN = 5
+
+
+class Side(StrEnum):
+    """Who is driven, and how replies are read."""
+
+    DIRECT = "direct"
+    STREAMED = "streamed"  # directly, a chunk every `stream_interval` tokens
+    ONE_SERVER = "one-server"  # the first engine has the load of all
+    GATEWAY = "gateway"
+    GATEWAY_STREAMED = "gateway-streamed"
+    VLLM_ROUTER = "vllm-router"
+    SGLANG_ROUTER = "sglang-router"
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether each engine is given its own part of the load."""
+        return self in (Side.DIRECT, Side.STREAMED)
+
+    @property
+    def is_ours(self) -> bool:
+        return self in (Side.GATEWAY, Side.GATEWAY_STREAMED)
+
+    @property
+    def is_streamed(self) -> bool:
+        return self in (Side.STREAMED, Side.GATEWAY_STREAMED)
+
+
+ROUTERS = {Side.VLLM_ROUTER: "VLLM_ROUTER", Side.SGLANG_ROUTER: "SGLANG_ROUTER"}
+"""Sides whose server is started here, each with the variable that may hold its command."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Callers for each engine. A batch is one request with all prompts, as a trainer sends it."""
+
+    name: str
+    streams: int
+    is_batch: bool
+    rounds: int
+    workload: Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Middle:
+    """A server between clients and engines. `pid` is the process whose CPU time counts as its own, where known."""
+
+    url: str
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """What is measured."""
+
+    gateway: Middle
+    engines: tuple[str, ...]
+    routers: Mapping[Side, Middle] = field(default_factory=dict)
+
+    def middle(self, side: Side) -> Middle | None:
+        """What is asked in place of the engines; None where each engine is asked itself."""
+        if side.is_direct:
+            return None
+        if side is Side.ONE_SERVER:
+            return Middle(self.engines[0])
+        return self.gateway if side.is_ours else self.routers[side]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One side of one pair."""
+
+    load: str
+    side: Side
+    pair: int
+    wall_s: float
+    completions: int
+    tokens: int
+    median_latency_s: float
+    p99_latency_s: float
+    middle_cpu_s: float | None
+    client_busy: float
+    errors: list[str]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.wall_s
+
+
+class Comparison:
+    """Runs all loads on all sides, pair after pair, and keeps every run."""
+
+    def __init__(self, targets: Targets, loads: Sequence[Load], sides: Sequence[Side], clients: ClientPool) -> None:
+        self.targets = targets
+        self.loads = loads
+        self.sides = sides
+        self.runs: list[Run] = []
+        self._clients = clients
+
+    def warm_up(self) -> bool:
+        """Engines compile and pools connect in their first run, which does not count. Whether every side delivered."""
+        runs = [self._run(load, side, pair=-1) for load in self.loads for side in self.sides]
+        return all(run.tokens for run in runs)
+
+    def measure_pair(self, pair: int) -> None:
+        """Every side once for each load, in an order that turns round from pair to pair."""
+        for load in self.loads:
+            for side in self.sides if pair % 2 == 0 else reversed(self.sides):
+                self.runs.append(self._run(load, side, pair))
+
+    def _run(self, load: Load, side: Side, pair: int) -> Run:
+        streams = streams_of(load, side, self.targets, seed=f"{load.name} {side} {pair} {os.getpid()}")
+        middle = self.targets.middle(side)
+        pid = middle.pid if middle else None
+        cpu = process_cpu_s(pid) if pid else None
+        outcomes = self._clients.run(streams)
+        used = process_cpu_s(pid) - cpu if pid and cpu is not None else None
+        run = _summed(outcomes, load, side, pair, used)
+        _say(run)
+        return run
+
+
+def streams_of(load: Load, side: Side, targets: Targets, seed: str) -> list[Stream]:
+    """The callers of one run. Directly, they are dealt out over the engines; a middle places them itself."""
+    num_engines, middle = len(targets.engines), targets.middle(side)
+    num_streams, workload = load.streams * num_engines, load.workload
+    if middle and load.is_batch:
+        num_streams, workload = 1, dataclasses.replace(workload, prompts=workload.prompts * num_engines)
+    return [
+        Stream(
+            url=middle.url if middle else targets.engines[index % num_engines],
+            workload=workload,
+            seeds=tuple(f"{seed} {index} {turn}" for turn in range(load.rounds)),
+            stream=side.is_streamed,
+        )
+        for index in range(num_streams)
+    ]
+
+
+def process_cpu_s(pid: int) -> float:
+    """User and system time of a process with all its threads, without its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def summarise(runs: Sequence[Run], load: str, side: Side, references: Sequence[Side]) -> dict[str, Any]:
+    """Medians of one side under one load, and its ratio to each reference of the same pair."""
+    ours = [run for run in runs if (run.load, run.side) == (load, side)]
+    speeds = [run.tokens_per_s for run in ours]
+    row: dict[str, Any] = {
+        "load": load,
+        "side": side.value,
+        "pairs": len(ours),
+        "tokens_per_s": statistics.median(speeds),
+        "median_latency_s": statistics.median(run.median_latency_s for run in ours),
+        "p99_latency_s": statistics.median(run.p99_latency_s for run in ours),
+        "client_busy": max(run.client_busy for run in ours),
+        "errors": sum(len(run.errors) for run in ours),
+        "ratios": {},
+    }
+    if all(run.middle_cpu_s is not None and run.tokens for run in ours):
+        used = [(run.middle_cpu_s or 0.0, run) for run in ours]
+        row["middle_cpu_s_per_million_tokens"] = statistics.median(cpu / run.tokens * 1e6 for cpu, run in used)
+        row["middle_cores"] = statistics.median(cpu / run.wall_s for cpu, run in used)
+    for reference in references:
+        beside = [run.tokens_per_s for run in runs if (run.load, run.side) == (load, reference)]
+        if all(beside):
+            ratios = pair_ratios(speeds, beside)
+            row["ratios"][reference.value] = {
+                "median": statistics.median(ratios),
+                "lower_bound_95": median_lower_bound(ratios),
+                "pairs": ratios,
+            }
+    return row
+
+
+def summary(runs: Sequence[Run], loads: Sequence[Load], sides: Sequence[Side]) -> list[dict[str, Any]]:
+    """A row for each load and side. What is not driven directly is set against what is, the gateway against all."""
+    direct = [side for side in sides if side.is_direct]
+    others = [side for side in sides if not side.is_ours]
+    return [
+        summarise(runs, load.name, side, others if side.is_ours else [] if side.is_direct else direct)
+        for load in loads
+        for side in sides
+        if any(run.load == load.name and run.side == side for run in runs)
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The summary for people."""
+    references = [side for side in Side if any(side in row["ratios"] for row in rows)]
+    cells = [
+        ["load", "side", "pairs", "tokens/s", "latency p50/p99 s", *(f"vs {side}" for side in references),
+         "middle CPU-s/Mtok", "cores", "client busy", "errors"],
+        *(_cells(row, references) for row in rows),
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def _cells(row: dict[str, Any], references: Sequence[Side]) -> list[str]:
+    return [
+        row["load"],
+        row["side"],
+        str(row["pairs"]),
+        f"{row['tokens_per_s']:.0f}",
+        f"{row['median_latency_s']:.2f}/{row['p99_latency_s']:.2f}",
+        *(_ratio_cell(row["ratios"].get(side)) for side in references),
+        f"{row['middle_cpu_s_per_million_tokens']:.2f}" if "middle_cores" in row else "-",
+        f"{row['middle_cores']:.2f}" if "middle_cores" in row else "-",
+        f"{row['client_busy']:.2f}",
+        str(row["errors"]),
+    ]
+
+
+def _ratio_cell(ratio: dict[str, Any] | None) -> str:
+    return f"{ratio['median']:.3f} >= {ratio['lower_bound_95']:.3f}" if ratio else "-"
+
+
+def _summed(outcomes: Sequence[Outcome], load: Load, side: Side, pair: int, middle_cpu_s: float | None) -> Run:
+    totals = dataclasses.asdict(total(outcomes))
+    return Run(load=load.name, side=side, pair=pair, middle_cpu_s=middle_cpu_s, **totals)
+
+
+def _say(run: Run) -> None:
+    name = f"pair {run.pair + 1}" if run.pair >= 0 else "warm-up"
+    text = f"{name}  {run.load:>8} {run.side:<16} {run.tokens_per_s:8.0f} tok/s {run.wall_s:7.2f} s"
+    print(text, f"  {len(run.errors)} errors" if run.errors else "", file=sys.stderr, flush=True)
+    for error in run.errors[:_ERRORS_SHOWN]:
+        print("   ", error[:500], file=sys.stderr)
+
+
+def _loads(args: argparse.Namespace) -> list[Load]:
+    def load(name: str, streams: int, prompts: int, samples: int, *, is_batch: bool) -> Load:
+        workload = Workload(
+            prompts=prompts,
+            samples=samples,
+            prompt_tokens=args.prompt_tokens,
+            max_tokens=args.max_tokens,
+            model=args.model,
+            as_text=args.text,
+        )
+        return Load(name=name, streams=streams, is_batch=is_batch, rounds=args.rounds, workload=workload)
+
+    batches = map(parse_batch, args.batch)
+    return [
+        *(load(str(streams), streams, 1, 1, is_batch=False) for streams in args.streams),
+        *(load(f"{prompts}x{n}", 1, prompts, n, is_batch=True) for prompts, n in batches),
+    ]
+
+
+def _report(comparison: Comparison, args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "label": args.label,
+        "cpus": os.cpu_count(),
+        "python": sys.version.split()[0],
+        "engines": len(comparison.targets.engines),
+        "clients": args.clients,
+        "prompt_tokens": str(args.prompt_tokens),
+        "max_tokens": args.max_tokens,
+        "rounds": args.rounds,
+        "text": args.text,
+        "summary": summary(comparison.runs, comparison.loads, comparison.sides),
+        "runs": [{**dataclasses.asdict(run), "errors": run.errors[:_ERRORS_SHOWN]} for run in comparison.runs],
+    }
+
+
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m loadtests.studies.compare", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--gateway", required=True, metavar="URL")
+    add("--gateway-pid", type=int, metavar="PID", help="its process, to count its CPU time")
+    add("--engine", nargs="+", action="extend", required=True, metavar="URL", help="the engines behind it")
+    for side, variable in ROUTERS.items():
+        words = f"command of {side}, where it is installed; or {variable} in the environment"
+        add(f"--{side}", default=os.environ.get(variable, ""), metavar="COMMAND", help=words)
+    add("--streams", type=int, nargs="*", default=[], metavar="N", help="loads of N single streams for each engine")
+    add("--batch", nargs="*", default=[], metavar="PxN", help="loads of one request of P prompts x N samples an engine")
+    add("--prompt-tokens", type=LengthMix.parse, default=LengthMix.parse("256"), help="256, or a mix: 128*3,1024*1")
+    add("--max-tokens", type=int, default=256)
+    add("--rounds", type=int, default=1, help="requests of each stream in a run, one after the other")
+    add("--pairs", type=int, default=5)
+    add("--sides", nargs="+", type=Side, default=[Side.DIRECT, Side.GATEWAY, Side.STREAMED], choices=list(Side))
+    add("--text", action="store_true", help="prompts as text: sglang-router takes no token ids in /v1/completions")
+    add("--model", default="", help="name to ask for; the server's own unless given")
+    add("--clients", type=int, default=2, metavar="N", help="client processes")
+    add("--timeout-s", type=float, default=300.0, help="longest run")
+    add("--budget-s", type=float, default=float("inf"), help="begin no further pair after this many seconds")
+    add("--label", default="", help="what is measured, for the report")
+    add("--json", type=Path, metavar="FILE", help="write every run and the summary")
+    args = parser.parse_args(argv)
+    if not args.streams and not args.batch:
+        args.streams = [64]
+    return args
+
+
+def _sides(args: argparse.Namespace) -> list[Side]:
+    """Those that can be measured; a line says why one cannot."""
+    sides = list(args.sides)
+    for side, variable in ROUTERS.items():
+        if side in sides and not _router_command(args, side):
+            print(f"{side} is left out: give its command as --{side} or {variable}", file=sys.stderr)
+            sides.remove(side)
+    if Side.SGLANG_ROUTER in sides and not (args.text and args.model):
+        print("sglang-router is left out: it takes text for a named model alone, add --text --model", file=sys.stderr)
+        sides.remove(Side.SGLANG_ROUTER)
+    return sides
+
+
+def _router_command(args: argparse.Namespace, side: Side) -> str:
+    command: str = vars(args)[side.value.replace("-", "_")]
+    return command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parse_arguments(argv)
+    # So that routers end with this process also where it is told to stop.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    began, sides = time.monotonic(), _sides(args)
+    with contextlib.ExitStack() as stack:
+        started = {side: _router_command(args, side) for side in sides if side in ROUTERS}
+        try:
+            routers = {
+                side: Middle(*stack.enter_context(running_router(command, args.engine)))
+                for side, command in started.items()
+            }
+        except RouterFailed as error:
+            print(error, file=sys.stderr)
+            return 2
+        targets = Targets(gateway=Middle(args.gateway, args.gateway_pid), engines=tuple(args.engine), routers=routers)
+        clients = stack.enter_context(ClientPool(args.clients, args.timeout_s))
+        comparison = Comparison(targets, _loads(args), sides, clients)
+        if not comparison.warm_up():
+            print("a side delivered nothing: there is nothing to compare", file=sys.stderr)
+            return 1
+        for pair in range(args.pairs):
+            if time.monotonic() - began > args.budget_s:
+                print(f"stopped after {pair} pairs: {args.budget_s:g} s are over", file=sys.stderr)
+                break
+            comparison.measure_pair(pair)
+            # After each pair, so that a run cut short leaves what it has.
+            if args.json:
+                args.json.write_bytes(orjson.dumps(_report(comparison, args), option=orjson.OPT_INDENT_2))
+    rows = summary(comparison.runs, comparison.loads, comparison.sides)
+    print(table(rows))
+    if any(row["client_busy"] > _BUSY_CLIENT for row in rows):
+        print("a client process was nearly always busy: take more --clients", file=sys.stderr)
+    return 1 if not rows or any(row["errors"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

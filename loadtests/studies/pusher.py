@@ -1,0 +1,106 @@
+"""A trainer's process that does nothing but push: weights of the served model's names, shapes and dtypes."""
+
+import multiprocessing
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+from engines.errors import RolloutGatewayError
+from engines.types import InFlight
+from trainer_client.transports.sender import TransportName
+
+_READY_S = 300.0
+_NO_LOGPROB = -1000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """One push as its trainer saw it; `error` is empty where it went well."""
+
+    seconds: float
+    version: int
+    error: str
+
+
+class Pusher:
+    """Pushes when told to. `transport` and `device` are as `WeightSender` has them."""
+
+    def __init__(self, url: str, transport: TransportName, device: str, timeout_s: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._timeout_s = timeout_s
+        self._process = context.Process(target=_serve, args=(theirs, url, transport, device, timeout_s), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.num_bytes = int(self._receive(_READY_S))
+
+    def __enter__(self) -> "Pusher":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pipe.close()
+        self._process.join(self._timeout_s)
+        self._process.terminate()
+
+    def push(self, in_flight: str) -> Pushed:
+        """One update; returns when it is over, one way or the other."""
+        return self._ask(in_flight, spoilt=False)
+
+    def push_in_vain(self) -> Pushed:
+        """One update that the canary refuses once all replicas hold it, after one that goes well: what the trainer says
+        of its weights moves, and the weights do not."""
+        return self._ask(InFlight.KEEP, spoilt=True)
+
+    def _ask(self, in_flight: str, *, spoilt: bool) -> Pushed:
+        self._pipe.send((in_flight, spoilt))
+        pushed: Pushed = self._receive(10 * self._timeout_s)
+        return pushed
+
+    def _receive(self, timeout_s: float):  # type: ignore[no-untyped-def]  # what the process sends
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"the pushing process said nothing within {timeout_s:g} s")
+        return self._pipe.recv()
+
+
+def _serve(pipe: Connection, url: str, transport: TransportName, device: str, timeout_s: float) -> None:
+    """The life of the process: until the other end of the pipe closes."""
+    import torch
+
+    from trainer_client import BlockingRolloutClient, WeightSender
+
+    with BlockingRolloutClient(url) as client:
+        served = client.served_weights()
+        if served.tensors is None:
+            raise SystemExit(f"the replicas behind {url} do not tell the names and shapes of their weights")
+        torch.manual_seed(0)
+        tensors = {one.name: _drawn(one.name, one.shape, getattr(torch, one.dtype), device) for one in served.tensors}
+        pipe.send(sum(tensor.nbytes for tensor in tensors.values()))
+        with WeightSender(client, transport=transport, device=device, timeout_s=timeout_s) as sender:
+            while True:
+                try:
+                    in_flight, spoilt = pipe.recv()
+                except (EOFError, KeyboardInterrupt):
+                    return
+                told: list[float] | None = None
+                began = time.perf_counter()
+                try:
+                    if spoilt:
+                        told = [-1.0] * (len(client.canary_token_ids()) - 1)
+                        sender.push(tensors, in_flight=in_flight, canary_logprobs=told)
+                        told, began = [_NO_LOGPROB] * len(told), time.perf_counter()
+                    version, error = sender.push(tensors, in_flight=in_flight, canary_logprobs=told), ""
+                except RolloutGatewayError as refused:
+                    version, error = 0, f"{type(refused).__name__}: {refused}"
+                pipe.send(Pushed(seconds=time.perf_counter() - began, version=version, error=error))
+
+
+def _drawn(name: str, shape, dtype, device: str):  # type: ignore[no-untyped-def]  # torch is loaded here alone
+    """Small enough that a model of them says something finite."""
+    import torch
+
+    if "norm" in name:
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, 0.02).to(dtype)

@@ -1,0 +1,380 @@
+"""What a weight update costs the rollouts beside it: the same load with updates and without, in alternating runs.
+
+    python -m loadtests.studies.weight_cost -c FILE.yaml --transport nccl --device cuda:0 --streams 256 --json out.json
+    python -m loadtests.studies.weight_cost -c FILE.yaml --transport store --in-flight keep drain [KEY=VALUE ...]
+    python -m loadtests.studies.weight_cost -c FILE.yaml --variant "flat: transport=nccl weights.relay=never" \
+        --variant "relay: transport=nccl weights.relay=always weights.relay_device=cuda:1" --restores 2
+
+Starts the engines, a gateway over them, without Ray, and a trainer's process that pushes weights of the served model's
+shapes. Variants are settings of the gateway over the file's: one after the other has the same engines. A pair is one
+run of the load alone and one for each of `--in-flight`, with `--updates` spread over it. What a run takes longer than
+the one beside it, by update, is the work that an update costs. The updates' own records tell for how long generation
+stood still and what each step took. `--restores` are updates refused by the canary: what is told of them is the time
+from the refusal to a completion of the version before. In the same run the media are measured alone: torch's
+own broadcast of the same bytes, a file written and read where the weight store is, a copy to the engine's GPU.
+"""
+
+import argparse
+import asyncio
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, get_args
+
+import aiohttp
+import orjson
+
+from engines.errors import ConfigError, EngineStartFailed
+from engines.types import InFlight
+from gateway.config.load import load as load_config
+from loadtests.fleet import LocalFleet
+from loadtests.studies.clients import ClientPool, Stream, Totals, total
+from loadtests.studies.pusher import Pushed, Pusher
+from loadtests.studies.raw_speed import broadcast_speed, copy_speeds, file_speeds
+from loadtests.workloads import LengthMix, Workload
+from trainer_client.transports.sender import TransportName
+
+_QUIET = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The load once; `in_flight` is "none" where no update fell into it. `updates` are the gateway's records."""
+
+    pair: int
+    in_flight: str
+    wall_s: float
+    tokens: int
+    errors: list[str]
+    pushed: list[Pushed]
+    updates: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """An update that was refused. `seconds` from its end to the first completion, which is of `version`."""
+
+    seconds: float
+    version: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Settings of the gateway, what the trainer sends over, and what is to become of rollouts in flight."""
+
+    name: str
+    transport: TransportName
+    in_flight: tuple[InFlight, ...]
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str, transport: TransportName | None, in_flight: Sequence[InFlight]) -> "Variant":
+        """`NAME: transport=nccl in_flight=keep,drain KEY=VALUE`. Raises `ConfigError` where no transport is named."""
+        name, _, settings = text.partition(":")
+        told = dict(word.partition("=")[::2] for word in shlex.split(settings))
+        asked = told.pop("transport", transport)
+        chosen = next((known for known in get_args(TransportName) if known == asked), None)
+        if chosen is None:
+            raise ConfigError(f"variant {name!r} names no transport: say transport=store, gloo or nccl")
+        ways = told.pop("in_flight", None)
+        kinds = tuple(map(InFlight, ways.split(","))) if ways else tuple(in_flight)
+        return cls(name.strip(), chosen, kinds, tuple(f"{key}={value}" for key, value in told.items()))
+
+
+class Bench:
+    """One gateway, its clients and a trainer."""
+
+    def __init__(
+        self,
+        url: str,
+        pool: ClientPool,
+        pusher: Pusher,
+        args: argparse.Namespace,
+        *,
+        replicas: int,
+        in_flight: Sequence[InFlight],
+        restores: int,
+    ) -> None:
+        self._url = url
+        self._pool = pool
+        self._pusher = pusher
+        self._args = args
+        self._replicas = replicas
+        self._in_flight = in_flight
+        self._num_restores = restores
+        self.runs: list[Run] = []
+        self.restores: list[Restore] = []
+
+    async def measure(self) -> None:
+        """All pairs, after one run that does not count. The order in a pair turns from one to the next."""
+        expected_s = (await self._run(-1, _QUIET, 0.0)).wall_s
+        await asyncio.to_thread(self._pusher.push, self._in_flight[0])  # opens the group
+        for pair in range(self._args.pairs):
+            kinds = [_QUIET, *self._in_flight]
+            for kind in kinds[:: -1 if pair % 2 else 1]:
+                run = await self._run(pair, kind, expected_s)
+                self.runs.append(run)
+                if kind == _QUIET:
+                    expected_s = run.wall_s
+        for _ in range(self._num_restores):
+            self.restores.append(await self._restore())
+
+    async def _restore(self) -> Restore:
+        pushed = await asyncio.to_thread(self._pusher.push_in_vain)
+        if not pushed.error:
+            raise ConfigError("the canary let pass what it should not: weights.canary.enabled must be true")
+        body = {"prompt": [1, 2, 3], "max_tokens": 1}
+        answer = await self._ask("POST", "/v1/completions", body)
+        served = time.time()
+        [refused] = await self._records(1)
+        ended = datetime.fromisoformat(refused["started"]).timestamp() + refused["age_s"]
+        return Restore(served - ended, answer["choices"][0]["weight_versions"][-1]["version"], pushed.error)
+
+    async def _run(self, pair: int, in_flight: str, expected_s: float) -> Run:
+        count = 0 if in_flight == _QUIET else self._args.updates
+        loaded = asyncio.create_task(asyncio.to_thread(self._load, pair))
+        began, pushed = time.monotonic(), []
+        for update in range(count):
+            due = began + expected_s * (update + 0.5) / count
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            pushed.append(await asyncio.to_thread(self._pusher.push, in_flight))
+        totals = await loaded
+        errors = totals.errors + [push.error for push in pushed if push.error]
+        run = Run(
+            pair=pair, in_flight=in_flight, wall_s=totals.wall_s, tokens=totals.tokens, errors=errors, pushed=pushed,
+            updates=await self._records(count),
+        )  # fmt: skip
+        print(f"{_name(pair)} {in_flight:>9} {run.wall_s:8.2f} s {len(errors)} errors", *errors[:2], file=sys.stderr)
+        return run
+
+    def _load(self, pair: int) -> Totals:
+        args = self._args
+        workload = Workload(prompts=1, samples=1, prompt_tokens=args.prompt_tokens, max_tokens=args.max_tokens)
+        streams = [
+            Stream(
+                url=self._url,
+                workload=workload,
+                seeds=tuple(f"{pair}/{caller}/{turn}" for turn in range(args.rounds)),
+                stream=False,
+            )
+            for caller in range(args.streams * self._replicas)
+        ]
+        return total(self._pool.run(streams))
+
+    async def _records(self, count: int) -> list[dict[str, Any]]:
+        """The gateway's records of the last so many updates."""
+        records: list[dict[str, Any]] = (await self._ask("GET", "/v1/weight_updates"))["weight_updates"]
+        return records[:count]
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=self._args.timeout_s)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.request(method, f"{self._url}{path}", json=body) as reply,
+        ):
+            reply.raise_for_status()
+            answer: dict[str, Any] = await reply.json()
+        return answer
+
+
+def summarise(runs: Sequence[Run], num_bytes: int) -> list[dict[str, Any]]:
+    """A row for each way with rollouts in flight. Seconds are medians; `lost_s` is of work, by update."""
+    quiet = {run.pair: run for run in runs if run.in_flight == _QUIET}
+    rows = []
+    for kind in dict.fromkeys(run.in_flight for run in runs if run.in_flight != _QUIET):
+        ours = [run for run in runs if run.in_flight == kind]
+        records = [record for run in ours for record in run.updates]
+        lost = [(run.wall_s - quiet[run.pair].wall_s) / len(run.pushed) for run in ours]
+        speed = statistics.median(run.tokens / run.wall_s for run in quiet.values())
+        steps = {step: _median(record["seconds"].get(step) for record in records) for step in _steps(records)}
+        moved = steps.get("transfer") or steps.get("load")
+        rows.append(
+            {
+                "in_flight": kind,
+                "updates": len(records),
+                "failed": sum(bool(push.error) for run in ours for push in run.pushed),
+                "lost_s": statistics.median(lost),
+                "lost_s_of_pairs": lost,
+                "lost_tokens": statistics.median(lost) * speed,
+                "stopped_s": _median(record["stopped_s"] for record in records),
+                "stopped_s_max": max((record["stopped_s"] for record in records), default=None),
+                "push_s": _median(push.seconds for run in ours for push in run.pushed),
+                "moved_gb_per_s": num_bytes / moved / 1e9 if moved else None,
+                "seconds": steps,
+                "errors": sum(len(run.errors) for run in ours),
+            }
+        )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The summary for people."""
+    head = ["in flight", "updates", "work lost s", "tokens lost", "stopped s", "at most", "push s", "GB/s", "errors"]
+    keys = ("in_flight", "updates", "lost_s", "lost_tokens", "stopped_s", "stopped_s_max", "push_s", "moved_gb_per_s")
+    cells = [head, *([_cell(row[key]) for key in (*keys, "errors")] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def media(transports: set[str], args: argparse.Namespace, store: Path, num_bytes: int) -> dict[str, float]:
+    """GB/s of what carries the variants, by itself."""
+    speeds: dict[str, float] = {}
+    receiver = args.receiver or args.device
+    for backend in sorted(transports - {"store"}):
+        try:
+            speeds[f"{backend} broadcast"] = broadcast_speed(backend, (args.device, receiver), num_bytes)
+        except TimeoutError as error:
+            print(error, file=sys.stderr)  # what was measured through us stands by itself
+    store.mkdir(parents=True, exist_ok=True)
+    speeds["file write"], speeds["file read"] = file_speeds(store, num_bytes)
+    if receiver.startswith("cuda"):
+        speeds["pinned copy"], speeds["mapped copy"] = copy_speeds(receiver, num_bytes)
+    return speeds
+
+
+def _steps(records: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(step for record in records for step in record["seconds"]))
+
+
+def _median(values: Iterator[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _name(pair: int) -> str:
+    return f"pair {pair + 1}" if pair >= 0 else "warm-up"
+
+
+class Report:
+    """What has been measured so far, written after each variant: a run that is cut short has not been in vain."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._path: Path | None = args.json
+        self.content: dict[str, Any] = {
+            "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "label": args.label,
+            "cpus": os.cpu_count(),
+            "streams": args.streams,
+            "prompt_tokens": str(args.prompt_tokens),
+            "max_tokens": args.max_tokens,
+            "variants": [],
+        }
+
+    def note(self, **facts: Any) -> None:
+        self.content |= facts
+        self._write()
+
+    def add(self, variant: Variant, bench: Bench) -> None:
+        self.content["variants"].append(
+            {
+                "name": variant.name,
+                "transport": variant.transport,
+                "settings": variant.overrides,
+                "summary": summarise(bench.runs, self.content["bytes"]),
+                "restores": [asdict(restore) for restore in bench.restores],
+                "runs": [asdict(run) for run in bench.runs],
+            }
+        )
+        self._write()
+
+    def _write(self) -> None:
+        if self._path:
+            self._path.write_bytes(orjson.dumps(self.content, option=orjson.OPT_INDENT_2))
+
+
+async def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    config = load_config(args.config, args.overrides)
+    texts = args.variant or [args.transport or "as it is"]
+    variants = [Variant.parse(text, args.transport, args.in_flight) for text in texts]
+    fleet, report = LocalFleet(config, []), Report(args)
+    named = args.medium or config.weights.store or ""
+    store = Path(named if Path(named).is_absolute() else "/dev/shm")
+    transports: set[str] = {variant.transport for variant in variants}
+    try:
+        infos = await fleet.start_engines()
+        report.note(replicas=len(infos), engine=f"{infos[0].kind} {infos[0].engine_version}")
+        with ClientPool(args.clients, args.timeout_s) as pool:
+            for variant in variants:
+                print(f"{variant.name}:", file=sys.stderr)
+                settings = load_config(args.config, [*args.overrides, *variant.overrides])
+                async with fleet.gateway(settings, infos) as gateway:
+                    # Without a store nothing is brought back.
+                    restores = args.restores if settings.weights.store else 0
+                    bench, num_bytes = await _benched(variant, gateway.url, pool, args, len(infos), restores)
+                report.note(bytes=num_bytes)
+                report.add(variant, bench)
+                if variant is variants[0]:
+                    # Not at the end: a run that is cut short is to have both sides.
+                    report.note(media_gb_per_s=await asyncio.to_thread(media, transports, args, store, num_bytes))
+    finally:
+        await fleet.stop()
+    return report.content
+
+
+async def _benched(
+    variant: Variant, url: str, pool: ClientPool, args: argparse.Namespace, replicas: int, restores: int
+) -> tuple[Bench, int]:
+    """One variant to its end, and the bytes of its updates."""
+    with await asyncio.to_thread(Pusher, url, variant.transport, args.device, args.timeout_s) as pusher:
+        bench = Bench(url, pool, pusher, args, replicas=replicas, in_flight=variant.in_flight, restores=restores)
+        await bench.measure()
+        return bench, pusher.num_bytes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 where an update failed or a rollout was not delivered."""
+    args = _parse_arguments(argv)
+    try:
+        report = asyncio.run(_measured(args))
+    except (ConfigError, EngineStartFailed) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for variant in report["variants"]:
+        print(f"{variant['name']}, {variant['transport']}:", table(variant["summary"]), sep="\n")
+        for restore in variant["restores"]:
+            print(f"refused and back at version {restore['version']} after {restore['seconds']:.3f} s")
+    speeds = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in report["media_gb_per_s"].items())
+    print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas; alone: {speeds}")
+    return 1 if any(row["errors"] for variant in report["variants"] for row in variant["summary"]) else 0
+
+
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.studies.weight_cost", description=__doc__.splitlines()[0]
+    )
+    add = parser.add_argument
+    add("-c", "--config", type=Path, metavar="FILE")
+    add("--transport", choices=["store", "gloo", "nccl"], help="of variants that do not name theirs")
+    add("--variant", action="append", metavar="NAME: KEY=VALUE ...", help="may be repeated")
+    add("--device", default="cpu", help="where the trainer's tensors are, such as cuda:1")
+    add("--receiver", default="", help="the other end of the medium measured alone; as --device unless given")
+    add("--medium", default="", metavar="FOLDER", help="whose file speed is measured; the weight store unless given")
+    add("--in-flight", nargs="+", choices=list(InFlight), default=[InFlight.KEEP], type=InFlight)
+    add("--updates", type=int, default=2, help="in each run")
+    add("--restores", type=int, default=0, help="updates that are refused, for each variant")
+    add("--pairs", type=int, default=5)
+    add("--streams", type=int, default=64, help="callers for each replica")
+    add("--rounds", type=int, default=2, help="requests of each caller in a run, one after the other")
+    add("--prompt-tokens", type=LengthMix.parse, default=LengthMix.parse("256"))
+    add("--max-tokens", type=int, default=512)
+    add("--clients", type=int, default=2, metavar="N", help="client processes")
+    add("--timeout-s", type=float, default=300.0, help="longest run, and each wait of a push")
+    add("--label", default="", help="what is measured, for the report")
+    add("--json", type=Path, metavar="FILE", help="write every run and the summary")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="over the file's settings")
+    return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

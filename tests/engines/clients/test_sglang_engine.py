@@ -1,0 +1,425 @@
+"""vLLM's dialect on top of SGLang's routes, against a small server that answers as SGLang 0.5.23 and 0.5.17 do."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from engines.clients.sglang_engine import SglangEngine
+from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused
+from engines.types import PauseMode
+
+TIMEOUT_S = 10.0
+COMPLETIONS = "/v1/completions"
+VOCAB_SIZE = 100
+GROUP = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 2}
+
+Json = dict[str, Any]
+
+
+def answer(ids: list[int], text: str = "", finish: Json | None = None, **more: Any) -> Json:
+    """One sample as /generate tells it."""
+    meta = {
+        "id": "r",
+        "finish_reason": finish,
+        "prompt_tokens": 3,
+        "completion_tokens": len(ids),
+        "cached_tokens": 1,
+        "weight_versions": [{"version": "7", "start": 0, "end": len(ids)}] if finish else None,
+        "input_token_logprobs": [[None, 1, None], [-0.5, 2, None], [-0.6, 3, None]],
+        "input_top_logprobs": [None, [[-0.1, 9, None]], [[-0.6, 3, None]]],
+        "output_token_logprobs": [[-float(i), token_id, None] for i, token_id in enumerate(ids)],
+        "output_top_logprobs": [[[-0.0, 9, None]] for _ in ids],
+    }
+    return {"text": text, "output_ids": ids, "prompt_token_ids": [1, 2, 3], "meta_info": meta, **more}
+
+
+LENGTH = {"type": "length", "length": 2}
+
+
+class FakeSglang:
+    """Remembers what it was asked. `answers` is what /generate says, `running` how many requests each look shows."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Json]] = []
+        self.answers: Any = answer([5, 6], "ab", LENGTH)
+        self.running: list[int] = []
+        self.has_sessions = True
+        self.own_ids = "response_token_ids"
+        self.flush_status = 200
+        self.knows_v1 = False
+        self.app = web.Application()
+        self.app.router.add_route("*", "/{path:.*}", self._handle)
+
+    @property
+    def generated(self) -> Json:
+        """The last body of /generate."""
+        return [body for path, body in self.asked if path == "/generate"][-1]
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.text() or "{}")
+        if str(2**31 - 1) in body.get("sampling_params", {}).get("logit_bias", {}):
+            message = f"logit_bias must has keys in [0, {VOCAB_SIZE - 1}], got {2**31 - 1}."
+            return web.json_response({"error": {"message": message}}, status=400)
+        self.asked.append((request.path, body))
+        match request.path:
+            case "/generate" if body.get("stream"):
+                return await self._stream(request)
+            case "/generate":
+                status = 400 if "error" in self.answers else 200
+                return web.json_response(self.answers, status=status)
+            case "/openapi.json":
+                paths: dict[str, object] = {"/generate": {}, "/init_weights_update_group": {}}
+                return web.json_response({"paths": paths | ({"/begin_weight_update": {}} if self.has_sessions else {})})
+            case "/server_info":
+                info = {"version": "0.5.23", "tp_size": 2, "pp_size": 3, "model_path": "m", "served_model_name": "m"}
+                return web.json_response(info)
+            case "/v1/models":
+                adapters = [{"id": "v1", "root": "/a/v1", "parent": "m"}] if self.knows_v1 else []
+                loaded = [body["model_path"] for path, body in self.asked if path == "/update_weights_from_disk"]
+                name = loaded[-1] if loaded else "m"  # as SGLang: by the folder that it has loaded last
+                return web.json_response({"data": [{"id": name, "root": name}, *adapters]})
+            case "/model_info":
+                return web.json_response({"weight_version": "default"})
+            case "/v1/loads":
+                load = {"num_running_reqs": self.running.pop(0) if self.running else 0, "num_waiting_reqs": 0}
+                return web.json_response({"loads": [load]})
+            case "/flush_cache":
+                return web.Response(text="Cache flushed.", status=self.flush_status)
+            case "/v1/detokenize":
+                return web.json_response({"text": "hi"})
+            case "/v1/chat/completions":
+                choice = {"index": 0, self.own_ids: [5], "prompt_token_ids": [1, 2]}
+                return web.json_response({"choices": [choice]})
+        return web.json_response({"success": True})
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for event in (*self.answers, None):
+            await response.write(b"data: " + (json.dumps(event).encode() if event else b"[DONE]") + b"\n\n")
+        return response
+
+
+@pytest.fixture
+def server() -> FakeSglang:
+    return FakeSglang()
+
+
+@pytest.fixture
+async def engine(server: FakeSglang) -> AsyncIterator[SglangEngine]:
+    runner = web.AppRunner(server.app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    one = SglangEngine("r1", f"http://127.0.0.1:{runner.addresses[0][1]}")
+    yield one
+    await one.close()
+    await runner.cleanup()
+
+
+async def generate(engine: SglangEngine, **fields: Any) -> Json:
+    return await engine.generate(COMPLETIONS, {"model": "m", "prompt": [1, 2, 3], **fields}, TIMEOUT_S)
+
+
+async def chunks_of(engine: SglangEngine, **fields: Any) -> list[Json]:
+    body = {"model": "m", "prompt": [1, 2, 3], "return_token_ids": True, **fields}
+    return [chunk async for chunk in engine.stream(COMPLETIONS, body, TIMEOUT_S)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "asked"),
+    [
+        ("max_tokens", 9, {"max_new_tokens": 9}),
+        ("min_tokens", 2, {"min_new_tokens": 2}),
+        ("seed", 4, {"sampling_seed": 4}),
+        ("ignore_eos", True, {"ignore_eos": True}),
+        ("stop", ["x"], {"stop": ["x"]}),
+        ("include_stop_str_in_output", True, {"no_stop_trim": True}),
+        ("top_k", 0, {}),
+        ("top_k", -1, {}),
+        ("top_k", 5, {"top_k": 5}),
+        ("temperature", None, {}),
+        ("best_of", 1, {}),
+        ("structured_outputs", {"regex": "a+", "json": None}, {"regex": "a+"}),
+        ("structured_outputs", {"json": {"type": "object"}}, {"json_schema": '{"type": "object"}'}),
+    ],
+)
+async def test_a_sampling_field_has_sglangs_name(
+    engine: SglangEngine, server: FakeSglang, field: str, value: Any, asked: Json
+) -> None:
+    await generate(engine, **{field: value})
+    assert server.generated["sampling_params"] == {"max_new_tokens": 16, **asked}
+
+
+async def test_a_prompt_is_token_ids_or_text_with_its_salt(engine: SglangEngine, server: FakeSglang) -> None:
+    await generate(engine, cache_salt="v3")
+    assert server.generated["input_ids"] == [1, 2, 3]
+    assert server.generated["extra_key"] == "v3"
+    await generate(engine, prompt="hello", return_token_ids=True)
+    assert server.generated["text"] == "hello"
+    assert server.generated["return_prompt_token_ids"] is True
+
+
+async def test_a_reply_is_in_vllms_form(engine: SglangEngine, server: FakeSglang) -> None:
+    reply = await generate(engine, logprobs=1, prompt_logprobs=1, return_token_ids=True)
+    (choice,) = reply["choices"]
+    assert choice == {
+        "index": 0,
+        "text": "ab",
+        "token_ids": [5, 6],
+        "prompt_token_ids": [1, 2, 3],
+        "logprobs": {
+            "text_offset": [0, 10],
+            "token_logprobs": [0.0, -1.0],
+            "tokens": ["token_id:5", "token_id:6"],
+            "top_logprobs": [{"token_id:5": 0.0, "token_id:9": 0.0}, {"token_id:6": -1.0, "token_id:9": 0.0}],
+        },
+        "finish_reason": "length",
+        "stop_reason": None,
+        "weight_versions": [{"version": "7", "start": 0, "end": 2}],
+        "prompt_logprobs": [
+            None,
+            {
+                "2": {"logprob": -0.5, "rank": None, "decoded_token": None},
+                "9": {"logprob": -0.1, "rank": 1, "decoded_token": None},
+            },
+            {"3": {"logprob": -0.6, "rank": 1, "decoded_token": None}},
+        ],
+    }
+    assert (reply["object"], reply["model"], reply["id"]) == ("text_completion", "m", "cmpl-r")
+    cached = {"cached_tokens": 1}
+    assert reply["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": cached,
+    }
+    assert server.generated["logprob_start_len"] == 0
+
+
+async def test_samples_are_choices(engine: SglangEngine, server: FakeSglang) -> None:
+    stop = {"type": "stop", "matched": "x"}
+    server.answers = [answer([5], finish=stop), answer([6], finish={"type": "stop", "matched": 6}), answer([7, 8])]
+    reply = await generate(engine, n=3)
+    assert [(c["index"], c["finish_reason"], c["stop_reason"]) for c in reply["choices"]] == [
+        (0, "stop", "x"),
+        (1, "stop", None),
+        (2, None, None),
+    ]
+    assert reply["usage"]["completion_tokens"] == 4
+
+
+async def test_a_version_without_spans_leaves_them_to_the_gateway(engine: SglangEngine, server: FakeSglang) -> None:
+    del server.answers["meta_info"]["weight_versions"]
+    assert "weight_versions" not in (await generate(engine))["choices"][0]
+
+
+async def test_a_stream_tells_what_is_new(engine: SglangEngine, server: FakeSglang) -> None:
+    server.answers = [
+        answer([5], "a", index=0),
+        answer([7], "x", index=1),
+        answer([5], "a", index=0),
+        answer([5, 6], "ab", LENGTH, index=0),
+        answer([7, 8, 9], "xyz", LENGTH, index=1),
+    ]
+    chunks = await chunks_of(engine, n=2, logprobs=0, stream_options={"include_usage": True})
+    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+    assert [(c["index"], c["text"], c["token_ids"]) for c in choices] == [
+        (0, "a", [5]),
+        (1, "x", [7]),
+        (0, "b", [6]),
+        (1, "yz", [8, 9]),
+    ]
+    assert [c["prompt_token_ids"] for c in choices] == [[1, 2, 3], [1, 2, 3], None, None]
+    assert [c["logprobs"]["tokens"] for c in choices][3] == ["token_id:8", "token_id:9"]
+    assert [c["finish_reason"] for c in choices] == [None, None, "length", "length"]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"bogus": 1}, "bogus"),
+        ({"echo": True}, "echo"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"top_k": [1]}, "top_k"),
+        ({"seed": True}, "seed"),
+        ({"stop_token_ids": [1], "ignore_eos": True}, "stop_token_ids"),
+        ({"structured_outputs": {"choice": ["a"]}}, "choice"),
+        ({"prompt": [1, VOCAB_SIZE]}, "prompt"),
+        ({"prompt": [-1, 2]}, "prompt"),
+    ],
+)
+async def test_what_sglang_has_no_word_for_is_refused_as_vllm_would(
+    engine: SglangEngine, server: FakeSglang, fields: Json, param: str
+) -> None:
+    with pytest.raises(EngineRefused) as refused:
+        await generate(engine, **fields)
+    error = refused.value.body["error"]
+    assert (refused.value.status, error["param"], error["code"]) == (400, param, 400)
+    assert server.asked == []
+
+
+async def test_sglangs_refusal_is_in_vllms_form_also_within_a_stream(engine: SglangEngine, server: FakeSglang) -> None:
+    error = {"error": {"message": "too long", "code": 400}}
+    vllms = {"error": {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}}
+    server.answers = error
+    with pytest.raises(EngineRefused) as refused:
+        await generate(engine)
+    assert refused.value.body == vllms
+    server.answers = [error]
+    with pytest.raises(EngineRefused) as refused:
+        await chunks_of(engine)
+    assert refused.value.body == vllms
+
+
+async def test_a_failure_within_a_stream_is_no_refusal(engine: SglangEngine, server: FakeSglang) -> None:
+    server.answers = [{"error": {"message": "died", "code": 500}}]
+    with pytest.raises(EngineFailed, match="died"):
+        await chunks_of(engine)
+
+
+@pytest.mark.parametrize("own_ids", ["token_ids", "response_token_ids"], ids=["0.5.17", "0.5.23"])
+async def test_a_conversation_is_sglangs_own(engine: SglangEngine, server: FakeSglang, own_ids: str) -> None:
+    server.own_ids = own_ids
+    body = {"messages": [], "cache_salt": "v1", "structured_outputs": {"json": {"a": 1}}}
+    reply = await engine.generate("/v1/chat/completions", body, TIMEOUT_S)
+    assert reply == {"choices": [{"index": 0, "token_ids": [5]}], "prompt_token_ids": [1, 2]}
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"a": 1}}}
+    assert server.asked[-1][1] == {"messages": [], "cache_salt": "v1", "response_format": schema, "stream": False}
+
+
+async def test_the_routes_of_vllm_are_answered(engine: SglangEngine) -> None:
+    async def get(path: str) -> Json:
+        return await engine.ask("GET", path, None, TIMEOUT_S)
+
+    assert await get("/version") == {"version": "0.5.23"}
+    assert await get("/get_world_size") == {"world_size": 6}
+    assert set((await get("/openapi.json"))["paths"]) == {COMPLETIONS, "/init_weight_transfer_engine"}
+    config = (await get("/server_info?config_format=json"))["vllm_config"]
+    assert config["weight_transfer_config"] is not None
+    assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert config["lora_config"] is None
+    assert await engine.ask("POST", "/detokenize", {"tokens": [1]}, TIMEOUT_S) == {"prompt": "hi"}
+    assert await engine.weight_version(TIMEOUT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "clear_cache", "paused_as"),
+    [
+        (PauseMode.ABORT, False, "abort"),
+        (PauseMode.KEEP, False, "in_place"),
+        (PauseMode.KEEP, True, "retract"),
+        (PauseMode.WAIT, True, "in_place"),
+    ],
+)
+async def test_a_pause_has_sglangs_mode(
+    engine: SglangEngine, server: FakeSglang, mode: PauseMode, clear_cache: bool, paused_as: str
+) -> None:
+    await engine.pause(mode, clear_cache=clear_cache, timeout_s=TIMEOUT_S)
+    await engine.resume(TIMEOUT_S)
+    assert ("/pause_generation", {"mode": paused_as}) in server.asked
+    assert ("/flush_cache" in server.paths()) is clear_cache
+    assert server.paths()[-1] == "/continue_generation"
+
+
+async def test_a_waiting_pause_lets_requests_finish(engine: SglangEngine, server: FakeSglang) -> None:
+    server.running = [2, 1, 0]
+    await engine.pause(PauseMode.WAIT, clear_cache=False, timeout_s=TIMEOUT_S)
+    assert server.paths() == ["/v1/loads"] * 3 + ["/pause_generation"]
+
+
+async def test_a_waiting_pause_ends_in_time(engine: SglangEngine, server: FakeSglang) -> None:
+    server.running = [1] * 1000
+    with pytest.raises(DeadlineExceeded, match=r"replica r1: requests still run after 0\.2 s"):
+        await engine.pause(PauseMode.WAIT, clear_cache=False, timeout_s=0.2)
+    assert "/pause_generation" not in server.paths()
+
+
+@pytest.mark.parametrize(("status", "forgotten"), [(200, True), (400, False)])
+async def test_a_cache_in_use_is_not_flushed(
+    engine: SglangEngine, server: FakeSglang, status: int, forgotten: bool
+) -> None:
+    server.flush_status = status
+    assert await engine.reset_prefix_cache(TIMEOUT_S) is forgotten
+
+
+@pytest.mark.parametrize("has_sessions", [True, False], ids=["0.5.23", "0.5.17"])
+async def test_an_update_is_a_session_where_the_version_has_them(
+    engine: SglangEngine, server: FakeSglang, has_sessions: bool
+) -> None:
+    server.has_sessions = has_sessions
+    await engine.open_weight_group({**GROUP, "packed": False, "backend": "gloo"}, TIMEOUT_S)
+    await engine.start_weight_update(TIMEOUT_S)
+    tensors = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]], "packed": False}
+    await engine.update_weights(tensors, TIMEOUT_S)
+    await engine.finish_weight_update(4, TIMEOUT_S)
+    await engine.close_weight_group(TIMEOUT_S)
+    update = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "flush_cache": False, "load_format": None}
+    name = {"group_name": "rollout_gateway"}
+    begun = [("/begin_weight_update", {"selector": "all"})] if has_sessions else []
+    ended: list[object] = [("/end_weight_update", {})] if has_sessions else []
+    assert server.asked == [
+        ("/openapi.json", {}),
+        ("/init_weights_update_group", {**GROUP, **name, "backend": "gloo"}),
+        ("/update_weight_version", {"new_version": "mixed", "abort_all_requests": False}),
+        *begun,
+        ("/update_weights_from_distributed", update | name),
+        *ended,
+        ("/update_weight_version", {"new_version": "4", "abort_all_requests": False}),
+        ("/destroy_weights_update_group", name),
+    ]
+
+
+@pytest.mark.parametrize("said", [{}, {"packed": True}])
+async def test_packed_chunks_are_refused_before_anybody_waits(
+    engine: SglangEngine, server: FakeSglang, said: Json
+) -> None:
+    with pytest.raises(EngineRefused, match="SGLang cannot receive vLLM's packed chunks"):
+        await engine.open_weight_group({**GROUP, **said}, TIMEOUT_S)
+    assert server.asked == []
+
+
+async def test_an_adapter_is_chosen_by_the_model_that_names_it(server: FakeSglang, engine: SglangEngine) -> None:
+    await engine.load_lora_adapter("v1", "/a/v1", TIMEOUT_S)
+    assert server.asked[-1] == ("/load_lora_adapter", {"lora_name": "v1", "lora_path": "/a/v1"})
+    await generate(engine, model="v1")
+    assert server.generated["lora_path"] == "v1"
+    await generate(engine, model="m")
+    assert "lora_path" not in server.generated
+    chat = {"model": "v1", "messages": [{"role": "user", "content": "hi"}]}
+    await engine.generate("/v1/chat/completions", chat, TIMEOUT_S)
+    assert server.asked[-1][1]["lora_path"] == "v1"
+
+
+async def test_adapters_that_an_earlier_client_loaded_are_known_and_unloaded(
+    server: FakeSglang, engine: SglangEngine
+) -> None:
+    server.knows_v1 = True
+    assert await engine.lora_adapters(TIMEOUT_S) == {"v1": "/a/v1"}
+    await generate(engine, model="v1")
+    assert server.generated["lora_path"] == "v1"
+    await engine.unload_lora_adapter("v1", TIMEOUT_S)
+    assert server.asked[-1] == ("/unload_lora_adapter", {"lora_name": "v1"})
+    server.knows_v1 = False
+    await engine.unload_lora_adapter("v1", TIMEOUT_S)
+    assert server.paths().count("/unload_lora_adapter") == 1
+
+
+async def test_what_it_has_loaded_is_listed_under_the_name_that_it_was_started_with(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.knows_v1 = True
+    await engine.load_snapshot("/store/v3", 3, TIMEOUT_S)
+    model, adapter = (await engine.ask("GET", "/v1/models", None, TIMEOUT_S))["data"]
+    assert (model["id"], model["root"]) == ("m", "m")
+    assert (adapter["id"], adapter["parent"]) == ("v1", "m")

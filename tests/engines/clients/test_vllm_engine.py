@@ -1,0 +1,300 @@
+"""What becomes of each thing an engine may do to a request: small servers that misbehave, one way each."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from engines.clients import http
+from engines.clients.vllm_engine import VllmEngine, version_number
+from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
+
+TIMEOUT_S = 10.0
+PATH = "/v1/completions"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Connect = Callable[[str], VllmEngine]
+Serve = Callable[..., Awaitable[VllmEngine]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    engines: list[VllmEngine] = []
+
+    def to(url: str) -> VllmEngine:
+        engines.append(VllmEngine("r1", url))
+        return engines[-1]
+
+    yield to
+    for engine in engines:
+        await engine.close()
+
+
+@pytest.fixture
+async def serve(connect: Connect) -> AsyncIterator[Serve]:
+    """`await serve(handler)` answers every request with `handler` and gives the engine that asks it."""
+    runners: list[web.AppRunner] = []
+
+    async def start(handler: Handler) -> VllmEngine:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handler)
+        runners.append(web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01))
+        await runners[-1].setup()
+        await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+        return connect(f"http://127.0.0.1:{runners[-1].addresses[0][1]}")
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+def answering(body: str, status: int = 200) -> Handler:
+    async def handler(_: web.Request) -> web.Response:
+        return web.Response(text=body, status=status)
+
+    return handler
+
+
+def streaming(*blocks: bytes, then: Handler | None = None) -> Handler:
+    """Sends each block by itself; `then` does what comes after the last."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for block in blocks:
+            await response.write(block)
+            await asyncio.sleep(0.01)
+        if then is not None:
+            await then(request)
+        return response
+
+    return handler
+
+
+async def silence(_: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(300)
+    raise AssertionError
+
+
+async def cut(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def chunks_of(engine: VllmEngine, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
+    return [chunk async for chunk in engine.stream(PATH, {"prompt": [1]}, timeout_s)]
+
+
+async def test_an_answer_is_its_json_and_the_request_says_stream_false(serve: Serve) -> None:
+    async def echo(request: web.Request) -> web.Response:
+        return web.json_response({"path": request.path, "type": request.content_type, "body": await request.json()})
+
+    engine = await serve(echo)
+    reply = await engine.generate(PATH, {"prompt": [1]}, TIMEOUT_S)
+    assert reply == {"path": PATH, "type": "application/json", "body": {"prompt": [1], "stream": False}}
+
+
+@pytest.mark.parametrize(("body", "reply"), [("", {}), ("[1, 2]", {"value": [1, 2]}), ("true", {"value": True})])
+async def test_an_answer_is_always_an_object(serve: Serve, body: str, reply: dict[str, Any]) -> None:
+    assert await (await serve(answering(body))).ask("GET", "/x", None, TIMEOUT_S) == reply
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('{"error": {"message": "too long", "code": 400}}', "/v1/completions answered 400: too long"),
+        ('{"message": "too long"}', "too long"),
+        ('{"detail": "too long"}', "too long"),
+        ('{"error": "too long"}', "too long"),
+        ("too long", "too long"),
+    ],
+)
+async def test_a_4xx_is_refused_with_its_words_status_and_replica(serve: Serve, body: str, words: str) -> None:
+    engine = await serve(answering(body, status=400))
+    with pytest.raises(EngineRefused, match=words) as refused:
+        await engine.generate(PATH, {}, TIMEOUT_S)
+    assert (refused.value.status, refused.value.replica_id) == (400, "r1")
+
+
+async def test_a_refusal_carries_the_engines_own_body(serve: Serve) -> None:
+    engine = await serve(answering('{"error": {"message": "no", "param": "n"}}', status=422))
+    with pytest.raises(EngineRefused) as refused:
+        await engine.generate(PATH, {}, TIMEOUT_S)
+    assert refused.value.body == {"error": {"message": "no", "param": "n"}}
+
+
+@pytest.mark.parametrize("body", ['{"error": {"message": "CUDA error"}}', "CUDA error"])
+async def test_a_5xx_is_a_failure_with_its_words(serve: Serve, body: str) -> None:
+    engine = await serve(answering(body, status=500))
+    with pytest.raises(EngineFailed, match="replica r1: /v1/completions answered 500: CUDA error"):
+        await engine.generate(PATH, {}, TIMEOUT_S)
+
+
+async def test_a_connection_is_used_again_but_not_after_a_5xx(serve: Serve) -> None:
+    clients = []
+
+    async def remember(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        clients.append(request.transport.get_extra_info("peername"))
+        return web.json_response({}, status=500 if request.path == "/broken" else 200)
+
+    engine = await serve(remember)
+    await engine.ask("GET", "/x", None, TIMEOUT_S)
+    with pytest.raises(EngineFailed):
+        await engine.ask("GET", "/broken", None, TIMEOUT_S)
+    await engine.ask("GET", "/x", None, TIMEOUT_S)
+    first, broken, after = clients
+    assert first == broken
+    assert after != broken
+
+
+async def test_an_answer_that_is_no_json_is_a_failure(serve: Serve) -> None:
+    engine = await serve(answering("<html>"))
+    with pytest.raises(EngineFailed, match="answered no JSON: b'<html>'"):
+        await engine.ask("GET", "/x", None, TIMEOUT_S)
+
+
+async def test_a_refused_connection_is_unreachable(connect: Connect) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and not listening
+        engine = connect(f"http://127.0.0.1:{bound.getsockname()[1]}")
+        with pytest.raises(EngineUnreachable, match="replica r1: /health: "):
+            await engine.health(TIMEOUT_S)
+
+
+async def test_a_connection_that_does_not_come_about_is_unreachable(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_CONNECT_TIMEOUT_S", 0.2)
+    with socket.socket() as full, socket.socket() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting.connect(full.getsockname())  # all the room there is: who comes now is not answered
+        with pytest.raises(EngineUnreachable, match="timeout"):
+            await connect(f"http://127.0.0.1:{full.getsockname()[1]}").health(TIMEOUT_S)
+
+
+async def test_a_connection_cut_before_the_answer_is_unreachable(serve: Serve) -> None:
+    with pytest.raises(EngineUnreachable):
+        await (await serve(cut)).generate(PATH, {}, TIMEOUT_S)
+
+
+async def test_a_connection_cut_within_the_answer_is_unreachable(serve: Serve) -> None:
+    with pytest.raises(EngineUnreachable):
+        await (await serve(streaming(b'{"choices":', then=cut))).generate(PATH, {}, TIMEOUT_S)
+
+
+async def test_silence_ends_in_time(serve: Serve) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"replica r1: no answer to /v1/completions within 0\.1 s"):
+        await (await serve(silence)).generate(PATH, {}, 0.1)
+
+
+async def test_silence_within_the_answer_ends_in_time(serve: Serve) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await (await serve(streaming(b'{"choices":', then=silence))).generate(PATH, {}, 0.1)
+
+
+async def test_a_stream_is_its_events_however_they_are_cut_into_blocks(serve: Serve) -> None:
+    sent = b': ping\n\ndata: {"i": 0}\n\ndata: {"i": 1}\n\ndata: {"i": 2}\n\ndata: [DONE]\n\n'
+    blocks = [sent[:12], sent[12:25], sent[25:26], sent[26:-1], sent[-1:]]
+    assert await chunks_of(await serve(streaming(*blocks))) == [{"i": 0}, {"i": 1}, {"i": 2}]
+
+
+async def test_an_event_may_be_longer_than_the_readers_buffer(serve: Serve) -> None:
+    ids = list(range(100_000))
+    sent = f"data: {ids}\n\ndata: [DONE]\n\n".encode()
+    assert await chunks_of(await serve(streaming(sent))) == [{"value": ids}]
+
+
+async def test_a_refused_stream_is_refused(serve: Serve) -> None:
+    with pytest.raises(EngineRefused, match="no such model"):
+        await chunks_of(await serve(answering('{"message": "no such model"}', status=404)))
+
+
+async def test_an_error_event_is_a_failure(serve: Serve) -> None:
+    engine = await serve(streaming(b'data: {"error": {"message": "engine died"}}\n\n', b"data: [DONE]\n\n"))
+    with pytest.raises(EngineFailed, match=r"broke off: .*engine died"):
+        await chunks_of(engine)
+
+
+async def test_an_event_that_is_no_json_is_a_failure(serve: Serve) -> None:
+    with pytest.raises(EngineFailed, match="answered no JSON"):
+        await chunks_of(await serve(streaming(b'data: {"i":\n\n')))
+
+
+async def test_a_stream_that_ends_without_done_is_unreachable(serve: Serve) -> None:
+    with pytest.raises(EngineUnreachable, match=r"ended without \[DONE\]"):
+        await chunks_of(await serve(streaming(b'data: {"i": 0}\n\n')))
+
+
+async def test_a_stream_that_is_cut_is_unreachable(serve: Serve) -> None:
+    with pytest.raises(EngineUnreachable):
+        await chunks_of(await serve(streaming(b'data: {"i": 0}\n\n', then=cut)))
+
+
+async def test_a_stream_that_falls_silent_ends_in_time(serve: Serve) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await chunks_of(await serve(streaming(b'data: {"i": 0}\n\n', then=silence)), 0.1)
+
+
+async def test_time_that_runs_out_between_two_chunks_is_told_at_the_next_and_disturbs_nobody(serve: Serve) -> None:
+    engine = await serve(streaming(b'data: {"i": 0}\n\n', then=silence))
+    chunks = engine.stream(PATH, {}, 0.1)
+    assert await anext(chunks) == {"i": 0}
+    await asyncio.sleep(0.2)  # the reader is busy with what it has, writing to a slow client say
+    with pytest.raises(DeadlineExceeded):
+        await anext(chunks)
+
+
+@pytest.mark.parametrize(("label", "number"), [("7", 7), ("default", 0), ("None", 0), ("", 0), ("v3", 0)])
+def test_a_version_is_a_number(label: str, number: int) -> None:
+    assert version_number(label) == number
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "version"),
+    [('{"weight_version": "3"}', 200, 3), ('{"weight_version": "mixed"}', 200, None), ("", 404, 0)],
+)
+async def test_the_weight_version_is_none_of_a_mixture_and_0_where_the_engine_has_no_word_for_it(
+    serve: Serve, body: str, status: int, version: int | None
+) -> None:
+    assert await (await serve(answering(body, status))).weight_version(TIMEOUT_S) == version
+
+
+async def test_abandoning_an_update_that_is_over_is_no_error(serve: Serve) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        is_over = request.path == "/finish_weight_update"
+        return web.json_response({"error": "no update is active"}, status=500 if is_over else 200)
+
+    await (await serve(answer)).abandon_weight_update(TIMEOUT_S)
+
+
+async def test_metrics_are_text(serve: Serve) -> None:
+    assert await (await serve(answering("# HELP\n"))).metrics(TIMEOUT_S) == "# HELP\n"
+
+
+@pytest.mark.parametrize(
+    ("engine_version", "at_init", "at_update"), [("0.26.0", None, True), ("0.28.0", True, None), ("", True, None)]
+)
+@pytest.mark.parametrize("said_at", ["init", "update"])
+async def test_packed_is_said_where_the_engines_version_wants_it(
+    serve: Serve, engine_version: str, at_init: bool | None, at_update: bool | None, said_at: str
+) -> None:
+    heard: dict[str, Any] = {}
+
+    async def listen(request: web.Request) -> web.Response:
+        heard.update(await request.json())
+        return web.json_response({})
+
+    url = (await serve(listen)).url
+    engine = VllmEngine("r1", url, engine_version)
+    await engine.open_weight_group({"world_size": 2, **({"packed": True} if said_at == "init" else {})}, TIMEOUT_S)
+    await engine.update_weights({"names": ["w"], **({"packed": True} if said_at == "update" else {})}, TIMEOUT_S)
+    await engine.close()
+    assert heard["init_info"].get("packed") is at_init
+    assert heard["update_info"].get("packed") is at_update
+    assert heard["update_info"]["names"] == ["w"]

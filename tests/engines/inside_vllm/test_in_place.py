@@ -1,0 +1,482 @@
+"""Which models are loaded where their weights lie, and vLLM's worker after an update, however that ended."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from safetensors.torch import save_file
+from torch.nn import Module, Parameter
+
+from engines.errors import StoreFailed
+from engines.inside_vllm import in_place as vllm_in_place
+from engines.inside_vllm.in_place import load_in_place, load_layerwise, loads_in_place
+from engines.inside_vllm.worker import WeightWorker
+from engines.store.draft import is_whole
+from engines.transfer.tee import Scribe
+from engines.transfer.tensor_bytes import digest_on_host
+
+Tensors = dict[str, torch.Tensor]
+
+SOON_S = 10.0
+
+METHODS = {"start_weight_update", "finish_weight_update"}
+
+
+class PlayedModel(Module):
+    """Loads by name, as vLLM's models do."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+        parameters = dict(self.named_parameters())
+        loaded = set()
+        for name, tensor in weights:
+            getattr(parameters[name], "weight_loader", default_weight_loader)(parameters[name], tensor)
+            loaded.add(name)
+        return loaded
+
+
+def held(*shape: int) -> Parameter:
+    return Parameter(torch.zeros(shape), requires_grad=False)
+
+
+def layer(method: Any = None) -> Module:
+    """Two tensors, so that a reload may have one of them and wait for the other."""
+    made = Module()
+    made.weight, made.scale = held(2, 3), held(3)
+    if method is not None:
+        made.quant_method = method
+    return made
+
+
+def attention(impl: type) -> Module:
+    from vllm.model_executor.layers.attention import Attention
+
+    made = Attention.__new__(Attention)
+    Module.__init__(made)
+    made.impl = object.__new__(impl)
+    return made
+
+
+def packed() -> Module:
+    """As vLLM's layers on CPU: it computes with what it has made of its tensors."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    class Packing(UnquantizedLinearMethod):
+        def process_weights_after_loading(self, layer: Module) -> None:
+            layer.packed = -torch.cat([layer.weight.data, layer.scale.data[None]])
+
+    return layer(Packing())
+
+
+def model(*layers: Module) -> PlayedModel:
+    """Of these layers and plain ones, loaded and known to vLLM."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    made = PlayedModel()
+    every = *layers, layer(UnquantizedEmbeddingMethod()), layer(UnquantizedLinearMethod()), layer()
+    made.layers = torch.nn.ModuleList(every)
+    record_metadata_for_reloading(made)
+    return made
+
+
+def worker(loaded: PlayedModel) -> Any:
+    """vLLM's own, with what it needs for an update. A dict of tensors is what its trainer sends in one chunk."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+    from vllm.v1.worker.gpu_worker import Worker
+
+    class PlayedEngine(NCCLWeightTransferEngine):
+        def update_weights(self, update_info: Tensors) -> None:
+            self.model.load_weights(iter(update_info.items()))
+
+    class PlayedWorker(Worker, WeightWorker):
+        def __init__(self) -> None:
+            self.device, self.rank = torch.device("cpu"), 0
+            self.forgotten: set[str] = set()
+            self.parallel_config = SimpleNamespace(data_parallel_index=0)
+            self.model_config = SimpleNamespace(quantization=None, dtype=torch.float32)
+            self.vllm_config = SimpleNamespace(
+                lora_config=None,
+                model_config=self.model_config,
+                parallel_config=self.parallel_config,
+                load_config=None,
+            )
+            self.model_runner = SimpleNamespace(
+                get_model=lambda: loaded,
+                reset_lora_state=lambda: None,
+                reset_encoder_cache=lambda: self.forgotten.add("images as the model sees them"),
+                reset_mm_cache=lambda: self.forgotten.add("images"),
+                reload_weights=lambda weights_iterator: reload_weights(
+                    self.vllm_config, loaded, weights_iterator, None, True
+                ),
+            )
+            self.weight_transfer_engine = PlayedEngine(SimpleNamespace(), self.vllm_config, self.device, loaded)
+            self._weight_update_active = self._weight_update_is_draft = False
+
+    return PlayedWorker()
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU is: vLLM uses unquantized layers there as they were loaded."""
+    linear = pytest.importorskip("vllm.model_executor.layers.linear").UnquantizedLinearMethod
+    embedding = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding").UnquantizedEmbeddingMethod
+    for method in (linear, embedding):
+        monkeypatch.setattr(method, "process_weights_after_loading", lambda *_: None)
+    monkeypatch.setattr(vllm_in_place, "DEVICES", {"cpu"})
+
+
+# What is loaded in place.
+
+
+def test_a_model_that_is_used_as_it_was_loaded_is_loaded_in_place() -> None:
+    assert loads_in_place(worker(model()))
+
+
+def test_on_a_device_where_layers_are_packed_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert not loads_in_place(worker(model()))
+
+
+def test_nothing_is_where_nobody_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "is_rocm", lambda: True)
+    assert not loads_in_place(worker(model()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("lora_config", SimpleNamespace()), ("model_config", SimpleNamespace(quantization="fp8"))]
+)
+def test_neither_a_quantized_model_nor_one_with_lora_is(name: str, value: Any) -> None:
+    one = worker(model())
+    setattr(one.vllm_config, name, value)
+    assert not loads_in_place(one)
+
+
+def test_a_model_with_a_layer_of_another_quant_method_is_not() -> None:
+    assert not loads_in_place(worker(model(packed())))
+
+
+def test_a_model_with_a_module_that_processes_its_weights_by_itself_is_not() -> None:
+    odd = layer()
+    odd.process_weights_after_loading = lambda dtype: None
+    assert not loads_in_place(worker(model(odd)))
+
+
+def test_attention_that_derives_nothing_from_weights_is_and_any_other_is_not() -> None:
+    from vllm.v1.attention.backend import AttentionImpl
+
+    class Bare(AttentionImpl):
+        def __init__(self) -> None: ...
+
+        def forward(self) -> None: ...
+
+    class Deriving(Bare):
+        def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+            raise AssertionError
+
+    class WithSinks(Deriving):
+        _sinks_source: torch.Tensor | None = torch.zeros(1)
+
+    class WithoutSinks(Deriving):
+        _sinks_source = None
+
+    told = {impl: loads_in_place(worker(model(attention(impl)))) for impl in (Bare, Deriving, WithSinks, WithoutSinks)}
+    assert told == {Bare: True, Deriving: False, WithSinks: False, WithoutSinks: True}
+
+
+def reshaped(odd: Module) -> None:
+    odd.weight = held(3, 2)
+
+
+def transposed(odd: Module) -> None:
+    odd.weight = Parameter(torch.zeros(3, 2).t(), requires_grad=False)
+
+
+def cast(odd: Module) -> None:
+    odd.weight = Parameter(odd.weight.to(torch.bfloat16), requires_grad=False)
+
+
+def removed(odd: Module) -> None:
+    del odd.scale
+
+
+def added(odd: Module) -> None:
+    odd.workspace = held(4)
+
+
+def elsewhere(odd: Module) -> None:
+    odd.weight = Parameter(odd.weight.to("meta"), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [reshaped, transposed, cast, removed, added, elsewhere])
+def test_a_model_whose_tensors_are_no_longer_what_loaders_write_is_not(change: Callable[[Module], None]) -> None:
+    odd = layer()
+    loaded = model(odd)
+    change(odd)
+    assert not loads_in_place(worker(loaded))
+
+
+def test_a_bias_which_vllm_leaves_where_it_is_changes_nothing() -> None:
+    biased = layer()
+    loaded = model(biased)
+    biased.bias = held(2)
+    assert loads_in_place(worker(loaded))
+
+
+def test_both_methods_are_replaced_until_the_update_is_finished_or_given_up() -> None:
+    engine = worker(model()).weight_transfer_engine
+    load_layerwise(engine)
+    for end in (lambda: engine.finish_weight_update(), lambda: load_layerwise(engine)):
+        load_in_place(engine)
+        assert vars(engine).keys() >= METHODS
+        end()
+        assert not vars(engine).keys() & METHODS
+        assert engine.finish_weight_update.__func__ is type(engine).finish_weight_update
+
+
+# The worker after an update.
+
+
+@pytest.fixture(params=["in place", "layerwise"])
+def updated(request: pytest.FixtureRequest) -> Any:
+    """A worker whose model is loaded one way or the other."""
+    return worker(model(packed()) if request.param == "layerwise" else model())
+
+
+def sent(one: Any, value: float) -> Tensors:
+    """All tensors of its model."""
+    return {name: torch.full(tensor.shape, value) for name, tensor in one.get_model().named_parameters()}
+
+
+def in_two(tensors: Tensors) -> list[Tensors]:
+    """Cut within the first layer."""
+    (first, *rest) = tensors.items()
+    return [dict([first]), dict(rest)]
+
+
+def where(one: Any) -> list[int]:
+    """What a CUDA graph knows of its weights."""
+    return [parameter.data_ptr() for parameter in one.get_model().parameters()]
+
+
+def check_holds(one: Any, value: float, places: list[int]) -> None:
+    """It has these weights, where they were, and nothing of any update is left."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    loaded = one.get_model()
+    assert all(bool((tensor == value).all()) for tensor in loaded.parameters())
+    assert all(bool((part.packed == -value).all()) for part in loaded.modules() if hasattr(part, "packed"))
+    assert where(one) == places
+    assert "load_weights" not in vars(loaded)
+    assert not any(get_layerwise_info(part).can_load() for part in loaded.modules())
+    assert not vars(one.weight_transfer_engine).keys() & METHODS
+    assert (one.tee, one._weight_update_active) == (None, False)
+
+
+def update(one: Any, value: float) -> dict[str, str]:
+    one.open_receipt()
+    one.start_weight_update()
+    for chunk in in_two(sent(one, value)):
+        one.update_weights(chunk)
+    digests: dict[str, str] = one.close_receipt()
+    one.finish_weight_update()
+    return digests
+
+
+# Steps of an update that may be its last: each is one of the engine's calls, or what has the gateway make no more.
+
+
+def opened(one: Any) -> None:
+    one.open_receipt()
+
+
+def started(one: Any) -> None:
+    one.open_receipt()
+    one.start_weight_update()
+
+
+def half_sent(one: Any) -> None:
+    started(one)
+    one.update_weights(in_two(sent(one, 7))[0])
+
+
+def broken_in_the_middle(one: Any) -> None:
+    """Such as by a trainer that dies: vLLM then ends the session by itself."""
+    half_sent(one)
+    with pytest.raises(KeyError):
+        one.update_weights({"none of its tensors": torch.ones(1)})
+
+
+def closed(one: Any) -> None:
+    started(one)
+    for chunk in in_two(sent(one, 7)):
+        one.update_weights(chunk)
+    one.close_receipt()
+
+
+def started_twice(one: Any) -> None:
+    half_sent(one)
+    with pytest.raises(RuntimeError, match="already"):
+        one.start_weight_update()
+
+
+def opened_twice(one: Any) -> None:
+    half_sent(one)
+    one.open_receipt()
+    with pytest.raises(RuntimeError, match="already"):
+        one.start_weight_update()
+
+
+def broken_load(one: Any) -> None:
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from in_two(sent(one, 7))[0].items()
+        raise OSError("the folder is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        one.reload_weights(weights_iterator=tensors())
+
+
+ENDS = [opened, started, half_sent, broken_in_the_middle, closed, started_twice, opened_twice, broken_load]
+
+
+def clear(one: Any) -> None:
+    """As the gateway does where it has not died itself."""
+    one.drop_receipt()
+    one.end_update()
+
+
+def test_an_update_loads_all_and_tells_what_it_received(updated: Any) -> None:
+    places, tensors = where(updated), sent(updated, 1)
+    assert update(updated, 1) == {name: digest_on_host(tensor) for name, tensor in tensors.items()}
+    check_holds(updated, 1, places)
+    update(updated, 2)
+    check_holds(updated, 2, places)
+
+
+def test_of_a_plain_model_some_tensors_may_come_and_the_rest_stays() -> None:
+    one = worker(model())
+    update(one, 1)
+    first, rest = in_two(sent(one, 2))
+    one.open_receipt()
+    one.start_weight_update()
+    one.update_weights(first)
+    assert one.close_receipt().keys() == first.keys()
+    one.finish_weight_update()
+    found = dict(one.get_model().named_parameters())
+    assert all(bool((found[name] == (2 if name in first else 1)).all()) for name in chain(first, rest))
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_however_an_update_ended_the_next_one_loads_all(updated: Any, end: Callable[[Any], None]) -> None:
+    places = where(updated)
+    update(updated, 1)
+    end(updated)
+    clear(updated)
+    update(updated, 2)
+    check_holds(updated, 2, places)
+
+
+@pytest.mark.parametrize("is_cleared", [True, False])
+@pytest.mark.parametrize("end", ENDS)
+def test_however_an_update_ended_a_version_is_loaded_over_it(
+    updated: Any, end: Callable[[Any], None], is_cleared: bool, tmp_path: Path
+) -> None:
+    save_file(sent(updated, 1), tmp_path / "model.safetensors")
+    places = where(updated)
+    end(updated)
+    if is_cleared:
+        clear(updated)
+    updated.load_snapshot(str(tmp_path))
+    check_holds(updated, 1, places)
+    update(updated, 2)
+    check_holds(updated, 2, places)
+
+
+def test_a_worker_that_receives_no_updates_loads_a_version(tmp_path: Path) -> None:
+    one = worker(model())
+    one.weight_transfer_engine = None
+    save_file(sent(one, 1), tmp_path / "model.safetensors")
+    one.load_snapshot(str(tmp_path))
+    assert all(bool((tensor == 1).all()) for tensor in one.get_model().parameters())
+
+
+def test_what_was_made_of_images_is_forgotten_with_the_weights_that_made_it(tmp_path: Path) -> None:
+    one = worker(model())
+    save_file(sent(one, 1), tmp_path / "model.safetensors")
+    one.load_snapshot(str(tmp_path))
+    assert one.forgotten == {"images", "images as the model sees them"}
+
+
+def test_a_version_is_loaded_in_place_without_a_reload(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = worker(model())
+    save_file(sent(one, 1), tmp_path / "model.safetensors")
+    monkeypatch.setattr(one, "reload_weights", None)
+    one.load_snapshot(str(tmp_path))
+    check_holds(one, 1, where(one))
+
+
+def test_of_a_model_that_moved_the_next_update_finds_the_parameters() -> None:
+    one = worker(model())
+    update(one, 1)
+    first = next(part for part in one.get_model().layers)
+    first.weight = Parameter(torch.zeros(2, 3), requires_grad=False)
+    update(one, 2)
+    assert all(bool((tensor == 2).all()) for tensor in one.get_model().parameters())
+
+
+# The copy for the store.
+
+
+def copied(one: Any, draft: Path) -> Scribe:
+    """An update has come, of which a copy waits."""
+    draft.mkdir()
+    one.open_receipt(draft=str(draft), model="m", wait_s=5.0)
+    one.start_weight_update()
+    one.update_weights(sent(one, 1))
+    one.close_receipt()
+    one.finish_weight_update()
+    assert one.scribe is not None
+    found: Scribe = one.scribe
+    return found
+
+
+def test_the_copy_of_a_committed_update_is_written_whatever_the_replica_does_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Scribe, "has_room", lambda *_: True)
+    one, draft = worker(model()), tmp_path / "draft-1"
+    scribe = copied(one, draft)
+    one.keep_receipt()
+    one.drop_receipt()
+    assert scribe.join(SOON_S)
+    assert is_whole(draft)
+
+
+def test_the_copy_of_an_update_that_is_taken_back_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Scribe, "has_room", lambda *_: True)
+    one, draft = worker(model()), tmp_path / "draft-1"
+    scribe = copied(one, draft)
+    one.drop_receipt()
+    assert scribe.join(SOON_S)
+    with pytest.raises(StoreFailed, match="aborted"):
+        is_whole(draft)
+    assert not list(draft.glob("*.safetensors*"))
+
+
+def test_where_nothing_is_copied_nothing_is_kept() -> None:
+    one = worker(model())
+    update(one, 1)
+    one.keep_receipt()
+    assert one.scribe is None

@@ -1,0 +1,216 @@
+"""A planned load leaves what the model's own loaders leave, and asks them where they do more than to copy."""
+
+from collections.abc import Iterable
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.nn import Module, Parameter
+
+from engines.inside_vllm.planned_load import PlannedLoad
+
+Tensors = dict[str, torch.Tensor]
+
+WIDTH, SHARD = 6, 2
+ROWS = 5
+
+
+class PlayedModel(Module):
+    """One shard of a model: a query and a key in one parameter, a row-parallel layer, a vocabulary with room behind it,
+    a cast, and a name that nobody wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = Parameter(torch.full((4, WIDTH), -1.0), requires_grad=False)
+        self.rows = Parameter(torch.full((3, WIDTH // SHARD), -1.0), requires_grad=False)
+        self.flipped = Parameter(torch.full((WIDTH, 2), -1.0), requires_grad=False)
+        self.vocabulary = Parameter(torch.full((ROWS + 3, 2), -1.0), requires_grad=False)
+        self.small = Parameter(torch.full((3,), -1.0, dtype=torch.bfloat16), requires_grad=False)
+        self.calls: list[list[str]] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        named = list(weights)
+        self.calls.append([name for name, _ in named])
+        for name, tensor in named:
+            match name:
+                case "q" | "k":
+                    self.qk.data.narrow(0, 0 if name == "q" else 2, 2).copy_(tensor)
+                case "rows":
+                    self.rows.data.copy_(tensor.narrow(1, WIDTH // SHARD, WIDTH // SHARD))
+                case "flipped":
+                    self.flipped.data.copy_(tensor.t())
+                case "vocabulary":
+                    self.vocabulary[:ROWS].data.copy_(tensor)
+                    self.vocabulary[ROWS:].data.fill_(0)
+                case "small":
+                    self.small.data.copy_(tensor)
+                case "rotary":
+                    pass
+                case "scaled":
+                    self.small.data.copy_(tensor * 2)
+                case "read":
+                    self.small.data.fill_(tensor.sum().item())
+                case "constant":
+                    self.small.data.fill_(7)
+                case "broadcast":
+                    self.qk.data.copy_(tensor)
+                case _:
+                    raise KeyError(name)
+        return {name for name, _ in named}
+
+
+def sent() -> Tensors:
+    return {
+        "q": torch.randn(2, WIDTH),
+        "k": torch.randn(2, WIDTH),
+        "rows": torch.randn(3, WIDTH),
+        "flipped": torch.randn(2, WIDTH),
+        "vocabulary": torch.randn(ROWS, 2),
+        "small": torch.randn(3),
+        "rotary": torch.randn(4),
+    }
+
+
+def content(model: PlayedModel) -> Tensors:
+    return {name: parameter.clone() for name, parameter in model.named_parameters()}
+
+
+def loaded(*updates: Tensors) -> Tensors:
+    """What the loaders themselves leave."""
+    model = PlayedModel()
+    for tensors in updates:
+        model.load_weights(tensors.items())
+    return content(model)
+
+
+def check_same(found: Tensors, expected: Tensors) -> None:
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.fixture
+def model() -> PlayedModel:
+    return PlayedModel()
+
+
+@pytest.fixture
+def planned(model: PlayedModel) -> PlannedLoad:
+    made = PlannedLoad(model)
+    made.begin()
+    return made
+
+
+def test_the_first_load_and_the_next_leave_what_loaders_leave(model: PlayedModel, planned: PlannedLoad) -> None:
+    for tensors in (sent(), sent()):
+        planned.load(tensors.items())
+        check_same(content(model), loaded(tensors))
+
+
+def test_loaders_are_asked_once_for_tensors_of_one_form(model: PlayedModel, planned: PlannedLoad) -> None:
+    for _ in range(3):
+        planned.begin()
+        planned.load(sent().items())
+    assert len(model.calls) == 1
+
+
+def test_while_it_is_planned_nothing_is_overwritten(model: PlayedModel, planned: PlannedLoad) -> None:
+    before = content(model)
+    forms = [(name, tensor.shape, tensor.dtype) for name, tensor in sent().items()]
+    assert planned._plan(forms) is not None
+    check_same(content(model), before)
+
+
+def test_tensors_that_came_together_may_come_apart_and_in_another_order(
+    model: PlayedModel, planned: PlannedLoad
+) -> None:
+    planned.load(sent().items())
+    tensors = sent()
+    for name in reversed(tensors):
+        planned.load([(name, tensors[name])])
+    check_same(content(model), loaded(tensors))
+    assert len(model.calls) == 1
+
+
+def test_parts_of_one_buffer_are_loaded(model: PlayedModel, planned: PlannedLoad) -> None:
+    """As packed chunks are: each tensor lies somewhere within it."""
+    for _ in range(2):
+        tensors = sent()
+        packed = torch.cat([torch.zeros(3), *(tensor.flatten() for tensor in tensors.values())])
+        parts = packed[3:].split([tensor.numel() for tensor in tensors.values()])
+        views = {name: part.view(tensors[name].shape) for part, name in zip(parts, tensors, strict=True)}
+        planned.load(views.items())
+        check_same(content(model), loaded(tensors))
+
+
+def test_another_dtype_or_shape_is_planned_anew(model: PlayedModel, planned: PlannedLoad) -> None:
+    planned.load({"small": torch.ones(3)}.items())
+    planned.load({"small": torch.full((3,), 2.0, dtype=torch.float16)}.items())
+    assert model.small.tolist() == [2, 2, 2]
+    assert len(model.calls) == 2
+    with pytest.raises(RuntimeError, match="size"):
+        planned.load({"rows": torch.ones(5, WIDTH)}.items())
+
+
+@pytest.mark.parametrize("name", ["scaled", "read", "constant"])
+def test_a_loader_that_does_more_than_to_copy_is_asked_each_time(
+    model: PlayedModel, planned: PlannedLoad, name: str
+) -> None:
+    for _ in range(2):
+        tensors = sent()
+        del tensors["small"]
+        tensors[name] = torch.ones(3)
+        planned.load(tensors.items())
+        check_same(content(model), loaded(tensors))
+    assert [name in call for call in model.calls] == [True] * 3  # once to plan it, which comes to nothing
+
+
+def test_a_tensor_that_is_spread_over_a_parameter_is_left_to_the_loader(
+    model: PlayedModel, planned: PlannedLoad
+) -> None:
+    planned.load([("broadcast", torch.arange(WIDTH, dtype=torch.float32))])
+    assert model.qk.tolist() == [list(range(WIDTH))] * 4
+
+
+def test_a_tensor_with_gaps_is_left_to_the_loader(model: PlayedModel, planned: PlannedLoad) -> None:
+    planned.load(sent().items())
+    tensors = sent() | {"rows": torch.randn(WIDTH, 3).t()}
+    planned.load(tensors.items())
+    check_same(content(model), loaded(tensors))
+
+
+def test_an_unknown_name_is_the_loaders_error(planned: PlannedLoad) -> None:
+    for _ in range(2):
+        with pytest.raises(KeyError, match="nobody"):
+            planned.load([("nobody", torch.ones(1))])
+
+
+def test_a_parameter_that_lies_elsewhere_is_planned_anew(model: PlayedModel, planned: PlannedLoad) -> None:
+    planned.load(sent().items())
+    model.qk = Parameter(torch.zeros(4, WIDTH), requires_grad=False)
+    planned.begin()
+    tensors = sent()
+    planned.load(tensors.items())
+    check_same(content(model), loaded(tensors))
+
+
+def test_what_stands_before_the_models_loader_is_passed_by(model: PlayedModel, planned: PlannedLoad) -> None:
+    """Such as a tee, which calls the planned load itself."""
+    model.load_weights = planned.load  # type: ignore[method-assign, assignment]
+    tensors = sent()
+    model.load_weights(tensors.items())
+    check_same(content(model), loaded(tensors))
+
+
+def test_tensors_that_come_one_by_one_are_loaded_in_batches(model: PlayedModel, planned: PlannedLoad) -> None:
+    tensors = sent()
+    planned.load_all(iter(tensors.items()), batch_bytes=100)
+    check_same(content(model), loaded(tensors))
+    assert [name for call in model.calls for name in call] == list(tensors)
+    assert 1 < len(model.calls) < len(tensors)
+
+
+def test_of_nothing_nothing_is_loaded(model: PlayedModel, planned: PlannedLoad) -> None:
+    planned.load([])
+    planned.load_all(iter([]), batch_bytes=1)
+    check_same(content(model), loaded())

@@ -1,0 +1,128 @@
+"""Spans of completions in vLLM's replies, with played serving classes; real ones are in the conformance suite."""
+
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.inside_vllm.spans import counted, tell_spans, with_spans
+
+MIXED = [("1", 0, 3), ("2", 3, 8)]
+WHOLE = [("1", 0, 8)]
+TOLD_WHOLE = [{"version": "1", "start": 0, "end": 8}]
+TOLD = [{"version": "1", "start": 0, "end": 3}, {"version": "2", "start": 3, "end": 8}]
+
+
+def output(index: int, spans: Any) -> SimpleNamespace:
+    told = spans and [SimpleNamespace(version=version, start=start, end=end) for version, start, end in spans]
+    return SimpleNamespace(index=index, weight_versions=told, finish_reason="length" if spans else None)
+
+
+def result(*outputs: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(outputs=list(outputs))
+
+
+class Completions:
+    def request_output_to_completion_response(self, final_res_batch: list[Any], request: Any) -> Any:
+        count = sum(len(one.outputs) for one in final_res_batch)
+        return SimpleNamespace(choices=[SimpleNamespace(index=index) for index in range(count)])
+
+    async def completion_stream_generator(
+        self, request: Any, engine_inputs: Any, result_generator: Any, request_id: str
+    ) -> AsyncIterator[str]:
+        async for prompt_index, one in result_generator:
+            for out in one.outputs:
+                index = out.index + prompt_index * request.n
+                choice = {"index": index, "text": "é", "finish_reason": out.finish_reason}
+                yield f"data: {json.dumps({'id': request_id, 'choices': [choice]})}\n\n"
+        yield 'data: {"choices": [], "usage": {}}\n\n'
+        yield "data: [DONE]\n\n"
+
+
+class Chats:
+    async def chat_completion_full_generator(self, request: Any, result_generator: Any) -> Any:
+        async for one in result_generator:
+            last = one
+        return SimpleNamespace(choices=[SimpleNamespace(index=out.index) for out in last.outputs])
+
+    async def chat_completion_stream_generator(
+        self, request: Any, result_generator: Any, request_id: str
+    ) -> AsyncIterator[str]:
+        async for one in result_generator:
+            for out in one.outputs:
+                choice = {"index": out.index, "delta": {}, "finish_reason": out.finish_reason}
+                yield f"data: {json.dumps({'id': request_id, 'choices': [choice]})}\n\n"
+
+
+@pytest.fixture
+def serving() -> SimpleNamespace:
+    class FreshCompletions(Completions):
+        pass
+
+    class FreshChats(Chats):
+        pass
+
+    tell_spans(FreshCompletions, FreshChats)
+    return SimpleNamespace(completions=FreshCompletions(), chats=FreshChats())
+
+
+async def each(*items: Any) -> AsyncIterator[Any]:
+    for item in items:
+        yield item
+
+
+def told(choices: list[Any]) -> list[Any]:
+    return [getattr(choice, "weight_versions", None) for choice in choices]
+
+
+def test_a_whole_reply_tells_of_each_choice_that_has_ended(serving: Any) -> None:
+    batch = [result(output(0, WHOLE), output(1, MIXED)), result(output(0, None), output(1, MIXED))]
+    response = serving.completions.request_output_to_completion_response(batch, None)
+    assert told(response.choices) == [TOLD_WHOLE, TOLD, None, TOLD]
+
+
+async def test_a_stream_tells_in_the_chunk_that_ends_a_choice_and_leaves_the_others_alone(serving: Any) -> None:
+    results = [(0, result(output(0, None))), (0, result(output(1, MIXED))), (1, result(output(0, WHOLE)))]
+    request = SimpleNamespace(n=2)
+    wrapped = serving.completions.completion_stream_generator(request, [], each(*results), "r")
+    plain = Completions().completion_stream_generator(request, [], each(*results), "r")
+    events, expected = [event async for event in wrapped], [event async for event in plain]
+    assert events[0] == expected[0]
+    assert events[3:] == expected[3:]
+    for event, was, spans in zip(events[1:3], expected[1:3], (TOLD, TOLD_WHOLE), strict=True):
+        chunk = json.loads(event.removeprefix("data: "))
+        assert chunk["choices"][0].pop("weight_versions") == spans
+        assert chunk == json.loads(was.removeprefix("data: "))
+
+
+async def test_a_chat_tells_too(serving: Any) -> None:
+    results = each(result(output(0, None)), result(output(1, MIXED), output(0, WHOLE)))
+    response = await serving.chats.chat_completion_full_generator(None, results)
+    assert told(response.choices) == [TOLD, TOLD_WHOLE]
+
+
+async def test_a_streamed_chat_tells_too(serving: Any) -> None:
+    results = each(result(output(0, None)), result(output(1, MIXED), output(0, WHOLE)))
+    events = [event async for event in serving.chats.chat_completion_stream_generator(None, results, "r")]
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert [choice.get("weight_versions") for choice in choices] == [None, TOLD, TOLD_WHOLE]
+
+
+async def test_a_chat_that_failed_is_passed_on(serving: Any) -> None:
+    class Failing(Chats):
+        async def chat_completion_full_generator(self, request: Any, result_generator: Any) -> Any:
+            return SimpleNamespace(error="no")
+
+    tell_spans(type("Fresh", (Completions,), {}), Failing)
+    assert (await Failing().chat_completion_full_generator(None, each())).error == "no"
+
+
+@pytest.mark.parametrize("event", ["data: [DONE]\n\n", ": ping\n\n", 'data: {"error": {"message": "x"}}\n\n'])
+def test_other_events_are_passed_on(event: str) -> None:
+    assert with_spans(event, {0: TOLD}).strip() == event.strip()
+
+
+def test_what_has_no_tokens_and_what_has_no_label_has_no_spans() -> None:
+    assert counted([output(0, []), output(1, None)]) == {}

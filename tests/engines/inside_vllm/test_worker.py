@@ -1,0 +1,115 @@
+"""Our extension of vLLM's workers in a real vLLM server on CPU: receipts, snapshots, and a model with a tied head."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+pytest.importorskip("trl")
+
+import torch
+from trl.generation import vllm_client
+
+from engines.clients.vllm_engine import MIXED, VllmEngine
+from engines.engine import ReceiptCopy
+from engines.errors import EngineFailed
+from engines.process.engine_server import free_port
+from engines.store.draft import is_whole
+from engines.store.manifest import check_bytes
+from engines.store.weight_store import WeightStore
+from engines.transfer.tensor_bytes import digest_on_host
+from tests.rigs.real_vllm import greedy_token_ids, served
+
+pytestmark = pytest.mark.vllm
+
+TIMEOUT_S = 60.0
+
+
+def on_engine(url: str, call: Callable[[VllmEngine], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        engine = VllmEngine("r1", url, has_tee=True)
+        try:
+            return await call(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def until_whole(draft: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_whole(draft):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_version_is_copied_as_it_arrives_and_loaded_again_also_over_an_update_that_broke_off(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from examples.tiny_model import task
+    from tests.material import tied_model
+    from trainer_client import trl as gloo_trl
+
+    tied_model.save(tmp_path / "first", seed=1)
+    second = tied_model.save(tmp_path / "second", seed=2)
+    asked = list(islice(task.problems(seed=9), 8))
+    prompts = [task.prompt_token_ids(AutoTokenizer.from_pretrained(task.COMMITTED), problem) for problem in asked]
+    first_says, second_says = (task.greedy_token_ids(str(tmp_path / name), asked) for name in ("first", "second"))
+    assert first_says != second_says
+    names = tuple(name for name, _ in second.named_parameters())
+    store = WeightStore(tmp_path / "store")
+
+    with served(tmp_path / "first", tmp_path) as url, pytest.MonkeyPatch.context() as patch:
+
+        def says() -> list[list[int]]:
+            return greedy_token_ids(url, prompts, task.MAX_ANSWER_TOKENS)
+
+        def load(path: Path, version: int) -> None:
+            on_engine(url, lambda engine: engine.load_snapshot(str(path), version, TIMEOUT_S))
+            assert on_engine(url, lambda engine: engine.weight_version(TIMEOUT_S)) == version
+
+        patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
+        client = gloo_trl.GlooVLLMClient(url, group_port=free_port(), timeout_s=TIMEOUT_S)
+        client.init_communicator("cpu")
+
+        draft = store.draft()
+        copy = ReceiptCopy(draft=str(draft), model="m", base=str(tmp_path / "first"), names=names, wait_s=5.0)
+        on_engine(url, lambda engine: engine.open_receipt(copy, TIMEOUT_S))
+        client.update_model_params(second)
+        digests = on_engine(url, lambda engine: engine.close_receipt(TIMEOUT_S))
+        assert digests == {name: digest_on_host(tensor) for name, tensor in second.named_parameters()}
+        on_engine(url, lambda engine: engine.keep_receipt(TIMEOUT_S))
+        until_whole(draft)
+        version_1 = store.promote(draft, 1, tmp_path / "first")
+        assert {name: tensor.digest for name, tensor in check_bytes(version_1).tensors.items()} == digests
+        assert says() == second_says
+
+        load(tmp_path / "first", 0)
+        assert says() == first_says
+        load(version_1, 1)
+        assert says() == second_says
+
+        with pytest.raises(Exception, match="no_such_tensor"):
+            client.update_named_param("no_such_tensor", torch.ones(2))
+        load(version_1, 1)
+        assert says() == second_says
+
+        on_engine(url, lambda engine: engine.start_weight_update(TIMEOUT_S))
+        assert on_engine(url, lambda engine: engine.ask("GET", "/weight_info", None, TIMEOUT_S)) == {
+            "weight_version": MIXED
+        }
+        load(version_1, 1)
+        assert says() == second_says
+
+        with pytest.raises(EngineFailed):
+            load(tmp_path / "nowhere", 2)
+        assert on_engine(url, lambda engine: engine.weight_version(TIMEOUT_S)) is None
+        load(tmp_path / "first", 0)
+        assert says() == first_says
+        client.close_communicator()

@@ -1,0 +1,71 @@
+"""What an engine is doing, by the lines of its log: vLLM 0.32 and SGLang 0.5.23 as seen on CPU, graphs as in the source
+of vLLM 0.26 and SGLang 0.5.17."""
+
+from pathlib import Path
+
+import pytest
+
+from engines.process.engine_log import doing, lines_of, read_tail
+
+FIRST = "2026-11-21 15:03:00 python -m vllm.entrypoints.cli.main serve tiny\n"
+CORE = "(EngineCore pid=29771) INFO 11-21 15:03:15 [core.py:133] "
+TIME = "[2026-11-21 15:03:04 TP0] "
+
+
+@pytest.mark.parametrize(
+    ("log", "stage"),
+    [
+        ("", "starting"),
+        (
+            "(APIServer pid=7) INFO 11-21 15:03:07 [model.py:733] Resolved architecture: Qwen3",
+            "reading the configuration",
+        ),
+        (f"{CORE}Initializing a V1 LLM engine (v0.32.0) with config: model='tiny'", "starting workers"),
+        (f"{CORE}Starting to load model tiny...", "loading weights"),
+        (
+            "Loading safetensors checkpoint shards:   0% Completed | 0/8 [00:00<?, ?it/s]\r"
+            "Loading safetensors checkpoint shards:  38% Completed | 3/8 [00:09<00:15,  3.10s/it]\r",
+            "loading weights 3/8",
+        ),
+        (f"{CORE}Loading weights took 24.81 seconds", "profiling memory"),
+        (f"{CORE}Dynamo bytecode transform time: 6.81 s", "compiling"),
+        (f"{CORE}Available KV cache memory: 110.10 GiB", "making the KV cache"),
+        (
+            "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  30%|██▉       | 20/67 [00:01<00:03, 14.1it/s]",
+            "capturing graphs 20/67",
+        ),
+        (f"{CORE}Graph capturing finished in 5 secs, took 0.61 GiB", "starting the server"),
+        ("INFO:     Application startup complete.", "warming up"),
+        (f"{TIME}Load weight begin. avail mem=138.53 GB", "loading weights"),
+        ("Multi-thread loading shards: 100% Completed | 1/1 [00:00<00:00, 14.99it/s]", "loading weights 1/1"),
+        (f"{TIME}KV Cache is allocated. dtype: torch.bfloat16, #tokens: 8192", "making the KV cache"),
+        (f"{TIME}Capture decode CUDA graph begin. This can take up to several minutes.", "capturing graphs"),
+        (
+            "Capturing batches (bs=96 avail_mem=14.51 GB):  25%|██▌  | 5/20 [00:02<00:06,  2.2it/s]",
+            "capturing graphs 5/20",
+        ),
+        (f"{TIME}Something new {'x' * 200}", f"starting: Something new {'x' * 83}..."),
+    ],
+)
+def test_a_log_tells_what_its_engine_is_doing(log: str, stage: str) -> None:
+    assert doing(FIRST + log) == stage
+
+
+def test_a_line_that_says_nothing_does_not_hide_the_stage_before() -> None:
+    assert doing(f"{FIRST}{CORE}Starting to load model tiny...\n{CORE}Using FLASH_ATTN backend.\n") == "loading weights"
+
+
+def test_lines_are_the_engines_words_without_time_process_and_colour() -> None:
+    log = (
+        "(Worker_TP1 pid=7) (Worker_TP1 pid=7) ERROR 11-21 15:00:26 [multiproc.py:15] ValueError: no\n"
+        "(APIServer pid=7) INFO 11-21 15:00:26 [api_utils.py:347] \n"
+        f"\n{TIME}\x1b[32mready\x1b[0m\n"
+    )
+    assert lines_of(log) == ["ValueError: no", "ready"]
+
+
+def test_of_a_long_log_the_end_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("a" * (2 << 20) + "\nthe end\n")
+    assert read_tail(log).endswith("the end\n")
+    assert len(read_tail(log)) == 1 << 20

@@ -1,0 +1,244 @@
+"""The life of one engine server: start, check, stop, with real processes of the simulated engine."""
+
+import asyncio
+import os
+import re
+import shlex
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.clients.vllm_engine import VllmEngine
+from engines.config import EngineConfig
+from engines.errors import EngineError, EngineStartFailed
+from engines.process import engine_server as server
+from engines.process import launch
+from engines.process.engine_server import EngineServer, free_port, streams_coarsely
+from engines.process.process import Command
+from engines.types import EngineKind, ReplicaInfo, TensorMeta
+
+SOON_S = 5.0
+NewServer = Callable[..., EngineServer]
+
+
+@pytest.fixture
+async def new_server(tmp_path: Path) -> AsyncIterator[NewServer]:
+    """Makes servers of a simulated engine: `new_server(max_num_seqs=7)`."""
+    servers: list[EngineServer] = []
+
+    def new(**levers: Any) -> EngineServer:
+        config = EngineConfig.model_validate(
+            {"kind": "sim", "model": "tiny", "log_dir": str(tmp_path), "stop_timeout_s": 5, **levers}
+        )
+        servers.append(EngineServer(config, replica_id="engine-0", group="engine", index=3))
+        return servers[-1]
+
+    yield new
+    for one in servers:
+        await one.stop()
+
+
+async def metric(info: ReplicaInfo, name: str) -> float:
+    engine = VllmEngine(info.replica_id, info.url)
+    page = await engine.metrics(SOON_S)
+    await engine.close()
+    return sum(map(float, re.findall(rf"^vllm:{name}\{{.*\}} (\S+)$", page, re.MULTILINE)))
+
+
+def engine_pid(info: ReplicaInfo) -> int:
+    """The engine itself; `info.pid` is its guard."""
+    (pid,) = Path(f"/proc/{info.pid}/task/{info.pid}/children").read_text().split()
+    return int(pid)
+
+
+def logs(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+async def checked_until_it_fails(one: EngineServer) -> None:
+    async with asyncio.timeout(SOON_S):
+        while True:
+            await one.check()
+
+
+def listens(url: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0
+
+
+async def test_a_started_engine_says_what_it_is(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    info = await new_server(
+        max_model_len=64, max_num_seqs=7, tensor_parallel_size=2, sim={"tensors": {"head": [3, 5]}}
+    ).start()
+    (log,) = logs(tmp_path)
+    assert engine_pid(info)
+    assert info == ReplicaInfo(
+        replica_id="engine-0",
+        incarnation=info.incarnation,
+        group="engine",
+        has_tee=True,
+        fetches=True,
+        kind=EngineKind.SIM,
+        url=info.url,
+        model="tiny",
+        world_size=2,
+        max_model_len=64,
+        max_num_seqs=7,
+        engine_version="0.32.0+sim",
+        streams=True,
+        gpu_ids=(2, 3),
+        pid=info.pid,
+        log_path=str(log),
+        tensors=(TensorMeta(name="head", dtype="float32", shape=(3, 5)),),
+        capabilities=info.capabilities,
+    )
+    assert "/v1/completions" in info.capabilities
+
+
+@pytest.mark.parametrize("lever", [{"stream_interval": 1}, {"extra": {"enable_return_routed_experts": True}}])
+def test_an_engine_with_short_chunks_or_routed_experts_is_read_whole(lever: dict[str, Any]) -> None:
+    assert streams_coarsely(EngineConfig())
+    assert not streams_coarsely(EngineConfig(**lever))
+
+
+def test_sglang_is_read_whole() -> None:
+    assert not streams_coarsely(EngineConfig(kind=EngineKind.SGLANG))
+
+
+async def test_an_engine_is_warm_when_it_is_started_and_gone_when_it_is_stopped(new_server: NewServer) -> None:
+    one = new_server()
+    info = await one.start()
+    assert await metric(info, "generation_tokens_total") == 2, "no request warmed it up"
+    await one.check()
+    await one.stop()
+    assert not listens(info.url)
+    await one.stop()
+
+
+async def test_what_goes_on_answering_when_the_guard_is_killed_is_ended_by_the_next_check(
+    new_server: NewServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the API processes of a vLLM that has several."""
+
+    def in_a_session_of_its_own(*args: Any, **kwargs: Any) -> Command:
+        command = engine_command(*args, **kwargs)
+        return replace(command, argv=["sh", "-c", f"setsid {shlex.join(command.argv)} & wait"])
+
+    engine_command = launch.engine_command
+    monkeypatch.setattr(server, "engine_command", in_a_session_of_its_own)
+    one = new_server()
+    info = await one.start()
+    os.kill(info.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match="ended with -9"):
+        await checked_until_it_fails(one)
+    async with asyncio.timeout(SOON_S):
+        while listens(info.url):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_start_ends_the_engine_before_and_is_another_incarnation(new_server: NewServer) -> None:
+    one = new_server()
+    first, second = await one.start(), await one.start()
+    assert first.incarnation != second.incarnation
+    assert not listens(first.url)
+    assert listens(second.url)
+
+
+async def test_an_engine_that_dies_at_a_hopeless_start_is_told_with_its_last_words_and_not_started_again(
+    new_server: NewServer, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineStartFailed) as failed:
+        await new_server(extra={"nonsense": 1}).start()
+    (log,) = logs(tmp_path)  # each start has one
+    first, second, *words = str(failed.value).splitlines()
+    assert first == (
+        "replica engine-0: the engine has no argument --nonsense 1; the engine says: "
+        '"unrecognized arguments: --nonsense 1"; take it out of engine.extra, or correct its name'
+    )
+    assert second == f"    log {log} ends with:"
+    assert "unrecognized arguments: --nonsense 1" in words[-1]
+    assert all(line.startswith("    | ") for line in words), "Ray cuts off what stands before a traceback"
+
+
+async def test_an_engine_that_does_not_come_up_in_time_is_ended(
+    new_server: NewServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "engine_command", lambda *_, **__: Command(["sleep", "300"]))
+    began = time.monotonic()
+    with pytest.raises(
+        EngineStartFailed, match=r"was not ready within 0\.5 s; it was at: .*; raise engine\.start_timeout_s"
+    ):
+        await new_server(start_timeout_s=0.5).start()
+    assert time.monotonic() - began < SOON_S
+
+
+async def test_a_port_that_somebody_took_meanwhile_is_left_for_another(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as somebody:
+        somebody.bind(("127.0.0.1", 0))
+        taken, free = somebody.getsockname()[1], free_port()
+        ports = iter([taken, free])
+        monkeypatch.setattr(server, "free_port", lambda: next(ports))
+        info = await new_server().start()
+    assert info.url == f"http://127.0.0.1:{free}"
+    assert len(logs(tmp_path)) == 2, "each start has a log of its own"
+
+
+async def test_a_failure_that_nobody_knows_is_tried_once_more_and_told_with_the_last_error(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "echo 'ValueError: the moon is full'; echo bye; exit 3"
+    monkeypatch.setattr(server, "engine_command", lambda *_, **__: Command(["sh", "-c", script]))
+    with pytest.raises(EngineStartFailed) as failed:
+        await new_server().start()
+    assert str(failed.value).splitlines()[0] == (
+        "replica engine-0: the engine ended with 3 before it was ready, for a reason unknown here; "
+        'its last error: "ValueError: the moon is full"'
+    )
+    assert len(logs(tmp_path)) == 2
+
+
+async def test_an_sglang_that_cannot_have_its_port_does_not_end_and_is_not_waited_for(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (
+        "[2026-11-21 15:08:32] ERROR:    [Errno 98] error while attempting to bind on address: address already in use"
+    )
+    stays = Command(["sh", "-c", f"echo '{words}'; exec sleep 300"])
+    monkeypatch.setattr(server, "engine_command", lambda *_, **__: stays)
+    with pytest.raises(EngineStartFailed, match="another process took the engine's port"):
+        await new_server(kind="sglang").start()
+    assert len(logs(tmp_path)) == 2
+
+
+async def test_a_named_groups_failure_names_its_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "vllm serve: error: unrecognized arguments: --nonsense 1"
+    monkeypatch.setattr(server, "engine_command", lambda *_, **__: Command(["sh", "-c", f"echo '{words}'; exit 2"]))
+    config = EngineConfig.model_validate({"kind": "sim", "model": "tiny", "log_dir": str(tmp_path)})
+    with pytest.raises(EngineStartFailed, match=r"take it out of engines\.judge\.extra"):
+        await EngineServer(config, replica_id="judge-0", group="judge", index=0).start()
+
+
+async def test_a_second_taken_port_is_an_error(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = Command(["sh", "-c", "echo 'OSError: [Errno 98] Address already in use'; exit 1"])
+    monkeypatch.setattr(server, "engine_command", lambda *_, **__: refused)
+    with pytest.raises(EngineStartFailed, match="Address already in use"):
+        await new_server().start()
+    assert len(logs(tmp_path)) == 2
+
+
+def test_a_free_port_can_be_bound() -> None:
+    with socket.socket() as mine:
+        mine.bind(("127.0.0.1", free_port()))

@@ -1,0 +1,153 @@
+"""The guard as its owner meets it: real processes, real signals, nothing of a tree left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+SOON_S = 5.0
+PATIENT_S = 60.0
+"""A grace that no test waits for: whoever ends well before it did not need it."""
+
+# Prints four process ids: in a session of its own; the same, but orphaned; an ordinary child; and the command itself.
+TREE = "setsid sleep 300 & echo $!; (setsid sleep 300 & echo $!); sleep 300 & echo $!; echo $$; wait"
+TREE_SIZE = 4
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from engines.process.process import Command, EngineProcess
+process = EngineProcess(Command(["sh", "-c", sys.argv[2]]), Path(sys.argv[1]), 60.0)
+process.start()
+print(process.pid, flush=True)
+time.sleep(300)
+"""
+
+Guard = subprocess.Popen[str]
+StartGuard = Callable[..., Guard]
+
+
+@pytest.fixture
+def start_guard() -> Iterator[StartGuard]:
+    """Starts guards of a shell script; this test is their owner until it ends."""
+    guards: list[Guard] = []
+
+    def start(script: str, grace_s: float = PATIENT_S) -> Guard:
+        command = [sys.executable, "-m", "engines.process.guard", str(grace_s), "sh", "-c", script]
+        guards.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return guards[-1]
+
+    yield start
+    for guard in guards:
+        guard.terminate()
+        with guard:
+            guard.wait(SOON_S)
+
+
+def printed_pids(guard: Guard, count: int = 1) -> list[int]:
+    assert guard.stdout is not None
+    return [int(guard.stdout.readline()) for _ in range(count)]
+
+
+def owner_leaves(guard: Guard) -> None:
+    assert guard.stdin is not None
+    guard.stdin.close()
+
+
+def is_gone(pid: int) -> bool:
+    """Ended, whether or not its parent has asked for its status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def those_left(pids: Iterable[int], within_s: float = SOON_S) -> list[int]:
+    """Which of them still run when the time is over; returns as soon as there are none."""
+    deadline = time.monotonic() + within_s
+    while (alive := [pid for pid in pids if not is_gone(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return alive
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_exit_code_is_the_commands(start_guard: StartGuard, code: int) -> None:
+    assert start_guard(f"exit {code}").wait(SOON_S) == code
+
+
+def test_a_command_killed_by_a_signal_is_told_as_shells_tell_it(start_guard: StartGuard) -> None:
+    assert start_guard("kill -KILL $$").wait(SOON_S) == 128 + signal.SIGKILL
+
+
+def test_the_whole_tree_ends_when_the_owner_closes_the_pipe(start_guard: StartGuard) -> None:
+    guard = start_guard(TREE)
+    pids = printed_pids(guard, TREE_SIZE)
+    assert not any(map(is_gone, pids))
+    owner_leaves(guard)
+    guard.wait(SOON_S)
+    assert those_left(pids, within_s=0) == [], "the guard ended before its tree"
+
+
+def test_the_whole_tree_ends_when_the_guard_gets_sigterm(start_guard: StartGuard) -> None:
+    guard = start_guard(TREE)
+    pids = printed_pids(guard, TREE_SIZE)
+    guard.terminate()
+    guard.wait(SOON_S)
+    assert those_left(pids, within_s=0) == []
+
+
+def test_what_a_command_leaves_behind_ends_with_it(start_guard: StartGuard) -> None:
+    guard = start_guard("setsid sleep 300 & echo $!; exit 5")
+    pids = printed_pids(guard)
+    assert guard.wait(SOON_S) == 5
+    assert those_left(pids, within_s=0) == []
+
+
+def test_the_whole_tree_ends_when_the_owner_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    command = [sys.executable, "-c", OWNER, str(log), TREE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        guard, *_ = printed_pids(owner)
+        deadline = time.monotonic() + SOON_S
+        while len(lines := log.read_text().splitlines()) <= TREE_SIZE and time.monotonic() < deadline:
+            time.sleep(0.02)
+        pids = [guard, *map(int, lines[1:])]
+        assert len(pids) == 1 + TREE_SIZE
+        assert not any(map(is_gone, pids))
+        owner.kill()
+    assert those_left(pids) == []
+
+
+def test_the_command_ends_when_the_guard_itself_is_killed(start_guard: StartGuard) -> None:
+    guard = start_guard("echo $$; exec sleep 300")
+    pids = printed_pids(guard)
+    guard.kill()
+    assert those_left(pids) == []
+
+
+def test_a_command_may_end_in_its_own_way_within_the_grace(start_guard: StartGuard) -> None:
+    guard = start_guard("trap 'sleep 0.2; exit 7' TERM; echo $$; while :; do sleep 0.05; done")
+    printed_pids(guard)
+    owner_leaves(guard)
+    assert guard.wait(SOON_S) == 7
+
+
+def test_a_command_that_ignores_sigterm_is_killed_after_the_grace(start_guard: StartGuard) -> None:
+    guard = start_guard("trap '' TERM; echo $$; exec sleep 300", 0.3)
+    pids = printed_pids(guard)
+    owner_leaves(guard)
+    began = time.monotonic()
+    guard.wait(SOON_S)
+    assert time.monotonic() - began >= 0.3
+    assert those_left(pids, within_s=0) == []
+
+
+def test_the_command_leads_a_session_of_its_own_and_reads_nothing(start_guard: StartGuard) -> None:
+    guard = start_guard("echo $$; cat; exec sleep 300")
+    (pid,) = printed_pids(guard)
+    assert os.getsid(pid) == pid

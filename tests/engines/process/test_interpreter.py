@@ -1,0 +1,66 @@
+"""Another environment's Python tells what it has; one that cannot be run is told by name."""
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.config import EngineConfig
+from engines.errors import ConfigError
+from engines.process.interpreter import Interpreter, interpreter_of
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A folder with a package that this process does not find."""
+    info = tmp_path / "site" / "sglang-1.2.3.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 1.2.3\n")
+    return info.parent
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Our Python under another name, as a virtual environment has it."""
+    link = tmp_path / "python"
+    link.symlink_to(sys.executable)
+    return link
+
+
+def test_ours_is_taken_unless_another_is_given() -> None:
+    assert interpreter_of(EngineConfig()).path == sys.executable
+    assert interpreter_of(EngineConfig(python="/opt/sglang/bin/python")).path == "/opt/sglang/bin/python"
+
+
+def test_what_the_engine_will_find_counts_and_not_what_we_find(elsewhere: Path, other: Path) -> None:
+    config = EngineConfig(python=str(other), env={"PYTHONPATH": str(elsewhere)})
+    assert interpreter_of(config).versions("sglang", "no-such-package") == {"sglang": "1.2.3"}
+
+
+def test_a_path_of_its_own_makes_our_python_another(elsewhere: Path) -> None:
+    assert interpreter_of(EngineConfig()).is_ours
+    there = interpreter_of(EngineConfig(env={"PYTHONPATH": str(elsewhere)}))
+    assert not there.is_ours
+    assert there.versions("sglang") == {"sglang": "1.2.3"}
+
+
+def test_ours_is_asked_without_a_process() -> None:
+    ours = Interpreter(sys.executable, dict(os.environ))
+    assert ours.versions("aiohttp", "no-such-package") == {"aiohttp": importlib.metadata.version("aiohttp")}
+
+
+def test_a_python_that_is_not_there_is_told_with_its_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.python = '/nowhere/python' cannot be run \(No such file.*name the"):
+        interpreter_of(EngineConfig(python="/nowhere/python")).versions("sglang")
+
+
+def test_a_program_that_is_no_python_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.python = '/bin/echo' is no Python"):
+        interpreter_of(EngineConfig(python="/bin/echo")).versions("sglang")
+
+
+def test_a_python_that_fails_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.python = '/bin/false' is no Python"):
+        interpreter_of(EngineConfig(python="/bin/false")).versions("sglang")

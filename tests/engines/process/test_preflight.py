@@ -1,0 +1,133 @@
+"""What is known to be wrong before an engine starts, and what is left to the engine."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.config import EngineConfig
+from engines.process import preflight
+from engines.process.preflight import misfits
+
+QWEN = {"num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28, "max_position_embeddings": 32768}
+Check = Callable[..., list[tuple[str, str]]]
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    """Field and message of each misfit of an engine with a checkpoint: `check({"num_...": 28}, dtype="x")`."""
+
+    def found(model: dict[str, Any] | None, /, **levers: Any) -> list[tuple[str, str]]:
+        (tmp_path / "model.safetensors").touch()
+        if model is not None:
+            (tmp_path / "config.json").write_text(json.dumps(model))
+        config = EngineConfig.model_validate({"model": str(tmp_path), **levers})
+        return [(misfit.field, misfit.message) for misfit in misfits(config)]
+
+    return found
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("gpus", [1, 2, 4, 28])
+def test_gpus_that_can_share_the_heads_fit(check: Check, gpus: int, kind: str) -> None:
+    assert check(QWEN, kind=kind, tensor_parallel_size=gpus) == []
+
+
+@pytest.mark.parametrize("gpus", [3, 7, 8])  # 7 divides the heads, but neither is it a divisor of 4 nor a multiple
+def test_gpus_that_cannot_share_the_heads_are_refused_with_those_that_can(check: Check, gpus: int) -> None:
+    ((field, message),) = check(QWEN, tensor_parallel_size=gpus)
+    assert field == "tensor_parallel_size"
+    assert message == "the model has 28 attention heads and 4 KV heads; it can be 1, 2, 4 or 28"
+
+
+def test_latent_attention_has_no_kv_heads_to_share(check: Check) -> None:
+    deepseek = {"num_attention_heads": 128, "num_key_value_heads": 3, "kv_lora_rank": 512}
+    assert check(deepseek, tensor_parallel_size=8) == []
+
+
+def test_a_multimodal_model_has_its_heads_in_text_config(check: Check) -> None:
+    ((field, _),) = check({"text_config": QWEN}, tensor_parallel_size=3)
+    assert field == "tensor_parallel_size"
+
+
+def test_more_stages_than_layers_are_refused(check: Check) -> None:
+    ((field, _),) = check(QWEN, pipeline_parallel_size=29)
+    assert field == "pipeline_parallel_size"
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused(check: Check) -> None:
+    ((field, message),) = check(QWEN, max_model_len=40000)
+    assert (field, "32768 tokens" in message) == ("max_model_len", True)
+
+
+@pytest.mark.parametrize(
+    ("model", "levers"),
+    [
+        (QWEN | {"rope_scaling": {"factor": 4.0, "rope_type": "yarn"}}, {}),
+        (QWEN | {"rope_parameters": {"factor": 4.0, "rope_type": "yarn"}}, {}),
+        (QWEN | {"model_max_length": 65536}, {}),
+        (QWEN, {"env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}),
+        (QWEN, {"extra": {"hf_overrides": {"max_position_embeddings": 65536}}}),
+        ({}, {}),
+    ],
+)
+def test_where_the_limit_may_be_another_the_engine_decides(
+    check: Check, model: dict[str, Any], levers: dict[str, Any]
+) -> None:
+    assert check(model, max_model_len=40000, **levers) == []
+
+
+def test_a_dtype_that_no_engine_has_is_refused_with_the_nearest(check: Check) -> None:
+    assert check(QWEN, dtype="bfloat17") == [("dtype", "vLLM has no such dtype; did you mean bfloat16?")]
+    assert check(QWEN, dtype="half") == []
+
+
+def test_fewer_tokens_than_sequences_a_step_are_refused_of_vllm_alone(check: Check) -> None:
+    ((field, message),) = check(QWEN, max_num_batched_tokens=64, max_num_seqs=128)
+    assert (field, "max_num_seqs = 128" in message) == ("max_num_batched_tokens", True)
+    assert check(QWEN, kind="sglang", max_num_batched_tokens=64, max_num_seqs=128) == []
+
+
+def test_quantization_is_asked_of_the_installed_engines_source(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "quantization.py"
+    source.write_text('from typing import Literal\nMethods = Literal["awq", "fp8"]\n')
+    assert preflight._strings(source, "Methods") == ("awq", "fp8")
+    monkeypatch.setattr(preflight, "_quantizations", lambda config: preflight._strings(source, "Methods"))
+    assert check(QWEN, quantization="fp8") == []
+    assert check(QWEN, quantization="awk") == [
+        ("quantization", "the installed vLLM has no such method; did you mean awq?")
+    ]
+    monkeypatch.setattr(preflight, "_quantizations", lambda config: ())
+    assert check(QWEN, quantization="awk") == [], "nobody knows"
+
+
+def test_a_checkpoint_quantised_otherwise_is_refused(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_quantizations", lambda config: ())
+    gptq = QWEN | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    ((field, message),) = check(gptq, quantization="awq")
+    assert (field, "quantised with gptq" in message) == ("quantization", True)
+    assert check(gptq, quantization="gptq_marlin") == []
+
+
+def test_a_folder_without_config_or_weights_is_no_checkpoint(check: Check, tmp_path: Path) -> None:
+    ((field, message),) = check(None)
+    assert (field, "no config.json" in message) == ("model", True)
+    (tmp_path / "config.json").write_text("{")
+    ((field, message),) = check(None)
+    assert (field, "cannot be read" in message) == ("model", True)
+
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text("{}")
+    ((field, message),) = check(None, model=str(bare))
+    assert (field, "holds no weights" in message) == ("model", True)
+    assert check(None, model=str(bare), load_format="dummy") == []
+
+
+def test_what_is_not_here_is_left_to_the_engine(check: Check) -> None:
+    assert check(None, model="Qwen/Qwen2-7B-Instruct", tensor_parallel_size=3) == []
+    assert check(QWEN, kind="sim", tensor_parallel_size=3) == []

@@ -1,0 +1,123 @@
+"""An engine process as its owner sees it: log, exit code, end."""
+
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from engines.process.process import Command, EngineProcess
+
+SOON_S = 5.0
+StartScript = Callable[..., EngineProcess]
+
+
+@pytest.fixture
+async def start_script(tmp_path: Path) -> AsyncIterator[StartScript]:
+    started: list[EngineProcess] = []
+
+    def start(script: str, stop_timeout_s: float = 5.0, **env: str) -> EngineProcess:
+        command = Command(["sh", "-c", script], env)
+        started.append(EngineProcess(command, tmp_path / "logs" / "engine.log", stop_timeout_s))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for process in started:
+        await process.stop()
+
+
+def code_of(process: EngineProcess) -> int:
+    until(lambda: process.exit_code is not None)
+    assert process.exit_code is not None
+    return process.exit_code
+
+
+def until(is_reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not is_reached():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+async def test_stop_ends_what_a_killed_guard_left(start_script: StartScript, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    process = start_script(f"setsid sh -c 'echo $$ > {pid_file}; exec sleep 60' & sleep 60")
+    until(lambda: pid_file.exists() and pid_file.read_text().strip() != "")
+    orphan = int(pid_file.read_text())
+    os.kill(process.pid, signal.SIGKILL)
+    await process.stop()
+    until(lambda: not Path(f"/proc/{orphan}").exists() or "Z" in Path(f"/proc/{orphan}/stat").read_text().split()[2])
+
+
+def test_before_its_start_it_has_neither_pid_nor_exit_code(tmp_path: Path) -> None:
+    process = EngineProcess(Command(["true"]), tmp_path / "engine.log", 1.0)
+    assert (process.pid, process.exit_code) == (0, None)
+
+
+async def test_stop_before_the_start_does_nothing(tmp_path: Path) -> None:
+    await EngineProcess(Command(["true"]), tmp_path / "engine.log", 1.0).stop()
+
+
+def test_the_log_begins_with_the_command_and_holds_both_outputs(start_script: StartScript) -> None:
+    process = start_script("echo out; echo err >&2")
+    assert code_of(process) == 0
+    first, *others = process.log_path.read_text().splitlines()
+    assert first.endswith(" sh -c echo out; echo err >&2")
+    assert others == ["out", "err"]
+
+
+def test_the_exit_code_is_none_while_it_runs(start_script: StartScript) -> None:
+    process = start_script("sleep 300")
+    assert process.exit_code is None
+    os.kill(process.pid, 0)
+
+
+def test_the_exit_code_is_the_commands(start_script: StartScript) -> None:
+    assert code_of(start_script("exit 4")) == 4
+
+
+def test_its_environment_is_laid_over_the_owners(start_script: StartScript, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OURS", "ours")
+    monkeypatch.setenv("BOTH", "ours")
+    process = start_script('echo "$OURS $BOTH"', BOTH="its")
+    code_of(process)
+    assert process.last_words(1) == "ours its"
+
+
+def test_last_words_are_the_last_lines_of_a_long_log(start_script: StartScript) -> None:
+    process = start_script("seq 1 20000")
+    code_of(process)
+    assert process.last_words(3) == "19998\n19999\n20000"
+    assert len(process.last_words().splitlines()) == 20
+
+
+def test_last_words_need_not_be_text(start_script: StartScript) -> None:
+    process = start_script(r"printf 'caf\351'")
+    code_of(process)
+    assert process.last_words(1) == "caf�"
+
+
+async def test_stop_ends_it_and_may_be_called_twice(start_script: StartScript) -> None:
+    process = start_script("sleep 300")
+    await process.stop()
+    assert process.exit_code is not None
+    await process.stop()
+
+
+async def test_stop_after_its_own_end_keeps_the_exit_code(start_script: StartScript) -> None:
+    process = start_script("exit 6")
+    code_of(process)
+    await process.stop()
+    assert process.exit_code == 6
+
+
+async def test_stop_waits_for_the_grace_and_not_for_ever(start_script: StartScript) -> None:
+    process = start_script("trap '' TERM; echo ready; exec sleep 300", stop_timeout_s=0.3)
+    until(lambda: process.last_words(1) == "ready")
+    began = time.monotonic()
+    await process.stop()
+    assert 0.3 <= time.monotonic() - began < SOON_S
+    assert process.exit_code is not None

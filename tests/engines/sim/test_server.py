@@ -1,0 +1,357 @@
+"""The simulated engine over HTTP: vLLM's replies and refusals, and its behaviour in time and across weight updates."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from engines.config import SimConfig
+from engines.sim.dialect import Limits
+from engines.sim.model import SimModel, seeded_draw, tokenize
+from engines.sim.server import SimServer
+
+Json = dict[str, Any]
+
+FAST = SimConfig(decode_step_s=0, decode_step_per_seq_s=0, prefill_tokens_per_s=1e9)
+SLOW = SimConfig(decode_step_s=0.005)
+MODEL = SimModel.of(FAST)
+PROMPT = [5, 6, 7]
+INIT = {"init_info": {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3}}
+UPDATE = {"update_info": {"names": ["weight"], "dtype_names": ["bfloat16"], "shapes": [[4, 4]]}}
+
+
+class Engine:
+    """A running simulated engine and a client of it."""
+
+    def __init__(self, client: TestClient[web.Request, web.Application]) -> None:
+        self.client = client
+
+    async def ask(self, path: str, body: Json | None = None, *, status: int = 200, method: str = "POST") -> Any:
+        async with self.client.request(method, path, json=body) as reply:
+            assert reply.status == status, await reply.text()
+            return json.loads(await reply.read())
+
+    async def see(self, path: str) -> Any:
+        return await self.ask(path, method="GET")
+
+    async def complete(self, **body: Any) -> list[Json]:
+        reply = await self.ask("/v1/completions", {"prompt": PROMPT, "return_token_ids": True} | body)
+        return list(reply["choices"])
+
+    async def stream(self, path: str, **body: Any) -> list[Json]:
+        async with self.client.post(path, json=body | {"stream": True, "return_token_ids": True}) as reply:
+            events = (await reply.text()).strip().split("\n\n")
+        assert events.pop() == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    async def metric(self, name: str) -> float:
+        async with self.client.get("/metrics") as reply:
+            lines = (await reply.text()).splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+    async def until(self, name: str, is_reached: Callable[[float], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not is_reached(await self.metric(name)):
+                pass
+
+    async def update(self, **finish: str) -> None:
+        await self.ask("/start_weight_update")
+        await self.ask("/update_weights", UPDATE)
+        await self.ask("/finish_weight_update", dict(finish))
+
+
+@asynccontextmanager
+async def engine(
+    sim: SimConfig = FAST, *, seed: int = 0, max_model_len: int = 4096, max_num_seqs: int = 64, stream_interval: int = 1
+) -> AsyncIterator[Engine]:
+    limits = Limits(max_model_len=max_model_len, seed=seed, stream_interval=stream_interval, shows_cached_tokens=True)
+    server = TestServer(SimServer("m", sim, limits, max_num_seqs=max_num_seqs, world_size=2).app())
+    await server.start_server(shutdown_timeout=0.1)
+    async with TestClient(server) as client:
+        yield Engine(client)
+
+
+def in_background(coroutine: Coroutine[Any, Any, list[Json]]) -> "asyncio.Task[list[Json]]":
+    return asyncio.create_task(coroutine)
+
+
+async def test_replicas_with_the_same_weights_give_the_same_greedy_tokens() -> None:
+    expected = MODEL.complete(PROMPT, max_tokens=40)
+    async with engine(seed=0) as one, engine(seed=1) as other:
+        for replica in (one, other):
+            (choice,) = await replica.complete(temperature=0, max_tokens=40, seed=9)
+            assert choice["token_ids"] == expected
+
+
+async def test_samples_come_prompt_by_prompt_each_with_its_prompt() -> None:
+    async with engine() as replica:
+        choices = await replica.complete(prompt=[[9], [8, 8]], n=3, max_tokens=8, seed=4, ignore_eos=True)
+    assert [choice["index"] for choice in choices] == list(range(6))
+    assert [choice["prompt_token_ids"] for choice in choices] == [[9]] * 3 + [[8, 8]] * 3
+    for i, choice in enumerate(choices):
+        prompt, draw = choice["prompt_token_ids"], seeded_draw(4, i % 3)
+        assert choice["token_ids"] == MODEL.complete(prompt, draw=draw, max_tokens=8, ignore_eos=True)
+        assert choice["finish_reason"] == "length"
+
+
+async def test_without_a_seed_samples_differ_within_a_server_and_repeat_on_its_twin() -> None:
+    async with engine() as one, engine() as twin, engine(seed=1) as other:
+        texts = [[choice["text"] for choice in await replica.complete(n=4)] for replica in (one, twin, other, one)]
+    assert texts[0] == texts[1]
+    assert len({text for group in (texts[0], texts[2], texts[3]) for text in group}) == 12
+
+
+async def test_text_prompts_are_tokens_of_their_characters() -> None:
+    async with engine() as replica:
+        first, second = await replica.complete(prompt=["ab", "c"])
+        assert first["prompt_token_ids"] == tokenize("ab")
+        tokens = (await replica.ask("/tokenize", {"prompt": "ab"}))["tokens"]
+        assert tokens == first["prompt_token_ids"]
+        assert await replica.ask("/detokenize", {"tokens": tokens}) == {"prompt": "ab"}
+        assert second["finish_reason"] in ("stop", "length")
+
+
+async def test_a_stream_never_tells_the_head_of_a_stop_string_that_is_cut_off() -> None:
+    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    async with engine(SLOW) as replica:
+        (whole,) = await replica.complete(**body)
+        for stop in (whole["text"][7:11], whole["text"][7:10] + "no"):
+            parts = [chunk["choices"][0] for chunk in await replica.stream("/v1/completions", **body, stop=stop)]
+            text, comes = "".join(part["text"] for part in parts), stop in whole["text"]
+            assert text == (whole["text"][:7] if comes else whole["text"])
+            assert parts[-1]["stop_reason"] == (stop if comes else None)
+    assert len(parts) > 1
+
+
+async def test_chat_answers_whole_and_streamed() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 1, "ignore_eos": True, "n": 2}
+    async with engine() as replica:
+        asked = body | {"return_token_ids": True, "logprobs": True, "top_logprobs": 2}
+        whole = await replica.ask("/v1/chat/completions", asked)
+        chunks = await replica.stream("/v1/chat/completions", **body)
+    assert whole["prompt_token_ids"] == tokenize("<|user|>hi\n<|assistant|>") == chunks[0]["prompt_token_ids"]
+    for choice in whole["choices"]:
+        told = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert told[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(part["delta"]["content"] for part in told) == choice["message"]["content"]
+        assert [len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]] == [2] * 6
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"prompt": [5] * 65}, 400),
+        ({"prompt": [5] * 64}, 400),
+        ({"prompt": []}, 400),
+        ({"prompt": [[5], []]}, 400),
+        ({"prompt": ""}, 400),
+        ({}, 400),
+        ({"prompt": [-1]}, 400),
+        ({"prompt": PROMPT, "n": 2, "temperature": 0}, 400),
+        ({"prompt": PROMPT, "max_tokens": 0}, 400),
+        ({"prompt": PROMPT, "min_tokens": 20}, 400),
+        ({"prompt": PROMPT, "temperature": -1}, 400),
+        ({"prompt": PROMPT, "model": "other"}, 404),
+    ],
+)
+async def test_a_bad_request_is_refused_as_vllm_refuses_it(body: Json, status: int) -> None:
+    async with engine(max_model_len=64) as replica:
+        error = (await replica.ask("/v1/completions", body, status=status))["error"]
+        assert error["code"] == status
+        assert set(error) == {"message", "type", "param", "code"}
+        await replica.complete()  # and it goes on serving
+
+
+async def test_a_body_that_is_no_json_is_refused() -> None:
+    async with engine() as replica, replica.client.post("/v1/completions", data=b"{") as reply:
+        assert reply.status == 400
+        assert (await reply.json())["error"]["type"] == "Bad Request"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}),
+        ("/tokenize", {}),
+        ("/abort_requests", None),
+        ("/pause?mode=never", None),
+    ],
+)
+async def test_other_routes_refuse_what_vllm_refuses(path: str, body: Json | None) -> None:
+    async with engine() as replica:
+        assert (await replica.ask(path, body, status=400))["error"]["code"] == 400
+
+
+async def test_a_prompt_near_the_limit_gets_the_tokens_that_are_left() -> None:
+    async with engine(max_model_len=64) as replica:
+        (choice,) = await replica.complete(prompt=[5] * 60, max_tokens=20, ignore_eos=True)
+    assert len(choice["token_ids"]) == 4
+
+
+async def test_weight_calls_out_of_order_fail() -> None:
+    async with engine() as replica:
+        await replica.ask("/finish_weight_update", {}, status=500)
+        await replica.ask("/update_weights", UPDATE, status=500)
+        await replica.ask("/start_weight_update")
+        await replica.ask("/start_weight_update", status=500)
+        await replica.ask("/update_weights", UPDATE, status=500)  # before init; ends the update
+        await replica.ask("/finish_weight_update", {}, status=500)
+        await replica.ask("/init_weight_transfer_engine", {}, status=400)
+        assert await replica.see("/weight_info") == {"weight_version": "default"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"names": ["bias"]}, {"shapes": [[4, 5]]}, {"dtype_names": ["complex"]}, {"shapes": []}, {"packed": True}],
+)
+async def test_an_update_with_other_tensors_fails_and_the_old_version_serves_on(wrong: Json) -> None:
+    async with engine() as replica:
+        await replica.ask("/init_weight_transfer_engine", INIT)
+        await replica.ask("/start_weight_update")
+        await replica.ask("/update_weights", {"update_info": UPDATE["update_info"] | wrong}, status=500)
+        (choice,) = await replica.complete(temperature=0, max_tokens=5)
+    assert choice["token_ids"] == MODEL.complete(PROMPT, max_tokens=5)
+
+
+async def test_ranks_outside_the_group_are_refused() -> None:
+    async with engine() as replica:
+        for rank_offset in (0, 2):
+            info = INIT["init_info"] | {"rank_offset": rank_offset}
+            await replica.ask("/init_weight_transfer_engine", {"init_info": info}, status=500)
+
+
+async def test_the_version_is_what_finish_says_or_one_more() -> None:
+    async with engine() as replica:
+        await replica.ask("/init_weight_transfer_engine", INIT)
+        seen = []
+        for finish in ({}, {"weight_version": "7"}, {}):
+            await replica.update(**finish)
+            seen.append((await replica.see("/weight_info"))["weight_version"])
+        await replica.ask("/update_weight_version", {"new_version": "20"})
+        (choice,) = await replica.complete(temperature=0, max_tokens=5)
+    assert seen == ["1", "7", "8"]
+    assert choice["token_ids"] == MODEL.complete(PROMPT, versions="20", max_tokens=5)
+
+
+async def test_a_completion_kept_across_an_update_has_a_span_of_each_version() -> None:
+    async with engine(SLOW) as replica:
+        await replica.ask("/init_weight_transfer_engine", INIT)
+        running = in_background(replica.complete(temperature=0, max_tokens=60, ignore_eos=True))
+        await replica.until("generation_tokens_total", lambda count: count >= 4)
+        await replica.ask("/pause?mode=keep&clear_cache=false")
+        assert await replica.see("/is_paused") == {"is_paused": True}
+        assert await replica.ask("/reset_prefix_cache") == {"success": False}
+        held = await replica.metric("generation_tokens_total")
+        await replica.update(weight_version="7")
+        await asyncio.sleep(0.02)
+        assert await replica.metric("generation_tokens_total") == held
+        await replica.ask("/resume")
+        (choice,) = await running
+    cut = int(held)
+    assert choice["weight_versions"] == [
+        {"version": "default", "start": 0, "end": cut},
+        {"version": "7", "start": cut, "end": 60},
+    ]
+    versions = ["default"] * cut + ["7"] * (60 - cut)
+    assert choice["token_ids"] == MODEL.complete(PROMPT, versions=versions, max_tokens=60, ignore_eos=True)
+
+
+async def test_clearing_the_cache_recomputes_kept_requests_and_loses_no_token() -> None:
+    async with engine(SLOW) as replica:
+        running = in_background(replica.complete(temperature=0, max_tokens=60, ignore_eos=True))
+        await replica.until("generation_tokens_total", lambda count: count >= 4)
+        await replica.ask("/pause?mode=keep")
+        assert await replica.metric("num_requests_waiting") == 1
+        await replica.ask("/resume")
+        (choice,) = await running
+    assert choice["token_ids"] == MODEL.complete(PROMPT, max_tokens=60, ignore_eos=True)
+
+
+@pytest.mark.parametrize("order", ["/pause", "/abort_requests"])
+async def test_aborted_requests_end_with_the_tokens_they_have(order: str) -> None:
+    async with engine(SLOW) as replica:
+        running = in_background(replica.complete(n=2, seed=2, max_tokens=500, ignore_eos=True))
+        await replica.until("generation_tokens_total", lambda count: count >= 6)
+        await replica.ask(order, {})
+        choices = await running
+    for i, choice in enumerate(choices):
+        assert choice["finish_reason"] == "abort"
+        count = len(choice["token_ids"])
+        assert 3 <= count < 500
+        assert choice["token_ids"] == MODEL.complete(PROMPT, draw=seeded_draw(2, i), max_tokens=count, ignore_eos=True)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "kv_tokens"), [(3, 4096), (64, 30)])
+async def test_what_does_not_fit_waits_and_is_served_in_the_end(max_num_seqs: int, kv_tokens: int) -> None:
+    sim = SLOW.model_copy(update={"kv_tokens": kv_tokens})
+    async with engine(sim, max_num_seqs=max_num_seqs, max_model_len=30) as replica:
+        running = in_background(replica.complete(n=6, seed=1, max_tokens=16, ignore_eos=True))
+        await replica.until("num_requests_waiting", lambda count: count >= 3)
+        assert await replica.metric("kv_cache_usage_perc") <= 1
+        choices = await running
+    for i, choice in enumerate(choices):
+        assert choice["token_ids"] == MODEL.complete(PROMPT, draw=seeded_draw(1, i), max_tokens=16, ignore_eos=True)
+
+
+async def test_work_takes_the_time_it_is_given() -> None:
+    sim = SimConfig(decode_step_s=0.002, decode_step_per_seq_s=0.002, prefill_tokens_per_s=1000)
+    async with engine(sim) as replica:
+        started_s = time.monotonic()
+        await replica.complete(prompt=[[5] * 50, [6] * 50], max_tokens=20, ignore_eos=True)
+        took_s = time.monotonic() - started_s
+    assert 0.1 + 20 * 0.004 - 0.005 < took_s < 1.5
+
+
+async def test_it_introduces_itself_as_trl_expects() -> None:
+    async with engine() as replica:
+        (model,) = (await replica.see("/v1/models"))["data"]
+        config = (await replica.see("/server_info?config_format=json"))["vllm_config"]
+        assert (model["id"], model["max_model_len"]) == ("m", 4096)
+        assert await replica.see("/get_world_size") == {"world_size": 2}
+        assert config["weight_transfer_config"] is not None
+        assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
+        assert config["parallel_config"]["data_parallel_size"] == 1
+
+
+def test_the_process_ends_on_sigterm_whatever_it_is_doing() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "engines.sim.server", "--port", str(port), "--sim", '{"decode_step_s": 0.01}']
+    process = subprocess.Popen(command)
+    try:
+        _wait_until(lambda: _connects(port))
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            body = b'{"prompt": [5], "max_tokens": 4000, "ignore_eos": true}'
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=20) == 0  # the request would take forty seconds
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _connects(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _wait_until(is_true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

@@ -1,0 +1,229 @@
+"""What is seen of an update on its way into a model, and copied into a draft."""
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from engines.errors import StoreFailed
+from engines.store.draft import Draft, is_whole
+from engines.store.manifest import Manifest, check_bytes
+from engines.store.weight_store import WeightStore
+from engines.transfer import tee as weight_tee
+from engines.transfer.tee import Scribe, WeightTee
+from engines.transfer.tensor_bytes import digest_on_host
+
+SOON_S = 10.0
+A_MOMENT_S = 0.2
+
+
+class PlayedModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        arrived = {name: tensor.clone() for name, tensor in weights}
+        self.loaded |= arrived
+        return set(arrived)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStore:
+    return WeightStore(tmp_path / "store")
+
+
+def scribe(store: WeightStore, names: Sequence[str] = (), base: Path | None = None, wait_s: float = 5.0) -> Scribe:
+    return Scribe(store.draft(), "m", base, names, wait_s)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {"w": torch.randn(5, 3, dtype=torch.bfloat16), "b": torch.randn(7), "odd": torch.ones(3, dtype=torch.uint8)}
+
+
+def test_the_model_loads_what_it_did_before_and_the_tee_tells_digests() -> None:
+    model, sent = PlayedModel(), tensors()
+    tee = WeightTee(model)
+    assert model.load_weights(iter(sent.items())) == set(sent)
+    assert tee.close() == {name: digest_on_host(tensor) for name, tensor in sent.items()}
+    assert all(torch.equal(model.loaded[name], tensor) for name, tensor in sent.items())
+    assert "load_weights" not in vars(model)
+
+
+def test_one_wrong_bit_changes_the_digest_of_its_tensor_alone() -> None:
+    sent = tensors()
+    other = {name: tensor.clone() for name, tensor in sent.items()}
+    other["w"].view(torch.int16)[2, 1] ^= 1
+    digests = []
+    for each in (sent, other):
+        model = PlayedModel()
+        tee = WeightTee(model)
+        model.load_weights(list(each.items()))
+        digests.append(tee.close())
+    assert [name for name in sent if digests[0][name] != digests[1][name]] == ["w"]
+
+
+def test_the_scribe_writes_what_was_received_chunk_by_chunk(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_tee, "SHARD_BYTES", 30)
+    model, sent, writer = PlayedModel(), tensors(), scribe(store)
+    tee = WeightTee(model, writer)
+    chunk = {name: tensor.clone() for name, tensor in sent.items()}
+    for name, tensor in chunk.items():
+        model.load_weights([(name, tensor)])
+        tensor.zero_()  # the receiver uses its buffer again
+    digests = tee.close()
+    writer.keep()
+    assert writer.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    assert is_whole(draft)
+    manifest = check_bytes(draft)
+    assert {name: one.digest for name, one in manifest.tensors.items()} == digests
+    assert len({one.file for one in manifest.tensors.values()}) == 2
+    from safetensors.torch import load_file
+
+    found = {name: tensor for file in draft.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
+
+
+def test_a_copy_waits_until_it_is_kept(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scribe, "has_room", lambda *_: True)  # as on a GPU, where nothing waits for the disk
+    model, writer = PlayedModel(), scribe(store)
+    tee = WeightTee(model, writer)
+    model.load_weights(iter(tensors().items()))
+    tee.close()
+    assert not writer.join(A_MOMENT_S)
+    (draft,) = store.folder.glob("draft-*")
+    assert not list(draft.glob("*.safetensors*"))
+    writer.keep()
+    assert writer.join(SOON_S)
+    assert is_whole(draft)
+
+
+def test_one_that_is_given_up_instead_is_not_written_and_takes_no_memory(store: WeightStore) -> None:
+    """On a GPU that is as much as the model."""
+    writer = scribe(store)
+    copies = [weight_tee._Copy("w", torch.ones(3), "") for _ in range(2)]
+    seen = [weakref.ref(copy) for copy in copies]
+    writer.put([copies[0]])
+    writer.give_up("the update was aborted")
+    assert writer.join(SOON_S)
+    writer.put([copies[1]])
+    del copies
+    assert [one() for one in seen] == [None, None]
+    (draft,) = store.folder.glob("draft-*")
+    with pytest.raises(StoreFailed, match="aborted"):
+        is_whole(draft)
+
+
+def test_what_never_comes_is_taken_from_the_base(store: WeightStore) -> None:
+    model, sent, first = PlayedModel(), tensors(), scribe(store)
+    tee = WeightTee(model, first)
+    model.load_weights(list(sent.items()))
+    tee.close()
+    first.keep()
+    assert first.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    base = store.promote(draft, 1, None)
+    second = scribe(store, list(sent), base)
+    tee = WeightTee(model, second)
+    model.load_weights([("b", sent["b"] + 1)])
+    tee.close()
+    second.keep()
+    assert second.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    before, after = Manifest.read(base).tensors, check_bytes(draft).tensors
+    assert [name for name in sent if before[name].digest != after[name].digest] == ["b"]
+
+
+def test_a_dropped_update_leaves_a_draft_that_says_so(store: WeightStore) -> None:
+    model, writer = PlayedModel(), scribe(store)
+    tee = WeightTee(model, writer)
+    model.load_weights(list(tensors().items()))
+    tee.drop()
+    assert writer.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    with pytest.raises(StoreFailed, match="aborted"):
+        is_whole(draft)
+
+
+def test_the_transfer_does_not_wait_for_a_slow_disk_beyond_the_bound(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_tee, "SHARD_BYTES", 1)
+    monkeypatch.setattr(weight_tee, "_BUDGET_BYTES", 40)
+    gate = threading.Event()
+    monkeypatch.setattr(Draft, "add", lambda *_: gate.wait(SOON_S))
+    model, sent, writer = PlayedModel(), tensors(), scribe(store, wait_s=0.2)
+    tee = WeightTee(model, writer)
+    for _ in range(3):
+        model.load_weights(list(sent.items()))
+    digests = tee.close()
+    gate.set()
+    assert digests.keys() == sent.keys()
+    writer.keep()
+    assert writer.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    with pytest.raises(StoreFailed, match=r"too slow \(weights\.store_wait_s\)"):
+        is_whole(draft)
+
+
+def test_a_full_disk_costs_the_draft_and_not_the_update(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise StoreFailed("no space")
+
+    monkeypatch.setattr(Draft, "add", full)
+    model, sent, writer = PlayedModel(), tensors(), scribe(store)
+    tee = WeightTee(model, writer)
+    model.load_weights(list(sent.items()))
+    assert tee.close().keys() == sent.keys()
+    writer.keep()
+    assert writer.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    with pytest.raises(StoreFailed, match="no space"):
+        is_whole(draft)
+
+
+def test_an_update_is_loaded_also_where_it_cannot_be_digested(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(_: torch.Tensor) -> str:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(weight_tee, "digest_on_host", out_of_memory)
+    model, sent, writer = PlayedModel(), tensors(), scribe(store)
+    tee = WeightTee(model, writer)
+    for named in sent.items():
+        model.load_weights([named])
+    assert tee.close() == {}
+    assert model.loaded.keys() == sent.keys()
+    assert writer.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    with pytest.raises(StoreFailed, match="could not digest what it received: no memory"):
+        is_whole(draft)
+
+
+def test_an_update_is_loaded_also_where_it_cannot_be_copied(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(weight_tee, "_Copy", out_of_memory)
+    model, sent, writer = PlayedModel(), tensors(), scribe(store)
+    tee = WeightTee(model, writer)
+    model.load_weights(list(sent.items()))
+    assert tee.close().keys() == sent.keys()
+    assert model.loaded.keys() == sent.keys()
+    writer.keep()
+    assert writer.join(SOON_S)
+    (draft,) = store.folder.glob("draft-*")
+    with pytest.raises(StoreFailed, match="could not copy what it received: no memory"):
+        is_whole(draft)

@@ -1,0 +1,310 @@
+"""The verbs, as a shell sees them: what is printed where, and the exit code."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+
+from engines.process.engine_server import free_port
+from tests.rigs.shell import SCRIPT, SIM, NearShell, Shell
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return NearShell(tmp_path)
+
+
+def test_validate_says_what_would_run(script: Shell) -> None:
+    done = script.run("config", "validate", "-c", "sim.yaml", "--engine.num_replicas", "3")
+    assert (done.returncode, done.stdout) == (0, "valid: engine x 3\n")
+
+
+def test_where_the_script_is_not_installed_python_runs_the_module(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "gateway.cli.main", "config", "validate", "gateway.prot=1"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "did you mean gateway.port?" in done.stderr
+
+
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_1(script: Shell) -> None:
+    done = script.run("up", "-c", "sim.yaml", "gateway.prot=1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        done.stderr == "rollout-gateway: argument gateway.prot: gateway.prot: unknown key; did you mean gateway.port?\n"
+    )
+
+
+def test_validate_as_json_lists_the_mistakes(shell: Shell) -> None:
+    done = shell.run("config", "validate", "--json", "gateway.prot=1", "nmae=x")
+    assert done.returncode == 1
+    assert len(json.loads(done.stdout)["errors"]) == 2
+
+
+def test_wrong_usage_is_exit_code_2(shell: Shell) -> None:
+    assert shell.run("sideways").returncode == 2
+
+
+def test_the_doctor_exits_with_1_when_something_hurts_and_2_when_it_cannot_read(shell: Shell) -> None:
+    (shell.folder / "good.yaml").write_text("engine: {kind: vllm, model: Qwen/Qwen2-7B}\n")
+    (shell.folder / "train.sh").write_text("python3 -m verl.trainer.main_ppo data.max_response_length=128\n")
+    good = shell.run("doctor", "-c", "good.yaml")
+    assert good.returncode == 0, good.stdout
+    assert good.stdout.splitlines()[-1].startswith("0 that hurt, ")
+    hurt = shell.run("doctor", "-c", "good.yaml", "--json", "--engine.enforce_eager", "true")
+    assert hurt.returncode == 1
+    (eager,) = [one for one in json.loads(hurt.stdout)["findings"] if one["severity"] == "hurts"]
+    assert (eager["key"], eager["origin"], eager["place"]) == (
+        "engine.enforce_eager",
+        "cli",
+        "argument --engine.enforce_eager",
+    )
+    assert shell.run("doctor", "--verl", "train.sh").returncode == 1
+    for arguments in (["--verl", "none.sh"], ["-c", "good.yaml", "--engine.sed", "1"], []):
+        refused = shell.run("doctor", *arguments)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("rollout-gateway: ")
+
+
+def test_show_tells_origins_and_hides_keys(shell: Shell) -> None:
+    shell.environ["ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS"] = "hunter2"
+    done = shell.run("config", "show", "-c", "sim.yaml")
+    assert "engine.num_replicas: 2  # sim.yaml:1" in done.stdout
+    assert "ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS" in done.stdout
+    assert "hunter2" not in done.stdout
+    settings = json.loads(shell.run("config", "show", "--json", "-c", "sim.yaml").stdout)
+    assert {"key": "engine.num_replicas", "value": 2, "origin": "file", "place": "sim.yaml:1"} in settings
+
+
+def test_explain_prints_the_command_and_where_its_words_come_from(shell: Shell) -> None:
+    done = shell.run("config", "explain", "-c", "sim.yaml", "engine.max_num_seqs=7")
+    assert done.returncode == 0, done.stderr
+    first, command, *rows = done.stdout.splitlines()
+    assert first == "engine: 2 x sim"
+    assert "-m engines.sim.server --host 127.0.0.1 --port '<free port>'" in command
+    (row,) = (row.split() for row in rows if "--max-num-seqs" in row)
+    assert row == ["--max-num-seqs", "7", "engine.max_num_seqs", "argument", "engine.max_num_seqs"]
+    (found,) = json.loads(shell.run("config", "explain", "--json", "-c", "sim.yaml").stdout)
+    assert found["command"][1:3] == ["-m", "engines.sim.server"]
+
+
+def test_schema_is_json_schema(shell: Shell) -> None:
+    assert "engine" in json.loads(shell.run("config", "schema").stdout)["properties"]
+
+
+def test_build_prints_a_document_without_keys(shell: Shell) -> None:
+    done = shell.run("build", "-c", "sim.yaml", "gateway.admin_keys=hunter2")
+    assert yaml.safe_load(done.stdout)["applications"][0]["import_path"] == "gateway.app:build"
+    assert "hunter2" not in done.stdout
+    assert "set ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS where Ray is started" in done.stderr
+
+
+def test_status_without_a_cluster_names_the_address(shell: Shell) -> None:
+    done = shell.run("status")
+    assert done.returncode == 1
+    assert "no Ray dashboard answers at http://127.0.0.1:1" in done.stderr
+
+
+def test_down_without_a_cluster_has_nothing_to_do(shell: Shell) -> None:
+    done = shell.run("down")
+    assert (done.returncode, done.stdout) == (0, "nothing to do: rollout-gateway does not run\n")
+
+
+def test_up_does_not_start_a_ray_of_its_own_beside_a_named_cluster(shell: Shell) -> None:
+    shell.environ["RAY_ADDRESS"] = "10.0.0.1:6379"
+    done = shell.run("up", "-c", "sim.yaml")
+    assert done.returncode == 1
+    assert "set RAY_DASHBOARD_ADDRESS" in done.stderr
+
+
+@pytest.fixture
+def cluster_shell(script: Shell) -> Iterator[Shell]:
+    """A shell for whom no Ray runs yet; whatever `up` started is gone afterwards."""
+    script.environ["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{free_port()}"
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        script.environ.pop(name, None)
+    yield script
+    script.run("down")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("auth_mode", ["token", "disabled"])
+def test_up_status_down(cluster_shell: Shell, auth_mode: str) -> None:
+    shell = cluster_shell
+    if auth_mode == "disabled":  # tokens are what up chooses by itself
+        shell.environ["RAY_AUTH_MODE"] = "disabled"
+    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
+
+    done = shell.run("up", "-c", "sim.yaml", *ports, "gateway.admin_keys=hunter2", timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    assert "replicas of engine:     2 RUNNING" in done.stdout
+
+    status = json.loads(shell.run("status", "--json").stdout)
+    assert status["status"] == "RUNNING"
+    assert status["rollout_url"] == f"http://127.0.0.1:{ports[1].partition('=')[2]}"
+    assert [replica["state"] for replica in status["fleet"]["replicas"]] == ["SERVING", "SERVING"]
+    assert f"{'policy:':<24}sim" in shell.run("status").stdout
+    assert (shell.folder / ".ray" / "auth_token").exists() == (auth_mode == "token")
+
+    shell.environ["RAY_AUTH_MODE"] = auth_mode
+    stock = subprocess.run(
+        [SCRIPT.with_name("serve"), "config"], env=shell.environ, capture_output=True, text=True, check=True
+    )
+    assert "hunter2" not in stock.stdout
+
+    assert shell.run("down", timeout_s=180).stdout == "rollout-gateway is down\n"
+    assert shell.run("status").returncode == 1
+    assert not (shell.folder / ".local/state/rollout-gateway/rollout-gateway.json").exists()
+
+
+@pytest.mark.ray
+def test_up_of_an_engine_that_cannot_come_up_ends_at_once_with_one_clear_line_and_leaves_nothing(
+    cluster_shell: Shell,
+) -> None:
+    shell = cluster_shell
+    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
+    wrong = ["engine.num_replicas=1", "engine.extra.nonsense=1", f"engine.log_dir={shell.folder / 'logs'}"]
+    done = shell.run("up", "-c", "sim.yaml", *ports, *wrong, timeout_s=300)
+    assert done.returncode == 1
+    first, second, *rest = done.stderr.partition("rollout-gateway: ")[2].splitlines()
+    assert re.fullmatch(
+        r"replica engine-\w+: the engine has no argument --nonsense 1; the engine says: "
+        r'"unrecognized arguments: --nonsense 1"; take it out of engine\.extra, or correct its name',
+        first,
+    )
+    logs = list((shell.folder / "logs").iterdir())
+    assert re.fullmatch(r"    log \S+\.log ends with:", second)
+    assert all(line.startswith("    | ") for line in rest)
+    assert len(logs) == 1, "Serve did not start it again"
+    assert shell.run("status").returncode == 1
+    assert not (shell.folder / ".local/state/rollout-gateway/rollout-gateway.json").exists()
+
+
+@pytest.mark.ray
+def test_up_without_the_gpus_says_what_is_needed_and_does_not_wait(cluster_shell: Shell) -> None:
+    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
+    done = cluster_shell.run("up", "-c", "sim.yaml", *ports, "engine.gpus_per_replica=64", timeout_s=300)
+    assert done.returncode == 1
+    assert "engine: a replica takes 64 GPUs" in done.stderr.partition("rollout-gateway: ")[2].splitlines()[0]
+    assert cluster_shell.run("status").returncode == 1
+
+
+@pytest.mark.ray
+def test_up_shows_what_a_slow_engine_was_at_and_undoes_itself(cluster_shell: Shell) -> None:
+    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
+    wrong = ["engine.num_replicas=1", "engine.sim.start_s=60", "engine.start_timeout_s=3"]
+    done = cluster_shell.run("up", "-c", "sim.yaml", *ports, *wrong, timeout_s=300)
+    assert done.returncode == 1
+    progress, _, failure = done.stderr.partition("rollout-gateway: ")
+    assert re.search(r"^\[ *[\d.]+ s\] engine-\w+: starting$", progress, re.MULTILINE)
+    assert "was not ready within 3 s; it was at: starting; raise engine.start_timeout_s" in failure
+    assert "Traceback" not in failure
+    assert cluster_shell.run("status").returncode == 1
+
+
+@pytest.mark.ray
+def test_up_ends_at_a_server_of_others_with_another_model_and_names_the_remedy(
+    cluster_shell: Shell, judge_url: str
+) -> None:
+    theirs = f"engines:\n  policy: {{}}\n  theirs: {{kind: external, url: '{judge_url}', num_replicas: 1}}\n"
+    (cluster_shell.folder / "two.yaml").write_text(SIM + theirs)
+    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
+
+    done = cluster_shell.run("up", "-c", "two.yaml", *ports, timeout_s=300)
+    assert done.returncode == 1
+    assert "engines.policy serves 'sim' and engines.theirs serves 'judge'" in done.stderr
+    assert "say frozen: true" in done.stderr
+    assert cluster_shell.run("status").returncode == 1
+
+    done = cluster_shell.run("up", "-c", "two.yaml", *ports, "engines.theirs.frozen=true", timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    fleet = json.loads(cluster_shell.run("status", "--json").stdout)["fleet"]
+    shown = sorted((replica["model"], replica["frozen"], replica["state"]) for replica in fleet["replicas"])
+    assert shown == [("judge", True, "SERVING"), ("sim", False, "SERVING"), ("sim", False, "SERVING")]
+    assert "judge (frozen)" in cluster_shell.run("status").stdout
+
+
+@pytest.fixture
+def judge_url() -> Iterator[str]:
+    """A server of somebody else's that lists one model."""
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_list = self.path == "/v1/models"
+            self.send_response(200 if is_list else 404)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "judge"}]}' if is_list else b"{}")
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.ray
+def test_vllm_serve_stays_until_it_is_ended_and_takes_its_ray_down(cluster_shell: Shell) -> None:
+    shell, port = cluster_shell, free_port()
+    words = ["--model", "sim", "--engine.kind", "sim", "--replicas", "2", "--engine.num_cpus", "0.1"]
+    words += ["--port", str(port), "--serve.http_port", str(free_port()), "--gpus", "2,3"]
+    words += ["--engine.gpus_per_replica", "1"]
+    output = shell.folder / "output"
+    with output.open("w") as file:
+        serving = subprocess.Popen(
+            [SCRIPT, "vllm-serve", *words], cwd=shell.folder, env=shell.environ, stdout=file, stderr=file
+        )
+    try:
+        _wait_until(lambda: "rollout URL:" in output.read_text() or serving.poll() is not None, 300)
+        assert f"http://127.0.0.1:{port}" in output.read_text()
+        fleet = json.loads(shell.run("status", "--json").stdout)["fleet"]
+        assert sorted(replica["gpu_ids"] for replica in fleet["replicas"]) == [[2], [3]]
+
+        again = shell.run("up", "-c", "sim.yaml", "--gpus", "0,1", timeout_s=120)
+        assert again.returncode == 1
+        assert "was started with GPUs 2,3, and a running Ray keeps the GPUs it has" in again.stderr
+        assert "first run: rollout-gateway down" in again.stderr
+        assert len(json.loads(shell.run("status", "--json").stdout)["fleet"]["replicas"]) == 2
+
+        serving.terminate()
+        assert serving.wait(180) == 0, output.read_text()
+    finally:
+        serving.kill()
+        serving.wait()
+    assert shell.run("status").returncode == 1
+
+
+def test_vllm_serve_tells_its_options(shell: Shell) -> None:
+    done = shell.run("vllm-serve", "--help")
+    assert done.returncode == 0
+    assert "--replicas N" in done.stdout
+    assert "--max_model_len" in done.stdout
+
+
+def test_up_refuses_gpus_that_are_none(shell: Shell) -> None:
+    done = shell.run("up", "-c", "sim.yaml", "--gpus", "first")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "--gpus first: 'first' is no GPU" in done.stderr
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

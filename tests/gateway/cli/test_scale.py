@@ -1,0 +1,215 @@
+"""More and fewer replicas of a running application: what Serve is told, and what becomes of rollouts meanwhile."""
+
+import asyncio
+import json
+import threading
+import urllib.request
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from engines.errors import ConfigError
+from engines.process.engine_server import free_port
+from gateway.cli.scale import _check, _chosen, scaled
+from gateway.config.schema import Config
+from tests.gateway.cli.test_main import cluster_shell, script, shell  # noqa: F401  # fixtures
+from tests.rigs.rig import StartRig
+from tests.rigs.shell import Shell
+
+DEPLOYED: dict[str, Any] = {"name": "a", "import_path": "gateway.app:build", "args": {"engine": {"kind": "sim"}}}
+LONG = {"sim": {"decode_step_s": 0.01, "mean_tokens": 10_000}}
+ROLLOUT = {"max_tokens": 80, "ignore_eos": True}
+
+
+def test_serve_is_told_of_the_group_and_the_gateway_what_to_expect_and_of_nothing_else() -> None:
+    once = scaled(DEPLOYED, "engine", 3)
+    assert once == {
+        **DEPLOYED,
+        "deployments": [
+            {"name": "engine", "num_replicas": 3},
+            {"name": "gateway", "user_config": {"num_replicas": {"engine": 3}}},
+        ],
+    }
+    overridden = {**once, "deployments": [{"name": "judge", "num_replicas": 2}, *once["deployments"]]}
+    twice = scaled(overridden, "judge", 1)["deployments"]
+    assert {one["name"]: one.get("num_replicas") for one in twice} == {"judge": 1, "engine": 3, "gateway": None}
+    assert twice[2]["user_config"] == {"num_replicas": {"engine": 3, "judge": 1}}
+
+
+def test_a_group_is_named_where_there_are_several_and_must_exist() -> None:
+    one = Config.model_validate({"engine": {"kind": "sim"}})
+    two = Config.model_validate({"engine": {"kind": "sim"}, "engines": {"a": {}, "b": {}}})
+    assert _chosen(one, None) == "engine"
+    assert _chosen(two, "b") == "b"
+    with pytest.raises(ConfigError, match=r"name one with --group \(a, b\)"):
+        _chosen(two, None)
+    with pytest.raises(ConfigError, match="there is no such engine group; there is a, b"):
+        _chosen(two, "c")
+
+
+def test_no_replicas_and_many_of_one_url_are_refused() -> None:
+    config = Config.model_validate({"engine": {"kind": "external", "url": "http://127.0.0.1:1"}})
+    with pytest.raises(ConfigError, match="`down` removes all"):
+        _check(config, "engine", 0)
+    with pytest.raises(ConfigError, match="one URL is one replica"):
+        _check(config, "engine", 2)
+
+
+def test_scaling_without_a_cluster_names_the_address(shell: Shell) -> None:  # noqa: F811
+    done = shell.run("scale", "2")
+    assert done.returncode == 1
+    assert "no Ray dashboard answers at http://127.0.0.1:1" in done.stderr
+
+
+async def test_a_replica_that_serve_removes_finishes_what_it_has_and_gets_nothing_new(start_rig: StartRig) -> None:
+    rig = await start_rig(2, **LONG)
+    running = [asyncio.create_task(rig.complete([digit], **ROLLOUT)) for digit in range(3, 9)]
+    while [replica.load_samples for replica in rig.fleet.replicas] != [3, 3]:
+        await asyncio.sleep(0.01)
+    assert rig.fleet.drain("engine-1") == 3
+    await rig.until({"engine-0": "SERVING", "engine-1": "DRAINING"})
+    placed = next(replica.placed for replica in rig.fleet.replicas if replica.replica_id == "engine-1")
+    later = [asyncio.create_task(rig.complete([digit], max_tokens=2)) for digit in range(3, 7)]
+    rig.hurry()
+    replies = await asyncio.gather(*running, *later)
+    assert all(reply["choices"][0]["finish_reason"] for reply in replies)
+    assert rig.fleet.drain("engine-1") == 0
+    (leaving,) = (replica for replica in rig.fleet.replicas if replica.replica_id == "engine-1")
+    assert leaving.placed == placed
+    assert leaving.state == "DRAINING"  # its probes go on and do not bring it back
+    gone = rig.replicas.pop(1)
+    await gone.kill()
+    await rig.until({"engine-0": "SERVING"})
+
+
+async def test_a_removed_replica_belongs_to_no_weight_update_and_breaks_its_group(start_rig: StartRig) -> None:
+    rig = await start_rig(2)
+    await rig.open_group()
+    rig.fleet.drain("engine-1")
+    status, reply = await rig.post("/start_weight_update", {})
+    assert status == 424
+    assert "engine-1 left it (DRAINING" in reply["error"]["message"]
+    assert (await rig.get("/get_world_size"))[1] == {"world_size": 1}
+    await rig.open_group()
+    await rig.update()
+
+
+async def test_the_fleet_is_complete_by_what_it_was_told_to_expect(start_rig: StartRig) -> None:
+    rig = await start_rig(2)
+    assert (await rig.get("/health"))[0] == 200
+    rig.fleet.expect({"engine": 3, "unknown": 9})
+    status, report = await rig.get("/health")
+    assert (status, report["replicas_expected"]) == (503, 3)
+    await rig.add_replica("engine-2", seed=2)
+    await rig.until(dict.fromkeys(("engine-0", "engine-1", "engine-2"), "SERVING"))
+    assert (await rig.get("/health"))[0] == 200
+    rig.fleet.expect({"engine": 1})
+    rig.fleet.drain("engine-2")
+    rig.fleet.drain("engine-1")
+    assert (await rig.get("/health"))[0] == 200
+
+
+class Load:
+    """Rollouts one after the other on threads, half of them streamed, until it is stopped. Every one must end whole."""
+
+    def __init__(self, url: str, workers: int) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self.delivered: Counter[int] = Counter()
+        self.failed: list[str] = []
+        self.workers = workers
+        self._number = 0
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._work) for _ in range(workers)]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            with self._lock:
+                self._number += 1
+                number = self._number
+            try:
+                tokens = self._one(number)
+            except OSError as error:
+                self.failed.append(f"{number}: {error}")
+                continue
+            if tokens == ROLLOUT["max_tokens"]:
+                self.delivered[number] += 1
+            else:
+                self.failed.append(f"{number}: {tokens} tokens")
+
+    def _one(self, number: int) -> int:
+        body = {"model": "sim", "prompt": [number + 3], "return_token_ids": True, "stream": number % 2 == 0, **ROLLOUT}
+        request = urllib.request.Request(
+            f"{self._url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            if not body["stream"]:
+                return len(json.load(response)["choices"][0]["token_ids"])
+            events = [event.removeprefix(b"data: ") for event in response.read().split(b"\n\n") if event]
+        chunks = [json.loads(event) for event in events if event != b"[DONE]"]
+        return sum(len(choice.get("token_ids") or ()) for chunk in chunks for choice in chunk.get("choices", ()))
+
+    @property
+    def sent(self) -> int:
+        return self._number
+
+
+@pytest.fixture
+def up(cluster_shell: Shell) -> tuple[Shell, str]:  # noqa: F811
+    """An application of two slow simulated engines, and its rollout URL."""
+    sim = "sim: {decode_step_s: 0.02, mean_tokens: 100000}"
+    (cluster_shell.folder / "sim.yaml").write_text(
+        f"engine: {{kind: sim, model: sim, num_replicas: 2, num_cpus: 0.1, stop_timeout_s: 1, {sim}}}\n"
+    )
+    port = free_port()
+    done = cluster_shell.run(
+        "up", "-c", "sim.yaml", f"serve.http_port={free_port()}", f"gateway.port={port}", timeout_s=300
+    )
+    assert done.returncode == 0, done.stderr
+    return cluster_shell, f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.ray
+def test_two_replicas_become_four_and_one_under_load_and_no_rollout_is_lost_or_comes_twice(
+    up: tuple[Shell, str],
+) -> None:
+    shell, url = up  # noqa: F811
+
+    def pids() -> dict[str, int]:
+        with urllib.request.urlopen(f"{url}/status", timeout=10) as response:
+            return {
+                one["replica_id"]: one["pid"] for one in json.load(response)["replicas"] if one["state"] == "SERVING"
+            }
+
+    before = pids()
+    assert len(before) == 2
+    with Load(url, workers=12) as load:
+        grown = shell.run("scale", "4", timeout_s=200)
+        assert grown.returncode == 0, grown.stderr
+        four = pids()
+        assert len(four) == 4
+        assert before.items() <= four.items()  # nobody was started anew
+        shrunk = shell.run("scale", "1", timeout_s=200)
+        assert shrunk.returncode == 0, shrunk.stderr
+        one = pids()
+        assert len(one) == 1
+        assert one.items() <= four.items()
+    assert load.sent > 2 * load.workers  # or the load was none
+    assert not load.failed
+    assert set(load.delivered.values()) == {1}
+    assert len(load.delivered) == load.sent
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        retries = [line for line in response.read().decode().splitlines() if "rollout_gateway_retries_total" in line]
+    assert retries[-1].endswith(" 0.0")
+    assert "4 replicas" in grown.stderr

@@ -1,0 +1,298 @@
+"""Every way a value can come in, which one wins, and how a mistake is told."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from engines.errors import ConfigError
+from gateway.config.load import HIDDEN, explain, from_args, load
+
+SERVE_DOCUMENT = """\
+proxy_location: HeadOnly
+http_options:
+  host: 127.0.0.1
+  port: 8765
+applications:
+  - name: mine
+    route_prefix: /
+    import_path: gateway.app:build
+    args:
+      engine:
+        kind: sim
+        num_replicas: 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text: str, name: str = "fleet.yaml") -> Path:
+    path = Path(name)
+    path.write_text(text)
+    return path
+
+
+def mistake(path: Path | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides, environ or {})
+    return str(caught.value)
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    config = load(None, [], {})
+    assert config.gateway.port == 8100
+    assert config.name == "rollout-gateway"
+
+
+def test_command_line_wins_over_environment_over_file_over_default() -> None:
+    path = write("gateway: {port: 1, max_n: 2, max_attempts: 5}\n")
+    environ = {"ROLLOUT_GATEWAY_GATEWAY__PORT": "3", "ROLLOUT_GATEWAY_GATEWAY__MAX_N": "4"}
+    config = load(path, ["gateway.port=6"], environ)
+    assert config.gateway.port == 6
+    assert config.gateway.max_n == 4
+    assert config.gateway.max_attempts == 5
+    assert config.gateway.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--engine.tensor_parallel_size", "2"], ["--engine.tensor_parallel_size=2"], ["engine.tensor_parallel_size=2"]],
+)
+def test_an_override_has_three_spellings(arguments: list[str]) -> None:
+    assert load(None, arguments, {}).engine.tensor_parallel_size == 2
+
+
+def test_an_override_may_be_negative() -> None:
+    assert load(None, ["--engine.max_logprobs", "-1"], {}).engine.max_logprobs == -1
+
+
+def test_text_stays_text_where_text_is_asked_for() -> None:
+    config = load(None, ["--name=7", "engine.served_model_name=1e3", "gateway.admin_keys=1,2"], {})
+    assert config.name == "7"
+    assert config.engine.served_model_name == "1e3"
+    assert [key.get_secret_value() for key in config.gateway.admin_keys] == ["1", "2"]
+
+
+@pytest.mark.parametrize("text", ["a,b", '["a", "b"]', " a , b ,"])
+def test_lists_in_the_environment_are_json_or_comma_separated(text: str) -> None:
+    config = load(None, [], {"ROLLOUT_GATEWAY_GATEWAY__INFERENCE_KEYS": text})
+    assert [key.get_secret_value() for key in config.gateway.inference_keys] == ["a", "b"]
+
+
+def test_a_section_in_the_environment_is_json() -> None:
+    config = load(None, [], {"ROLLOUT_GATEWAY_ENGINE__ENV": '{"OMP_NUM_THREADS": "1"}'})
+    assert config.engine.env == {"OMP_NUM_THREADS": "1"}
+
+
+def test_kubernetes_service_variables_are_let_pass() -> None:
+    environ = {"ROLLOUT_GATEWAY_PORT": "tcp://10.0.0.1:8100", "ROLLOUT_GATEWAY_SERVICE_HOST": "10.0.0.1"}
+    assert load(None, [], environ) == load(None, [], {})
+
+
+def test_toml_reads_as_yaml_does() -> None:
+    toml = write('[gateway]\nport = 9\n[engine]\nkind = "sim"\n', "fleet.toml")
+    yaml = write("gateway: {port: 9}\nengine: {kind: sim}\n")
+    assert load(toml, [], {}) == load(yaml, [], {})
+
+
+def test_an_empty_section_is_its_defaults() -> None:
+    assert load(write("gateway:\nengine:\n"), [], {}) == load(None, [], {})
+
+
+def test_groups_start_from_engine() -> None:
+    path = write("engine: {dtype: float32, kind: sim}\nengines: {a: {num_replicas: 3}, b: {dtype: auto}}\n")
+    config = load(path, ["engines.a.seed=5"], {})
+    assert (config.engines["a"].dtype, config.engines["a"].num_replicas, config.engines["a"].seed) == ("float32", 3, 5)
+    assert config.engines["b"].dtype == "auto"
+
+
+def test_a_wrong_key_names_line_and_nearest_key() -> None:
+    path = write("gateway:\n  host: 127.0.0.1\n  prot: 9\n")
+    assert mistake(path) == "fleet.yaml:3: gateway.prot: unknown key; did you mean gateway.port?"
+
+
+def test_a_wrong_key_in_toml_names_its_line() -> None:
+    path = write('name = "x"\n\n[engine]\n# a comment\nengine.sim.start = 3\ndtipe = "a"\n', "fleet.toml")
+    told = mistake(path)
+    assert "fleet.toml:5: engine.engine: unknown key" in told
+    assert "fleet.toml:6: engine.dtipe: unknown key; did you mean engine.dtype?" in told
+
+
+def test_a_key_at_the_wrong_level_is_pointed_home() -> None:
+    assert "did you mean engine.tensor_parallel_size?" in mistake(write("tensor_parallel_size: 2\n"))
+
+
+def test_a_wrong_value_names_line_and_value() -> None:
+    told = mistake(write("gateway:\n  port: 99999\n"))
+    assert told == "fleet.yaml:2: gateway.port = 99999: input should be less than or equal to 65535"
+
+
+def test_a_value_that_a_group_took_over_is_blamed_where_it_stands() -> None:
+    told = mistake(write("engine:\n  seed: -1\nengines:\n  a:\n    num_replicas: 2\n  b: {}\n"))
+    assert told == "fleet.yaml:2: engine.seed = -1: input should be greater than or equal to 0"
+
+
+def test_a_wrong_value_of_a_group_names_its_own_line() -> None:
+    told = mistake(write("engine:\n  seed: 1\nengines:\n  a:\n    seed: -1\n"))
+    assert told.startswith("fleet.yaml:5: engines.a.seed = -1:")
+
+
+def test_the_environment_variable_at_fault_is_named() -> None:
+    told = mistake(environ={"ROLLOUT_GATEWAY_GATEWAY__PORT": "many"})
+    assert told.startswith("environment variable ROLLOUT_GATEWAY_GATEWAY__PORT: gateway.port = 'many':")
+    told = mistake(environ={"ROLLOUT_GATEWAY_GATEWY__PORT": "1"})
+    assert told.startswith(
+        "environment variable ROLLOUT_GATEWAY_GATEWY__PORT: unknown section gatewy; did you mean gate"
+    )
+
+
+def test_the_argument_at_fault_is_named() -> None:
+    told = mistake(write("gateway:\n  port: 1\n"), ["--gateway.port", "x"])
+    assert told.startswith("argument --gateway.port: gateway.port = 'x':")
+
+
+@pytest.mark.parametrize("arguments", [["--gateway.port"], ["gateway.port"], ["--gateway.port", "--name=a"], ["=3"]])
+def test_an_override_without_key_or_value_is_refused(arguments: list[str]) -> None:
+    assert "expected --key value, --key=value or key=value" in mistake(overrides=arguments)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    assert len(mistake(write("gateway:\n  prot: 1\n  max_n: 0\nnaem: x\n")).splitlines()) == 3
+
+
+def test_a_key_given_twice_is_refused() -> None:
+    assert mistake(write("name: a\nname: b\n")) == "fleet.yaml:2: name: already given on line 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("fleet.yaml", "gateway: [\n", "fleet.yaml:2: not YAML"),
+        ("fleet.toml", "a = 1\nb =\n", "fleet.toml:2: not TOML"),
+        ("fleet.yaml", "- a\n", "fleet.yaml:1: a mapping"),
+        ("fleet.ini", "", "fleet.ini: the name must end in"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(name: str, text: str, told: str) -> None:
+    assert mistake(write(text, name)).startswith(told)
+
+
+def test_a_missing_file_is_named() -> None:
+    assert mistake(Path("absent.yaml")) == "absent.yaml: cannot be read: No such file or directory"
+
+
+def test_keys_are_never_told() -> None:
+    told = mistake(write("gateway:\n  admin_keys: [hunter2, 3]\n"))
+    assert told == f"fleet.yaml:2: gateway.admin_keys.1 = {HIDDEN}: input should be a valid string"
+    settings = explain(None, ["gateway.admin_keys=hunter2"], {})
+    assert "hunter2" not in repr(settings)
+
+
+def test_a_serve_document_gives_the_same_tree() -> None:
+    config = load(write(SERVE_DOCUMENT), [], {})
+    assert (config.name, config.serve.http_port, config.engine.num_replicas) == ("mine", 8765, 2)
+
+
+def test_a_mistake_in_a_serve_document_names_its_own_line() -> None:
+    wrong = SERVE_DOCUMENT.replace("num_replicas", "num_replica").replace("8765", "-1")
+    told = mistake(write(wrong))
+    assert "fleet.yaml:4: serve.http_port = -1: " in told
+    assert "fleet.yaml:12: engine.num_replica: unknown key; did you mean engine.num_replicas?" in told
+
+
+def test_what_up_would_drop_from_a_serve_document_is_refused() -> None:
+    told = mistake(write(SERVE_DOCUMENT + "    runtime_env: {env_vars: {A: b}}\n"))
+    assert told.startswith("fleet.yaml:13: applications.0.runtime_env.env_vars.A: rollout-gateway does not carry")
+
+
+def test_a_serve_document_of_another_application_is_refused() -> None:
+    assert "none has import_path: gateway.app:build" in mistake(write(SERVE_DOCUMENT.replace("app:build", "app:other")))
+
+
+def test_a_model_folder_becomes_absolute(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    assert load(None, ["engine.model=models/tiny"], {}).engine.model == str(folder)
+    config_file = write("engine: {model: tiny}\n", "models/fleet.yaml")
+    assert load(config_file, [], {}).engine.model == str(folder)
+
+
+def test_what_cannot_work_with_the_checkpoint_is_refused_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "max_position_embeddings": 512}')
+    (tmp_path / "model.safetensors").touch()
+    lines = ["engine:", f"  model: {tmp_path}", "  max_model_len: 513", "engines:", "  a: {}", "  b:"]
+    told = mistake(write("\n".join([*lines, "    max_model_len: 64", "    tensor_parallel_size: 3\n"])))
+    assert told.splitlines() == [
+        "fleet.yaml:3: engine.max_model_len = 513: the model's own limit is 512 tokens (max_position_embeddings); "
+        "lower it or leave it out",
+        "fleet.yaml:8: engines.b.tensor_parallel_size = 3: the model has 4 attention heads and 4 KV heads; it can be "
+        "1, 2 or 4",
+    ]
+
+
+def test_a_model_id_is_left_alone() -> None:
+    assert load(None, ["engine.model=Qwen/Qwen2-7B"], {}).engine.model == "Qwen/Qwen2-7B"
+
+
+def test_a_model_path_that_leads_nowhere_is_refused() -> None:
+    told = mistake(write("engine:\n  model: some/folder/model\n"))
+    assert told.startswith("fleet.yaml:2: engine.model = 'some/folder/model': no such folder under ")
+
+
+def test_a_python_becomes_absolute_and_stays_in_its_environment(tmp_path: Path) -> None:
+    link = tmp_path / "env" / "bin" / "python"
+    link.parent.mkdir(parents=True)
+    link.symlink_to("/bin/sh")
+    assert load(None, ["engine.python=env/bin/python"], {}).engine.python == str(link)
+    config_file = write("engines: {a: {python: bin/python}}\n", "env/fleet.yaml")
+    assert load(config_file, [], {}).engines["a"].python == str(link)
+    assert load(None, ["engine.python=/on/another/node"], {}).engine.python == "/on/another/node"
+
+
+def test_a_home_in_the_path_of_a_python_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "python").write_text("")
+    assert load(None, ["engine.python=~/python"], {}).engine.python == str(tmp_path / "python")
+
+
+def test_a_relative_python_that_leads_nowhere_is_refused() -> None:
+    told = mistake(write("engine:\n  python: python3\n"))
+    assert told.startswith("fleet.yaml:2: engine.python = 'python3': no such file under ")
+
+
+def test_a_python_for_an_engine_that_runs_none_is_refused() -> None:
+    told = mistake(write("engine:\n  kind: sim\n  python: /bin/python\n"))
+    assert "python = '/bin/python': it runs vLLM or SGLang; kind: sim has no use for it" in told
+
+
+def test_explain_says_who_gave_each_value() -> None:
+    path = write("engine:\n  kind: sim\n  seed: 3\nengines: {a: {}}\n")
+    found = {s.key: s for s in explain(path, ["gateway.port=9"], {"ROLLOUT_GATEWAY_NAME": "n"})}
+    assert (found["gateway.port"].origin, found["gateway.port"].place) == ("cli", "argument gateway.port")
+    assert (found["name"].origin, found["name"].place) == ("env", "environment variable ROLLOUT_GATEWAY_NAME")
+    assert (found["engines.a.seed"].value, found["engines.a.seed"].place) == (3, "fleet.yaml:3")
+    assert (found["gateway.host"].origin, found["gateway.host"].place) == ("default", "")
+
+
+def test_key_references_are_read_where_the_gateway_is_built(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    gateway = {"inference_keys": [f"file:{tmp_path}/keys", "three"], "admin_keys": ["env:ADMIN"]}
+    config = from_args({"gateway": gateway}, {"ADMIN": "four,five"})
+    assert [key.get_secret_value() for key in config.gateway.inference_keys] == ["one", "two", "three"]
+    assert [key.get_secret_value() for key in config.gateway.admin_keys] == ["four", "five"]
+
+
+@pytest.mark.parametrize("reference", ["env:ABSENT", "file:/absent"])
+def test_a_key_reference_that_leads_nowhere_is_refused(reference: str) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.admin_keys"):
+        from_args({"gateway": {"admin_keys": [reference]}}, {})
+
+
+def test_wrong_args_of_a_serve_application_are_told_as_any_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"Serve application args: gateway.prot: unknown key; did you mean"):
+        from_args({"gateway": {"prot": 1}}, {})

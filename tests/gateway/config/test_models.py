@@ -1,0 +1,404 @@
+"""Several models behind one URL: the policy, which updates and pauses concern, and frozen ones beside it."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.config import EngineConfig
+from engines.errors import ConfigError, DeadlineExceeded, InvalidRequest, UnknownModel
+from engines.types import EngineKind, ReplicaInfo
+from gateway.config.load import from_args, load
+from gateway.config.models import Models
+from tests.rigs.openai_server import OpenAiServer
+from tests.rigs.rig import Json, Rig, StartRig
+
+URL = "http://127.0.0.1:9"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "policy-and-judge.yaml"
+JUDGE = {"served_model_name": "a-judge", "frozen": True, "num_replicas": 1}
+SOON_S = 5.0
+
+
+def groups(**trees: Json) -> dict[str, EngineConfig]:
+    return {name: EngineConfig.model_validate({"kind": "sim", **tree}) for name, tree in trees.items()}
+
+
+def info(group: str, model: str) -> ReplicaInfo:
+    return ReplicaInfo(
+        replica_id=f"{group}-0", incarnation="1", group=group, kind=EngineKind.EXTERNAL, url=URL, model=model,
+        world_size=0, max_model_len=None, max_num_seqs=1, engine_version="",
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def start_pair(start_rig: StartRig) -> Callable[..., Awaitable[Rig]]:
+    """Starts two replicas of the policy "sim" and one of the frozen "a-judge"; keywords as `start_rig` takes them."""
+
+    async def start(**sections: Any) -> Rig:
+        return await start_rig(engines={"policy": {}, "judge": JUDGE}, **sections)
+
+    return start
+
+
+StartPair = Callable[..., Awaitable[Rig]]
+
+
+@pytest.fixture
+async def pair(start_pair: StartPair) -> Rig:
+    return await start_pair()
+
+
+async def judged(rig: Rig, **sampling: Any) -> Json:
+    return await rig.complete([[5, 6]], **{"model": "a-judge", **sampling})
+
+
+def versions(reply: Json) -> set[int]:
+    return {span["version"] for choice in reply["choices"] for span in choice["weight_versions"]}
+
+
+# Who is asked
+
+
+async def test_each_request_goes_to_the_model_that_it_names(pair: Rig) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    for model, placed in (
+        ("a-judge", {"judge-0"}),
+        ("sim", {"policy-0", "policy-1"}),
+        (None, {"policy-0", "policy-1"}),
+    ):
+        before = {replica.replica_id: replica.placed for replica in pair.fleet.replicas}
+        named = {} if model is None else {"model": model}
+        for path, body in (
+            ("/v1/completions", {"prompt": [[5], [6]], "max_tokens": 2}),
+            ("/v1/chat/completions", {"messages": messages, "max_tokens": 2}),
+        ):
+            status, reply = await pair.post(path, named | body)
+            assert status == 200, reply
+            async with pair.client.post(pair.url + path, json=named | body | {"stream": True}) as response:
+                assert response.status == 200, await response.text()
+                await response.read()
+        after = {replica.replica_id: replica.placed for replica in pair.fleet.replicas}
+        assert {name for name in after if after[name] > before[name]} == placed
+
+
+async def test_an_unknown_model_is_told_what_there_is(pair: Rig) -> None:
+    for path, rest in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"prompt": "a"}),
+    ):
+        status, reply = await pair.post(path, {"model": "gpt-9", **rest})
+        assert (status, reply["error"]["param"]) == (404, "model")
+        assert "'gpt-9' is not served here; there is sim, a-judge" in reply["error"]["message"]
+
+
+async def test_all_models_are_listed_and_the_policy_first(pair: Rig) -> None:
+    _, listed = await pair.get("/v1/models")
+    assert listed["object"] == "list"
+    assert [(card["id"], card["object"]) for card in listed["data"]] == [("sim", "model"), ("a-judge", "model")]
+    assert all(card["max_model_len"] for card in listed["data"])
+
+
+async def test_a_judge_that_is_away_is_not_listed_and_the_policy_goes_on(start_pair: StartPair) -> None:
+    rig = await start_pair(gateway={"queue_timeout_s": 0.3})
+    await rig.replicas.pop().kill()
+    await rig.until({"policy-0": "SERVING", "policy-1": "SERVING"})
+    assert (await rig.get("/health"))[0] == 503
+    assert [card["id"] for card in (await rig.get("/v1/models"))[1]["data"]] == ["sim"]
+    await rig.complete([[5]])
+    for path in ("/v1/completions", "/tokenize"):
+        status, reply = await rig.post(path, {"model": "a-judge", "prompt": "a"})
+        assert status == 504, "it is a model of this app, so its absence is a wait and no 404"
+        assert "no replica of 'a-judge'" in reply["error"]["message"]
+    await rig.add_replica("judge-0")
+    await rig.until({"judge-0": "SERVING", "policy-0": "SERVING", "policy-1": "SERVING"})
+    assert (await rig.get("/health"))[0] == 200
+    await judged(rig)
+
+
+async def test_judges_alone_are_no_fleet_for_a_trainer(start_pair: StartPair) -> None:
+    fleet = {"discover_interval_s": 0.05, "probe_interval_s": 0.05, "lost_after_s": 0.2, "complete_within_s": 0.1}
+    rig = await start_pair(fleet=fleet)
+    for replica in (rig.replicas.pop(0), rig.replicas.pop(0)):
+        await replica.kill()
+    await rig.until({"judge-0": "SERVING"})
+    await asyncio.sleep(0.2)
+    assert (await rig.get("/health"))[0] == 503
+    assert (await rig.get("/v1/models"))[0] == 504, "TRL takes the first of the list for its own"
+
+
+async def test_a_prompt_is_measured_by_the_model_that_it_is_for(pair: Rig) -> None:
+    judge = pair.fleet.replicas[0]
+    judge.info = dataclasses.replace(judge.info, max_model_len=16)
+    body = {"prompt": [[5] * 20], "max_tokens": 1}
+    status, reply = await pair.post("/v1/completions", body | {"model": "a-judge"})
+    assert (status, "max_model_len = 16" in reply["error"]["message"]) == (400, True)
+    await pair.complete([[5] * 20], max_tokens=1)
+
+
+# Nobody waits for another model
+
+
+async def test_a_full_judge_does_not_block_the_policy(start_pair: StartPair) -> None:
+    rig = await start_pair(sim={"decode_step_s": 0.05})
+    judging = asyncio.gather(*(judged(rig, max_tokens=100, ignore_eos=True) for _ in range(20)))
+    await asyncio.sleep(0.1)
+    await rig.complete([[5], [6]], max_tokens=1)
+    _, status = await rig.get("/status")
+    lengths = {queue["model"]: queue["queue_length"] for queue in status["models"]}
+    assert lengths["a-judge"] > 0
+    assert lengths["sim"] == 0
+    await left(judging)
+
+
+async def test_a_full_policy_does_not_block_the_judge(start_pair: StartPair) -> None:
+    rig = await start_pair(sim={"decode_step_s": 0.05})
+    training = asyncio.ensure_future(rig.complete([[digit] for digit in range(3, 43)], max_tokens=100, ignore_eos=True))
+    await asyncio.sleep(0.1)
+    await judged(rig, max_tokens=1)
+    lengths = {queue["model"]: queue["queue_length"] for queue in (await rig.get("/status"))[1]["models"]}
+    assert lengths["sim"] > 0
+    assert lengths["a-judge"] == 0
+    await left(training)
+
+
+async def left(asking: asyncio.Future[Any]) -> None:
+    """The client goes away: what it asked for is not waited for."""
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
+
+
+async def test_the_judge_answers_in_the_middle_of_an_update(pair: Rig) -> None:
+    await pair.open_group()
+    await pair.post("/start_weight_update", {})
+    assert versions(await judged(pair)) == {0}
+    await pair.post("/update_weights", {"update_info": pair.tensors})
+    waiting = asyncio.create_task(pair.complete([[5]]))
+    assert await pair.states() == {"judge-0": "SERVING", "policy-0": "UPDATING", "policy-1": "UPDATING"}
+    assert versions(await judged(pair)) == {0}
+    assert not waiting.done()
+    await pair.post("/finish_weight_update", {})
+    assert versions(await waiting) == {1}
+
+
+async def test_an_update_does_not_wait_for_the_judges_rollouts(start_pair: StartPair) -> None:
+    rig = await start_pair(sim={"decode_step_s": 0.01})
+    await rig.open_group()
+    judging = asyncio.create_task(judged(rig, max_tokens=120, ignore_eos=True))
+    await asyncio.sleep(0.1)
+    await rig.update()
+    assert not judging.done()
+    rig.hurry()
+    assert versions(await judging) == {0}
+
+
+async def test_an_update_does_not_wait_for_a_judge_that_is_suspect(start_pair: StartPair) -> None:
+    fleet = {"discover_interval_s": 0.05, "probe_interval_s": 30.0}
+    rig = await start_pair(fleet=fleet)
+    rig.fleet.suspect(rig.fleet.replicas[0], "a probe came late")
+    await asyncio.wait_for(rig.open_group(), SOON_S)
+    await asyncio.wait_for(rig.update(), SOON_S)
+    assert await rig.states() == {"judge-0": "SUSPECT", "policy-0": "SERVING", "policy-1": "SERVING"}
+
+
+async def test_a_pause_holds_the_policy_alone(pair: Rig) -> None:
+    assert (await pair.post("/pause?mode=keep"))[0] == 200
+    waiting = asyncio.create_task(pair.complete([[5]]))
+    assert len((await judged(pair))["choices"]) == 1
+    assert not waiting.done()
+    assert (await pair.post("/resume"))[0] == 200
+    await waiting
+
+
+# Weights
+
+
+async def test_frozen_replicas_keep_version_0_their_tokens_and_their_service(pair: Rig) -> None:
+    before = [await pair.complete([[4, 5, 6]], model=model, temperature=0) for model in ("sim", "a-judge")]
+    await pair.open_group()
+    await pair.update()
+    await pair.update()
+    after = [await pair.complete([[4, 5, 6]], model=model, temperature=0) for model in ("sim", "a-judge")]
+    ids = [[reply["choices"][0]["token_ids"] for reply in replies] for replies in (before, after)]
+    assert ids[0][0] != ids[1][0]
+    assert ids[0][1] == ids[1][1]
+    assert [versions(reply) for reply in after] == [{2}, {0}]
+    _, status = await pair.get("/status")
+    assert (status["policy"], status["weight_version"]) == ("sim", 2)
+    shown = {r["replica_id"]: (r["model"], r["frozen"], r["state"], r["weight_version"]) for r in status["replicas"]}
+    assert shown == {
+        "judge-0": ("a-judge", True, "SERVING", 0),
+        "policy-0": ("sim", False, "SERVING", 2),
+        "policy-1": ("sim", False, "SERVING", 2),
+    }
+
+
+async def test_a_trainer_makes_room_for_the_workers_of_the_policy_alone(pair: Rig) -> None:
+    assert await pair.get("/get_world_size") == (200, {"world_size": 2})
+
+
+async def test_a_judge_that_dies_breaks_no_transfer_group_and_serves_again_at_once(pair: Rig) -> None:
+    await pair.open_group()
+    await pair.update()
+    await pair.replicas[-1].kill()
+    await pair.add_replica("judge-0")
+    await pair.until({"judge-0": "SERVING", "policy-0": "SERVING", "policy-1": "SERVING"})
+    assert versions(await judged(pair)) == {0}
+    await pair.update()
+
+
+async def test_a_cache_reset_leaves_the_judges_prefixes(pair: Rig) -> None:
+    prompt = list(range(3, 67))
+    for model in ("sim", "sim", "a-judge"):
+        await pair.complete([prompt], model=model)
+    assert await pair.post("/reset_prefix_cache") == (200, {"success": True})
+    hits = await cached_tokens(pair)
+    for model in ("sim", "sim", "a-judge"):
+        await pair.complete([prompt], model=model)
+    now = await cached_tokens(pair)
+    assert now["judge-0"] > hits["judge-0"]
+    assert all(now[name] == hits[name] for name in ("policy-0", "policy-1"))
+
+
+async def cached_tokens(rig: Rig) -> dict[str, float]:
+    async with rig.client.get(rig.url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    hits = [line for line in lines if line.startswith("vllm:prefix_cache_hits_total")]
+    return {line.partition('replica="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in hits}
+
+
+async def test_where_all_is_frozen_weights_and_pauses_are_refused_with_the_reason(start_rig: StartRig) -> None:
+    rig = await start_rig(1, engines={"judge": JUDGE, "reference": {"frozen": True}})
+    calls = [
+        ("GET", "/get_world_size"),
+        ("POST", "/pause?mode=keep"),
+        ("POST", "/resume"),
+        ("POST", "/reset_prefix_cache"),
+    ]
+    for method, path in calls:
+        status, reply = await (rig.get(path) if method == "GET" else rig.post(path))
+        assert (status, "every model here is frozen (a-judge, sim)" in reply["error"]["message"]) == (409, True)
+    status, reply = await rig.post("/v1/completions", {"prompt": "a"})
+    assert (status, reply["error"]["param"]) == (400, "model")
+    assert "name one of a-judge, sim" in reply["error"]["message"]
+    assert len((await rig.get("/v1/models"))[1]["data"]) == 2
+    await judged(rig)
+
+
+# Servers of others
+
+
+@pytest.fixture
+async def theirs() -> Any:
+    server = await OpenAiServer([], "").start()
+    yield server
+    await server.stop()
+
+
+async def test_a_frozen_server_of_others_serves_on_after_an_update(start_rig: StartRig, theirs: OpenAiServer) -> None:
+    judge = {"kind": "external", "url": theirs.url, "model": "", "num_replicas": 1, "frozen": True}
+    rig = await start_rig(engines={"policy": {}, "judge": judge})
+    await rig.open_group()
+    await rig.update()
+    assert await rig.states() == {"judge-0": "SERVING", "policy-0": "SERVING", "policy-1": "SERVING"}
+    assert [card["id"] for card in (await rig.get("/v1/models"))[1]["data"]] == ["sim", "gpt"]
+    status, reply = await rig.post("/v1/completions", {"model": "gpt", "prompt": "a"})
+    assert status == 200, reply
+    assert (versions(reply), reply["choices"][0]["text"]) == ({0}, "echo")
+    assert {body["model"] for body in theirs.bodies} == {"gpt"}
+
+
+async def test_a_server_of_others_with_another_model_says_why_it_is_not_taken_in(
+    start_rig: StartRig, theirs: OpenAiServer
+) -> None:
+    stranger = {"kind": "external", "url": theirs.url, "model": "", "num_replicas": 1}
+    rig = await start_rig(engines={"policy": {}, "theirs": stranger})
+    assert await rig.states() == {"policy-0": "SERVING", "policy-1": "SERVING"}
+    status, report = await rig.get("/health")
+    assert status == 503
+    reason = report["replicas_refused"]["theirs-0"]
+    assert "engines.policy serves 'sim' and engines.theirs serves 'gpt'" in reason
+    assert "frozen: true" in reason
+    await rig.complete([[5]])
+
+
+# What the configuration says
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ({"model": "b"}, "engines.one serves 'a' and engines.two serves 'b'"),
+        ({"model": "b"}, "say frozen: true for the one whose weights never change"),
+        ({"model": "a", "frozen": True}, "engines.two and engines.one both serve 'a', but engines.two alone is frozen"),
+        ({"model": "a", "frozen": True}, "a served_model_name of its own"),
+        ({"kind": "external", "url": URL, "model": "b"}, "say frozen: true"),
+    ],
+)
+def test_groups_that_do_not_fit_together_are_named_with_the_remedy(second: Json, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_args({"engine": {"kind": "sim"}, "engines": {"one": {"model": "a"}, "two": second}}, {})
+    assert said in str(caught.value)
+
+
+def test_one_name_makes_groups_of_different_checkpoints_one_policy() -> None:
+    models = Models(groups(big={"model": "a"}, small={"model": "b", "served_model_name": "a"}))
+    assert (models.names, models.policy) == (["a"], "a")
+
+
+def test_one_checkpoint_may_be_policy_and_reference_under_two_names() -> None:
+    models = Models(groups(a={"model": "m", "served_model_name": "reference", "frozen": True}, b={"model": "m"}))
+    assert (models.names, models.policy) == (["m", "reference"], "m")
+
+
+def test_the_only_model_is_what_a_request_without_one_means() -> None:
+    assert Models(groups(judge={"model": "j", "frozen": True})).asked(None) == "j"
+
+
+def test_a_request_that_leaves_the_choice_among_frozen_models_open_is_refused() -> None:
+    models = Models(groups(a={"model": "a", "frozen": True}, b={"model": "b", "frozen": True}))
+    with pytest.raises(InvalidRequest, match="name one of a, b"):
+        models.asked(None)
+
+
+def test_a_server_of_others_has_a_name_once_it_joined() -> None:
+    models = Models(groups(theirs={"kind": "external", "url": URL}, judge={"model": "j", "frozen": True}))
+    with pytest.raises(DeadlineExceeded, match="engine group theirs has not joined"):
+        models.asked(None)
+    with pytest.raises(UnknownModel, match=r"there is j \(engine group theirs has not joined"):
+        models.asked("gpt")
+    models.join(info("theirs", "gpt"))
+    assert (models.names, models.asked(None), models.asked("gpt")) == (["gpt", "j"], "gpt", "gpt")
+    models.join(info("theirs", "gpt-2"))
+    assert models.names == ["gpt-2", "j"]
+    with pytest.raises(ConfigError, match="alone is frozen"):
+        models.join(info("theirs", "j"))
+    assert models.names == ["gpt-2", "j"]
+
+
+def test_a_replica_that_serves_another_model_than_its_group_says_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engines\.judge is to serve 'j', but this replica serves 'k'"):
+        Models(groups(judge={"model": "j"})).join(info("judge", "k"))
+
+
+@pytest.mark.parametrize("model", [5, ["sim"], {"a": 1}, ""])
+def test_a_model_that_is_no_name_of_one_is_unknown(model: Any) -> None:
+    with pytest.raises(UnknownModel):
+        Models(groups(engine={"model": "sim"})).asked(model)
+
+
+def test_the_example_has_one_policy_in_two_shapes_and_a_frozen_judge() -> None:
+    config = load(EXAMPLE, (), {})
+    models = Models(config.groups)
+    assert (models.names, models.policy) == (["policy", "judge"], "policy")
+    assert {name: group.frozen for name, group in config.groups.items()} == {
+        "wide": False,
+        "single": False,
+        "judge": True,
+    }
+    assert sum(group.num_replicas * group.world_size for group in config.groups.values()) == 7

@@ -1,0 +1,52 @@
+"""What the schema itself demands."""
+
+import pytest
+from pydantic import ValidationError
+
+from gateway.config.schema import Config
+
+
+def test_one_group_is_named_engine() -> None:
+    assert list(Config().groups) == ["engine"]
+
+
+def test_named_groups_replace_the_one_group() -> None:
+    config = Config.model_validate({"engine": {"kind": "sim"}, "engines": {"a": {}, "b": {"seed": 4}}})
+    assert {name: group.seed for name, group in config.groups.items()} == {"a": 0, "b": 4}
+    assert all(group.kind == "sim" for group in config.groups.values())
+
+
+def test_an_address_off_loopback_needs_both_kinds_of_keys() -> None:
+    with pytest.raises(ValidationError, match=r"gateway.admin_keys"):
+        Config.model_validate({"gateway": {"host": "0.0.0.0", "inference_keys": ["a"]}})
+    Config.model_validate({"gateway": {"host": "0.0.0.0", "inference_keys": ["a"], "admin_keys": ["b"]}})
+
+
+def test_the_configuration_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        Config().name = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("section", ["gateway", "fleet", "weights", "serve", "engine"])
+def test_unknown_keys_are_refused_everywhere(section: str) -> None:
+    with pytest.raises(ValidationError, match="extra"):
+        Config.model_validate({section: {"surprise": 1}})
+
+
+def test_every_key_has_a_json_schema() -> None:
+    schema = Config.model_json_schema()
+    assert set(schema["properties"]) == set(Config.model_fields)
+
+
+def test_the_weight_store_is_an_absolute_path() -> None:
+    assert Config.model_validate({"weights": {"store": "/mnt/weights"}}).weights.store == "/mnt/weights"
+    assert Config.model_validate({"weights": {"store": None}}).weights.store is None
+    with pytest.raises(ValidationError, match=r"weights\.store\n.*'weights' is no absolute path"):
+        Config.model_validate({"weights": {"store": "weights"}})
+
+
+def test_the_relay_needs_a_store() -> None:
+    with pytest.raises(ValidationError, match=r"relay = 'always' needs a weight store"):
+        Config.model_validate({"weights": {"relay": "always", "store": None}})
+    with pytest.raises(ValidationError, match="relay_device"):
+        Config.model_validate({"weights": {"relay_device": "7"}})

@@ -1,0 +1,82 @@
+"""The deploy document says the same as the configuration, and no key."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gateway.config.load import from_args, load
+from gateway.config.schema import Config
+from gateway.config.serve_document import serve_config
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def config_of(**tree: object) -> Config:
+    return Config.model_validate(tree)
+
+
+def test_defaults_need_no_args() -> None:
+    document = serve_config(Config())
+    assert document == {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": 8000},
+        "applications": [
+            {"name": "rollout-gateway", "route_prefix": "/", "import_path": "gateway.app:build", "args": {}}
+        ],
+    }
+
+
+def test_args_build_the_same_configuration() -> None:
+    config = config_of(
+        name="mine",
+        gateway={"port": 9, "trusted_networks": ["10.0.0.0/8"]},
+        serve={"http_port": 8001},
+        engine={"kind": "sim", "sim": {"start_s": 1.5}, "env": {"A": "b"}},
+    )
+    assert from_args(serve_config(config)["applications"][0]["args"], {}) == config
+
+
+def test_a_group_that_returns_to_a_default_keeps_it() -> None:
+    config = config_of(engine={"kind": "sim", "dtype": "float32"}, engines={"a": {"dtype": "auto"}, "b": {}})
+    built = from_args(serve_config(config)["applications"][0]["args"], {})
+    assert built.groups == config.groups
+
+
+def test_a_group_of_defaults_alone_is_kept() -> None:
+    assert serve_config(config_of(engines={"a": {}}))["applications"][0]["args"] == {"engines": {"a": {}}}
+
+
+def test_the_document_survives_yaml_and_reads_as_a_file(tmp_path: Path) -> None:
+    config = config_of(name="mine", serve={"http_port": 8001}, engine={"kind": "sim", "num_replicas": 2})
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(serve_config(config)))
+    assert load(path, [], {}) == config
+
+
+def test_keys_become_references() -> None:
+    config = config_of(gateway={"admin_keys": ["hunter2"], "inference_keys": ["env:MINE"]})
+    document = serve_config(config)
+    assert "hunter2" not in str(document)
+    assert document["applications"][0]["args"]["gateway"] == {
+        "admin_keys": ["env:ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS"],
+        "inference_keys": ["env:MINE"],
+    }
+    assert serve_config(config, {"admin_keys": "file:/run/keys", "inference_keys": ""})["applications"][0]["args"][
+        "gateway"
+    ]["admin_keys"] == ["file:/run/keys"]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    assert serve_config(load(path, [], {}))
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_serve_accepts_the_document_of_every_example(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    monkeypatch.chdir(EXAMPLES.parent)
+    ServeDeploySchema.model_validate(serve_config(load(path, [], {})))

@@ -1,0 +1,94 @@
+"""A reply put together from an engine's chunks is the reply that the engine would have sent as a whole."""
+
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from engines.clients.vllm_engine import VllmEngine
+from engines.errors import EngineFailed
+from gateway.dialects.assembly import assemble, is_read_streamed
+from gateway.dialects.completions import PATH
+from tests.rigs.rig import Json, Rig
+
+BODY: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 21, "return_token_ids": True}
+
+
+async def told(*chunks: Json) -> AsyncGenerator[Json]:
+    for chunk in chunks:
+        yield chunk
+
+
+def chunk(index: int, text: str, **more: object) -> Json:
+    choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}
+    return {"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": [choice]}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"logprobs": 2}, {"logprobs": 0, "return_tokens_as_token_ids": True}, {"ignore_eos": True}, {"max_tokens": 1}],
+)
+async def test_chunks_make_the_whole_reply(rig: Rig, asked: Json, n: int) -> None:
+    engine = VllmEngine("a", rig.replicas[0].info.url)
+    body = BODY | asked | {"n": n, "seed": 7, "temperature": 1.0 if n > 1 else 0}
+    whole = await engine.generate(PATH, body, 5)
+    streamed = engine.stream(PATH, body | {"stream_options": {"include_usage": True}}, 5)
+    together = await assemble(streamed, n, "a")
+    await engine.close()
+    assert together["choices"] == whole["choices"]
+    assert together["usage"] == {key: count for key, count in whole["usage"].items() if count is not None}
+    assert together["object"] == whole["object"]
+
+
+async def test_samples_are_kept_apart_and_in_order() -> None:
+    chunks = told(
+        chunk(1, "b", token_ids=[2]),
+        chunk(0, "a", token_ids=[1]),
+        chunk(1, "B", token_ids=[4], finish_reason="length"),
+        chunk(0, "A", token_ids=[3], finish_reason="stop", stop_reason="A"),
+    )
+    choices = (await assemble(chunks, 2, "a"))["choices"]
+    assert [(c["index"], c["text"], c["token_ids"], c["finish_reason"], c["stop_reason"]) for c in choices] == [
+        (0, "aA", [1, 3], "stop", "A"),
+        (1, "bB", [2, 4], "length", None),
+    ]
+
+
+async def test_offsets_count_over_all_chunks() -> None:
+    logprobs = {"text_offset": [0, 2], "token_logprobs": [-1.0, -2.0], "tokens": ["ab", "c"], "top_logprobs": [{}, {}]}
+    chunks = told(chunk(0, "abc", logprobs=logprobs), chunk(0, "abc", logprobs=logprobs, finish_reason="length"))
+    found = (await assemble(chunks, 1, "a"))["choices"][0]["logprobs"]
+    assert found["text_offset"] == [0, 2, 3, 5]
+    assert found["token_logprobs"] == [-1.0, -2.0, -1.0, -2.0]
+
+
+async def test_a_reply_that_came_as_one_chunk_is_itself() -> None:
+    both = chunk(0, "a", finish_reason="stop")
+    both["choices"] += chunk(1, "b", finish_reason="length")["choices"]
+    assert [choice["text"] for choice in (await assemble(told(both), 2, "a"))["choices"]] == ["a", "b"]
+
+
+async def test_a_sample_aborted_before_its_first_token_is_an_empty_one() -> None:
+    choices = (await assemble(told(chunk(0, "a", finish_reason="abort")), 2, "a"))["choices"]
+    assert (choices[1]["finish_reason"], choices[1]["text"], choices[1]["token_ids"]) == ("abort", "", [])
+
+
+async def test_a_sample_without_an_end_is_a_failure_of_the_engine() -> None:
+    with pytest.raises(EngineFailed, match=r"replica a: .* sample 0 did, after 2 tokens"):
+        await assemble(told(chunk(0, "ab", token_ids=[1, 2])), 1, "a")
+
+
+@pytest.mark.parametrize(("field", "value"), [("prompt_logprobs", 0), ("echo", True), ("use_beam_search", True)])
+async def test_what_cannot_be_streamed_is_read_whole(rig: Rig, field: str, value: object) -> None:
+    info = rig.replicas[0].info
+    assert is_read_streamed({"prompt": [5], "n": 2, field: None}, info)
+    assert not is_read_streamed({"prompt": [5], "n": 2, field: value}, info)
+
+
+async def test_a_sample_alone_is_read_whole(rig: Rig) -> None:
+    assert not is_read_streamed({"prompt": [5]}, rig.replicas[0].info)
+
+
+async def test_prompt_logprobs_reach_the_client(rig: Rig) -> None:
+    choice = (await rig.complete([[5, 6, 7]], n=2, prompt_logprobs=0))["choices"][0]
+    assert len(choice["prompt_logprobs"]) == 3

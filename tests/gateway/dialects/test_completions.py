@@ -1,0 +1,187 @@
+"""/v1/completions over a fleet: split by prompt, put together prompt-major, refused in the dialect's own form."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import orjson
+import pytest
+
+from gateway.dialects.completions import versioned_salt
+from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, StartRig
+
+PROMPTS = [[10 + i, 20 + i, 30 + i] for i in range(6)]
+
+
+async def test_choices_come_prompt_major_whatever_replica_made_them(rig: Rig) -> None:
+    reply = await rig.complete(PROMPTS, n=3)
+    assert [choice["index"] for choice in reply["choices"]] == list(range(18))
+    assert [choice["prompt_token_ids"] for choice in reply["choices"][::3]] == PROMPTS
+
+
+async def test_a_batch_is_spread_over_all_replicas(rig: Rig) -> None:
+    await rig.complete(PROMPTS)
+    assert [replica.placed for replica in rig.fleet.replicas] == [3, 3]
+
+
+async def test_a_split_batch_equals_the_prompts_one_by_one(rig: Rig) -> None:
+    together = await rig.complete(PROMPTS, temperature=0)
+    alone = [await rig.complete([prompt], temperature=0) for prompt in PROMPTS]
+    assert [c["token_ids"] for c in together["choices"]] == [r["choices"][0]["token_ids"] for r in alone]
+
+
+async def test_samples_of_one_prompt_differ_between_replicas(rig: Rig) -> None:
+    reply = await rig.complete([[7, 8, 9]] * 2, max_tokens=16, ignore_eos=True)
+    first, second = (choice["token_ids"] for choice in reply["choices"])
+    assert first != second
+
+
+async def test_usage_is_the_sum_over_prompts(rig: Rig) -> None:
+    reply = await rig.complete(PROMPTS, n=2, max_tokens=5, ignore_eos=True)
+    assert reply["usage"] == {"prompt_tokens": 18, "completion_tokens": 60, "total_tokens": 78}
+
+
+async def test_logprobs_have_the_three_equal_lists_that_trl_zips(rig: Rig) -> None:
+    reply = await rig.complete(PROMPTS[:1], logprobs=0, return_tokens_as_token_ids=True)
+    logprobs, ids = reply["choices"][0]["logprobs"], reply["choices"][0]["token_ids"]
+    assert logprobs["tokens"] == [f"token_id:{i}" for i in ids]
+    assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == len(ids)
+
+
+async def test_text_prompts_and_a_single_prompt_are_accepted(rig: Rig) -> None:
+    assert len((await rig.complete("abc"))["choices"]) == 1
+    assert len((await rig.complete(["abc", "de"]))["choices"]) == 2
+    assert len((await rig.complete([3, 4, 5]))["choices"]) == 1
+
+
+async def test_unknown_sampling_keys_reach_the_engine(rig: Rig) -> None:
+    reply = await rig.complete(PROMPTS[:1], max_tokens=6, min_tokens=6)
+    assert len(reply["choices"][0]["token_ids"]) == 6
+
+
+def test_prompts_that_are_sent_under_updates_share_no_prefix() -> None:
+    """Which version reads them is not known yet, and another update's is another."""
+    assert versioned_salt({}, 4) == versioned_salt({}, 4) != versioned_salt({}, 5)
+    assert versioned_salt({}, None) != versioned_salt({}, None)
+
+
+async def test_each_completion_says_which_weights_made_it(rig: Rig) -> None:
+    before = (await rig.complete(PROMPTS[:1]))["choices"][0]
+    await rig.open_group()
+    await rig.update()
+    after = (await rig.complete(PROMPTS[:1]))["choices"][0]
+    assert [span["version"] for span in before["weight_versions"]] == [0]
+    assert after["weight_versions"] == [{"version": 1, "start": 0, "end": len(after["token_ids"])}]
+
+
+async def test_spans_are_whole_where_no_token_ids_were_asked_for(rig: Rig) -> None:
+    reply = await rig.complete(PROMPTS[:1], n=2, return_token_ids=False, ignore_eos=True)
+    for choice in reply["choices"]:
+        assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 8}]
+        assert choice["token_ids"] is None
+        assert choice["prompt_token_ids"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param", "said"),
+    [
+        ({"prompt": [[1, 2], []]}, 400, "prompt", "prompt[1] is empty"),
+        ({"prompt": ""}, 400, "prompt", "prompt[0] is empty"),
+        ({"prompt": []}, 400, "prompt", "empty list"),
+        ({"prompt": None}, 400, "prompt", "NoneType"),
+        ({"prompt": [[5], {"a": 1}]}, 400, "prompt", "prompt[1] is a dict"),
+        ({"prompt": [[5], [5] * MAX_MODEL_LEN]}, 400, "prompt", f"prompt[1] has {MAX_MODEL_LEN} tokens"),
+        ({"model": "another"}, 404, "model", "'another' is not served here; there is sim"),
+        ({"n": 2, "temperature": 0}, 400, "n", "temperature = 0"),
+        ({"n": 0}, 400, "n", "n = 0"),
+        ({"n": 10**9}, 400, "n", "gateway.max_n"),
+        ({"n": "2"}, 400, "n", "n = '2'"),
+        ({"max_tokens": 0}, 400, "max_tokens", "at least 1"),
+        ({"prompt_embeds": "AAAA"}, 400, "prompt_embeds", "refused"),
+    ],
+)
+async def test_a_bad_request_is_refused_with_field_value_and_remedy(
+    rig: Rig, change: Json, status: int, param: str, said: str
+) -> None:
+    body = {"model": "sim", "prompt": [[1, 2]], **change}
+    got, reply = await rig.post("/v1/completions", body)
+    assert (got, reply["error"]["param"]) == (status, param)
+    assert said in reply["error"]["message"]
+    assert [replica.placed for replica in rig.fleet.replicas] == [0, 0]
+    await rig.complete(PROMPTS)
+
+
+async def test_an_engines_refusal_names_the_prompt_and_ends_the_others(rig: Rig) -> None:
+    body = {"model": "sim", "prompt": [[5, 6], [5, -1]], "max_tokens": 100}
+    status, reply = await rig.post("/v1/completions", body)
+    assert status == 400
+    assert reply["error"]["message"].startswith("prompt[1]: ")
+    await asyncio.sleep(0.05)
+    assert [replica.load_samples for replica in rig.fleet.replicas] == [0, 0]
+
+
+@pytest.mark.parametrize("content", [b"{not json", b"", b"[1, 2]"])
+async def test_a_body_that_is_no_json_object_is_refused(rig: Rig, content: bytes) -> None:
+    async with rig.client.post(rig.url + "/v1/completions", data=content) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["type"] == "BadRequestError"
+    await rig.complete(PROMPTS)
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_read(start_rig: StartRig) -> None:
+    rig = await start_rig(gateway={"max_body_bytes": 1000})
+    status, reply = await rig.post("/v1/completions", {"model": "sim", "prompt": "x" * 2000})
+    assert status == 413
+    assert "gateway.max_body_bytes = 1000" in reply["error"]["message"]
+    await rig.complete([[1, 2]])
+
+
+async def test_a_chunked_body_over_the_limit_is_refused_too(start_rig: StartRig) -> None:
+    rig = await start_rig(gateway={"max_body_bytes": 1000})
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b"x" * 100
+
+    async with rig.client.post(rig.url + "/v1/completions", data=chunks()) as response:
+        assert response.status == 413
+
+
+async def test_a_stream_brings_all_prompts_with_one_id_and_ends_with_done(rig: Rig) -> None:
+    body = {"model": "sim", "prompt": PROMPTS[:3], "n": 2, "stream": True, "max_tokens": 9, "ignore_eos": True}
+    events = await _events(rig, body | {"return_token_ids": True, "stream_options": {"include_usage": True}})
+    assert events[-1] == b"[DONE]"
+    *chunks, usage = [orjson.loads(event) for event in events[:-1]]
+    tokens: dict[int, list[int]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            tokens.setdefault(choice["index"], []).extend(choice["token_ids"] or [])
+    assert {index: len(ids) for index, ids in tokens.items()} == dict.fromkeys(range(6), 9)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 54
+
+
+async def test_no_usage_chunk_is_sent_unless_asked_for(rig: Rig) -> None:
+    events = await _events(rig, {"model": "sim", "prompt": [[5]], "stream": True})
+    assert all(orjson.loads(event)["choices"] for event in events[:-1])
+
+
+async def test_an_error_before_the_first_chunk_keeps_its_status(rig: Rig) -> None:
+    status, reply = await rig.post("/v1/completions", {"model": "sim", "prompt": [5, -1], "stream": True})
+    assert (status, reply["error"]["code"]) == (400, 400)
+
+
+async def test_a_client_that_leaves_frees_its_place(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.05})
+    body = {"model": "sim", "prompt": PROMPTS, "max_tokens": 100, "ignore_eos": True}
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(rig.post("/v1/completions", body), 0.3)
+    await asyncio.sleep(0.2)
+    assert [replica.load_samples for replica in rig.fleet.replicas] == [0, 0]
+
+
+async def _events(rig: Rig, body: Json) -> list[bytes]:
+    async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
+        assert response.status == 200
+        content = await response.read()
+    return [event.removeprefix(b"data: ") for event in content.split(b"\n\n") if event]

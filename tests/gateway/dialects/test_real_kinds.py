@@ -1,0 +1,379 @@
+"""Real vLLM and real SGLang as replicas of one policy, with a frozen SGLang judge beside them, on CPU."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+pytest.importorskip("trl")
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl.generation import vllm_client
+
+from engines.config import EngineConfig
+from engines.process.engine_server import free_port
+from engines.types import Dialect, EngineKind
+from examples.tiny_model.task import COMMITTED
+from tests.engines.conformance.trainers import TorchBroadcasts
+from tests.rigs import real_sglang, real_vllm
+from trainer_client import BlockingRolloutClient, WeightSender
+from trainer_client import trl as gloo_trl
+
+pytestmark = pytest.mark.sglang
+
+USER, ASSISTANT = 2, 3
+LONG = 300
+PROMPTS = [[USER, 5 + digit, 6 + digit, 5, ASSISTANT] for digit in range(8)]
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineConfig]:
+    log_dir, policy = tmp_path_factory.mktemp("logs"), {"served_model_name": "policy"}
+    return {
+        "vllm": real_vllm.engine_config(COMMITTED, log_dir).model_copy(update=policy),
+        "sglang": real_sglang.engine_config(COMMITTED, log_dir, **policy),
+        "judge": real_sglang.engine_config(COMMITTED, log_dir, served_model_name="judge", frozen=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def started(groups: dict[str, EngineConfig]) -> Iterator[real_vllm.Engines]:
+    with real_vllm.started(groups) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def real(groups: dict[str, EngineConfig], started: real_vllm.Engines) -> Iterator[real_vllm.RealFleet]:
+    with real_vllm.app(groups, nullcontext(started)) as running:
+        yield running
+
+
+@pytest.fixture
+def alone(groups: dict[str, EngineConfig], started: real_vllm.Engines) -> Iterator[real_vllm.RealFleet]:
+    """A gateway of its own over the two SGLang servers, which are one policy there; they are left as they were."""
+    runner, _, replicas = started
+    theirs = [replica for replica in replicas if replica.kind is EngineKind.SGLANG]
+    both = [
+        replace(replica, replica_id=f"sglang-{place}", group="sglang", model="policy")
+        for place, replica in enumerate(theirs)
+    ]
+    policy = {"sglang": groups["sglang"].model_copy(update={"num_replicas": 2})}
+    with real_vllm.app(policy, nullcontext((runner, [], both))) as running:
+        yield running
+        assert running.call("/reset_prefix_cache", {})[0] == 200
+    for replica in both:
+        label = {"new_version": "default", "abort_all_requests": False}
+        assert replace(running, url=replica.url).call("/update_weight_version", label)[0] == 200
+
+
+@pytest.fixture(scope="module")
+def theirs(real: real_vllm.RealFleet) -> Iterator[real_vllm.RealFleet]:
+    """Another gateway, to which the judge's server is one that somebody else runs."""
+    (url,) = (replica.url for replica in real.replicas if replica.group == "judge")
+    with real_vllm.app({"theirs": EngineConfig(kind=EngineKind.EXTERNAL, url=url)}) as running:
+        yield running
+
+
+def complete(real: real_vllm.RealFleet, **body: object) -> list[Any]:
+    asked = {"prompt": PROMPTS, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    status, reply = real.call("/v1/completions", asked | body)
+    assert status == 200, reply
+    return list(reply["choices"])
+
+
+def greedy(real: real_vllm.RealFleet, **body: object) -> list[list[int]]:
+    return [choice["token_ids"] for choice in complete(real, **body)]
+
+
+def placed(real: real_vllm.RealFleet) -> dict[str, int]:
+    return {one["replica_id"]: one["samples_placed"] for one in real.call("/status")[1]["replicas"]}
+
+
+class Sender:
+    """A trainer that broadcasts tensor by tensor over a process group of torch's own."""
+
+    def __init__(self, fleet: real_vllm.RealFleet) -> None:
+        self._fleet = fleet
+        self._channel = TorchBroadcasts(fleet.call("/get_world_size")[1]["world_size"] + 1, "cpu")
+        self._while("/init_weight_transfer_engine", {"init_info": self._channel.init_info()}, self._channel.join)
+
+    def update(self, model: Any) -> None:
+        tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+        info = {
+            "names": [name for name, _ in tensors],
+            "dtype_names": ["float32" for _ in tensors],
+            "shapes": [list(tensor.shape) for _, tensor in tensors],
+        }
+        self._call("/start_weight_update", {})
+        self._while("/update_weights", {"update_info": info}, self._channel.send, iter(tensors))
+        self._call("/finish_weight_update", {})
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _call(self, path: str, body: Any) -> None:
+        status, reply = self._fleet.call(path, body)
+        assert status == 200, reply
+
+    def _while(self, path: str, body: Any, act: Callable[..., None], *arguments: Any) -> None:
+        """Both ends of a collective at once."""
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(self._call, path, body)
+            act(*arguments)
+            asked.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
+
+
+def random_model(seed: int = 3) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(COMMITTED), dtype=torch.float32)
+
+
+def prompt_logprobs(choice: Any, prompt: list[int]) -> list[float]:
+    """Of the prompt's own tokens; the first has none."""
+    scored = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
+    return [entry[str(token_id)]["logprob"] for entry, token_id in scored]
+
+
+def test_trls_client_updates_sglang_alone_through_the_relay(
+    alone: real_vllm.RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes before the other gateway, which would bring back what another has updated."""
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
+    began = time.monotonic()
+    other, checkpoint = random_model(seed=5), AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32)
+    assert alone.call("/get_world_size") == (200, {"world_size": 1})
+    client = gloo_trl.GlooVLLMClient(alone.url, group_port=free_port(), timeout_s=real_vllm.REQUEST_TIMEOUT_S)
+    client.init_communicator("cpu")
+    assert alone.call("/status")[1]["weight_relay"]["in_group"]
+    try:
+        before = placed(alone)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(complete, alone, max_tokens=LONG, ignore_eos=True, temperature=1.0)
+            while any(placed(alone)[one] == before[one] for one in before):
+                time.sleep(0.01)
+            client.update_model_params(other)
+            whole = running.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
+        spans = [[(span["version"], span["start"], span["end"]) for span in one["weight_versions"]] for one in whole]
+        print(spans)
+        assert {len(one["token_ids"]) for one in whole} == {LONG}
+        assert all([*told[0][:2], told[-1][0], told[-1][2]] == [0, 0, 1, LONG] for told in spans)
+        check_all_hold(alone, other, 1)
+        client.update_model_params(checkpoint)
+        check_all_hold(alone, checkpoint, 2)
+    finally:
+        client.close_communicator()
+    print(f"{time.monotonic() - began:.1f} s")
+
+
+def check_all_hold(alone: real_vllm.RealFleet, model: Any, version: int) -> None:
+    before = placed(alone)
+    for prompt, choice in zip(PROMPTS, complete(alone), strict=True):
+        assert is_greedy(model, prompt, choice["token_ids"])
+        assert {span["version"] for span in choice["weight_versions"]} == {version}
+    assert all(placed(alone)[one] > before[one] for one in before), "each has answered some"
+    record = alone.call("/v1/weight_updates")[1]["weight_updates"][0]
+    print(record)
+    assert (record["version"], record["transport"], record["end"]) == (version, "relay", "committed")
+    assert set(record["replicas"]) == {"sglang-0", "sglang-1"}
+
+
+def test_both_kinds_answer_for_the_policy_alike(real: real_vllm.RealFleet) -> None:
+    tokens = greedy(real)
+    assert placed(real) == {"judge-0": 0, "sglang-0": 4, "vllm-0": 4}
+    assert greedy(real, model="judge") == tokens, "one checkpoint under two names"
+    assert [card["id"] for card in real.call("/v1/models")[1]["data"]] == ["policy", "judge"]
+
+
+def test_logprobs_are_those_of_the_other_kind(real: real_vllm.RealFleet) -> None:
+    before = placed(real)
+    asked = {"logprobs": 1, "prompt_logprobs": 0}
+    mixed, judged = complete(real, **asked), complete(real, model="judge", **asked)
+    assert all(placed(real)[replica_id] > before[replica_id] for replica_id in before), "each kind has answered some"
+    for prompt, one, other in zip(PROMPTS, mixed, judged, strict=True):
+        assert one["prompt_token_ids"] == other["prompt_token_ids"] == prompt
+        assert len(one["logprobs"]["token_logprobs"]) == len(one["token_ids"])
+        assert one["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-3)
+        assert prompt_logprobs(one, prompt) == pytest.approx(prompt_logprobs(other, prompt), abs=1e-3)
+
+
+def test_samples_of_one_prompt_stay_together_whoever_drew_them(real: real_vllm.RealFleet) -> None:
+    choices = complete(real, n=3, temperature=1.0, logprobs=0)
+    assert [choice["index"] for choice in choices] == list(range(3 * len(PROMPTS)))
+    assert [choice["prompt_token_ids"] for choice in choices] == [prompt for prompt in PROMPTS for _ in range(3)]
+    assert all(len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) for choice in choices)
+    assert {span["version"] for choice in choices for span in choice["weight_versions"]} == {0}
+
+
+def test_a_stream_tells_the_tokens_of_the_whole(real: real_vllm.RealFleet) -> None:
+    asked = {"prompt": PROMPTS, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    told: list[list[int]] = [[] for _ in PROMPTS]
+    for chunk in real.stream("/v1/completions", asked):
+        for choice in chunk["choices"]:
+            told[choice["index"]] += choice["token_ids"] or []
+    assert told == greedy(real)
+
+
+def test_sglang_takes_token_ids_in_vllms_dialect(real: real_vllm.RealFleet) -> None:
+    """The judge is SGLang, which lacks the route: it is asked in words of completions."""
+    sampling = {"max_tokens": 6, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+    body = {"model": "judge", "token_ids": PROMPTS[0], "sampling_params": sampling}
+    status, reply = real.call("/inference/v1/generate", body)
+    assert status == 200, reply
+    choice = reply["choices"][0]
+    assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
+    assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 6}]
+    chunks = real.stream("/inference/v1/generate", body)
+    streamed = [told for chunk in chunks for told in chunk["choices"]]
+    assert [token_id for told in streamed for token_id in told["token_ids"]] == choice["token_ids"]
+    assert streamed[-1]["weight_versions"] == [{"version": 0, "start": 0, "end": 6}]
+
+
+def test_sglangs_own_dialect_says_through_the_gateway_what_sglang_says(real: real_vllm.RealFleet) -> None:
+    judge = next(replica for replica in real.replicas if replica.model == "judge")
+    sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": PROMPTS[:2], "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    body["top_logprobs_num"] = 2
+    status, ours = real.call("/generate", body | {"model": "judge"})
+    assert status == 200, ours
+    _, theirs = replace(real, url=judge.url).call("/generate", body)
+    for mine, own in zip(ours, theirs, strict=True):
+        assert (mine["text"], mine["output_ids"]) == (own["text"], own["output_ids"])
+        for key in ("prompt_tokens", "completion_tokens", "finish_reason"):
+            assert mine["meta_info"][key] == own["meta_info"][key]
+        for key in ("input_token_logprobs", "output_token_logprobs"):
+            assert _ids(mine["meta_info"][key]) == _ids(own["meta_info"][key])
+            assert _values(mine["meta_info"][key]) == pytest.approx(_values(own["meta_info"][key]), abs=1e-4)
+        for key in ("input_top_logprobs", "output_top_logprobs"):
+            assert [top and _ids(top) for top in mine["meta_info"][key]] == [
+                top and _ids(top) for top in own["meta_info"][key]
+            ]
+
+
+def test_a_pause_holds_both_kinds_until_the_fleet_goes_on(real: real_vllm.RealFleet) -> None:
+    expected = greedy(real)
+    assert real.call("/pause?mode=keep", {})[0] == 200
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(greedy, real)
+        with pytest.raises(TimeoutError):
+            held.result(timeout=0.5)
+        assert real.call("/resume", {})[0] == 200
+        assert held.result(timeout=real_vllm.REQUEST_TIMEOUT_S) == expected
+
+
+def is_greedy(model: Any, prompt: list[int], token_ids: list[int]) -> bool:
+    """Whether each token is the likeliest after those before it."""
+    with torch.no_grad():
+        scores = model(torch.tensor([prompt + token_ids])).logits[0]
+    return bool((scores[len(prompt) - 1 : -1].argmax(-1) == torch.tensor(token_ids)).all())
+
+
+def test_weights_pushed_through_the_store_reach_both_kinds_and_a_successor(real: real_vllm.RealFleet) -> None:
+    model = random_model()
+    judged = greedy(real, model="judge")
+    with BlockingRolloutClient(real.url) as client, WeightSender(client, transport="store") as sender:
+        assert sender.push(model) == 1
+
+    def check() -> None:
+        before = placed(real)
+        for prompt, choice in zip(PROMPTS, complete(real), strict=True):
+            assert is_greedy(model, prompt, choice["token_ids"])
+            assert {span["version"] for span in choice["weight_versions"]} == {1}
+        assert all(placed(real)[replica_id] > before[replica_id] for replica_id in ("vllm-0", "sglang-0"))
+
+    check()
+    (index,) = (place for place, replica in enumerate(real.replicas) if replica.group == "sglang")
+    real.restart(index)
+    deadline = time.monotonic() + real_vllm.REQUEST_TIMEOUT_S
+    while [one["state"] for one in real.call("/status")[1]["replicas"]] != ["SERVING"] * 3:
+        assert time.monotonic() < deadline, real.call("/status")[1]
+        time.sleep(0.1)
+    check()
+    assert greedy(real, model="judge") == judged
+
+
+def test_what_an_update_cuts_off_goes_on_whichever_kind_made_its_beginning(real: real_vllm.RealFleet) -> None:
+    model = AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32)
+    with BlockingRolloutClient(real.url) as client, WeightSender(client, transport="store") as sender:
+        served = sender.push(model)
+        asked = {"max_tokens": LONG, "ignore_eos": True, "logprobs": 0}
+        with ThreadPoolExecutor(1) as pool:
+            before = placed(real)
+            running = pool.submit(complete, real, **asked)
+            while any(placed(real)[one] == before[one] for one in ("vllm-0", "sglang-0")):
+                time.sleep(0.01)
+            time.sleep(0.3)
+            assert sender.push(model, in_flight="abort") == served + 1
+            choices = running.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
+    spans = [[(span["version"], span["start"], span["end"]) for span in one["weight_versions"]] for one in choices]
+    print(spans)
+    assert sum(len(told) == 2 and told[0][0] == served for told in spans) >= 4, "at least those of the slower engine"
+    for prompt, choice in zip(PROMPTS, choices, strict=True):
+        assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", LONG)
+        assert len(choice["logprobs"]["token_logprobs"]) == LONG
+        assert is_greedy(model, prompt, choice["token_ids"][:16])
+        assert choice["prompt_token_ids"] == prompt
+
+
+def test_trls_client_updates_both_kinds_through_the_relay(
+    real: real_vllm.RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
+    served = real.call("/status")[1]["weight_version"]
+    model = random_model(seed=4)
+    client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=real_vllm.REQUEST_TIMEOUT_S)
+    client.init_communicator("cpu")
+    client.update_model_params(model)
+    client.reset_prefix_cache()
+    assert client.weight_version == served + 1
+    client.close_communicator()
+    before = placed(real)
+    for prompt, choice in zip(PROMPTS, complete(real), strict=True):
+        assert is_greedy(model, prompt, choice["token_ids"])
+        assert {span["version"] for span in choice["weight_versions"]} == {served + 1}
+    assert all(placed(real)[replica_id] > before[replica_id] for replica_id in ("vllm-0", "sglang-0"))
+    record = real.call("/v1/weight_updates")[1]["weight_updates"][0]
+    assert (record["transport"], set(record["replicas"])) == ("relay", {"vllm-0", "sglang-0"})
+
+
+def test_an_external_sglang_server_is_spoken_to_as_our_own(
+    real: real_vllm.RealFleet, theirs: real_vllm.RealFleet
+) -> None:
+    (replica,) = theirs.replicas
+    assert (replica.kind, replica.dialect, replica.takes_weights) == (EngineKind.EXTERNAL, Dialect.SGLANG, True)
+    asked = {"model": "judge", "logprobs": 1, "prompt_logprobs": 0}
+    ours, found = complete(real, **asked), complete(theirs, **asked)
+    assert [choice["token_ids"] for choice in found] == [choice["token_ids"] for choice in ours]
+    assert found[0]["logprobs"]["token_logprobs"] == pytest.approx(ours[0]["logprobs"]["token_logprobs"], abs=1e-4)
+    assert {span["version"] for choice in found for span in choice["weight_versions"]} == {0}
+    assert theirs.call("/pause?mode=keep", {})[0] == 200
+    assert theirs.call("/resume", {})[0] == 200
+    assert theirs.call("/reset_prefix_cache", {})[0] == 200
+
+
+def test_an_external_sglang_server_takes_weights_tensor_by_tensor(theirs: real_vllm.RealFleet) -> None:
+    before = greedy(theirs)
+    sender = Sender(theirs)
+    sender.update(random_model())
+    after = complete(theirs)
+    assert [choice["token_ids"] for choice in after] != before
+    assert all(
+        choice["weight_versions"] == [{"version": 1, "start": 0, "end": len(choice["token_ids"])}] for choice in after
+    )
+    sender.update(AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32))
+    assert greedy(theirs) == before, "the weights that it came with, sent back"
+    sender.close()
+
+
+def _ids(entries: list[Any]) -> list[int]:
+    return [entry[1] for entry in entries]
+
+
+def _values(entries: list[Any]) -> list[float]:
+    return [entry[0] for entry in entries if entry[0] is not None]

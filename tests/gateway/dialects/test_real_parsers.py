@@ -1,0 +1,168 @@
+"""Conversations under vLLM's own parsers (CPU) that an update with `in_flight: abort` cuts off: told as if it had not.
+
+The weights pushed are those that the engines have, so what the greedy run says is known.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.material import tool_model
+from tests.rigs.real_vllm import RealFleet, fleet, tokens_made
+from trainer_client import BlockingRolloutClient, WeightSender
+
+pytestmark = pytest.mark.vllm
+
+Json = dict[str, Any]
+
+CHAT = "/v1/chat/completions"
+TRIES = 6
+PARAMETERS = {"type": "object", "properties": {"town": {"type": "string"}, "term": {"type": "string"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": name, "parameters": PARAMETERS}}
+    for name in ("weather", "compute")
+]
+PARSERS = {"hermes": "1", "qwen3_coder": "2"}
+"""What to say to the model, so that it calls tools as this parser reads them."""
+LOGPROBS = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A fleet whose engines have a parser of tool calls, one of reasoning, and the question for them."""
+
+    fleet: RealFleet
+    question: Json
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tool-model")
+    tool_model.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=PARSERS)
+def parsed(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parsed]:
+    extra = {"reasoning_parser": "qwen3", "tool_call_parser": request.param, "enable_auto_tool_choice": True}
+    messages = [{"role": "user", "content": PARSERS[request.param]}]
+    question = {"model": str(model), "messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 400}
+    with fleet(model, tmp_path_factory.mktemp("logs"), 1, {"extra": extra, "stream_interval": 4}) as running:
+        yield Parsed(running, question)
+
+
+def push_same(real: RealFleet, model: Path) -> None:
+    """An update that cuts off what runs and changes nothing else."""
+    weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with BlockingRolloutClient(real.url) as client, WeightSender(client, transport="store") as sender:
+        sender.push(weights, in_flight="abort")
+
+
+def whole(real: RealFleet, body: Json) -> Json:
+    status, reply = real.call(CHAT, body)
+    assert status == 200, reply
+    return dict(reply)
+
+
+def streamed(real: RealFleet, body: Json) -> Json:
+    """A stream, as a whole reply has it."""
+    *chunks, last = real.stream(CHAT, body | {"stream_options": {"include_usage": True}})
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    deltas = [choice["delta"] for choice in choices]
+    assert [delta["role"] for delta in deltas if delta.get("role")] == ["assistant"]
+    calls: list[Json] = []
+    for part in (part for delta in deltas for part in delta.get("tool_calls") or ()):
+        function = part["function"]
+        if part.get("id"):
+            assert part["index"] == len(calls)
+            calls.append({"id": part["id"], "type": part["type"], "function": {"name": "", "arguments": ""}})
+        calls[part["index"]]["function"]["name"] += function.get("name") or ""
+        calls[part["index"]]["function"]["arguments"] += function.get("arguments") or ""
+    message: Json = {key: "".join(delta.get(key) or "" for delta in deltas) for key in ("content", "reasoning")}
+    entries = [entry for one in choices if one.get("logprobs") for entry in one["logprobs"]["content"]]
+    (prompt,) = [chunk["prompt_token_ids"] for chunk in chunks if chunk.get("prompt_token_ids")] or [None]
+    choice = choices[-1] | {
+        "message": message | {"tool_calls": calls},
+        "token_ids": [token_id for one in choices for token_id in one.get("token_ids") or ()],
+        "logprobs": {"content": entries} if entries else None,
+    }
+    return {"choices": [choice], "usage": last["usage"], "prompt_token_ids": prompt}
+
+
+def cut_off(real: RealFleet, model: Path, ask: Callable[[], Json], after: int) -> Json:
+    """The reply to a request that an update has cut off when it had made about `after` tokens."""
+    for _ in range(TRIES):
+        version = real.call("/status")[1]["weight_version"]
+        wanted = tokens_made(real) + after
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(ask)
+            while tokens_made(real) < wanted and not running.done():
+                time.sleep(0.005)
+            push_same(real, model)
+            reply = running.result()
+        spans = reply["choices"][0]["weight_versions"]
+        print([(span["version"] - version, span["start"], span["end"]) for span in spans])
+        if spans[-1]["version"] > version:
+            assert spans[-1]["version"] == version + 1
+            return reply
+    raise AssertionError(f"no update fell into the request in {TRIES} tries")
+
+
+def told(reply: Json) -> Json:
+    """What has to be the same in two replies. Ids of tool calls are drawn."""
+    (choice,) = reply["choices"]
+    calls = choice["message"].get("tool_calls") or []
+    assert len({call["id"] for call in calls}) == len(calls)
+    message = choice["message"] | {"tool_calls": [call | {"id": ""} for call in calls]}
+    entries = choice["logprobs"]["content"] if choice["logprobs"] else []
+    names = [(one["token"], one["bytes"], [top["token"] for top in one["top_logprobs"]]) for one in entries]
+    fields = {key: choice.get(key) for key in ("finish_reason", "stop_reason", "token_ids")}
+    counts = {key: reply["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    return fields | {"message": message, "names": names, "read": reply["prompt_token_ids"], "usage": counts}
+
+
+def logprobs(reply: Json) -> list[float]:
+    return [entry["logprob"] for entry in reply["choices"][0]["logprobs"]["content"]]
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+@pytest.mark.parametrize(("after", "wants"), [(40, LOGPROBS), (150, {}), (200, LOGPROBS), (230, {})])
+def test_a_cut_is_not_seen(parsed: Parsed, model: Path, ask: Any, after: int, wants: Json) -> None:
+    """In the reasoning, about its end, and within tool calls."""
+    asked = parsed.question | wants
+    quiet = ask(parsed.fleet, asked)
+    (choice,) = quiet["choices"]
+    names = [call["function"]["name"] for call in choice["message"]["tool_calls"]]
+    assert (choice["finish_reason"], names) == ("tool_calls", ["weather", "compute"])
+    assert choice["message"]["reasoning"].startswith("\nthe user wants two things")
+    assert "<tool_call>" not in choice["message"]["content"]
+    reply = cut_off(parsed.fleet, model, lambda: ask(parsed.fleet, asked), after)
+    assert told(reply) == told(quiet)
+    if wants:
+        assert logprobs(reply) == pytest.approx(logprobs(quiet), abs=1e-3)
+    spans = reply["choices"][0]["weight_versions"]
+    ends = [span["end"] for span in spans]
+    assert [span["start"] for span in spans] == [0, *ends[:-1]]
+    assert ends[-1] == quiet["usage"]["completion_tokens"]
+    if ask is streamed:
+        assert len(spans) == 2, "what was told cannot be taken back"
+
+
+def test_structured_output_is_made_again_as_a_whole(parsed: Parsed, model: Path) -> None:
+    asked = parsed.question | {"tools": None, "structured_outputs": {"regex": r"[\s\S]*"}, "return_token_ids": True}
+    quiet = whole(parsed.fleet, asked)
+    reply = cut_off(parsed.fleet, model, lambda: whole(parsed.fleet, asked), 60)
+    assert len(reply["choices"][0]["weight_versions"]) == 1
+    assert told(reply) == told(quiet)

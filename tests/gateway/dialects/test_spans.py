@@ -1,0 +1,161 @@
+"""Which weights are told of an engine that tells none itself, and whose tokens come long after they were made."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from gateway.dialects.spans import stamp_versions
+from gateway.fleet.flight import Flight
+from gateway.fleet.replica import Replica
+from tests.rigs.rig import Rig, StartRig
+
+Json = dict[str, Any]
+
+ASKED = {"max_tokens": 12, "ignore_eos": True}
+BODIES: dict[str, Json] = {
+    "/v1/completions": {"prompt": [5, 6], "return_token_ids": True, **ASKED},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], **ASKED},
+    "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": ASKED},
+    "/generate": {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 12, "ignore_eos": True}},
+}
+
+
+def may_be_of(*versions: int) -> list[Json]:
+    return [{"version": version, "start": None, "end": None} for version in versions]
+
+
+def stamped(flight: Flight, **told: Any) -> list[Json]:
+    answer = {"choices": [{"token_ids": [7, 8, 9], **told}]}
+    stamp_versions(answer, flight)
+    return list(answer["choices"][0]["weight_versions"])
+
+
+def flight(*versions: int, keeps_kv: bool = True) -> Flight:
+    """One that was sent under the first and has met the others."""
+    begun = Flight(versions[0])
+    for version in versions[1:]:
+        begun.meet(version, keeps_kv=keeps_kv)
+    return begun
+
+
+def test_a_reply_that_met_one_version_is_of_it() -> None:
+    assert stamped(flight(4)) == [{"version": 4, "start": 0, "end": 3}]
+
+
+@pytest.mark.parametrize("keeps_kv", [True, False])
+def test_a_reply_that_met_more_may_be_of_each_of_them_and_none_is_left_out(keeps_kv: bool) -> None:
+    assert stamped(flight(4, 5, 7, keeps_kv=keeps_kv)) == may_be_of(4, 5, 7)
+
+
+def test_what_was_sent_under_an_update_is_of_what_the_update_brought() -> None:
+    begun = Flight(None)
+    begun.meet(1, keeps_kv=True)
+    assert stamped(begun) == [{"version": 1, "start": 0, "end": 3}]
+
+
+def test_what_the_engine_tells_itself_goes_before() -> None:
+    own = [{"version": "4", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 3}]
+    assert [span["version"] for span in stamped(flight(4, 5, 7), weight_versions=own)] == [4, 7]
+
+
+class LateEngine:
+    """Stands before a replica's engine: tells no spans, and nothing that it has made until `tell` is set.
+
+    The canary is answered at once.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.tell = asyncio.Event()
+        self._generate, self._stream = replica.engine.generate, replica.engine.stream
+        replica.engine.generate = self.generate  # type: ignore[method-assign]
+        replica.engine.stream = self.stream  # type: ignore[method-assign]
+
+    async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
+        answer = await self._generate(path, body, timeout_s)
+        if "prompt_logprobs" not in body:
+            await self._late(answer)
+        return answer
+
+    async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+        async for chunk in self._stream(path, body, timeout_s):
+            await self._late(chunk)
+            yield chunk
+
+    async def _late(self, told: Json) -> None:
+        for choice in told["choices"]:
+            choice.pop("weight_versions", None)
+        await asyncio.wait_for(self.tell.wait(), 20)
+
+
+async def asked(rig: Rig, path: str, *, stream: bool, **fields: Any) -> list[Json]:
+    """The spans of the one sample."""
+    body = BODIES[path] | fields
+    if not stream:
+        status, reply = await rig.post(path, body)
+        assert status == 200, reply
+        return spans(reply)
+    async with rig.client.post(rig.url + path, json=body | {"stream": True}) as response:
+        events = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n")]
+    return spans([json.loads(event) for event in events if event.startswith("{")][-1])
+
+
+def spans(told: Json) -> list[Json]:
+    choice = told["choices"][0] if "choices" in told else told
+    return list(choice.get("meta_info", choice)["weight_versions"])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("updates", [1, 2])
+async def test_tokens_that_come_after_updates_may_be_of_every_version_since_they_were_asked_for(
+    start_rig: StartRig, stream: bool, updates: int
+) -> None:
+    rig = await start_rig(1)
+    await rig.open_group()
+    late = LateEngine(rig.fleet.replicas[0])
+    running = [asyncio.create_task(asked(rig, path, stream=stream)) for path in BODIES]
+    await rig.begun(len(BODIES))
+    for _ in range(updates):
+        await rig.update()
+    assert not any(task.done() for task in running)
+    late.tell.set()
+    assert [await task for task in running] == [may_be_of(*range(updates + 1))] * len(BODIES)
+    after = await asked(rig, "/v1/completions", stream=stream)
+    assert after == [{"version": updates, "start": 0, "end": 12}], "what is sent after them is of the last alone"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_sample_that_an_update_cuts_off_is_waited_for_and_of_the_old_version_so_far(
+    start_rig: StartRig, stream: bool
+) -> None:
+    rig = await start_rig(1, sim={"decode_step_s": 0.05}, weights={"in_flight": "abort"})
+    await rig.open_group()
+    late = LateEngine(rig.fleet.replicas[0])
+    running = asyncio.create_task(asked(rig, "/v1/completions", stream=stream, max_tokens=100))
+    await rig.begun()
+    updating = asyncio.create_task(rig.update())
+    await asyncio.sleep(0.5)
+    assert not updating.done(), "its last tokens are still to come"
+    late.tell.set()
+    await updating
+    rig.hurry()
+    old, new = await running
+    assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
+    assert 0 < old["end"] == new["start"] < 100
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_what_a_trainers_own_pause_cuts_off_may_be_of_either_version_where_it_comes_late(
+    start_rig: StartRig, stream: bool
+) -> None:
+    rig = await start_rig(1, sim={"decode_step_s": 0.02}, weights={"in_flight": "keep"})
+    await rig.open_group()
+    late = LateEngine(rig.fleet.replicas[0])
+    running = asyncio.create_task(asked(rig, "/v1/completions", stream=stream, max_tokens=60))
+    await rig.begun()
+    await rig.post("/pause?mode=abort")
+    await rig.update()
+    late.tell.set()
+    assert await running == may_be_of(0, 1)

@@ -1,0 +1,138 @@
+"""Who may serve: replicas that join, fall silent, die and come back."""
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from engines.errors import EngineUnreachable
+from engines.types import ReplicaState
+from tests.rigs.rig import FAST_WATCH, Rig, SimReplica, StartRig
+
+
+async def test_health_is_503_until_the_fleet_is_complete(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=2)
+    gone = rig.replicas.pop()
+    await gone.kill()
+    await rig.until({"engine-0": "SERVING"})
+    assert (await rig.get("/health"))[0] == 503
+    await rig.add_replica("engine-1")
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    assert (await rig.get("/health"))[0] == 200
+
+
+async def test_after_the_configured_wait_those_present_are_the_fleet(start_rig: StartRig) -> None:
+    fleet = {"discover_interval_s": 0.05, "probe_interval_s": 0.05, "lost_after_s": 0.2, "complete_within_s": 0.3}
+    rig = await start_rig(fleet=fleet)
+    await rig.replicas.pop().kill()
+    async with asyncio.timeout(5):
+        while (await rig.get("/health"))[0] != 503:
+            await asyncio.sleep(0.02)
+        while (await rig.get("/health"))[0] != 200:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_dead_replica_is_lost_and_the_other_takes_its_rollouts(rig: Rig) -> None:
+    await rig.replicas.pop(0).kill()
+    reply = await rig.complete([[i + 3] for i in range(8)])
+    assert len(reply["choices"]) == 8
+    await rig.until({"engine-1": "SERVING"})
+
+
+async def test_rollouts_in_flight_on_a_dying_replica_are_generated_on_another(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01})
+    prompts = [[i + 3] for i in range(6)]
+    running = asyncio.create_task(rig.complete(prompts, max_tokens=40, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    assert all(replica.load_samples for replica in rig.fleet.replicas)
+    await rig.replicas.pop(0).kill()
+    reply = await running
+    assert [len(choice["token_ids"]) for choice in reply["choices"]] == [40] * 6
+    assert [choice["prompt_token_ids"] for choice in reply["choices"]] == prompts
+
+
+async def test_a_replica_that_returns_with_the_checkpoint_waits_for_the_next_update(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    await rig.replicas[0].kill()
+    await rig.add_replica("engine-0")
+    await rig.until({"engine-0": "SYNCING", "engine-1": "SERVING"})
+    before = rig.fleet.replicas[0].placed
+    await rig.complete([[i + 3] for i in range(8)])
+    assert rig.fleet.replicas[0].placed == before
+    await rig.open_group()
+    await rig.update()
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+
+
+async def test_before_the_first_update_a_returning_replica_serves_at_once(rig: Rig) -> None:
+    await rig.replicas[0].kill()
+    await rig.add_replica("engine-0")
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+
+
+async def test_a_restarted_gateway_learns_the_version_from_the_engines(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    await rig.open_group()
+    await rig.update()
+    await rig.replicas[1].kill()
+    await rig.add_replica("engine-1")
+    successor = await start_rig(num_replicas=2)
+    for own in successor.replicas:
+        await own.kill()
+    successor.replicas[:] = rig.replicas
+    async with asyncio.timeout(5):
+        while await successor.states() != {"engine-0": "SERVING", "engine-1": "SYNCING"}:
+            await asyncio.sleep(0.02)
+    assert successor.fleet.version == 1
+
+
+async def test_a_rollout_without_any_replica_waits_for_one(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=1)
+    await rig.replicas.pop().kill()
+    await rig.until({})
+    waiting = asyncio.create_task(rig.complete([[5]]))
+    await asyncio.sleep(0.1)
+    await rig.add_replica("engine-0")
+    assert len((await asyncio.wait_for(waiting, 5))["choices"]) == 1
+
+
+async def test_a_rollout_that_no_replica_takes_in_time_is_told_why(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=1, gateway={"queue_timeout_s": 0.3})
+    await rig.replicas.pop().kill()
+    await rig.until({})
+    status, reply = await rig.post("/v1/completions", {"model": "sim", "prompt": [5]})
+    assert status == 504
+    assert "gateway.queue_timeout_s" in reply["error"]["message"]
+
+
+async def test_a_replica_that_refuses_connections_has_ended_and_is_lost_at_once(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=2, fleet=FAST_WATCH | {"lost_after_s": 60.0})
+    victim = rig.fleet.replicas[0]
+    await rig.replicas[0].kill()
+    async with asyncio.timeout(5):
+        while victim.state is not ReplicaState.LOST:
+            await asyncio.sleep(0.02)
+    assert "Cannot connect" in victim.reason
+
+
+async def test_a_call_on_a_replica_that_is_lost_says_so_and_goes_nowhere(rig: Rig) -> None:
+    replica = rig.fleet.replicas[0]
+    await rig.replicas.pop(0).kill()
+    await rig.until({"engine-1": "SERVING"})
+    with pytest.raises(EngineUnreachable, match=r"engine-0.*given up"):
+        await replica.unless_lost(replica.engine.health(1.0))
+
+
+async def test_an_engine_that_a_gateway_before_this_one_froze_goes_on(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=1)
+    engine = rig.fleet.replicas[0].engine
+    await rig.replicas[0].kill()
+    await rig.until({})
+    successor = await SimReplica("engine-0", seed=0, sim=rig.sim).start()
+    async with aiohttp.ClientSession() as client:
+        await client.post(f"{successor.info.url}/pause?mode=keep")
+    rig.replicas = [successor]
+    await rig.until({"engine-0": "SERVING"})
+    await asyncio.wait_for(rig.complete([[5]]), 5)
+    assert rig.fleet.replicas[0].engine is not engine

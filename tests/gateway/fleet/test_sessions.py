@@ -1,0 +1,104 @@
+"""The turns of one agent: on one replica while that is well, elsewhere when it is not."""
+
+import asyncio
+
+import pytest
+
+from engines.errors import InvalidRequest
+from gateway.fleet.sessions import Sessions, session_of
+from tests.rigs.rig import Json, Rig, StartRig
+
+TURN = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+
+
+def test_a_session_is_remembered_for_each_model() -> None:
+    sessions = Sessions()
+    sessions.settle("policy", "agent", "engine-1")
+    assert sessions.home("policy", "agent") == "engine-1"
+    assert sessions.home("judge", "agent") is None
+
+
+def test_rollouts_without_a_session_share_none() -> None:
+    sessions = Sessions()
+    sessions.settle("policy", "", "engine-1")
+    assert sessions.home("policy", "") is None
+    assert len(sessions) == 0
+
+
+def test_the_least_recently_used_are_forgotten_beyond_the_limit() -> None:
+    sessions = Sessions(limit=2)
+    for agent in ("a", "b", "a", "c"):
+        sessions.settle("policy", agent, "engine-0")
+    assert [sessions.home("policy", agent) for agent in "abc"] == ["engine-0", None, "engine-0"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "session"),
+    [
+        ({"X-Session-ID": "s"}, {"user": "u"}, "s"),
+        ({"X-SMG-Routing-Key": "s"}, {}, "s"),
+        ({"X-Session-ID": "header"}, {"session_id": "body"}, "body"),
+        ({}, {"vllm_xargs": {"session_id": "s"}}, "s"),
+        ({}, {"user": "u", "prompt_cache_key": "k"}, "k"),
+        ({}, {"user": "u"}, "u"),
+        ({}, {"user": None, "vllm_xargs": None}, ""),
+    ],
+)
+def test_header_or_field_names_the_session(headers: dict[str, str], body: Json, session: str) -> None:
+    assert session_of(headers, body) == session
+
+
+@pytest.mark.parametrize("value", [7, ["a"], "x" * 257])
+def test_a_name_that_is_no_short_text_is_refused(value: object) -> None:
+    with pytest.raises(InvalidRequest, match="session_id = ") as caught:
+        session_of({}, {"session_id": value})
+    assert caught.value.param == "session_id"
+
+
+async def test_the_turns_of_an_agent_go_to_one_replica(rig: Rig) -> None:
+    for _ in range(5):
+        await rig.post("/v1/chat/completions", TURN, headers={"X-Session-ID": "agent"})
+    assert sorted(replica.placed for replica in rig.fleet.replicas) == [0, 5]
+
+
+async def test_agents_are_spread_over_the_replicas(rig: Rig) -> None:
+    for _ in range(3):
+        for agent in ("a", "b"):
+            await rig.complete([5, 6, 7], session_id=agent)
+    assert [replica.placed for replica in rig.fleet.replicas] == [3, 3]
+
+
+async def test_streamed_turns_stick_too(rig: Rig) -> None:
+    for _ in range(3):
+        async with rig.client.post(
+            rig.url + "/v1/chat/completions", json=TURN | {"stream": True, "user": "agent"}
+        ) as response:
+            await response.read()
+    assert sorted(replica.placed for replica in rig.fleet.replicas) == [0, 3]
+
+
+async def test_a_batch_that_names_a_session_is_spread_all_the_same(rig: Rig) -> None:
+    await rig.complete([[5, 6], [7, 8]], user="trainer")
+    assert [replica.placed for replica in rig.fleet.replicas] == [1, 1]
+
+
+async def test_a_session_leaves_a_replica_that_is_overloaded(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.02})
+    await rig.complete([5, 6, 7], session_id="agent", max_tokens=1)
+    home, other = sorted(rig.fleet.replicas, key=lambda replica: -replica.placed)
+    long = {"max_tokens": 100, "ignore_eos": True, "session_id": "agent"}
+    crowd = [asyncio.create_task(rig.complete([5, 6, 7], n=4, **long)) for _ in range(2)]
+    while home.load_samples + other.load_samples < 8:
+        await asyncio.sleep(0.01)
+    assert (home.load_samples, other.load_samples) == (4, 4)
+    rig.hurry()
+    await asyncio.gather(*crowd)
+
+
+async def test_a_session_goes_on_elsewhere_when_its_replica_dies(rig: Rig) -> None:
+    await rig.complete([5, 6, 7], session_id="agent")
+    home = max(rig.fleet.replicas, key=lambda replica: replica.placed)
+    await next(sim for sim in rig.replicas if sim.info.replica_id == home.replica_id).kill()
+    await rig.complete([5, 6, 7], session_id="agent")
+    other = next(replica for replica in rig.fleet.replicas if replica is not home)
+    assert other.placed == 1

@@ -1,0 +1,76 @@
+"""Which client the gateway has for a replica: its key, and where its engine fetches weight versions."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engines.clients.vllm_engine import VllmEngine
+from engines.engine import Peer
+from engines.types import EngineKind, ReplicaInfo
+from gateway.config.schema import Config
+from gateway.http.access import store_key
+from gateway.http.listener import engine_client
+
+KEYS = {"inference_keys": ["reader"], "admin_keys": ["owner"]}
+NEAR = ReplicaInfo(
+    replica_id="engine-0",
+    incarnation="1",
+    group="engine",
+    kind=EngineKind.VLLM,
+    url="http://127.0.0.1:5",
+    model="m",
+    world_size=1,
+    max_model_len=128,
+    max_num_seqs=8,
+    engine_version="0.32.0",
+    has_tee=True,
+)
+FAR = replace(NEAR, url="http://127.0.0.2:5", key="secret")
+
+
+async def peer_of(info: ReplicaInfo, gateway: dict[str, Any], **weights: Any) -> Peer | None:
+    config = Config.model_validate({"gateway": KEYS | gateway, "weights": weights, "engine": {"kind": "sim"}})
+    client = engine_client(config, info)
+    assert isinstance(client, VllmEngine)
+    await client.close()
+    found = client._peer
+    assert found is None or found.key == store_key(config.gateway)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gateway", "url"),
+    [
+        ({"host": "10.1.2.3", "port": 9000}, "http://10.1.2.3:9000"),
+        ({"host": "head.cluster", "port": 9000}, "http://head.cluster:9000"),
+        ({"host": "fd00::1", "port": 9000}, "http://[fd00::1]:9000"),
+        ({"host": "0.0.0.0", "port": 9000}, "http://127.0.0.1:9000"),  # the address that leads to 127.0.0.2
+    ],
+)
+async def test_an_engine_on_another_node_fetches_versions_where_the_gateway_is_reached(
+    gateway: dict[str, Any], url: str
+) -> None:
+    found = await peer_of(FAR, gateway)
+    assert found is not None
+    assert found.url == url
+
+
+async def test_one_on_the_gateways_node_has_the_folder() -> None:
+    assert await peer_of(NEAR, {"host": "10.1.2.3", "port": 9000}) is None
+
+
+async def test_of_a_gateway_on_loopback_nobody_fetches_but_where_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await peer_of(FAR, {"host": "127.0.0.1", "port": 9000}) is None
+    assert "bind gateway.host" in capsys.readouterr().out
+    found = await peer_of(FAR, {"host": "127.0.0.1", "port": 9000}, peer_url="https://head:1")
+    assert found is not None
+    assert found.url == "https://head:1"
+
+
+async def test_the_key_of_a_forwarder_is_sent_and_shown_nowhere() -> None:
+    client = engine_client(Config.model_validate({"engine": {"kind": "sim"}}), FAR)
+    assert isinstance(client, VllmEngine)
+    assert client._session.headers["Authorization"] == "Bearer secret"
+    await client.close()
+    assert "secret" not in repr(FAR)

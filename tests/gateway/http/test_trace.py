@@ -1,0 +1,166 @@
+"""The record of requests: what is told of them, what is not, and what ends it."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from engines.errors import ConfigError
+from gateway.config.schema import TraceConfig
+from gateway.http.trace import BLOCK_TOKENS, Trace, prompts_of
+from tests.rigs.rig import Json, Rig, StartRig
+
+PREFIX = list(range(3, 3 + 2 * BLOCK_TOKENS))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "trace.jsonl"
+
+
+async def traced(start_rig: StartRig, file: Path, **trace: object) -> Rig:
+    return await start_rig(1, gateway={"trace": {"file": str(file), **trace}})
+
+
+async def lines(rig: Rig, file: Path) -> list[Json]:
+    """What the file has when the gateway is gone."""
+    await rig.stop_gateway()
+    return [json.loads(line) for line in text(file).splitlines()]
+
+
+def text(file: Path) -> str:
+    """All of the file, which is its owner's alone."""
+    assert file.stat().st_mode & 0o777 == 0o600
+    return file.read_text()
+
+
+async def test_a_request_is_one_line(start_rig: StartRig, file: Path) -> None:
+    rig = await traced(start_rig, file)
+    await rig.complete([PREFIX, [*PREFIX, 9, 9]], n=2, max_tokens=5, ignore_eos=True, user="ann", stop=["secret"])
+    header, line = await lines(rig, file)
+    assert (header["trace"], header["block_tokens"]) == (1, BLOCK_TOKENS)
+    assert line["route"] == "/v1/completions"
+    assert line["params"] == {"model": "sim", "n": 2, "max_tokens": 5, "ignore_eos": True}
+    assert [prompt["tokens"] for prompt in line["prompts"]] == [64, 66]
+    assert (line["status"], line["prompt_tokens"], line["completion_tokens"]) == (200, 130, 20)
+    assert line["at"] >= 0
+    assert line["seconds"] > 0
+    assert "ann" not in text(file)
+    assert "secret" not in text(file)
+
+
+async def test_prefixes_that_were_shared_are_told_to_be(start_rig: StartRig, file: Path) -> None:
+    rig = await traced(start_rig, file)
+    for prompt in (PREFIX, PREFIX[:BLOCK_TOKENS] + [7] * BLOCK_TOKENS, [7] * BLOCK_TOKENS):
+        await rig.complete(prompt, max_tokens=1)
+    blocks = [line["prompts"][0]["blocks"] for line in (await lines(rig, file))[1:]]
+    assert blocks[0][0] == blocks[1][0]
+    assert blocks[0][1] != blocks[1][1]
+    assert blocks[1][1] != blocks[2][0]  # the same tokens after others are another prefix
+
+
+async def test_two_traces_hash_differently(tmp_path: Path) -> None:
+    def told(name: str) -> list[str]:
+        trace = Trace(TraceConfig(file=str(tmp_path / name)))
+        found = list(trace._blocks(PREFIX))
+        trace.close()
+        return found
+
+    assert told("a") != told("b")
+
+
+def test_text_has_blocks_of_as_many_characters_as_tokens_have(file: Path) -> None:
+    trace = Trace(TraceConfig(file=str(file)))
+    assert len(list(trace._blocks("a" * 300))) == 2
+    trace.close()
+
+
+async def test_streams_and_other_dialects_are_counted(start_rig: StartRig, file: Path) -> None:
+    rig = await traced(start_rig, file)
+    chat = {"model": "sim", "messages": [{"role": "user", "content": "a" * 100}], "max_tokens": 3, "ignore_eos": True}
+    for path, body in (
+        ("/v1/completions", {"prompt": PREFIX, "max_tokens": 4, "ignore_eos": True, "stream": True}),
+        ("/v1/chat/completions", chat | {"stream": True}),
+        ("/v1/chat/completions", chat),
+        ("/generate", {"input_ids": PREFIX, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}, "stream": True}),
+    ):
+        async with rig.client.post(rig.url + path, json=body, headers={"X-Session-ID": "s"}) as response:
+            assert response.status == 200, await response.text()
+            streamed = await response.text()
+            assert "usage" not in streamed or not body.get("stream")
+    _, *found = await lines(rig, file)
+    assert [line["completion_tokens"] for line in found] == [4, 3, 3, 2, 2]
+    assert [line["prompts"][0].get("tokens") for line in found] == [64, None, None, 64, None]
+    assert found[1]["prompts"] == [{"characters": 106, "blocks": []}]
+    assert found[3]["params"] == {"max_new_tokens": 2, "ignore_eos": True}
+    assert len({line["session"] for line in found}) == 1
+    assert found[0]["session"] != "s"
+
+
+async def test_streamed_tokens_are_in_the_metrics(rig: Rig) -> None:
+    body = {"prompt": PREFIX, "max_tokens": 4, "ignore_eos": True, "stream": True}
+    async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
+        await response.read()
+    async with rig.client.get(rig.url + "/metrics") as response:
+        page = await response.text()
+    assert 'completion_tokens_total{model="sim"} 4.0' in page
+
+
+async def test_what_is_refused_is_told_with_its_status(start_rig: StartRig, file: Path) -> None:
+    rig = await traced(start_rig, file)
+    status, _ = await rig.post("/v1/completions", {"prompt": [[]], "max_tokens": 1})
+    assert status == 400
+    _, line = await lines(rig, file)
+    assert (line["status"], line["completion_tokens"]) == (400, None)
+
+
+async def test_content_is_kept_where_it_is_asked_for(start_rig: StartRig, file: Path) -> None:
+    rig = await traced(start_rig, file, content=True)
+    await rig.complete(PREFIX, max_tokens=1)
+    header, line = await lines(rig, file)
+    assert header["content"] is True
+    assert line["prompts"][0]["content"] == PREFIX
+
+
+async def test_a_full_file_ends_the_record_and_no_request(start_rig: StartRig, file: Path) -> None:
+    rig = await traced(start_rig, file, max_bytes=900)
+    for _ in range(8):
+        await rig.complete(PREFIX, max_tokens=1)
+    found = await lines(rig, file)
+    assert 1 < len(found) < 8
+    assert len(text(file)) <= 900
+
+
+async def test_a_gateway_started_anew_goes_on(start_rig: StartRig, file: Path) -> None:
+    for _ in range(2):
+        rig = await traced(start_rig, file)
+        await rig.complete(PREFIX, max_tokens=1)
+        found = await lines(rig, file)
+    assert ["trace" in line for line in found] == [True, False, True, False]
+
+
+async def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gateway.trace.file = .*nowhere/trace.* cannot be written: No such file"):
+        await asyncio.to_thread(Trace, TraceConfig(file=str(tmp_path / "nowhere" / "trace")))
+    with pytest.raises(ValidationError, match="is no absolute path"):
+        TraceConfig(file="trace.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("body", "prompts"),
+    [
+        ({"prompt": "hello"}, ["hello"]),
+        ({"prompt": [3, 4]}, [[3, 4]]),
+        ({"prompt": [[3], [4]]}, [[3], [4]]),
+        ({"prompt": ["a", "b"]}, ["a", "b"]),
+        ({"input_ids": [[3], [4]]}, [[3], [4]]),
+        ({"token_ids": [3]}, [[3]]),
+        ({"messages": [{"role": "user", "content": "hi"}]}, ["user: hi"]),
+        ({}, []),
+    ],
+)
+def test_prompts_of_every_dialect(body: Json, prompts: list[object]) -> None:
+    assert prompts_of(body) == prompts

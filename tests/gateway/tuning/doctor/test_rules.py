@@ -1,0 +1,326 @@
+"""Each rule on a value that is wrong and on one that is right."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.config.load import explain, load
+from gateway.tuning.doctor.finding import Finding, Severity
+from gateway.tuning.doctor.rules.all import RULES, examine
+from gateway.tuning.doctor.rules.live import LIVE_RULES
+from gateway.tuning.doctor.subject import subject_of
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+HURTS, CONSIDER, FINE = Severity.HURTS, Severity.CONSIDER, Severity.FINE
+SEVEN_B = "Qwen/Qwen2-7B-Instruct"
+R, A, M = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor.", "actor_rollout_ref.model."
+# A verl run on GPUs of one node that has nothing to complain of but what a row says.
+VERL = {
+    "data.train_batch_size": 512,
+    "data.max_prompt_length": 1024,
+    "data.max_response_length": 7168,
+    R + "name": "vllm",
+    R + "n": 8,
+    R + "tensor_model_parallel_size": 1,
+    M + "path": SEVEN_B,
+    A + "use_dynamic_bsz": True,
+    "algorithm.adv_estimator": "grpo",
+}
+
+
+def ours(folder: Path, **engine: Any) -> list[Finding]:
+    path = folder / "ours.yaml"
+    path.write_text(yaml.safe_dump({"engine": {"kind": "vllm", "model": SEVEN_B, **engine}}), encoding="utf-8")
+    return examine(subject_of(config=load(path, (), {}), settings=explain(path, (), {})))
+
+
+def verl(folder: Path, **given: Any) -> list[Finding]:
+    path = folder / "train.sh"
+    values = VERL | given
+    words = " ".join(f"'{key}={yaml.safe_dump(value).splitlines()[0]}'" for key, value in values.items())
+    path.write_text(f"python3 -m verl.trainer.main_ppo {words}\n", encoding="utf-8")
+    return examine(subject_of(verl=path))
+
+
+def trl(folder: Path, *, with_ours: bool = False, processes: int = 1, **given: Any) -> list[Finding]:
+    path = folder / "trl.yaml"
+    path.write_text(yaml.safe_dump({"use_vllm": True, "vllm_mode": "server", **given}), encoding="utf-8")
+    if not with_ours:
+        return examine(subject_of(trl=path, trl_processes=processes))
+    gateway = folder / "ours.yaml"
+    gateway.write_text(yaml.safe_dump({"engine": {"kind": "vllm", "model": SEVEN_B}}), encoding="utf-8")
+    config, settings = load(gateway, (), {}), explain(gateway, (), {})
+    return examine(subject_of(config=config, settings=settings, trl=path, trl_processes=processes))
+
+
+def severities(findings: list[Finding], rule: str, key: str = "") -> list[Severity]:
+    return [one.severity for one in findings if one.rule == rule and one.key.endswith(key)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "engine", "severity"),
+    [
+        ("gpu-memory", {"gpu_memory_utilization": 0.5}, HURTS),
+        ("gpu-memory", {"gpu_memory_utilization": 0.9}, FINE),
+        ("gpu-memory", {}, FINE),
+        ("gpu-memory", {"gpu_memory_utilization": 0.99}, CONSIDER),
+        ("gpu-memory", {"kind": "sglang", "extra": {"mem_fraction_static": 0.5}}, HURTS),
+        ("gpu-memory", {"kind": "sglang", "extra": {"mem_fraction_static": 0.85}}, FINE),
+        ("gpu-memory", {"kind": "sglang", "extra": {"mem_fraction_static": 0.95}}, CONSIDER),
+        ("tensor-parallel", {"tensor_parallel_size": 2}, CONSIDER),
+        ("tensor-parallel", {"model": "Llama-3.1-70B", "tensor_parallel_size": 4}, FINE),
+        ("tensor-parallel", {"model": "Llama-3.1-70B"}, HURTS),
+        ("max-num-batched-tokens", {"max_num_batched_tokens": 1024}, CONSIDER),
+        ("max-num-batched-tokens", {"max_num_batched_tokens": 8192}, FINE),
+        (
+            "max-num-batched-tokens",
+            {"max_num_batched_tokens": 4096, "enable_chunked_prefill": False, "max_model_len": 8192},
+            HURTS,
+        ),
+        ("max-num-seqs", {"max_num_seqs": 32}, CONSIDER),
+        ("max-num-seqs", {}, FINE),
+        ("cuda-graphs", {"enforce_eager": True}, HURTS),
+        ("cuda-graphs", {}, FINE),
+        ("capture-sizes", {"cudagraph_capture_sizes": [1, 8, 32]}, HURTS),
+        ("capture-sizes", {"max_cudagraph_capture_size": 128}, CONSIDER),
+        ("capture-sizes", {"cudagraph_capture_sizes": [1, 256]}, FINE),
+        ("capture-sizes", {"cudagraph_capture_sizes": [1, 256], "enforce_eager": True}, CONSIDER),
+        ("chunked-prefill", {"enable_chunked_prefill": False}, CONSIDER),
+        ("chunked-prefill", {}, FINE),
+        ("prefix-caching", {"enable_prefix_caching": False}, CONSIDER),
+        ("prefix-caching", {"kind": "sglang", "extra": {"disable_radix_cache": True}}, CONSIDER),
+        ("log-stats", {"disable_log_stats": True}, CONSIDER),
+        ("logprobs-mode", {"logprobs_mode": "raw_logprobs"}, HURTS),
+        ("logprobs-mode", {}, FINE),
+        ("seeds", {"extra": {"seed": 1}}, HURTS),
+        ("seeds", {}, FINE),
+        ("stream-interval", {"stream_interval": 1}, HURTS),
+        ("stream-interval", {"stream_interval": 8}, CONSIDER),
+        ("stream-interval", {}, FINE),
+        ("api-servers", {"model": "Qwen/Qwen2-0.5B"}, CONSIDER),
+        ("api-servers", {"tensor_parallel_size": 2}, CONSIDER),
+        ("api-servers", {}, CONSIDER),
+        ("api-servers", {"enable_lora": True}, FINE),
+        ("api-servers", {"model": "Qwen/Qwen2-0.5B", "api_server_count": 4}, FINE),
+        ("data-parallel", {"data_parallel_size": 2}, CONSIDER),
+        ("dtype", {"dtype": "float32"}, HURTS),
+        ("dtype", {"dtype": "float16"}, CONSIDER),
+        ("external-engine", {"kind": "external", "url": "http://h:1"}, CONSIDER),
+    ],
+)
+def test_engine_rules(tmp_path: Path, rule: str, engine: dict[str, Any], severity: Severity) -> None:
+    assert severities(ours(tmp_path, **engine), rule) == [severity]
+
+
+def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) -> None:
+    found = ours(tmp_path, device="cpu", enforce_eager=True, dtype="float32", kv_cache_memory_bytes=1 << 26)
+    assert not {one.rule for one in found} & {"cuda-graphs", "gpu-memory", "dtype", "max-num-seqs", "api-servers"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "key", "given", "severity"),
+    [
+        ("gpu-memory", "", {R + "gpu_memory_utilization": 0.8}, HURTS),
+        ("gpu-memory", "", {R + "gpu_memory_utilization": 0.6}, FINE),
+        (
+            "gpu-memory",
+            "",
+            {
+                R + "gpu_memory_utilization": 0.5,
+                A + "fsdp_config.param_offload": True,
+                A + "fsdp_config.optimizer_offload": True,
+            },
+            CONSIDER,
+        ),
+        ("prefix-caching", "", {R + "enable_prefix_caching": False}, HURTS),
+        ("max-num-seqs", "", {R + "max_num_seqs": 64}, HURTS),
+        ("max-model-len", "", {R + "max_model_len": 4096}, HURTS),
+        ("max-model-len", "", {R + "max_model_len": 8192}, FINE),
+        ("max-model-len", "", {R + "max_model_len": 32768}, CONSIDER),
+        ("unreached-lever", "", {R + "name": "sglang", R + "enable_prefix_caching": False}, CONSIDER),
+        ("prompt-length", "", {"data.truncation": "left"}, CONSIDER),
+        ("prompt-length", "", {}, FINE),
+        ("response-length", "", {"data.max_response_length": 512}, HURTS),
+        ("verl-keys", "", {R + "tensor_parallel_size": 2}, HURTS),
+        ("verl-keys", "", {R + "repetition_penalty": 1.1}, HURTS),
+        ("verl-batches", "", {A + "use_dynamic_bsz": False, "data.train_batch_size": 100}, HURTS),
+        ("verl-batches", "", {A + "use_dynamic_bsz": False}, FINE),
+        ("verl-micro-batches", "actor.ppo_micro_batch_size_per_gpu", {A + "use_dynamic_bsz": False}, HURTS),
+        (
+            "verl-micro-batches",
+            "actor.ppo_micro_batch_size",
+            {A + "use_dynamic_bsz": False, A + "ppo_micro_batch_size": 8},
+            CONSIDER,
+        ),
+        (
+            "verl-micro-batches",
+            "actor.ppo_micro_batch_size",
+            {A + "use_dynamic_bsz": False, A + "ppo_micro_batch_size": 8, A + "ppo_micro_batch_size_per_gpu": 1},
+            HURTS,
+        ),
+        (
+            "verl-micro-batch-size",
+            "",
+            {A + "use_dynamic_bsz": False, A + "ppo_micro_batch_size_per_gpu": 4},
+            CONSIDER,
+        ),
+        (
+            "verl-micro-batch-size",
+            "",
+            {A + "use_dynamic_bsz": False, A + "ppo_micro_batch_size_per_gpu": 256},
+            FINE,
+        ),
+        ("verl-dynamic-batches", "use_dynamic_bsz", {}, FINE),
+        ("verl-dynamic-batches", "use_dynamic_bsz", {A + "use_dynamic_bsz": False}, CONSIDER),
+        ("verl-dynamic-batches", "log_prob_use_dynamic_bsz", {R + "log_prob_use_dynamic_bsz": False}, HURTS),
+        ("verl-token-budget", "", {}, FINE),
+        ("verl-token-budget", "", {A + "ppo_max_token_len_per_gpu": 16383}, HURTS),
+        ("verl-token-budget", "", {A + "ppo_max_token_len_per_gpu": 8000}, HURTS),
+        ("verl-forward-only", "rollout.log_prob_max_token_len_per_gpu", {}, CONSIDER),
+        (
+            "verl-forward-only",
+            "rollout.log_prob_max_token_len_per_gpu",
+            {R + "log_prob_max_token_len_per_gpu": 32768},
+            FINE,
+        ),
+        ("verl-critic-batches", "", {"algorithm.adv_estimator": "gae"}, FINE),
+        (
+            "verl-critic-batches",
+            "",
+            {"algorithm.adv_estimator": "gae", "critic.ppo_max_token_len_per_gpu": 16384},
+            CONSIDER,
+        ),
+        ("verl-remove-padding", "", {M + "use_remove_padding": False}, HURTS),
+        ("verl-remove-padding", "", {}, FINE),
+        ("verl-ulysses", "", {"data.max_response_length": 40_000}, HURTS),
+        ("verl-ulysses", "", {A + "ulysses_sequence_parallel_size": 2}, CONSIDER),
+        ("verl-ulysses", "", {A + "ulysses_sequence_parallel_size": 2, M + "use_remove_padding": False}, HURTS),
+        ("verl-gradient-checkpointing", "", {M + "enable_gradient_checkpointing": False}, CONSIDER),
+        ("verl-gradient-checkpointing", "", {}, FINE),
+        ("verl-activation-offload", "", {"data.max_response_length": 20_000}, CONSIDER),
+        ("verl-activation-offload", "", {M + "enable_activation_offload": True, A + "strategy": "megatron"}, HURTS),
+        ("verl-entropy-memory", "chunking", {}, CONSIDER),
+        ("verl-entropy-memory", "chunking", {A + "ppo_max_token_len_per_gpu": 98304}, HURTS),
+        ("verl-entropy-memory", "chunking", {A + "entropy_from_logits_with_chunking": True}, FINE),
+        ("verl-entropy-memory", "entropy_checkpointing", {A + "entropy_coeff": 0.001}, CONSIDER),
+        ("verl-fsdp2", "", {}, CONSIDER),
+        ("verl-fsdp2", "", {A + "strategy": "fsdp2"}, FINE),
+        ("verl-forward-prefetch", "", {}, CONSIDER),
+        ("verl-forward-prefetch", "", {A + "fsdp_config.forward_prefetch": True}, FINE),
+        ("verl-liger", "", {}, CONSIDER),
+        ("verl-liger", "", {M + "use_liger": True}, FINE),
+        (
+            "verl-offload",
+            "",
+            {"actor_rollout_ref.hybrid_engine": False, A + "fsdp_config.param_offload": True},
+            CONSIDER,
+        ),
+        ("verl-free-cache", "", {R + "free_cache_engine": False}, HURTS),
+        ("verl-sampling", "top_p", {R + "top_p": 0.9}, CONSIDER),
+        ("verl-sampling", "temperature", {R + "temperature": 0}, HURTS),
+        ("verl-balance", "", {"trainer.balance_batch": False}, HURTS),
+        ("verl-profiler", "", {"global_profiler.tool": "nsys"}, CONSIDER),
+        ("verl-profiler", "", {}, FINE),
+        ("verl-prometheus", "", {R + "prometheus.enable": True}, HURTS),
+    ],
+)
+def test_verl_rules(tmp_path: Path, rule: str, key: str, given: dict[str, Any], severity: Severity) -> None:
+    assert severities(verl(tmp_path, **given), rule, key) == [severity]
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "severity"),
+    [
+        ("trl-vllm", {"use_vllm": False}, HURTS),
+        ("trl-vllm", {"vllm_mode": "colocate"}, CONSIDER),
+        ("trl-vllm", {}, FINE),
+        ("gpu-memory", {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.9}, HURTS),
+        ("trl-fields", {"max_prompt_length": 512}, HURTS),
+        ("trl-prompt-batch", {"num_generations": 3}, HURTS),
+        ("trl-prompt-batch", {"generation_batch_size": 8, "steps_per_generation": 1}, HURTS),
+        ("trl-prompt-batch", {}, FINE),
+        ("trl-sampling", {"top_p": 0.9}, CONSIDER),
+        ("trl-sampling", {"generation_kwargs": {"seed": 1}}, HURTS),
+        ("trl-correction", {"vllm_importance_sampling_correction": False}, CONSIDER),
+        ("trl-precision", {"bf16": False}, HURTS),
+        ("trl-precision", {"bf16": False, "use_cpu": True}, FINE),
+        ("trl-gradient-checkpointing", {"gradient_checkpointing": False}, CONSIDER),
+        ("trl-liger", {}, CONSIDER),
+        ("trl-liger", {"use_liger_kernel": True}, FINE),
+        ("response-length", {}, HURTS),
+        ("response-length", {"max_completion_length": 4096}, FINE),
+    ],
+)
+def test_trl_rules(tmp_path: Path, rule: str, given: dict[str, Any], severity: Severity) -> None:
+    assert severities(trl(tmp_path, **given), rule) == [severity]
+
+
+def test_an_override_behind_a_comment_hurts(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "python -m verl.trainer.main_ppo data.seed=1 \\\n # lengths\n data.shuffle=False\n", encoding="utf-8"
+    )
+    (found,) = [one for one in examine(subject_of(verl=path)) if one.rule == "verl-lost-overrides"]
+    assert (found.severity, found.place) == (HURTS, f"{path}:3")
+
+
+def test_a_key_that_hydra_wants_a_plus_for_is_fine_with_one(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "python -m verl.trainer.main_ppo +actor_rollout_ref.rollout.repetition_penalty=1.1", encoding="utf-8"
+    )
+    assert not severities(examine(subject_of(verl=path)), "verl-keys")
+
+
+@pytest.mark.parametrize("script", ["verl_cpu.sh", "verl_qwen2_7b.sh"])
+def test_the_keys_of_verl_behind_a_gateway_are_known(script: str) -> None:
+    findings = examine(subject_of(verl=EXAMPLES / script))
+    assert not severities(findings, "verl-keys")
+
+
+def test_the_trainers_prompt_batch_is_trls_formula(tmp_path: Path) -> None:
+    found = trl(tmp_path, processes=4, per_device_train_batch_size=8, gradient_accumulation_steps=16, num_generations=8)
+    (batch,) = [one for one in found if one.rule == "trl-prompt-batch"]
+    assert batch.message.startswith("64 prompts x 8 samples")
+
+
+def test_a_trainer_that_asks_another_port_than_the_gateways_hurts(tmp_path: Path) -> None:
+    asks: dict[str, Any] = {"vllm_server_base_url": "http://127.0.0.1:8000"}
+    assert severities(trl(tmp_path, with_ours=True, **asks), "trl-url") == [HURTS]
+    asks = {"vllm_server_base_url": "http://127.0.0.1:8100"}
+    assert severities(trl(tmp_path, with_ours=True, **asks), "trl-url") == []
+
+
+def test_a_colocated_trainer_beside_a_gateway_hurts(tmp_path: Path) -> None:
+    assert severities(trl(tmp_path, with_ours=True, vllm_mode="colocate"), "trl-vllm") == [HURTS]
+
+
+def test_the_load_of_a_replica_is_the_trainers_batch(tmp_path: Path) -> None:
+    gateway, trainer = tmp_path / "ours.yaml", tmp_path / "trl.yaml"
+    engine = {"kind": "vllm", "model": SEVEN_B, "num_replicas": 2, "max_num_seqs": 32, "tensor_parallel_size": 2}
+    gateway.write_text(yaml.safe_dump({"engine": engine}), encoding="utf-8")
+    trainer.write_text("{use_vllm: true, vllm_mode: server, generation_batch_size: 512}", encoding="utf-8")
+    found = examine(subject_of(config=load(gateway, (), {}), settings=explain(gateway, (), {}), trl=trainer))
+    (seqs,) = [one for one in found if one.rule == "max-num-seqs"]
+    assert seqs.severity is HURTS
+    assert "256 completions" in seqs.message
+    assert severities(found, "tensor-parallel") == [HURTS]
+
+
+def test_groups_have_findings_of_their_own_with_their_places(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(
+        f"engine:\n  model: {SEVEN_B}\n  served_model_name: p\n  enforce_eager: true\n"
+        "engines:\n  a: {}\n  b:\n    enforce_eager: false\n",
+        encoding="utf-8",
+    )
+    found = examine(subject_of(config=load(path, (), {}), settings=explain(path, (), {})))
+    told = {one.where: (one.severity, one.place) for one in found if one.rule == "cuda-graphs"}
+    assert told == {"gateway engines.a": (HURTS, f"{path}:4"), "gateway engines.b": (FINE, f"{path}:8")}
+
+
+def test_every_rule_about_files_is_tried_here() -> None:
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert [rule.id for rule in RULES if rule not in LIVE_RULES and f'"{rule.id}"' not in text] == []

@@ -1,0 +1,44 @@
+"""`rollout-gateway plan`, as a shell sees it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engines.errors import ConfigError
+from gateway.cli.main import app
+from gateway.config.load import load
+
+TINY = Path(__file__).parents[4] / "examples" / "tiny_model" / "digit-sort"
+SHORT = ("--prompt", "16:32", "--response", "16:64", "--gpu", "L4", "--gpus", "4")
+
+
+def test_it_prints_a_table_and_writes_a_configuration_that_is_ready(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    done = CliRunner().invoke(app, ["plan", "-m", str(TINY), *SHORT, "--write", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "replicas x TP" in done.stdout
+    assert "TRL on " in done.stdout
+    assert f"{file} is ready: rollout-gateway up -c {file}" in done.stderr
+    assert load(file, environ={}).engine.model == str(TINY)
+
+
+def test_json_has_every_choice_and_what_it_rests_on() -> None:
+    done = CliRunner().invoke(app, ["plan", "-m", str(TINY), *SHORT, "--json"])
+    found = json.loads(done.stdout)
+    assert {"model", "gpu", "workload", "speeds", "choices"} <= set(found)
+    assert found["choices"][0]["on_replica"]["tokens"] > 0
+
+
+def test_a_folder_without_weights_is_said_to_be_not_ready_yet(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((TINY / "config.json").read_bytes())
+    file = tmp_path / "plan.yaml"
+    done = CliRunner().invoke(app, ["plan", "-m", str(tmp_path), *SHORT, "--write", str(file)])
+    assert "is written, and not ready yet" in done.stderr
+    assert "holds no weights" in done.stderr
+
+
+def test_without_a_model_it_says_what_to_give() -> None:
+    with pytest.raises(ConfigError, match=r"give --model FOLDER, or --shape"):
+        CliRunner().invoke(app, ["plan"], catch_exceptions=False)

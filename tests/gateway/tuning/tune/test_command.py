@@ -1,0 +1,86 @@
+"""`rollout-gateway tune` with simulated engines: processes, HTTP, files."""
+
+import json
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from engines.errors import ConfigError
+from gateway.config.load import load
+from gateway.tuning.tune.command import _seconds
+from tests.rigs.shell import NearShell, Shell
+
+# Two sequences at a time take eight times the steps of sixteen; a batch of 8,192 tokens leaves no memory.
+CONFIG = """
+gateway: {port: 8123}
+engine:
+  kind: sim
+  num_replicas: 2
+  max_num_seqs: 2
+  max_num_batched_tokens: 1024
+  max_cudagraph_capture_size: 16
+  sim: {decode_step_s: 0.01, eager_step_s: 0.2, kv_tokens: 5000, kv_tokens_per_batched_token: 1}
+"""
+SMALL = (
+    "--prompts", "8", "-n", "2", "--prompt", "8", "--response", "8", "--lever", "max_num_seqs=2,16",
+    "--lever", "max_num_batched_tokens=1024,8192", "--pairs", "2", "--budget", "300s",
+)  # fmt: skip
+
+
+def tune(shell: Shell, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    (shell.folder / "sim.yaml").write_text(CONFIG)
+    return shell.run(
+        "tune", "-c", "sim.yaml", *SMALL, *arguments, f"engine.log_dir={shell.folder / 'logs'}", timeout_s=280
+    )
+
+
+@pytest.mark.load
+def test_it_ends_with_the_best_configuration_and_its_evidence(tmp_path: Path) -> None:
+    done = tune(Shell(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "take max_num_seqs=16" in done.stdout
+    assert "of the start's tokens/s, too far ahead for pairs to tell more" in done.stdout
+    assert "leaves no memory for a KV cache" in done.stderr, "a setting that does not start is a finding"
+    assert "failed" in done.stdout
+
+    best = load(tmp_path / "tune" / "best.yaml", environ={})
+    assert (best.engine.max_num_seqs, best.engine.num_replicas, best.gateway.port) == (16, 2, 8123)
+
+    page = (tmp_path / "tune" / "report.html").read_text()
+    svg = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    assert len(svg.findall("rect")) >= 2
+    assert "http" not in page, "nothing from elsewhere"
+
+    again = tune(Shell(tmp_path), "--json")
+    found = json.loads(again.stdout)
+    assert found["changes"]["max_num_seqs"] == 16
+    assert "goes on with" in again.stderr
+    assert "tokens/s" not in again.stderr, "nothing is measured twice"
+
+
+def test_a_journal_of_another_workload_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tune").mkdir()
+    (tmp_path / "tune" / "journal.jsonl").write_text(json.dumps({"subject": {"workload": "other"}}) + "\n")
+    done = tune(NearShell(tmp_path))
+    assert done.returncode == 1
+    assert "it was begun with another engine, levers, workload; give another --out folder" in done.stderr
+
+
+@pytest.mark.load
+def test_sequences_that_the_engine_does_not_hold_are_refused(tmp_path: Path) -> None:
+    done = tune(Shell(tmp_path), "--engine.max_model_len=12")
+    assert done.returncode == 1
+    assert "the workload has sequences of 16 tokens, and the engine's max_model_len is 12" in done.stderr
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("45m", 2700), ("1.5h", 5400)])
+def test_budgets_have_units(text: str, seconds: float) -> None:
+    assert _seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0s", "-3m", "3d"])
+def test_a_budget_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--budget"):
+        _seconds(text)

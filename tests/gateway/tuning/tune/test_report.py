@@ -1,0 +1,79 @@
+"""What `tune` writes: the configuration it was given, with the best setting in it."""
+
+from pathlib import Path
+
+import pytest
+
+from engines.config import EngineConfig
+from engines.errors import ConfigError
+from engines.types import EngineKind
+from gateway.config.load import load
+from gateway.tuning.tune.levers import Setting
+from gateway.tuning.tune.report import as_json, configuration, page, replicas_for
+from gateway.tuning.tune.search import Outcome, Record
+
+TINY_CPU = Path(__file__).parents[4] / "examples" / "tiny-cpu.yaml"
+START = Setting((("max_num_seqs", 64),))
+BEST = Setting((("max_num_seqs", 128),))
+
+
+def outcome(best: Setting = BEST, start: Setting = START) -> Outcome:
+    records = {
+        start: Record([10.0, 12.0]),
+        best: Record([20.0]),
+        Setting((("max_num_seqs", 9),)): Record(failure="<no>"),
+    }
+    return Outcome(
+        start=start, best=best, fastest=best, pairs=[(10.0, 20.0)], against=[(25.0, 20.0)],
+        reason="2.000 of the start's tokens/s", records=records, spent_s=5.0, settings=3,
+    )  # fmt: skip
+
+
+def written(folder: Path, file: Path, overrides: tuple[str, ...] = (), group: str = "engine") -> Path:
+    config = load(file, overrides, environ={})
+    (folder / "best.yaml").write_text(configuration(config, group, file, overrides, outcome()))
+    return folder / "best.yaml"
+
+
+def test_a_serve_document_becomes_a_plain_file_that_finds_its_model(tmp_path: Path) -> None:
+    engine = load(written(tmp_path, TINY_CPU), environ={}).engine
+    assert engine.max_num_seqs == 128
+    assert engine.num_replicas == 2
+    assert Path(engine.model).is_absolute()
+
+
+def test_arguments_of_the_command_line_are_kept(tmp_path: Path) -> None:
+    found = load(written(tmp_path, TINY_CPU, ("gateway.port=8222", "engine.num_replicas=3")), environ={})
+    assert (found.gateway.port, found.engine.num_replicas, found.engine.max_num_seqs) == (8222, 3, 128)
+
+
+def test_of_several_groups_the_one_that_was_tuned_is_changed(tmp_path: Path) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text(
+        "engine: {kind: sim}\nengines:\n  a: {max_num_seqs: 64}\n  b: {frozen: true, served_model_name: judge}\n"
+    )
+    groups = load(written(tmp_path, file, group="a"), environ={}).engines
+    assert (groups["a"].max_num_seqs, groups["b"].max_num_seqs) == (128, 256)
+
+
+def test_replicas_follow_the_tensor_parallel_size() -> None:
+    four = EngineConfig(kind=EngineKind.SIM, num_replicas=4)
+    assert replicas_for(four, four.model_copy(update={"tensor_parallel_size": 2})) == 2
+    with pytest.raises(ConfigError, match="tensor_parallel_size = 8: 4 GPUs of 4 replicas cannot be dealt out"):
+        replicas_for(four, four.model_copy(update={"tensor_parallel_size": 8}))
+
+
+def test_the_page_shows_decision_runs_and_failures_and_escapes_what_engines_say() -> None:
+    made = page(outcome(), "64 prompts", "engine: {}")
+    assert "<h1>Take max_num_seqs=128</h1>" in made
+    assert made.count("<circle") == 3
+    assert "&lt;no&gt;" in made
+    assert "failed" in made
+
+
+def test_what_the_best_was_held_against_is_told() -> None:
+    found = as_json(outcome())
+    assert (found["against"], found["against_ratios"]) == ([{"known": 25.0, "best": 20.0}], [0.8])
+    made = page(outcome(), "64 prompts", "engine: {}")
+    assert "0.800 of what it was held against, in the same runs" in made
+    assert "<th>held against<th>best<th>ratio" in made

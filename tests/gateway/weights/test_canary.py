@@ -1,0 +1,237 @@
+"""The canary over a fleet of simulated engines: who is fenced, what the trainer is told, what is delivered."""
+
+import asyncio
+
+import pytest
+
+from engines.errors import EngineRefused
+from engines.sim.model import SimModel, read, weights_key
+from gateway.weights.canary import canary_token_ids
+from tests.rigs.rig import Json, Rig, StartRig
+
+STALE = {"corrupt_after": 1}
+GARBAGE = {"corrupt_after": 1, "corrupt": "garbage"}
+QUORUM = {"policy": "quorum"}
+
+
+async def finished(rig: Rig, body: Json | None = None) -> tuple[int, Json]:
+    """An update up to its end, which may fail."""
+    await rig.post("/start_weight_update", {})
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    return await rig.post("/finish_weight_update", body or {})
+
+
+async def replicas(rig: Rig) -> dict[str, Json]:
+    _, status = await rig.get("/status")
+    return {replica["replica_id"]: replica for replica in status["replicas"]}
+
+
+async def test_healthy_replicas_pass_update_after_update(rig: Rig) -> None:
+    await rig.open_group()
+    for version in (1, 2, 3):
+        assert (await finished(rig))[1]["weight_version"] == version
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+
+
+@pytest.mark.parametrize("odd", [STALE, GARBAGE])
+async def test_under_policy_all_one_wrong_replica_aborts_the_update_and_is_named(
+    start_rig: StartRig, odd: Json
+) -> None:
+    rig = await start_rig(3, odd={"engine-1": odd})
+    await rig.open_group()
+    assert (await finished(rig))[0] == 200
+    status, reply = await finished(rig)
+    assert status == 424
+    assert "replica engine-1: " in reply["error"]["message"]
+    assert "tolerance" in reply["error"]["message"]
+    assert (await rig.get("/status"))[1]["weight_version"] == 1
+    assert "SERVING" not in (await rig.states()).values()
+
+
+@pytest.mark.parametrize("odd", [STALE, GARBAGE])
+async def test_under_a_quorum_the_wrong_replica_is_fenced_and_the_rest_serves(start_rig: StartRig, odd: Json) -> None:
+    rig = await start_rig(3, odd={"engine-1": odd}, weights=QUORUM)
+    await rig.open_group()
+    await finished(rig)
+    assert (await finished(rig))[1]["weight_version"] == 2
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SYNCING", "engine-2": "SERVING"}
+    reason = (await replicas(rig))["engine-1"]["reason"]
+    assert "fenced at version 2" in reason
+    assert "tolerance" in reason
+    reply = await rig.complete([[5]] * 8)
+    assert {span["version"] for choice in reply["choices"] for span in choice["weight_versions"]} == {2}
+    assert (await replicas(rig))["engine-1"]["samples_placed"] == 0
+
+
+async def test_too_few_that_pass_are_no_quorum(start_rig: StartRig) -> None:
+    odd = {"engine-1": STALE, "engine-2": STALE}
+    rig = await start_rig(3, odd=odd, weights={"policy": "quorum", "quorum": 0.9})
+    await rig.open_group()
+    await finished(rig)
+    assert (await finished(rig))[0] == 424
+
+
+async def test_of_two_replicas_the_one_that_did_not_move_is_fenced(start_rig: StartRig) -> None:
+    rig = await start_rig(2, odd={"engine-0": STALE}, weights=QUORUM)
+    await rig.open_group()
+    await finished(rig)
+    await finished(rig)
+    assert await rig.states() == {"engine-0": "SYNCING", "engine-1": "SERVING"}
+    assert "previous version" in (await replicas(rig))["engine-0"]["reason"]
+
+
+async def test_the_reason_of_a_fence_outlives_a_late_probe(start_rig: StartRig) -> None:
+    rig = await start_rig(2, odd={"engine-0": STALE}, weights=QUORUM)
+    await rig.open_group()
+    await finished(rig)
+    await finished(rig)
+    rig.fleet.suspect(rig.fleet.replicas[0], "a probe came late")
+    await rig.until({"engine-0": "SYNCING", "engine-1": "SERVING"})
+    assert "fenced at version 2" in (await replicas(rig))["engine-0"]["reason"]
+
+
+async def test_a_fenced_replica_that_takes_a_later_update_serves_again(start_rig: StartRig) -> None:
+    rig = await start_rig(3, odd={"engine-1": STALE}, weights=QUORUM)
+    await rig.open_group()
+    await finished(rig)
+    await finished(rig)
+    rig.replicas[1].heal()
+    await finished(rig)
+    assert set((await rig.states()).values()) == {"SERVING"}
+
+
+async def test_rounding_noise_fails_nobody_and_hides_no_stale_replica(start_rig: StartRig) -> None:
+    sim = {"logprob_noise": 0.1, "decode_step_s": 0.005}
+    rig = await start_rig(3, sim=sim, odd={"engine-1": {"corrupt_after": 2}}, weights=QUORUM)
+    await rig.open_group()
+    await finished(rig)
+    await finished(rig)
+    assert set((await rig.states()).values()) == {"SERVING"}
+    await finished(rig)
+    assert (await rig.states())["engine-1"] == "SYNCING"
+
+
+async def test_a_replica_that_does_not_answer_the_canary_in_time_fails(start_rig: StartRig) -> None:
+    slow = {"prefill_tokens_per_s": 20.0}
+    rig = await start_rig(2, odd={"engine-1": slow}, weights=QUORUM | {"canary": {"timeout_s": 0.5}})
+    await rig.open_group()
+    assert (await finished(rig))[0] == 200
+    assert (await rig.states())["engine-1"] == "SYNCING"
+    assert "weights.canary.timeout_s" in (await replicas(rig))["engine-1"]["reason"]
+
+
+async def test_a_replica_that_dies_before_the_canary_holds_nobody_up(rig: Rig) -> None:
+    await rig.open_group()
+    engine = rig.fleet.replicas[1].engine
+    finish = engine.finish_weight_update
+
+    async def finish_and_die(version: int, timeout_s: float) -> None:
+        await finish(version, timeout_s)
+        await rig.replicas[1].kill()
+
+    engine.finish_weight_update = finish_and_die  # type: ignore[method-assign]
+    assert (await finished(rig))[1].get("weight_version") == 1
+    assert (await rig.states())["engine-0"] == "SERVING"
+    await rig.complete([[5]])
+
+
+async def test_a_canary_that_an_engine_refuses_leaves_it_unverified_and_serving(rig: Rig) -> None:
+    await rig.open_group()
+    engine = rig.fleet.replicas[1].engine
+
+    async def refuse(path: str, body: Json, timeout_s: float) -> Json:
+        raise EngineRefused("no prompt_logprobs here", status=400, body={}, replica_id="engine-1")
+
+    generate, engine.generate = engine.generate, refuse  # type: ignore[method-assign]
+    assert (await finished(rig))[0] == 200
+    engine.generate = generate  # type: ignore[method-assign]
+    assert set((await rig.states()).values()) == {"SERVING"}
+
+
+async def test_without_the_canary_nobody_is_asked(start_rig: StartRig) -> None:
+    rig = await start_rig(2, odd={"engine-1": STALE}, weights={"canary": {"enabled": False}})
+    await rig.open_group()
+    await finished(rig)
+    assert (await finished(rig))[0] == 200
+    assert set((await rig.states()).values()) == {"SERVING"}
+
+
+async def test_an_update_under_a_pause_is_verified_and_the_pause_goes_on(start_rig: StartRig) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.01}, odd={"engine-1": STALE}, weights=QUORUM)
+    await rig.open_group()
+    await finished(rig)
+    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    await rig.post("/pause?mode=keep")
+    assert (await finished(rig))[1]["weight_version"] == 2
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SYNCING"}
+    await asyncio.sleep(0.1)
+    assert not running.done()
+    rig.hurry()
+    await rig.post("/resume")
+    choices = (await running)["choices"]
+    assert [len(choice["token_ids"]) for choice in choices] == [100, 100]
+    versions = [[span["version"] for span in choice["weight_versions"]] for choice in choices]
+    assert sorted(versions) == [[1, 2], [2]]  # what the fenced replica had begun was made anew by the other
+
+
+async def test_nothing_of_an_aborted_update_is_delivered(start_rig: StartRig) -> None:
+    rig = await start_rig(1, sim={"decode_step_s": 0.01}, gateway={"queue_timeout_s": 0.5})
+    await rig.open_group()
+    body = {"model": "sim", "prompt": [5], "max_tokens": 60, "ignore_eos": True}
+    running = asyncio.create_task(rig.post("/v1/completions", body))
+    await asyncio.sleep(0.2)
+    await rig.post("/pause?mode=keep")
+    await rig.post("/start_weight_update", {})
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    await rig.post("/init_weight_transfer_engine", {"init_info": {"world_size": 2, "rank_offset": 1}})
+    rig.hurry()
+    await rig.post("/resume")
+    status, reply = await running
+    assert status == 200, reply
+    assert reply["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": 60}]
+
+
+async def test_a_trainer_that_sends_its_log_probs_has_them_compared(rig: Rig) -> None:
+    await rig.open_group()
+    token_ids = (await rig.get("/v1/weight_canary"))[1]["token_ids"]
+    assert len(token_ids) == 64
+    logprobs = [-1.0] * (len(token_ids) - 1)
+    assert (await finished(rig, {"canary_logprobs": logprobs}))[0] == 200
+    moved = [value - 5 for value in logprobs]
+    status, reply = await finished(rig, {"canary_logprobs": moved})
+    assert status == 424
+    assert "as the trainer's" in reply["error"]["message"]
+
+
+async def test_an_update_that_was_aborted_is_nothing_to_compare_the_next_with(rig: Rig) -> None:
+    await rig.open_group()
+    model, token_ids = SimModel.of(rig.sim), (await rig.get("/v1/weight_canary"))[1]["token_ids"]
+
+    def logprobs(version: str) -> list[float]:
+        contexts = [read(token_ids[:end]) for end in range(1, len(token_ids))]
+        key = weights_key(version)
+        return [model.logprob(c, t, key) for c, t in zip(contexts, token_ids[1:], strict=True)]
+
+    assert (await finished(rig, {"canary_logprobs": logprobs("1")}))[0] == 200
+    wrong = [-value for value in logprobs("1")]
+    status, reply = await finished(rig, {"canary_logprobs": wrong})
+    assert (status, "as the trainer's" in reply["error"]["message"]) == (424, True)
+    assert (await finished(rig, {"canary_logprobs": logprobs("2")}))[1].get("weight_version") == 2
+    assert set((await rig.states()).values()) == {"SERVING"}
+
+
+@pytest.mark.parametrize("wrong", ["x", [1.0], [None] * 63, ["1"] * 63])
+async def test_log_probs_that_are_not_of_the_canary_are_refused_and_may_be_sent_again(rig: Rig, wrong: object) -> None:
+    await rig.open_group()
+    status, reply = await finished(rig, {"canary_logprobs": wrong})
+    assert (status, reply["error"]["param"]) == (400, "canary_logprobs")
+    assert (await rig.post("/finish_weight_update", {}))[1]["weight_version"] == 1
+
+
+async def test_the_sequence_is_the_same_each_time_and_inside_every_vocabulary(rig: Rig) -> None:
+    infos = [replica.info for replica in rig.replicas]
+    token_ids = canary_token_ids(infos, 64)
+    assert token_ids == canary_token_ids(infos[::-1], 64)
+    assert all(0 <= token_id < 96 for token_id in token_ids)
+    assert len(canary_token_ids(infos, 4096)) == infos[0].max_model_len - 1  # type: ignore[operator]

@@ -1,0 +1,493 @@
+"""Versions that survive: what replicas serve after deaths, damage, full disks and restarts, with a weight store."""
+
+import asyncio
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from engines.clients.vllm_engine import VllmEngine
+from engines.engine import ReceiptCopy
+from engines.sim.server import SimServer
+from engines.sim.worker import SimWorker
+from engines.store.manifest import Manifest, check_bytes
+from engines.store.weight_store import WeightStore, remove_folder
+from gateway.fleet.replica import Replica
+from gateway.weights.canary import Canary
+from gateway.weights.catch_up import CatchUp
+from gateway.weights.verdicts import Finding
+from tests.rigs.rig import Json, Rig, SimReplica, StartRig
+
+BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
+TENSORS = {"tensors": {"w": [4, 4], "b": [4]}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def start(start_rig: StartRig, folder: Path) -> Callable[..., object]:
+    """Starts rigs of two replicas that keep their versions in one folder."""
+
+    async def start(replicas: list[SimReplica] | None = None, **weights: object) -> Rig:
+        return await start_rig(2, sim=TENSORS, replicas=replicas, weights={"store": str(folder), **weights})
+
+    return start
+
+
+@pytest.fixture
+async def kept(start: StartRig) -> Rig:
+    """A rig whose fleet is at version 1, which the store keeps."""
+    rig = await start()
+    await rig.open_group()
+    await rig.update()
+    await until_kept(rig, [1])
+    return rig
+
+
+async def until_kept(rig: Rig, versions: list[int]) -> None:
+    async with asyncio.timeout(20):
+        while (await rig.get("/status"))[1]["weight_store"]["versions"] != versions:
+            await asyncio.sleep(0.02)
+
+
+def folders(store: Path) -> set[str]:
+    return {path.name for path in store.iterdir() if path.is_dir()}
+
+
+async def greedy(rig: Rig) -> set[tuple[int, ...]]:
+    """What the fleet says to one prompt, asked so often that every replica is."""
+    reply = await rig.complete([[4, 5, 6]] * 8, temperature=0)
+    return {tuple(choice["token_ids"]) for choice in reply["choices"]}
+
+
+async def served_versions(rig: Rig) -> set[int]:
+    reply = await rig.complete([[4, 5, 6]] * 8)
+    return {span["version"] for choice in reply["choices"] for span in choice["weight_versions"]}
+
+
+async def begun(rig: Rig) -> None:
+    await rig.open_group()
+    assert (await rig.post("/start_weight_update", {}))[0] == 200
+
+
+async def test_a_version_is_kept_as_a_checkpoint_folder(kept: Rig, folder: Path) -> None:
+    manifest = check_bytes(folder / "v1")
+    assert (manifest.version, manifest.model) == (1, "sim")
+    assert {name: tensor.shape for name, tensor in manifest.tensors.items()} == TENSORS["tensors"]
+    assert (await kept.get("/status"))[1]["weight_store"] == {"folder": str(folder), "versions": [1], "reason": ""}
+
+
+async def test_a_replica_on_another_node_writes_no_version_down(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, writers = await start(), []
+    first, second = rig.fleet.replicas
+    first.info = replace(first.info, key="its forwarder's")
+    opened = VllmEngine.open_receipt
+
+    async def open_receipt(self: VllmEngine, copy: ReceiptCopy | None, timeout_s: float) -> None:
+        writers.extend([self.replica_id] if copy else [])
+        await opened(self, copy, timeout_s)
+
+    monkeypatch.setattr(VllmEngine, "open_receipt", open_receipt)
+    await rig.open_group()
+    await rig.update()
+    assert writers == [second.replica_id]
+
+
+async def test_the_last_two_versions_are_kept(kept: Rig, folder: Path) -> None:
+    for version in (2, 3, 4):
+        await kept.update()
+        await until_kept(kept, [version - 1, version])
+    assert folders(folder) == {"v3", "v4"}
+
+
+async def test_a_replica_that_comes_back_serves_the_current_version_without_an_update(kept: Rig) -> None:
+    said = await greedy(kept)
+    await kept.replicas[0].kill()
+    await kept.add_replica("engine-0")
+    await kept.until(BOTH_SERVE)
+    assert await greedy(kept) == said
+    assert await served_versions(kept) == {1}
+
+
+async def test_a_replica_that_joins_late_serves_the_current_version(kept: Rig) -> None:
+    await kept.add_replica("engine-2")
+    await kept.until(BOTH_SERVE | {"engine-2": "SERVING"})
+    assert len(await greedy(kept)) == 1
+
+
+async def test_a_replica_killed_before_the_transfer_costs_the_update_and_nothing_else(kept: Rig) -> None:
+    said = await greedy(kept)
+    await kept.replicas[0].kill()
+    async with asyncio.timeout(5):
+        while (await kept.states()).get("engine-0") == "SERVING":
+            await asyncio.sleep(0.02)
+    status, reply = await kept.post("/start_weight_update", {})
+    assert status == 424
+    assert "engine-0" in reply["error"]["message"]
+    await kept.add_replica("engine-0")
+    await kept.until(BOTH_SERVE)
+    assert await greedy(kept) == said
+
+
+async def test_a_replica_killed_in_the_transfer_leaves_the_fleet_at_the_version_before(kept: Rig) -> None:
+    said = await greedy(kept)
+    await begun(kept)
+    await kept.replicas[0].kill()
+    status, reply = await kept.post("/update_weights", {"update_info": kept.tensors})
+    assert status == 424
+    assert "engine-0" in reply["error"]["message"]
+    async with asyncio.timeout(5):
+        while (await kept.states())["engine-1"] != "SERVING":
+            await asyncio.sleep(0.02)
+    assert await greedy(kept) == said
+    await kept.add_replica("engine-0")
+    await kept.until(BOTH_SERVE)
+    assert await greedy(kept) == said
+    await kept.open_group()
+    await kept.update()
+    assert await served_versions(kept) == {2}
+
+
+async def test_a_replica_killed_after_the_transfer_leaves_the_fleet_at_the_version_before(kept: Rig) -> None:
+    said = await greedy(kept)
+    await begun(kept)
+    await kept.post("/update_weights", {"update_info": kept.tensors})
+    await kept.replicas[1].kill()
+    status, reply = await kept.post("/finish_weight_update", {})
+    assert status == 424
+    assert "engine-1" in reply["error"]["message"]
+    await kept.add_replica("engine-1")
+    await kept.until(BOTH_SERVE)
+    assert await greedy(kept) == said
+    assert await served_versions(kept) == {1}
+
+
+@pytest.mark.parametrize("call", ["update_weights", "finish_weight_update"])
+async def test_an_update_ends_at_the_first_call_after_a_replica_was_lost(kept: Rig, call: str) -> None:
+    said = await greedy(kept)
+    await begun(kept)
+    await kept.post("/update_weights", {"update_info": kept.tensors})
+    await kept.replicas[1].kill()
+    async with asyncio.timeout(5):
+        while "engine-1" in await kept.states():
+            await asyncio.sleep(0.02)
+    status, reply = await kept.post(f"/{call}", {"update_info": kept.tensors})
+    assert status == 424
+    assert "replica engine-1 left it" in reply["error"]["message"]
+    await kept.add_replica("engine-1")
+    await kept.until(BOTH_SERVE)
+    assert await greedy(kept) == said
+    await kept.open_group()
+    await kept.update()
+    assert await served_versions(kept) == {2}
+
+
+async def test_a_trainer_that_dies_in_the_middle_leaves_the_fleet_at_the_version_before(start: StartRig) -> None:
+    rig = await start(idle_timeout_s=0.4)
+    await rig.open_group()
+    await rig.update()
+    await until_kept(rig, [1])
+    said = await greedy(rig)
+    await begun(rig)
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    await rig.until(BOTH_SERVE)
+    assert await greedy(rig) == said
+    await rig.open_group()
+    await rig.update()
+    assert await served_versions(rig) == {2}
+
+
+async def test_a_tensor_damaged_on_its_way_is_named_with_its_replica_and_nobody_serves_it(start_rig: StartRig) -> None:
+    rig = await start_rig(3, sim=TENSORS)
+    said = await greedy(rig)
+    await begun(rig)
+    rig.replicas[1].damage("b")
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    status, reply = await rig.post("/finish_weight_update", {})
+    assert status == 424
+    assert "tensor 'b' did not arrive alike: replica engine-1 (xxh3_128:" in reply["error"]["message"]
+    await rig.until(dict.fromkeys(("engine-0", "engine-1", "engine-2"), "SERVING"))
+    assert await greedy(rig) == said
+    assert await served_versions(rig) == {0}
+
+
+async def test_of_two_replicas_that_differ_both_are_named(rig: Rig) -> None:
+    await begun(rig)
+    rig.replicas[0].damage("weight")
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    status, reply = await rig.post("/finish_weight_update", {})
+    assert status == 424
+    assert "engine-0 (" in reply["error"]["message"]
+    assert "engine-1 (" in reply["error"]["message"]
+
+
+async def test_tensors_of_wrong_shape_leave_the_version_and_the_store_alone(kept: Rig, folder: Path) -> None:
+    said = await greedy(kept)
+    await begun(kept)
+    status, _ = await kept.post("/update_weights", {"update_info": kept.tensors | {"shapes": [[9, 9], [4]]}})
+    assert status == 400
+    assert await greedy(kept) == said
+    assert folders(folder) == {"v1"}
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The store's disk, whose free bytes can be set."""
+    usage = SimpleNamespace(free=1 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    return usage
+
+
+async def test_a_full_disk_costs_the_snapshot_and_neither_the_update_nor_a_file(
+    kept: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch, disk: SimpleNamespace
+) -> None:
+    monkeypatch.setattr(WeightStore, "has_room_for", lambda *_: True)  # it filled up since
+    disk.free = 10
+    await kept.update()
+    assert await served_versions(kept) == {2}
+    async with asyncio.timeout(5):
+        while any(name.startswith("draft-") for name in folders(folder)):
+            await asyncio.sleep(0.02)
+    assert folders(folder) == {"v1"}
+    disk.free = 1 << 30
+    await kept.update()
+    await until_kept(kept, [3])
+
+
+async def test_a_store_without_room_is_said_once_in_status_and_the_fleet_goes_on(
+    start: StartRig, folder: Path, disk: SimpleNamespace
+) -> None:
+    rig = await start()
+    disk.free = 10
+    await rig.open_group()
+    await rig.update()
+    assert await served_versions(rig) == {1}
+    store = (await rig.get("/status"))[1]["weight_store"]
+    assert store["versions"] == []
+    assert "has no room for 2 copies" in store["reason"]
+    assert "weights.store" in store["reason"]
+
+
+async def test_a_replica_that_comes_back_without_a_kept_version_says_what_it_waits_for(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    await rig.replicas[0].kill()
+    await rig.add_replica("engine-0")
+    await rig.until({"engine-0": "SYNCING", "engine-1": "SERVING"})
+    await asyncio.sleep(0.1)
+    (replica, _) = (await rig.get("/status"))[1]["replicas"]
+    assert "waits for the next update" in replica["reason"]
+    assert "weights.store is null" in replica["reason"]
+    await rig.open_group()
+    await rig.update()
+    await rig.until(BOTH_SERVE)
+
+
+async def moved(rig: Rig, start: StartRig) -> Rig:
+    """A new gateway over the replicas of another, which is gone."""
+    await rig.stop_gateway()
+    return await start(rig.replicas)
+
+
+async def test_a_gateway_started_anew_serves_and_hands_out_the_version_of_its_engines(
+    kept: Rig, start: StartRig
+) -> None:
+    said = await greedy(kept)
+    again = await moved(kept, start)
+    await again.until(BOTH_SERVE)
+    assert await greedy(again) == said
+    await again.replicas[0].kill()
+    await again.add_replica("engine-0")
+    await again.until(BOTH_SERVE)
+    assert await greedy(again) == said
+    assert await served_versions(again) == {1}
+
+
+async def test_a_gateway_that_dies_in_the_middle_of_an_update_leaves_no_mixture_that_serves(
+    kept: Rig, start: StartRig, folder: Path
+) -> None:
+    said = await greedy(kept)
+    await begun(kept)
+    await kept.post("/update_weights", {"update_info": kept.tensors})
+    again = await moved(kept, start)
+    await again.until(BOTH_SERVE)
+    assert await greedy(again) == said
+    assert await served_versions(again) == {1}
+    assert folders(folder) == {"v1"}
+    await again.open_group()
+    await again.update()
+    assert await served_versions(again) == {2}
+
+
+async def test_versions_of_a_run_before_are_not_handed_out(kept: Rig, start_rig: StartRig, folder: Path) -> None:
+    await kept.update()
+    await until_kept(kept, [1, 2])
+    await kept.stop()
+    rig = await start_rig(2, sim=TENSORS, weights={"store": str(folder)})
+    assert (await rig.get("/status"))[1]["weight_store"]["versions"] == []
+    assert await served_versions(rig) == {0}
+    await rig.open_group()
+    await rig.update()
+    await until_kept(rig, [1])
+    assert not (folder / "v2").exists()
+    assert Manifest.read(folder / "v1").version == 1
+
+
+@pytest.fixture
+async def held(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[threading.Event]:
+    """Nothing is removed from the store before it is set."""
+
+    def remove(folder: Path) -> None:
+        assert event.wait(20)
+        remove_folder(folder)
+
+    event = threading.Event()
+    monkeypatch.setattr("gateway.weights.snapshots.remove_folder", remove)
+    yield event
+    event.set()
+
+
+async def refused(rig: Rig) -> int:
+    """The status of an update that the canary takes for another one than the trainer's."""
+    told = [-1.0] * 63
+    for logprobs in (told, [-9.0] * 63):
+        await rig.post("/start_weight_update", {})
+        await rig.post("/update_weights", {"update_info": rig.tensors})
+        status, _ = await rig.post("/finish_weight_update", {"canary_logprobs": logprobs})
+    return status
+
+
+async def test_after_a_refusal_the_version_before_serves_before_the_refused_one_is_removed(
+    kept: Rig, folder: Path, held: threading.Event
+) -> None:
+    assert await refused(kept) == 424
+    await kept.until(BOTH_SERVE)
+    assert await served_versions(kept) == {2}
+    assert {name.partition("gone-")[0] for name in folders(folder)} == {"v2", "draft-"}
+    asked = asyncio.create_task(kept.get("/v1/weight_store"))
+    assert not (await asyncio.wait([asked], timeout=0.2))[0]  # a trainer that writes next may need the room
+    held.set()
+    assert (await asked)[0] == 200
+    assert folders(folder) == {"v2"}
+
+
+async def test_the_next_version_is_written_once_the_refused_one_has_made_room(kept: Rig, held: threading.Event) -> None:
+    assert await refused(kept) == 424
+    await kept.until(BOTH_SERVE)
+    await kept.post("/start_weight_update", {})
+    asked = asyncio.create_task(kept.post("/update_weights", {"update_info": kept.tensors}))
+    assert not (await asyncio.wait([asked], timeout=0.2))[0]
+    held.set()
+    assert (await asked)[0] == 200
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Lengths of the prompts that replicas score when they are brought back, by their ids."""
+
+    async def admit(canary: Canary, replica: Replica, version: int) -> Finding:
+        lengths[replica.replica_id] = []
+        return await admitted(canary, replica, version)
+
+    async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        if replica.replica_id in lengths:
+            lengths[replica.replica_id].append(len(token_ids))
+        return await scored(canary, replica, token_ids)
+
+    lengths: dict[str, list[int]] = {}
+    admitted, scored = Canary.admit, Canary._score
+    monkeypatch.setattr(Canary, "admit", admit)
+    monkeypatch.setattr(Canary, "_score", score)
+    return lengths
+
+
+async def test_a_replica_that_says_again_what_it_said_at_the_version_is_asked_once(
+    kept: Rig, asked: dict[str, list[int]]
+) -> None:
+    assert await refused(kept) == 424
+    await kept.until(BOTH_SERVE)
+    assert asked == {"engine-0": [64], "engine-1": [64]}
+
+
+async def test_the_noise_of_a_replica_is_measured_that_says_something_else_by_a_hair(
+    kept: Rig, asked: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        return tuple(value + 1e-7 * bool(asked) for value in await scored(canary, replica, token_ids))
+
+    scored = Canary._score
+    monkeypatch.setattr(Canary, "_score", score)
+    assert await refused(kept) == 424
+    await kept.until(BOTH_SERVE)
+    assert [sorted(lengths) for lengths in asked.values()] == [[16, 21, 32, 64, 64]] * 2
+
+
+async def test_a_replica_that_fails_the_canary_is_mended_from_the_store(start_rig: StartRig, folder: Path) -> None:
+    weights: Json = {"store": str(folder), "policy": "quorum"}
+    rig = await start_rig(3, sim=TENSORS, odd={"engine-1": {"corrupt_after": 1}}, weights=weights)
+    await rig.open_group()
+    await rig.update()
+    await until_kept(rig, [1])
+    await rig.update()
+    await rig.until(dict.fromkeys(("engine-0", "engine-1", "engine-2"), "SERVING"))
+    assert len(await greedy(rig)) == 1
+    assert await served_versions(rig) == {2}
+
+
+@pytest.fixture
+def mute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines as vLLM 0.26: they have no word for the version of their weights."""
+
+    async def unknown(*_: object) -> None:
+        raise web.HTTPNotFound
+
+    monkeypatch.setattr(SimServer, "weight_info", unknown)
+    monkeypatch.setattr(SimServer, "update_weight_version", unknown)
+
+
+@pytest.mark.usefixtures("mute")
+async def test_a_gateway_started_anew_knows_from_the_store_what_engines_hold_that_cannot_say(
+    kept: Rig, start: StartRig
+) -> None:
+    said = await greedy(kept)
+    again = await moved(kept, start)
+    await again.until(BOTH_SERVE)
+    assert (await again.get("/status"))[1]["weight_version"] == 1
+    assert await greedy(again) == said
+    assert await served_versions(again) == {1}
+
+
+@pytest.mark.usefixtures("mute")
+async def test_an_engine_that_cannot_say_is_not_believed_after_an_update_that_broke_off(
+    kept: Rig, start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await begun(kept)
+    await kept.post("/update_weights", {"update_info": kept.tensors})
+    loads: list[str] = []
+    monkeypatch.setattr(SimWorker, "_load", lambda _, path: loads.append(path))
+    monkeypatch.setattr(CatchUp, "restore", lambda *_, **__: None)  # the gateway dies without a word
+    again = await moved(kept, start)
+    await again.until(BOTH_SERVE)
+    assert [Path(path).name for path in loads] == ["v1", "v1"]
+    assert again.fleet.version == 1
+
+
+@pytest.mark.usefixtures("mute")
+async def test_an_engine_started_anew_that_cannot_say_is_at_the_checkpoint(kept: Rig, start: StartRig) -> None:
+    await kept.stop_gateway()
+    for index in (0, 1):
+        await kept.replicas[0].kill()
+        await kept.add_replica(f"engine-{index}")
+    again = await start(kept.replicas)
+    await again.until(BOTH_SERVE)
+    assert await served_versions(again) == {0}

@@ -1,0 +1,456 @@
+"""Weight updates over a fleet: the order of calls, what each wrong call answers, and what is served after a failure."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from engines.errors import EngineFailed
+from engines.types import Dialect
+from gateway.weights import catch_up
+from tests.rigs.rig import Json, Rig, StartRig
+
+# TRL replays these without looking, so no weight call may answer with one of them.
+REPLAYED = {500, 502, 503}
+
+
+async def test_after_an_update_every_replica_serves_the_next_version(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    await rig.update()
+    _, status = await rig.get("/status")
+    assert status["weight_version"] == 2
+    assert [(r["state"], r["weight_version"]) for r in status["replicas"]] == [("SERVING", 2)] * 2
+
+
+async def test_an_update_changes_the_tokens_of_every_replica_alike(rig: Rig) -> None:
+    prompts = [[4, 5, 6]] * 2
+    before = await rig.complete(prompts, temperature=0)
+    await rig.open_group()
+    await rig.update()
+    after = await rig.complete(prompts, temperature=0)
+    old, new = ({tuple(choice["token_ids"]) for choice in reply["choices"]} for reply in (before, after))
+    assert len(old) == len(new) == 1
+    assert old != new
+
+
+async def test_the_world_size_is_the_sum_over_replicas(rig: Rig) -> None:
+    assert await rig.get("/get_world_size") == (200, {"world_size": 2})
+
+
+async def test_a_group_of_another_size_than_the_fleet_is_refused(rig: Rig) -> None:
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
+    assert status == 409
+    assert "needs 3" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize("call", ["start_weight_update", "update_weights", "finish_weight_update"])
+async def test_a_weight_call_before_init_or_start_is_a_conflict(rig: Rig, call: str) -> None:
+    status, reply = await rig.post(f"/{call}", {"update_info": rig.tensors})
+    assert status == 409
+    assert "first" in reply["error"]["message"]
+    await rig.complete([[5]])
+
+
+async def test_a_second_start_names_the_first_ones_age(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    status, reply = await rig.post("/start_weight_update", {})
+    assert status == 409
+    assert "open since" in reply["error"]["message"]
+
+
+async def test_an_update_that_its_trainer_gives_up_is_over_at_once(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    await rig.post("/start_weight_update", {})
+    async with rig.client.delete(f"{rig.url}/v1/weight_updates", json={"reason": "out of memory"}) as response:
+        assert (response.status, await response.json()) == (200, {"weight_version": 1})
+    await rig.complete([[5]])
+    _, updates = await rig.get("/v1/weight_updates")
+    assert updates["weight_updates"][0]["error"] == "the trainer gave it up: out of memory"
+    status, reply = await rig.post("/start_weight_update", {})
+    assert (status, "no transfer group" in reply["error"]["message"]) == (409, True)
+
+
+async def test_giving_up_where_nothing_is_open_changes_nothing(rig: Rig) -> None:
+    await rig.open_group()
+    async with rig.client.delete(f"{rig.url}/v1/weight_updates") as response:
+        assert response.status == 200
+    await rig.update()
+
+
+async def test_a_trainer_on_loopback_is_no_place_for_engines_elsewhere(rig: Rig) -> None:
+    replica = rig.fleet.replicas[1]
+    replica.info = dataclasses.replace(replica.info, url="http://10.0.0.9:8000")
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3}
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
+    assert status == 409
+    assert "where replica engine-1 (http://10.0.0.9:8000) cannot find the trainer" in reply["error"]["message"]
+
+
+async def test_what_is_served_is_told_before_anything_is_sent(start_rig: StartRig) -> None:
+    rig = await start_rig(1, sim={"tensors": {"w": [4, 2], "b": [4]}})
+    _, told = await rig.get("/v1/weights")
+    tensors = [{"name": "w", "dtype": "float32", "shape": [4, 2]}, {"name": "b", "dtype": "float32", "shape": [4]}]
+    assert (told["model"], told["weight_version"], told["tensors"]) == ("sim", 0, tensors)
+    (replica,) = told["replicas"]
+    assert (replica["replica_id"], replica["kind"], replica["gpus"]) == ("engine-0", "sim", [])
+
+
+async def test_a_checkpoint_that_cannot_be_read_is_told_as_unknown(rig: Rig) -> None:
+    for replica in rig.fleet.replicas:
+        replica.info = dataclasses.replace(replica.info, tensors=None)
+    assert (await rig.get("/v1/weights"))[1]["tensors"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"names": ["nonsense"]}, "update_info.names"),
+        ({"shapes": [[9, 9]]}, "update_info.shapes"),
+        ({"names": ["weight", "more"]}, "update_info"),
+    ],
+)
+async def test_tensors_of_another_model_are_refused_before_anything_is_overwritten(
+    rig: Rig, change: Json, param: str
+) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    status, reply = await rig.post("/update_weights", {"update_info": rig.tensors | change})
+    assert (status, reply["error"]["param"]) == (400, param)
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 0
+    await rig.open_group()
+    await rig.update()
+
+
+async def test_a_finish_without_tensors_leaves_the_version(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    status, reply = await rig.post("/finish_weight_update", {})
+    assert (status, reply["weight_version"]) == (200, 0)
+    await rig.complete([[5]])
+
+
+async def test_every_reply_to_a_weight_call_is_a_non_empty_json_object(rig: Rig) -> None:
+    await rig.open_group()
+    for path, body in (
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": rig.tensors}),
+        ("/finish_weight_update", None),
+        ("/reset_prefix_cache", None),
+    ):
+        status, reply = await rig.post(path, body)
+        assert status == 200
+        assert reply
+
+
+async def test_packed_may_stand_in_either_place(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    status, reply = await rig.post("/update_weights", {"update_info": rig.tensors | {"packed": True}})
+    assert status == 200, reply
+
+
+async def test_rollouts_go_on_until_an_engine_is_touched_and_have_the_new_version_after(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 0
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    waiting = asyncio.create_task(rig.complete([[5]]))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await rig.post("/finish_weight_update", {})
+    assert (await waiting)["choices"][0]["weight_versions"][0]["version"] == 1
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+async def test_rollouts_in_flight_live_through_an_update_and_say_both_versions(
+    start_rig: StartRig, in_flight: str
+) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01}, weights={"in_flight": in_flight})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=100, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    await rig.update()
+    assert not running.done()
+    rig.hurry()
+    old, new = (await running)["choices"][0]["weight_versions"]
+    assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
+    assert 0 < old["end"] == new["start"] < 100
+    (record,) = (await rig.get("/v1/weight_updates"))[1]["weight_updates"]
+    assert record["in_flight"] == in_flight
+    assert "drain" not in record["seconds"]
+    assert 0 < record["stopped_s"] < record["age_s"]
+
+
+async def test_a_group_read_in_chunks_lives_through_an_update(start_rig: StartRig) -> None:
+    rig = await start_rig(1, sim={"decode_step_s": 0.01})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], n=4, max_tokens=100, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    await rig.update()
+    rig.hurry()
+    for choice in (await running)["choices"]:
+        assert [span["version"] for span in choice["weight_versions"]] == [0, 1]
+        assert len(choice["token_ids"]) == 100
+
+
+@pytest.mark.parametrize("asked", [{"in_flight": "drain"}, {}], ids=["asked", "configured"])
+async def test_an_update_may_wait_for_rollouts_in_flight(start_rig: StartRig, asked: Json) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01}, weights={} if asked else {"in_flight": "drain"})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=40, ignore_eos=True))
+    await asyncio.sleep(0.1)
+    await rig.post("/start_weight_update", asked)
+    choice = (await asyncio.wait_for(running, 0.1))["choices"][0]
+    assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 40}]
+
+
+async def test_what_becomes_of_rollouts_in_flight_is_one_of_a_few_words(rig: Rig) -> None:
+    await rig.open_group()
+    status, reply = await rig.post("/start_weight_update", {"in_flight": "abort everything"})
+    assert (status, reply["error"]["param"]) == (400, "in_flight")
+    assert "keep, recompute, abort, drain" in reply["error"]["message"]
+
+
+async def test_rollouts_frozen_by_an_update_that_fails_are_made_again_by_the_version_before(
+    start_rig: StartRig,
+) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    await rig.post("/start_weight_update", {})
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    rig.hurry()
+    await rig.open_group()  # a new session of the trainer
+    for choice in (await asyncio.wait_for(running, 10))["choices"]:
+        assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 60}]
+
+
+async def test_rollouts_frozen_by_an_update_that_never_began_go_on(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01}, fleet={"lost_after_s": 30.0})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    await rig.post("/start_weight_update", {})
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise EngineFailed("no pause today", replica_id="engine-1")
+
+    rig.fleet.replicas[1].engine.pause = refuse  # type: ignore[method-assign]
+    status, reply = await rig.post("/update_weights", {"update_info": rig.tensors})
+    assert status == 424
+    assert "no pause today" in reply["error"]["message"]
+    rig.hurry()
+    choice = (await asyncio.wait_for(running, 10))["choices"][0]
+    assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 60}]
+    assert set((await rig.states()).values()) == {"SERVING"}
+
+
+async def test_replicas_leave_the_group_of_an_update_that_never_touched_them(rig: Rig) -> None:
+    # The trainer already sits in its broadcast.
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise EngineFailed("no pause today", replica_id="engine-1")
+
+    rig.fleet.replicas[1].engine.pause = refuse  # type: ignore[method-assign]
+    assert (await rig.post("/update_weights", {"update_info": rig.tensors}))[0] == 424
+    url = rig.replicas[0].info.url
+    async with asyncio.timeout(20):
+        said = ""
+        while "not initialized" not in said:
+            await asyncio.sleep(0.01)
+            await rig.client.post(f"{url}/start_weight_update", json={})
+            async with rig.client.post(f"{url}/update_weights", json={"update_info": rig.tensors}) as reply:
+                said = await reply.text()
+
+
+async def test_a_drain_that_takes_too_long_answers_504_and_serving_goes_on(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.05}, weights={"in_flight": "drain", "drain_timeout_s": 0.2})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
+    await asyncio.sleep(0.1)
+    status, reply = await rig.post("/start_weight_update", {})
+    assert status == 504
+    assert "weights.drain_timeout_s" in reply["error"]["message"]
+    await rig.complete([[6]], max_tokens=1)
+    rig.hurry()
+    await running
+
+
+async def test_a_replica_lost_in_the_transfer_is_named_and_not_with_a_replayed_status(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    await rig.replicas[0].kill()
+    status, reply = await rig.post("/update_weights", {"update_info": rig.tensors})
+    assert status == 424
+    assert "engine-0" in reply["error"]["message"]
+    assert status not in REPLAYED
+
+
+async def test_after_a_first_update_that_failed_all_serve_the_checkpoint(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catch_up, "_RETRY_S", 3600.0)  # the trainer does not wait for one that is gone
+    await rig.open_group()
+    before = await rig.complete([[5]], temperature=0)
+    await rig.post("/start_weight_update", {})
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    await rig.replicas[0].kill()
+    assert (await rig.post("/finish_weight_update", {}))[0] == 424
+    await rig.add_replica("engine-0")
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    after = await rig.complete([[5]] * 8, temperature=0)
+    assert {tuple(choice["token_ids"]) for choice in after["choices"]} == {tuple(before["choices"][0]["token_ids"])}
+    await rig.open_group()
+    await rig.update()
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+
+
+async def test_a_broken_group_is_refused_with_the_remedy(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    await rig.replicas[0].kill()
+    await asyncio.sleep(0.3)
+    status, reply = await rig.post("/start_weight_update", {})
+    assert status == 424
+    assert "/init_weight_transfer_engine" in reply["error"]["message"]
+    assert "engine-0" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize("call", ["/update_weights", "/finish_weight_update"])
+async def test_an_update_whose_group_lost_a_member_is_over_and_the_others_serve(rig: Rig, call: str) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    if call == "/finish_weight_update":
+        await rig.post("/update_weights", {"update_info": rig.tensors})
+    await rig.replicas[0].kill()
+    await rig.until({"engine-1": (await rig.states())["engine-1"]})
+    status, reply = await rig.post(call, {"update_info": rig.tensors})
+    assert status == 424
+    assert "engine-0" in reply["error"]["message"]
+    await rig.until({"engine-1": "SERVING"})
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 0
+
+
+async def test_a_probe_that_comes_late_does_not_break_the_group(rig: Rig) -> None:
+    await rig.open_group()
+    rig.fleet.suspect(rig.fleet.replicas[0], "a probe came late")
+    await rig.update()
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+
+
+async def test_a_replica_whose_probe_came_late_is_not_left_out_of_the_group(rig: Rig) -> None:
+    rig.fleet.suspect(rig.fleet.replicas[0], "a probe came late")
+    assert await rig.get("/get_world_size") == (200, {"world_size": 2})
+
+
+async def test_a_new_trainer_ends_what_the_last_one_left_open(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    await rig.open_group()
+    await rig.update()
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
+
+
+async def test_a_silent_trainer_does_not_hold_the_fleet_for_ever(start_rig: StartRig) -> None:
+    rig = await start_rig(weights={"idle_timeout_s": 0.4})
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    reply = await asyncio.wait_for(rig.complete([[5]]), 5)
+    assert reply["choices"][0]["weight_versions"][0]["version"] == 0
+
+
+async def test_a_weight_call_during_another_is_a_conflict(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.02})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
+    await asyncio.sleep(0.1)
+    first = asyncio.create_task(rig.post("/start_weight_update", {"in_flight": "drain"}))
+    await asyncio.sleep(0.05)
+    status, reply = await rig.post("/start_weight_update", {})
+    assert status == 409
+    assert "still running" in reply["error"]["message"]
+    rig.hurry()
+    assert (await first)[0] == 200
+    await running
+
+
+async def test_pause_holds_rollouts_until_resume(rig: Rig) -> None:
+    assert (await rig.post("/pause?mode=keep"))[0] == 200
+    assert await rig.get("/is_paused") == (200, {"is_paused": True})
+    waiting = asyncio.create_task(rig.complete([[5]]))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await rig.post("/resume")
+    await waiting
+    assert await rig.get("/is_paused") == (200, {"is_paused": False})
+
+
+async def test_paused_rollouts_live_through_an_update_and_say_both_versions(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.01})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=120, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    await rig.post("/pause?mode=keep")
+    await rig.update()
+    rig.hurry()
+    await rig.post("/resume")
+    spans = (await running)["choices"][0]["weight_versions"]
+    assert [span["version"] for span in spans] == [0, 1]
+    assert spans[0]["end"] == spans[1]["start"]
+    assert spans[1]["end"] == 120
+
+
+async def test_an_unknown_pause_mode_is_refused(rig: Rig) -> None:
+    status, reply = await rig.post("/pause?mode=sideways")
+    assert (status, reply["error"]["param"]) == (400, "mode")
+
+
+async def test_engines_whose_receivers_cannot_join_each_other_are_refused_at_init(rig: Rig) -> None:
+    replica = rig.fleet.replicas[1]
+    replica.info = dataclasses.replace(replica.info, dialect=Dialect.SGLANG)
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "packed": False}
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
+    assert status == 409
+    assert "SGLang (engine-1) and of vLLM (engine-0)" in reply["error"]["message"]
+
+
+async def test_an_engine_without_weight_routes_is_named_at_init(rig: Rig) -> None:
+    replica = rig.fleet.replicas[1]
+    replica.info = dataclasses.replace(replica.info, capabilities=frozenset())
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3}
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
+    assert status == 409
+    assert "engine-1" in reply["error"]["message"]
+    assert "VLLM_SERVER_DEV_MODE=1" in reply["error"]["message"]
+
+
+async def test_a_part_of_what_vllm_holds_together_is_no_update(start_rig: StartRig) -> None:
+    attention = [f"model.layers.0.self_attn.{part}.weight" for part in ("q_proj", "k_proj", "o_proj")]
+    rig = await start_rig(sim={"tensors": {name: [4, 4] for name in attention}}, weights={"relay": "never"})
+    await rig.open_group()
+
+    async def send(*names: str) -> tuple[int, Json]:
+        announced = {"names": list(names), "dtype_names": ["float32"] * len(names), "shapes": [[4, 4]] * len(names)}
+        await rig.post("/start_weight_update", {})
+        await rig.post("/update_weights", {"update_info": announced})
+        return await rig.post("/finish_weight_update", {})
+
+    status, reply = await send(attention[0], attention[2])
+    assert status == 400
+    assert (
+        "has 'model.layers.0.self_attn.q_proj.weight' and not 'model.layers.0.self_attn.k_proj.weight'"
+        in (reply["error"]["message"])
+    )
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    await rig.open_group()
+    assert (await send(attention[2]))[0] == 200
+    assert (await send(*attention[:2]))[0] == 200

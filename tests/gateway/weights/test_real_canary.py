@@ -1,0 +1,132 @@
+"""The canary over two real vLLM servers on CPU, one of which can be made to keep an old lm_head, as vLLM's does."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+pytest.importorskip("trl")
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl.generation import vllm_client
+
+from engines.process.engine_server import free_port
+from examples.tiny_model.task import COMMITTED
+from tests.rigs.real_vllm import RealFleet, app, engine_config
+from trainer_client import trl as gloo_trl
+
+pytestmark = pytest.mark.vllm
+
+# Runs before anything else in every process of the engine: vLLM then leaves a tied head as its own code leaves it.
+_WITHOUT_REPAIR = """
+import sys
+from importlib.machinery import PathFinder
+
+class Unrepaired:
+    def find_spec(self, name, path=None, target=None):
+        if name != "engines.inside_vllm.gloo_receiver":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            module.rebuild_tied_head = lambda model: None
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Unrepaired())
+"""
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model whose head is its embedding."""
+    folder = tmp_path_factory.mktemp("tied")
+    torch.manual_seed(7)
+    config = AutoConfig.from_pretrained(COMMITTED)
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(COMMITTED).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def trainer(url: str) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
+        client = gloo_trl.GlooVLLMClient(url, group_port=free_port(), timeout_s=60.0)
+        client.init_communicator("cpu")
+        yield client
+        client.close_communicator()
+
+
+def moved(model: Any, by: float, seed: int) -> Any:
+    """The model after a step of this size."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter += by * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def canaries(real: RealFleet) -> dict[str, Any]:
+    """What the last update's canary found, by replica id."""
+    update = real.call("/v1/weight_updates")[1]["weight_updates"][0]
+    found = {name: replica["canary"] for name, replica in update["replicas"].items()}
+    for name, canary in found.items():
+        print(f"version {update['version']} {update['seconds']} {name} {canary}")
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_healthy_replicas_agree_and_small_updates_show(
+    tied: Path, tmp_path_factory: pytest.TempPathFactory, dtype: str
+) -> None:
+    policy = engine_config(tied, tmp_path_factory.mktemp("logs")).model_copy(update={"num_replicas": 2, "dtype": dtype})
+    model = AutoModelForCausalLM.from_pretrained(tied)
+    with app({"policy": policy}) as real, trainer(real.url) as client:
+        client.update_model_params(model)
+        assert {one["result"] for one in canaries(real).values()} == {"unchanged"}
+        for step in (1e-2, 1e-3):
+            client.update_model_params(moved(model, step, seed=1))
+            for one in canaries(real).values():
+                assert one["result"] == "verified"
+                assert one["to_peers"] <= one["tolerance"] < one["to_previous"]
+
+
+def test_a_head_that_stays_behind_is_found_and_its_replica_fenced(
+    tied: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """vLLM's CPU build computes a tied lm_head with a packed copy that a reload leaves as it was."""
+    odd_python = tmp_path_factory.mktemp("odd")
+    (odd_python / "sitecustomize.py").write_text(_WITHOUT_REPAIR)
+    wrapper = odd_python / "python"
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{odd_python}:$PYTHONPATH" exec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    good = engine_config(tied, tmp_path_factory.mktemp("logs"))
+    odd = good.model_copy(update={"python": str(wrapper)})
+    weights = {"policy": "quorum"}
+    model = AutoModelForCausalLM.from_pretrained(tied)
+    groups = {"good": good.model_copy(update={"num_replicas": 2}), "odd": odd}
+    with app(groups, weights=weights) as real, trainer(real.url) as client:
+        client.update_model_params(moved(model, 1e-2, seed=1))
+        found = canaries(real)
+        assert {name: one["result"] for name, one in found.items()} == {
+            "good-0": "verified",
+            "good-1": "verified",
+            "odd-0": "failed",
+        }
+        states = {one["replica_id"]: one for one in real.call("/status")[1]["replicas"]}
+        assert {name: one["state"] for name, one in states.items()} == {
+            "good-0": "SERVING",
+            "good-1": "SERVING",
+            "odd-0": "SYNCING",
+        }
+        assert "tolerance" in states["odd-0"]["reason"]

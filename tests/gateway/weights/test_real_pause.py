@@ -1,0 +1,301 @@
+"""A weight update in the middle of completions that live through it: where the boundary lies, on real vLLM on CPU."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+pytest.importorskip("trl")
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl.generation import vllm_client
+
+from engines.process import launch
+from engines.process.engine_server import free_port
+from examples.tiny_model.task import COMMITTED
+from tests.rigs.real_vllm import REQUEST_TIMEOUT_S, RealFleet, app, engine_config, tokens_made
+from trainer_client import trl as gloo_trl
+
+pytestmark = pytest.mark.vllm
+
+Json = dict[str, Any]
+
+LONG = 480
+SAMPLED = {"model": str(COMMITTED), "max_tokens": LONG, "temperature": 1.0, "seed": 11, "ignore_eos": True}
+COMPLETION = SAMPLED | {"prompt": [2, 8, 6, 7, 3], "return_token_ids": True}
+CHAT = SAMPLED | {"messages": [{"role": "user", "content": "312"}], "return_token_ids": True, "max_tokens": LONG - 30}
+
+
+@pytest.fixture(scope="module", params=["group", "relay"])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+    weights = {"relay": "always" if request.param == "relay" else "never"}
+    with app({"policy": engine_config(COMMITTED, tmp_path_factory.mktemp("logs"))}, weights=weights) as running:
+        yield running
+
+
+def other_weights(seed: int, sureness: float = 30) -> Any:
+    """A model that is sure of what it says, so that another seed's says something else at once."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(COMMITTED), dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight *= sureness
+    return model
+
+
+def trained() -> Any:
+    """The weights that the engines come with."""
+    return AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32)
+
+
+def asked(real: RealFleet) -> list[Any]:
+    """The choices of a whole completion, of a group, of a chat and of a stream, all in flight together."""
+
+    def choices(path: str, body: Any) -> Any:
+        status, reply = real.call(path, body)
+        assert status == 200, reply
+        return reply["choices"]
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [
+            pool.submit(choices, "/v1/completions", COMPLETION),
+            pool.submit(choices, "/v1/completions", COMPLETION | {"n": 2}),
+            pool.submit(choices, "/v1/chat/completions", CHAT),
+            pool.submit(streamed, real, COMPLETION),
+        ]
+        return [choice for future in futures for choice in future.result()]
+
+
+def streamed(real: RealFleet, body: Any) -> list[Any]:
+    data = json.dumps(body | {"stream": True}).encode()
+    request = urllib.request.Request(f"{real.url}/v1/completions", data, {"Content-Type": "application/json"})
+    token_ids: list[int] = []
+    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+        for event in response.read().decode().split("\n\n"):
+            if event.startswith("data: {"):
+                for choice in json.loads(event.removeprefix("data: "))["choices"]:
+                    token_ids += choice.get("token_ids") or []
+                    last = choice
+    return [last | {"token_ids": token_ids}]
+
+
+@contextmanager
+def trainer(real: RealFleet, in_flight: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """TRL's client in a group with the engines, whose updates say what becomes of rollouts in flight."""
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
+    client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=60.0)
+    client.init_communicator("cpu")
+    body = {"in_flight": in_flight}
+    monkeypatch.setattr(
+        client, "_start_weight_update", lambda: client._post(f"{real.url}/start_weight_update", json=body)
+    )
+    yield client
+    client.close_communicator()
+
+
+@pytest.mark.parametrize(
+    ("paused_by", "in_flight"), [("the trainer", "keep"), ("the update", "keep"), ("the update", "recompute")]
+)
+def test_every_completion_that_an_update_falls_into_tells_the_exact_token(
+    real: RealFleet, paused_by: str, in_flight: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = real.call("/status")[1]["weight_version"]
+    before = [choice["token_ids"] for choice in asked(real)]
+    with trainer(real, in_flight, monkeypatch) as client, ThreadPoolExecutor(1) as pool:
+        flying = pool.submit(asked, real)
+        time.sleep(0.5)
+        if paused_by == "the trainer":
+            assert real.call("/pause?mode=keep", {})[0] == 200
+        client.update_model_params(other_weights(seed=version))
+        if paused_by == "the trainer":
+            assert real.call("/resume", {})[0] == 200
+        after = flying.result()
+
+    assert len(after) == 5
+    for old, choice in zip(before, after, strict=True):
+        first, second = choice["weight_versions"]
+        print(choice["weight_versions"])
+        assert (first["version"], second["version"]) == (version, version + 1)
+        assert (first["start"], second["end"]) == (0, len(choice["token_ids"]))
+        boundary = first["end"]
+        assert 0 < boundary == second["start"] < second["end"]
+        # Up to the boundary the old weights would have said the same, and later they would not; when is chance, since
+        # the vocabulary is small and the seed the same.
+        assert choice["token_ids"][:boundary] == old[:boundary]
+        assert choice["token_ids"] != old
+        assert choice["kv_versions"] == [version + 1] if in_flight == "recompute" else [version, version + 1]
+    record = real.call("/v1/weight_updates")[1]["weight_updates"][0]
+    print(record)
+    assert (record["end"], record["in_flight"]) == ("committed", in_flight)
+    assert (record["stopped_s"] > 0) == (paused_by == "the update")
+    (replica,) = record["replicas"].values()
+    assert replica["canary"]["result"] == "no peer"
+
+
+def test_a_sample_that_the_update_in_its_request_has_not_touched_says_so(
+    real: RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the 128 tokens is as likely, one of which ends a sample: their lengths are all different."""
+    with trainer(real, "keep", monkeypatch) as client, ThreadPoolExecutor(2) as pool:
+        client.update_model_params(other_weights(seed=1, sureness=1e-3))
+        version = client.weight_version
+        flying = [
+            pool.submit(real.call, path, body | {"n": 16, "stop_token_ids": [9]})
+            for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT))
+        ]
+        wanted = tokens_made(real) + 2 * 16 * 64
+        while tokens_made(real) < wanted:
+            time.sleep(0.02)
+        client.update_model_params(other_weights(seed=2, sureness=1e-3))
+        replies = [one.result() for one in flying]
+    for status, reply in replies:
+        assert status == 200, reply
+        told = [choice["weight_versions"] for choice in reply["choices"]]
+        print(told)
+        for choice, spans in zip(reply["choices"], told, strict=True):
+            assert (spans[0]["start"], spans[-1]["end"]) == (0, len(choice["token_ids"]))
+        assert {tuple(span["version"] for span in spans) for spans in told} == {(version,), (version, version + 1)}
+
+
+@pytest.fixture
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealFleet]:
+    """An engine that tells no spans, as vLLM 0.26, and nothing of a stream before its end, as one that lags behind."""
+    monkeypatch.setattr(launch, "_counts_spans", lambda vllm: False)
+    engine = engine_config(COMMITTED, tmp_path).model_copy(update={"stream_interval": LONG})
+    with app({"policy": engine}, weights={"relay": "never"}) as running:
+        yield running
+
+
+def test_where_vllm_tells_no_spans_every_version_that_a_request_has_met_is_named(
+    silent: RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trainer(silent, "keep", monkeypatch) as client, ThreadPoolExecutor(1) as pool:
+        flying = pool.submit(asked, silent)
+        wanted = tokens_made(silent) + LONG
+        while tokens_made(silent) < wanted:
+            time.sleep(0.02)
+        assert silent.call("/pause?mode=keep", {})[0] == 200
+        for seed in range(2):
+            client.update_model_params(other_weights(seed=seed))
+        assert silent.call("/resume", {})[0] == 200
+        during = flying.result()
+    may_be_of = [{"version": version, "start": None, "end": None} for version in range(3)]
+    assert [choice["weight_versions"] for choice in during] == [may_be_of] * 5
+    for choice in asked(silent):
+        assert choice["weight_versions"] == [{"version": 2, "start": 0, "end": len(choice["token_ids"])}]
+
+
+def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
+    real: RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, and with the same weights again: the seam must not be seen in what is told."""
+    with trainer(real, "keep", monkeypatch) as client:
+        client.update_model_params(trained())
+    version = real.call("/status")[1]["weight_version"]
+    greedy = {"temperature": 0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True, "max_tokens": LONG}
+    body = {"model": str(COMMITTED), "prompt": [COMPLETION["prompt"], [2, 9, 5, 8, 3]], **greedy}
+
+    def choices() -> Any:
+        status, reply = real.call("/v1/completions", body)
+        assert status == 200, reply
+        assert reply["usage"]["completion_tokens"] == 2 * LONG
+        return reply["choices"]
+
+    sampling = {key: value for key, value in greedy.items() if key != "return_token_ids"}
+    tokens = {"model": str(COMMITTED), "token_ids": COMPLETION["prompt"], "sampling_params": sampling}
+    chat = CHAT | greedy | {"seed": None, "max_tokens": LONG - 30, "logprobs": True, "top_logprobs": 2}
+    before, chat_before = choices(), real.call("/v1/chat/completions", chat)[1]
+    with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(6) as pool:
+        whole, stream = pool.submit(choices), pool.submit(streamed, real, COMPLETION | greedy | {"seed": None})
+        group = pool.submit(real.call, "/v1/completions", body | {"n": 2, "temperature": 1.0})
+        ids = pool.submit(real.call, "/inference/v1/generate", tokens)
+        chats = pool.submit(real.call, "/v1/chat/completions", chat)
+        chat_stream = pool.submit(real.stream, "/v1/chat/completions", chat)
+        time.sleep(0.5)
+        client.update_model_params(trained())
+        after, (last,), (status, sampled) = whole.result(), stream.result(), group.result()
+        (of_ids,), chat_after = ids.result()[1]["choices"], chats.result()[1]
+    assert status == 200, sampled
+    for choice in (*after, last, of_ids, *sampled["choices"]):
+        first, second = choice["weight_versions"]
+        print(choice["weight_versions"])
+        assert (first["version"], first["start"], second["version"], second["end"]) == (version, 0, version + 1, LONG)
+        assert 0 < first["end"] == second["start"] < LONG
+        assert (choice["kv_versions"], choice["finish_reason"]) == ([version + 1], "length")
+    for old, choice in zip(before, after, strict=True):
+        assert choice["token_ids"] == old["token_ids"]
+        assert choice["text"] == old["text"]
+        assert choice["prompt_token_ids"] == old["prompt_token_ids"]
+        for key in ("tokens", "text_offset"):
+            assert choice["logprobs"][key] == old["logprobs"][key]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(old["logprobs"]["token_logprobs"], abs=1e-3)
+    assert last["token_ids"] == of_ids["token_ids"] == before[0]["token_ids"]
+    logprobs = [entry["logprob"] for entry in of_ids["logprobs"]["content"]]
+    assert logprobs == pytest.approx(before[0]["logprobs"]["token_logprobs"], abs=1e-3)
+    check_conversation(chat_before, chat_after, version)
+    check_conversation(chat_before, chat_before | {"choices": [of_chunks(chat_stream.result())]}, version)
+    record = real.call("/v1/weight_updates")[1]["weight_updates"][0]
+    print(record)
+    assert (record["end"], record["in_flight"]) == ("committed", "abort")
+
+
+def of_chunks(chunks: list[Json]) -> Json:
+    """The one choice of a streamed conversation, as a whole reply has it."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    deltas = [choice["delta"] for choice in choices]
+    assert [delta["role"] for delta in deltas if delta.get("role")] == ["assistant"]
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    entries = [entry for choice in choices if choice.get("logprobs") for entry in choice["logprobs"]["content"]]
+    last = {key: choices[-1].get(key) for key in ("finish_reason", "stop_reason", "weight_versions")}
+    return last | {
+        "text": "".join(delta.get("content") or "" for delta in deltas),
+        "token_ids": [token_id for choice in choices for token_id in choice.get("token_ids") or ()],
+        "logprobs": {"content": entries},
+    }
+
+
+def check_conversation(before: Json, after: Json, version: int) -> None:
+    """That one that an update has cut off is the undisturbed one, but for its spans."""
+    (old,), (new,) = before["choices"], after["choices"]
+    first, second = new["weight_versions"]
+    print("conversation", new["weight_versions"])
+    assert (first["version"], second["version"], second["end"]) == (version, version + 1, LONG - 30)
+    assert 0 < first["end"] == second["start"] < LONG - 30
+    for key in ("message", "token_ids", "finish_reason", "stop_reason"):
+        if key in new:
+            assert new[key] == old[key], key
+    assert new.get("text", old["message"]["content"]) == old["message"]["content"]
+    for was, now in zip(old["logprobs"]["content"], new["logprobs"]["content"], strict=True):
+        assert (now["token"], now["bytes"]) == (was["token"], was["bytes"])
+        assert now["logprob"] == pytest.approx(was["logprob"], abs=1e-3)
+        assert [top["token"] for top in now["top_logprobs"]] == [top["token"] for top in was["top_logprobs"]]
+    assert after["usage"] == before["usage"]
+    assert after["prompt_token_ids"] == before["prompt_token_ids"]
+
+
+def test_what_cannot_go_on_from_its_tokens_is_made_again_by_the_new_weights(
+    real: RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = real.call("/status")[1]["weight_version"]
+    with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(2) as pool:
+        running = [
+            pool.submit(real.call, "/v1/completions", COMPLETION),
+            pool.submit(real.call, "/v1/chat/completions", CHAT),
+        ]
+        time.sleep(0.5)
+        client.update_model_params(other_weights(seed=version))
+        replies = [future.result() for future in running]
+    again = [real.call(path, body) for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT))]
+    for (status, reply), (_, fresh) in zip(replies, again, strict=True):
+        assert status == 200, reply
+        (choice,) = reply["choices"]
+        assert [span["version"] for span in choice["weight_versions"]] == [version + 1]
+        assert choice["token_ids"] == fresh["choices"][0]["token_ids"], "seeded: what the new weights always say"

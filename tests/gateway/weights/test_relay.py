@@ -1,0 +1,588 @@
+"""Weights through the relay: a real receiver between a trainer over gloo and simulated replicas."""
+
+import asyncio
+import importlib.metadata
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from aiohttp import web
+
+from engines.errors import EngineUnreachable
+from engines.process.engine_server import free_port
+from engines.process.process import Command
+from engines.store.draft import Draft
+from engines.store.manifest import check_bytes
+from engines.store.weight_store import WeightStore
+from engines.transfer.gloo import WeightGroup, send
+from engines.transfer.relay import GlooReceiver, NoModel, RelayServer
+from engines.types import Dialect
+from gateway.weights import coordinator
+from gateway.weights import relay_process as relay
+from tests.rigs.forked_relay import ForkedRelay
+from tests.rigs.rig import Json, Rig, StartRig
+from trainer_client import BlockingRolloutClient, WeightSender
+from trainer_client.transports import tensors as sources
+
+SHAPES: Json = {"w": [4, 4], "b": [4]}
+BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
+TIMEOUT_S = 20.0
+REPLAYED = {500, 502, 503}
+
+
+class Trainer:
+    """A trainer as TRL's client is one: a thread in the group beside each call."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.group: WeightGroup | None = None
+
+    async def join(self, **changes: object) -> tuple[int, Json]:
+        """Status and reply of the call; the group is left where it is no success."""
+        self.leave()
+        port = free_port()
+        self.group = group = WeightGroup("127.0.0.1", port, 0, 2, TIMEOUT_S)
+        info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": True}
+        joining = asyncio.create_task(asyncio.to_thread(group.join))
+        answer = await self.rig.post("/init_weight_transfer_engine", {"init_info": info | changes})
+        if answer[0] != 200:
+            self.leave()
+        await asyncio.gather(joining, return_exceptions=answer[0] != 200)
+        return answer
+
+    async def start(self) -> tuple[int, Json]:
+        return await self.rig.post("/start_weight_update", {})
+
+    async def send(self, named: dict[str, torch.Tensor]) -> tuple[int, Json]:
+        """Announce and broadcast; returns when both are over."""
+        assert self.group is not None
+        sending = asyncio.create_task(asyncio.to_thread(send, iter(named.items()), self.group))
+        answer = await self.announce(named)
+        await sending
+        return answer
+
+    async def announce(self, named: dict[str, torch.Tensor]) -> tuple[int, Json]:
+        info = {
+            "names": list(named),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in named.values()],
+            "shapes": [list(tensor.shape) for tensor in named.values()],
+        }
+        return await self.rig.post("/update_weights", {"update_info": info})
+
+    async def finish(self) -> tuple[int, Json]:
+        return await self.rig.post("/finish_weight_update", {})
+
+    async def update(self) -> int:
+        """One whole update that must succeed; its version."""
+        for answer in (await self.start(), await self.send(tensors())):
+            assert answer[0] == 200, answer
+        status, reply = await self.finish()
+        assert status == 200, reply
+        return int(reply["weight_version"])
+
+    def leave(self) -> None:
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {name: torch.ones(shape) for name, shape in SHAPES.items()}
+
+
+class NearRelay:
+    """Stands where the relay's process does: the same server on this test's own loop, as torch takes long to load."""
+
+    pid = 0
+    exit_code: int | None = None
+
+    def __init__(self, command: Command, log_path: Path, stop_timeout_s: float) -> None:
+        self.log_path = log_path
+        self._port = int(command.argv[command.argv.index("--port") + 1])
+        model = NoModel()
+        self._runner = web.AppRunner(RelayServer(GlooReceiver(model), model).app(), shutdown_timeout=0.01)
+        self._starting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._starting = asyncio.create_task(self._listen())
+
+    async def stop(self) -> None:
+        self.exit_code = 0
+        if self._starting is not None:
+            await asyncio.wait([self._starting])  # what begins to listen after the end would never be closed
+        await self._runner.cleanup()
+
+    async def _listen(self) -> None:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+
+
+@pytest.fixture
+def process() -> None:
+    """The relay of this test is the process that it is in production, with its guard."""
+
+
+@pytest.fixture
+def fork() -> None:
+    """The relay of this test is a process that can be killed."""
+
+
+@pytest.fixture(autouse=True)
+def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "process" not in request.fixturenames:
+        monkeypatch.setattr(relay, "EngineProcess", ForkedRelay if "fork" in request.fixturenames else NearRelay)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+async def start(start_rig: StartRig, folder: Path, tmp_path: Path) -> Callable[..., object]:
+    async def start(num_replicas: int = 2, tensors: Json = SHAPES, **weights: object) -> Rig:
+        engine = {"kind": "sim", "model": "sim", "num_replicas": num_replicas, "log_dir": str(tmp_path / "logs")}
+        weights = {"store": str(folder), "relay": "always", **weights}
+        return await start_rig(num_replicas, sim={"tensors": tensors}, weights=weights, engine=engine)
+
+    return start
+
+
+@pytest.fixture
+async def trainer(start: StartRig) -> AsyncIterator[Trainer]:
+    """One that is in a group with the relay."""
+    trainer = Trainer(await start())
+    assert (await trainer.join())[0] == 200
+    yield trainer
+    trainer.leave()
+
+
+async def served(rig: Rig) -> set[int]:
+    """The versions that all replicas answer with."""
+    choices = (await rig.complete([[4, 5, 6]] * 8))["choices"]
+    return {span["version"] for choice in choices for span in choice["weight_versions"]}
+
+
+def kept(store: Path) -> set[str]:
+    """But for what is being removed, which nobody waits for."""
+    return {path.name for path in store.iterdir() if path.is_dir() and not path.name.startswith("draft-gone-")}
+
+
+def draft_in(store: Path) -> Path:
+    (draft,) = store.glob("draft-*")
+    return draft
+
+
+def runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def relay_pid(rig: Rig) -> int:
+    """Of what the gateway started: the relay's guard, where it has one."""
+    return int((await rig.get("/status"))[1]["weight_relay"]["pid"])
+
+
+def child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
+@pytest.mark.usefixtures("process")
+async def test_all_replicas_load_what_the_relay_received_and_it_ends_with_its_gateway(
+    trainer: Trainer, folder: Path
+) -> None:
+    rig = trainer.rig
+    assert await rig.get("/get_world_size") == (200, {"world_size": 1})
+    assert await trainer.update() == 1
+    assert await served(rig) == {1}
+    assert await trainer.update() == 2
+    assert kept(folder) == {"v1", "v2"}
+    assert {name: tensor.shape for name, tensor in check_bytes(folder / "v2").tensors.items()} == SHAPES
+    record = (await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]
+    assert (record["transport"], record["end"], record["tensors"], record["bytes"]) == ("relay", "committed", 2, 80)
+    assert list(record["seconds"]) == ["transfer", "store", "prepare", "load", "canary"]
+    assert (await rig.get("/status"))[1]["weight_relay"]["in_group"]
+    pid = child(await relay_pid(rig))
+    assert runs(pid)
+    await rig.stop_gateway()
+    assert not runs(pid)
+
+
+async def test_our_own_sender_takes_the_relay_for_what_it_is(start: StartRig) -> None:
+    rig = await start()
+
+    def push() -> list[int]:
+        with BlockingRolloutClient(rig.url) as client, WeightSender(client, timeout_s=TIMEOUT_S) as sender:
+            return [sender.push(tensors()), sender.push({"b": torch.zeros(4)})]
+
+    assert await asyncio.to_thread(push) == [1, 2]
+    assert await served(rig) == {2}
+
+
+async def test_an_iterator_that_fails_in_the_middle_ends_the_update_and_the_next_push_is_taken(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start()
+    monkeypatch.setattr(sources, "PART_BYTES", 1)
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.ones(4, 4)
+        yield "b", torch.ones(4)
+        raise MemoryError
+
+    def push() -> int:
+        with BlockingRolloutClient(rig.url) as client, WeightSender(client, timeout_s=TIMEOUT_S) as sender:
+            with pytest.raises(MemoryError):
+                sender.push(failing())
+            return sender.push(tensors())
+
+    assert await asyncio.to_thread(push) == 1
+    _, told = await rig.get("/v1/weight_updates")
+    assert [update["end"] for update in told["weight_updates"]] == ["committed", "aborted"]
+    assert told["weight_updates"][1]["error"].startswith("the trainer gave it up: MemoryError")
+    assert await served(rig) == {1}
+
+
+async def test_replicas_serve_until_they_load(trainer: Trainer) -> None:
+    await trainer.start()
+    assert await served(trainer.rig) == {0}
+    await trainer.send(tensors())
+    assert await served(trainer.rig) == {0}
+    assert await trainer.rig.states() == BOTH_SERVE
+    await trainer.finish()
+    assert await served(trainer.rig) == {1}
+
+
+@pytest.mark.parametrize("moment", ["before the start", "before the transfer", "after it"])
+async def test_the_death_of_a_replica_does_not_touch_the_trainer(trainer: Trainer, moment: str) -> None:
+    rig = trainer.rig
+    if moment == "before the start":
+        await rig.replicas[0].kill()
+    assert (await trainer.start())[0] == 200
+    if moment == "before the transfer":
+        await rig.replicas[0].kill()
+    assert (await trainer.send(tensors()))[0] == 200
+    if moment == "after it":
+        await rig.replicas[0].kill()
+    status, reply = await trainer.finish()
+    assert (status, reply["weight_version"]) == (200, 1)
+    assert await served(rig) == {1}
+    await rig.add_replica("engine-0")
+    await rig.until(BOTH_SERVE)
+    assert await served(rig) == {1}
+    assert await trainer.update() == 2
+
+
+async def test_a_trainer_that_dies_in_the_transfer_leaves_the_version_before_and_its_successor_joins(
+    trainer: Trainer, folder: Path
+) -> None:
+    rig = trainer.rig
+    assert await trainer.update() == 1
+    await trainer.start()
+    announced = asyncio.create_task(trainer.announce(tensors()))
+    await asyncio.sleep(0.2)
+    trainer.leave()
+    status, reply = await announced
+    assert status == 424
+    assert "the relay did not receive the tensors" in reply["error"]["message"]
+    assert await served(rig) == {1}
+    assert await rig.states() == BOTH_SERVE
+    assert kept(folder) == {"v1"}
+    assert (await trainer.join())[0] == 200
+    assert await trainer.update() == 2
+
+
+@pytest.mark.usefixtures("fork")
+async def test_a_trainer_that_goes_silent_in_the_transfer_is_given_up_in_time(start: StartRig) -> None:
+    trainer = Trainer(await start(transfer_timeout_s=0.5))
+    await trainer.join()
+    await trainer.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        status, reply = await trainer.announce(tensors())
+    assert status == 504
+    assert "the relay did not receive the tensors within 0.5 s" in reply["error"]["message"]
+    assert await served(trainer.rig) == {0}
+    assert (await trainer.join())[0] == 200
+    assert await trainer.update() == 1
+    trainer.leave()
+
+
+async def test_a_new_trainer_ends_what_the_last_one_left_open(trainer: Trainer) -> None:
+    await trainer.start()
+    await trainer.send(tensors())
+    assert (await trainer.join())[0] == 200
+    assert (await trainer.finish())[0] == 409
+    assert await trainer.update() == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "param", "said"),
+    [
+        ({"nonsense": torch.ones(3)}, "update_info.names", "'nonsense'"),
+        ({"w": torch.ones(2, 2)}, "update_info.shapes", r"[2, 2] for 'w'"),
+        ({"b": torch.ones(4, dtype=torch.int32)}, "update_info.dtype_names", "'int32' for 'b'"),
+    ],
+)
+async def test_a_trainer_whose_tensors_are_refused_is_let_go_and_may_try_again(
+    trainer: Trainer, named: dict[str, torch.Tensor], param: str, said: str
+) -> None:
+    await trainer.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        status, reply = await trainer.send(named)
+    assert (status, reply["error"]["param"]) == (400, param)
+    assert said in reply["error"]["message"]
+    assert (await trainer.finish())[0] == 409
+    assert await trainer.update() == 1
+
+
+async def test_tensors_without_a_start_are_refused_and_the_trainer_is_let_go(trainer: Trainer) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        status, reply = await trainer.send(tensors())
+    assert status == 409
+    assert "/start_weight_update first" in reply["error"]["message"]
+    assert await trainer.update() == 1
+
+
+async def test_a_store_without_room_is_named_before_anything_is_sent(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(WeightStore, "has_room_for", lambda *_: False)
+        status, reply = await trainer.start()
+    assert status == 409
+    assert "has no room for 2 copies" in reply["error"]["message"]
+    assert await served(trainer.rig) == {0}
+    assert await trainer.update() == 1
+
+
+async def test_bytes_that_are_not_written_as_they_came_are_found_and_nobody_loads_them(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Draft.finish
+
+    def damage(draft: Draft) -> None:
+        file = next(draft.folder.glob("*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        finish(draft)
+
+    with monkeypatch.context() as bad_disk:
+        bad_disk.setattr(Draft, "finish", damage)
+        await trainer.start()
+        await trainer.send(tensors())
+        status, reply = await trainer.finish()
+    assert status == 409
+    assert "was not written as it was: tensor " in reply["error"]["message"]
+    assert await served(trainer.rig) == {0}
+    assert await trainer.update() == 1
+
+
+async def test_a_version_that_cannot_be_written_is_an_error_at_the_end_and_nobody_loads_it(
+    trainer: Trainer, folder: Path
+) -> None:
+    await trainer.start()
+    draft = draft_in(folder)
+    shutil.rmtree(draft)
+    assert (await trainer.send(tensors()))[0] == 200
+    status, reply = await trainer.finish()
+    assert status == 409, reply
+    assert str(draft) in reply["error"]["message"]
+    assert await served(trainer.rig) == {0}
+    assert await trainer.update() == 1
+
+
+@pytest.mark.usefixtures("fork")
+async def test_a_relay_that_dies_is_named_and_the_next_group_has_another(trainer: Trainer) -> None:
+    rig = trainer.rig
+    os.kill(await relay_pid(rig), signal.SIGKILL)
+    status, reply = await trainer.start()
+    assert status == 424
+    assert "the relay" in reply["error"]["message"]
+    assert "/init_weight_transfer_engine" in reply["error"]["message"]
+    assert await served(rig) == {0}
+    assert (await trainer.join())[0] == 200
+    assert await trainer.update() == 1
+
+
+async def test_a_relay_over_nccl_without_vllm_is_refused_with_the_remedy(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    status, reply = await Trainer(await start(relay_device="cuda:0")).join()
+    assert status == 409
+    assert "install vLLM there" in reply["error"]["message"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here there is such a GPU")
+@pytest.mark.usefixtures("fork")
+async def test_a_relay_whose_gpu_is_not_there_says_so_at_once(start: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.32.0")
+    status, reply = await Trainer(await start(relay_device="cuda:0")).join()
+    assert status == 424
+    assert "it ended with 1 before it was ready: torch sees no GPU: weights.relay_device" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"world_size": 3}, 409, "the relay receives for all replicas, so the group needs 2"),
+        ({"packed": False}, 400, "set packed to true"),
+        ({"master_port": None}, 400, "init_info.master_port is missing"),
+    ],
+)
+async def test_a_group_that_cannot_be_is_refused_with_the_remedy(
+    start: StartRig, change: Json, status: int, said: str
+) -> None:
+    trainer = Trainer(await start())
+    answered, reply = await trainer.join(**change)
+    assert answered == status
+    assert said in reply["error"]["message"]
+    assert (await trainer.join())[0] == 200
+    assert await trainer.update() == 1
+    trainer.leave()
+
+
+async def test_a_second_trainer_waits_for_the_firsts_transfer(trainer: Trainer) -> None:
+    assert trainer.group is not None
+    await trainer.start()
+    announced = asyncio.create_task(trainer.announce(tensors()))
+    await asyncio.sleep(0.2)
+    status, reply = await Trainer(trainer.rig).join()
+    assert status == 409
+    assert "/update_weights is still running" in reply["error"]["message"]
+    await asyncio.to_thread(send, iter(tensors().items()), trainer.group)
+    assert (await announced)[0] == 200
+    assert (await trainer.finish())[1]["weight_version"] == 1
+
+
+async def test_a_version_that_came_through_the_relay_can_be_rolled_out(start: StartRig) -> None:
+    trainer = Trainer(await start(rolling=True))
+    await trainer.join()
+    assert await trainer.update() == 1
+    record = (await trainer.rig.get("/v1/weight_updates"))[1]["weight_updates"][0]
+    assert (record["transport"], record["rolling"], record["end"]) == ("relay", True, "committed")
+    assert await served(trainer.rig) == {1}
+    trainer.leave()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 64 KiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small file system")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+async def test_a_disk_that_fills_up_in_the_transfer_is_named_with_the_remedy(
+    start: StartRig, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = {"w": torch.ones(200, 200)}
+    trainer = Trainer(await start(store=str(small_disk / "store"), tensors={"w": [200, 200]}))
+    await trainer.join()
+    monkeypatch.setattr(WeightStore, "has_room_for", lambda *_: True)
+    await trainer.start()
+    assert (await trainer.send(big))[0] == 200
+    status, reply = await trainer.finish()
+    assert status == 409
+    assert "the disk of the weight store is full: make room" in reply["error"]["message"]
+    assert await served(trainer.rig) == {0}
+    assert kept(small_disk / "store") == set()
+    trainer.leave()
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_replicas", "world_size"),
+    [
+        ({}, 2, 1),
+        ({}, 1, 1),
+        ({"relay": "never"}, 2, 2),
+        ({"store": None}, 2, 2),
+        ({"relay_device": "cuda:0"}, 2, 2),  # these engines receive over gloo
+    ],
+)
+async def test_auto_is_the_relay_where_it_can_receive_for_more_than_one_replica(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch, weights: Json, num_replicas: int, world_size: int
+) -> None:
+    async def gloo(*_: object) -> str:
+        return "gloo"
+
+    monkeypatch.setattr(coordinator, "transport_of", gloo)
+    rig = await start(num_replicas, **{"relay": "auto"} | weights)
+    assert await rig.get("/get_world_size") == (200, {"world_size": world_size})
+    told = (await rig.get("/server_info?config_format=json"))[1]["vllm_config"]["weight_transfer_config"]
+    assert told == {"backend": "gloo" if (num_replicas, world_size) == (2, 1) else "sim"}
+
+
+async def test_a_trainer_is_told_of_no_other_group_because_an_engine_did_not_answer(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start(2, relay="auto")
+    engine = rig.fleet.replicas[0].engine
+    ask, told = engine.ask, {"vllm_config": {"weight_transfer_config": {"backend": "gloo"}}}
+
+    async def silent(*_: object) -> Json:
+        raise EngineUnreachable("went silent")
+
+    async def answers(*_: object) -> Json:
+        return told
+
+    monkeypatch.setattr(engine, "ask", silent)
+    status, reply = await rig.get("/get_world_size")
+    assert status >= 400
+    assert "went silent" in reply["error"]["message"]
+    monkeypatch.setattr(engine, "ask", answers)
+    assert await rig.get("/get_world_size") == (200, {"world_size": 1})
+    monkeypatch.setattr(engine, "ask", silent)
+    assert await rig.get("/get_world_size") == (200, {"world_size": 1})
+    monkeypatch.setattr(engine, "ask", ask)
+
+
+@pytest.mark.parametrize(("num_replicas", "world_size"), [(2, 1), (1, 1)])
+async def test_auto_is_the_relay_for_sglang_alone_too(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch, num_replicas: int, world_size: int
+) -> None:
+    async def gloo(*_: object) -> str:
+        return "gloo"
+
+    monkeypatch.setattr(coordinator, "transport_of", gloo)
+    rig = await start(num_replicas, relay="auto")
+    for replica in rig.fleet.replicas:
+        replica.info = replace(replica.info, dialect=Dialect.SGLANG)
+    assert await rig.get("/get_world_size") == (200, {"world_size": world_size})
+    port = free_port()
+    info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": False}
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
+    if num_replicas > 1:  # a sender that broadcasts tensor by tensor learns what to set
+        assert (status, reply["error"]["param"]) == (400, "init_info.packed")
+        assert "weights.relay to never" in reply["error"]["message"]
+
+
+async def test_auto_leaves_engines_that_receive_over_something_else_in_a_flat_group(start: StartRig) -> None:
+    rig = await start(relay="auto")
+    assert await rig.get("/get_world_size") == (200, {"world_size": 2})
+    await rig.open_group()
+    await rig.update()
+    assert await served(rig) == {1}
+
+
+async def test_the_trainer_is_told_what_the_relay_receives_over(start: StartRig) -> None:
+    rig = await start()
+    _, info = await rig.get("/server_info?config_format=json")
+    assert info["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}

@@ -1,0 +1,441 @@
+"""Rolling updates: what is served while replicas take a version one after the other, and after one of them fails."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.sim.worker import SimWorker
+from engines.store.draft import Draft, claim_draft, raw
+from gateway.fleet.replica import Replica
+from gateway.weights.canary import Canary
+from tests.rigs.rig import Json, Rig, StartRig
+
+Reply = tuple[int, Any]
+THREE = {"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SERVING"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def start(start_rig: StartRig, folder: Path) -> Callable[..., Coroutine[Any, Any, Rig]]:
+    async def started(num_replicas: int = 3, *, weights: Json | None = None, **others: Any) -> Rig:
+        return await start_rig(num_replicas, weights={"store": str(folder), **(weights or {})}, **others)
+
+    return started
+
+
+class Turns:
+    """Lets replicas load one at a time, when the test says so."""
+
+    def __init__(self) -> None:
+        self._may_load = threading.Semaphore(0)
+
+    def load(self, worker: SimWorker, path: str) -> None:
+        assert self._may_load.acquire(timeout=20)
+
+    def allow(self, loads: int) -> None:
+        for _ in range(loads):
+            self._may_load.release()
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    turns = Turns()
+    monkeypatch.setattr(SimWorker, "_load", lambda worker, path: turns.load(worker, path))
+    return turns
+
+
+async def push(rig: Rig, folder: Path, **body: Any) -> Reply:
+    draft, _ = claim_draft(folder)
+    written = Draft(draft, "sim")
+    written.add([raw("weight", "float32", [4, 4], bytes(64))])
+    written.finish()
+    return await rig.post("/v1/weight_updates", {"transport": "store", "snapshot": draft.name, "rolling": True, **body})
+
+
+@asynccontextmanager
+async def rolling(rig: Rig, folder: Path) -> AsyncIterator["asyncio.Task[Reply]"]:
+    """A rolling update beside the test, from the moment on when it has begun."""
+    pushing = asyncio.create_task(push(rig, folder))
+    try:
+        async with asyncio.timeout(20):
+            while rig.fleet.rolling_to is None:
+                await asyncio.sleep(0.01)
+        yield pushing
+    finally:
+        pushing.cancel()
+        await asyncio.gather(pushing, return_exceptions=True)
+
+
+async def held(rig: Rig) -> dict[str, int | None]:
+    """The version of each replica that serves."""
+    _, status = await rig.get("/status")
+    return {r["replica_id"]: r["weight_version"] for r in status["replicas"] if r["state"] == "SERVING"}
+
+
+async def until_held(rig: Rig, count: int, version: int) -> None:
+    """Returns when so many replicas serve the version."""
+    async with asyncio.timeout(20):
+        while list((await held(rig)).values()).count(version) != count:
+            await asyncio.sleep(0.01)
+
+
+async def metrics(rig: Rig) -> str:
+    async with rig.client.get(rig.url + "/metrics") as response:
+        return await response.text()
+
+
+async def said(rig: Rig, **body: Any) -> set[int]:
+    """Versions of what the fleet answers, asked so often that every replica is."""
+    choices = (await rig.complete([[4, 5, 6]] * 12, **body))["choices"]
+    return {span["version"] for choice in choices for span in choice["weight_versions"]}
+
+
+async def test_after_it_all_serve_the_version_and_the_record_says_how_long_each_was_away(
+    start: StartRig, folder: Path
+) -> None:
+    rig = await start()
+    assert await push(rig, folder) == (200, {"weight_version": 1})
+    assert await held(rig) == dict.fromkeys(THREE, 1)
+    assert await said(rig) == {1}
+    _, updates = await rig.get("/v1/weight_updates")
+    (record,) = updates["weight_updates"]
+    assert (record["rolling"], record["end"], record["tensors"]) == (True, "committed", 1)
+    assert set(record["seconds"]) == {"load", "canary"}
+    results = [record["replicas"][name]["canary"]["result"] for name in sorted(record["replicas"])]
+    assert sorted(results) == ["no peer", "verified", "verified"]
+    assert all(replica["away_s"] > 0 for replica in record["replicas"].values())
+
+
+async def test_tokens_never_stop_and_each_says_its_version(start: StartRig, folder: Path, turns: Turns) -> None:
+    rig = await start()
+    async with rolling(rig, folder) as pushing:
+        for turn, served in enumerate(({0}, {0, 1}, {1})):
+            await until_held(rig, turn, version=1)
+            async with asyncio.timeout(20):
+                while "UPDATING" not in (await rig.states()).values():
+                    await asyncio.sleep(0.01)
+            assert await said(rig) == served
+            turns.allow(1)
+        assert (await pushing)[0] == 200
+    assert await said(rig) == {1}
+
+
+async def test_a_replica_that_leaves_finishes_what_it_has_at_its_old_version(start: StartRig, folder: Path) -> None:
+    rig = await start(1, sim={"decode_step_s": 0.02})
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
+    await asyncio.sleep(0.1)
+    assert (await push(rig, folder, in_flight="drain"))[0] == 200
+    choice = (await running)["choices"][0]
+    assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 30}]
+    assert rig.fleet.replicas[0].placed == 1
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+async def test_a_replica_that_leaves_keeps_what_it_has_over_the_load(
+    start: StartRig, folder: Path, in_flight: str
+) -> None:
+    rig = await start(2, sim={"decode_step_s": 0.02}, weights={"in_flight": in_flight})
+    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True))
+    await asyncio.sleep(0.2)
+    assert (await push(rig, folder))[0] == 200
+    assert not running.done()
+    rig.hurry()
+    for choice in (await running)["choices"]:
+        old, new = choice["weight_versions"]
+        assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
+        assert 0 < old["end"] == new["start"] < 100
+        assert choice["kv_versions"] == ([0, 1] if in_flight == "keep" else [1])
+    assert sum(replica.placed for replica in rig.fleet.replicas) == 2, "nothing was done twice"
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+async def test_until_a_replica_that_leaves_stands_still_its_tokens_are_of_the_version_that_it_holds(
+    start: StartRig, folder: Path, in_flight: str
+) -> None:
+    rig = await start(2, weights={"in_flight": in_flight})
+    held_at_pause: list[int | None] = []
+
+    def watch(replica: Replica) -> None:
+        pause = replica.engine.pause
+
+        async def watched(*asked: Any, **how: Any) -> None:
+            held_at_pause.append(replica.weight_version)
+            await pause(*asked, **how)
+
+        replica.engine.pause = watched  # type: ignore[method-assign]
+
+    for replica in rig.fleet.replicas:
+        watch(replica)
+    assert (await push(rig, folder))[0] == 200
+    assert held_at_pause == [0, 0]
+
+
+async def test_where_all_leave_before_their_turn_the_update_ends_with_a_reason(start: StartRig, folder: Path) -> None:
+    rig = await start(1)
+    [replica] = rig.fleet.replicas
+
+    async def leave(path: str, version: int, timeout_s: float) -> None:
+        rig.fleet.fence(replica, "left")
+
+    replica.engine.prepare_snapshot = leave  # type: ignore[method-assign]
+    status, reply = await push(rig, folder)
+    assert status == 424
+    assert "no replica serves any more" in json.dumps(reply)
+
+
+async def test_what_a_replica_that_leaves_cuts_off_goes_on_elsewhere(start: StartRig, folder: Path) -> None:
+    rig = await start(2, sim={"decode_step_s": 0.02})
+    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True, temperature=0))
+    await asyncio.sleep(0.2)
+    assert (await push(rig, folder, in_flight="abort"))[0] == 200
+    assert not running.done()
+    rig.hurry()
+    for choice in (await running)["choices"]:
+        old, new = choice["weight_versions"]
+        assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
+        assert 0 < old["end"] == new["start"] < 100
+        assert (choice["kv_versions"], len(choice["token_ids"])) == ([1], 100)
+    (record,) = (await rig.get("/v1/weight_updates"))[1]["weight_updates"]
+    assert (record["in_flight"], record["end"], "abort" in record["seconds"]) == ("abort", "committed", True)
+
+
+async def test_what_ends_between_load_and_verdict_is_held_back_and_not_done_twice(
+    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start(2, sim={"decode_step_s": 0.1})
+    check = Canary.check
+
+    async def slow(*asked: Any, **how: Any) -> Any:
+        loaded.set()
+        async with asyncio.timeout(20):
+            await ended.wait()
+        return await check(*asked, **how)
+
+    loaded, ended = asyncio.Event(), asyncio.Event()
+    monkeypatch.setattr(Canary, "check", slow)
+    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True))
+    await rig.begun(2)
+    async with rolling(rig, folder) as pushing:
+        await asyncio.wait_for(loaded.wait(), 20)
+        rig.hurry()
+        await asyncio.sleep(0.4)
+        assert not running.done()  # one of the two replicas is without a verdict
+        ended.set()
+        assert (await pushing)[0] == 200
+    assert len((await running)["choices"]) == 2
+    assert sum(replica.placed for replica in rig.fleet.replicas) == 2
+
+
+async def test_so_many_leave_at_a_time_as_the_width_says_and_one_always_serves(
+    start: StartRig, folder: Path, turns: Turns
+) -> None:
+    rig = await start(weights={"rolling_width": 5})
+    async with rolling(rig, folder) as pushing:
+        async with asyncio.timeout(20):
+            while len(await held(rig)) != 1:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert list((await held(rig)).values()) == [0]
+        turns.allow(3)
+        assert (await pushing)[0] == 200
+
+
+@pytest.mark.parametrize("demand", [{"min_version": 1}, {"max_staleness": 0}])
+async def test_a_rollout_that_demands_the_coming_version_goes_to_those_that_have_it(
+    start: StartRig, folder: Path, turns: Turns, demand: Json
+) -> None:
+    rig = await start()
+    async with rolling(rig, folder) as pushing:
+        await until_held(rig, 2, version=0)
+        waiting = asyncio.create_task(said(rig, **demand))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        assert await said(rig, max_staleness=1) == {0}  # the others are not held up
+        turns.allow(1)
+        await until_held(rig, 1, version=1)
+        assert await waiting == {1}
+        assert await said(rig, max_staleness=1) == {0, 1}
+        assert await said(rig, **demand) == {1}
+        turns.allow(2)
+        assert (await pushing)[0] == 200
+
+
+async def test_a_demand_that_is_not_met_in_time_is_refused_with_the_versions_there_are(
+    start: StartRig, folder: Path, turns: Turns
+) -> None:
+    rig = await start(2, gateway={"queue_timeout_s": 0.3})
+    async with rolling(rig, folder):
+        status, reply = await rig.post("/v1/completions", {"prompt": [5], "max_staleness": 0})
+        assert status == 504
+        for told in ("demands version 1 or newer", "max_staleness = 0", "SERVING version 0", "the newest is 1"):
+            assert told in reply["error"]["message"]
+        turns.allow(2)
+
+
+async def test_a_replica_that_fails_takes_the_version_from_those_that_had_taken_it(
+    start: StartRig, folder: Path
+) -> None:
+    rig = await start(odd={"engine-2": {"corrupt_loads": True}})
+    rig.fleet.replicas[2].load_tokens = 1  # its turn is the last
+    status, reply = await push(rig, folder)
+    assert (status, reply["error"]["replica_id"]) == (424, "engine-2")
+    assert "2 replicas had taken the version and are taken back" in reply["error"]["message"]
+    rig.replicas[2].heal()
+    await until_held(rig, 3, version=0)
+    assert await said(rig) == {0}
+    assert rig.fleet.rolling_to is None
+    assert (await push(rig, folder))[1] == {"weight_version": 2}, "a number whose tokens were delivered is spent"
+
+
+async def test_those_that_are_taken_back_serve_until_it_is_their_turn(
+    start: StartRig, folder: Path, turns: Turns
+) -> None:
+    rig = await start(odd={"engine-2": {"corrupt_loads": True}})
+    rig.fleet.replicas[2].load_tokens = 1
+    turns.allow(3)
+    assert (await push(rig, folder))[0] == 424
+    await asyncio.sleep(0.2)
+    assert list((await held(rig)).values()) == [1]  # one is away, and the one that failed too
+    assert await said(rig) == {1}
+    rig.replicas[2].heal()
+    turns.allow(20)
+    await until_held(rig, 3, version=0)
+
+
+async def test_with_quorum_the_one_that_fails_is_fenced_and_the_update_goes_on(start: StartRig, folder: Path) -> None:
+    rig = await start(4, weights={"policy": "quorum"}, odd={"engine-2": {"corrupt_loads": True}})
+    rig.fleet.replicas[2].load_tokens = 1
+    rig.fleet.replicas[3].load_tokens = 2
+    assert (await push(rig, folder))[0] == 200
+    assert await held(rig) == {"engine-0": 1, "engine-1": 1, "engine-3": 1}
+    _, updates = await rig.get("/v1/weight_updates")
+    assert updates["weight_updates"][0]["replicas"]["engine-2"]["canary"]["result"] == "failed"
+    rig.replicas[2].heal()
+
+
+async def test_of_the_first_two_that_differ_none_is_believed(start: StartRig, folder: Path) -> None:
+    rig = await start(weights={"policy": "quorum"}, odd={"engine-0": {"corrupt_loads": True}})
+    status, reply = await push(rig, folder)
+    assert (status, reply["error"]["replica_id"]) == (424, "engine-1")
+    rig.replicas[0].heal()
+    await until_held(rig, 3, version=0)
+
+
+async def test_a_replica_killed_in_its_turn_is_left_out_and_its_successor_catches_up(
+    start: StartRig, folder: Path, turns: Turns
+) -> None:
+    rig = await start()
+    async with rolling(rig, folder) as pushing:
+        turns.allow(1)
+        await until_held(rig, 1, version=1)
+        async with asyncio.timeout(20):
+            while "UPDATING" not in (states := await rig.states()).values():
+                await asyncio.sleep(0.01)
+        victim = next(name for name, state in states.items() if state == "UPDATING")
+        await next(replica for replica in rig.replicas if replica.info.replica_id == victim).kill()
+        turns.allow(20)
+        assert await pushing == (200, {"weight_version": 1})
+    await rig.add_replica(victim)
+    await rig.until(THREE)
+    assert await said(rig) == {1}
+
+
+async def test_a_replica_that_joins_in_the_middle_has_the_version_before_it_is_over(
+    start: StartRig, folder: Path, turns: Turns
+) -> None:
+    rig = await start(2)
+    async with rolling(rig, folder) as pushing:
+        await rig.add_replica("engine-2")
+        async with asyncio.timeout(20):
+            while "engine-2" not in await rig.states():
+                await asyncio.sleep(0.01)
+        turns.allow(4)
+        assert (await pushing)[0] == 200
+    assert await held(rig) == dict.fromkeys(THREE, 1)
+
+
+async def test_a_trainer_that_leaves_in_the_middle_leaves_the_version_before(
+    start: StartRig, folder: Path, turns: Turns
+) -> None:
+    rig = await start()
+    async with rolling(rig, folder):
+        turns.allow(1)
+        await until_held(rig, 1, version=1)
+    turns.allow(20)
+    await until_held(rig, 3, version=0)
+    assert (await push(rig, folder))[1] == {"weight_version": 2}
+
+
+async def test_rollouts_that_do_not_end_stop_the_update_and_their_replica_serves_on(
+    start: StartRig, folder: Path
+) -> None:
+    rig = await start(2, sim={"decode_step_s": 0.05}, weights={"drain_timeout_s": 0.2})
+    running = asyncio.create_task(rig.complete([[5]] * 2, max_tokens=40, ignore_eos=True))
+    await asyncio.sleep(0.1)
+    status, reply = await push(rig, folder, in_flight="drain")
+    assert status == 424
+    assert "weights.drain_timeout_s" in reply["error"]["message"]
+    assert await held(rig) == {"engine-0": 0, "engine-1": 0}
+    rig.hurry()
+    versions = [choice["weight_versions"] for choice in (await running)["choices"]]
+    assert versions == [[{"version": 0, "start": 0, "end": 40}]] * 2
+    assert sum(replica.placed for replica in rig.fleet.replicas) == 2, "nothing was done twice"
+
+
+async def test_a_pause_and_a_rolling_update_exclude_each_other(start: StartRig, folder: Path, turns: Turns) -> None:
+    rig = await start(2)
+    async with rolling(rig, folder) as pushing:
+        status, reply = await rig.post("/pause?mode=keep", None)
+        assert (status, "rolling update to version 1" in reply["error"]["message"]) == (409, True)
+        status, reply = await rig.post("/start_weight_update", {})
+        assert (status, "v1/weight_updates" in reply["error"]["message"]) == (409, True)
+        turns.allow(2)
+        assert (await pushing)[0] == 200
+    await rig.post("/pause?mode=keep", None)
+    status, reply = await push(rig, folder)
+    assert (status, "/resume first" in reply["error"]["message"]) == (409, True)
+
+
+async def test_what_a_push_leaves_out_is_as_the_configuration_says(start: StartRig, folder: Path) -> None:
+    rig = await start(2, weights={"rolling": True})
+    await push(rig, folder, rolling=None)
+    await push(rig, folder, rolling=False)
+    _, updates = await rig.get("/v1/weight_updates")
+    assert [record["rolling"] for record in updates["weight_updates"]] == [False, True]
+    status, reply = await push(rig, folder, rolling="yes")
+    assert (status, reply["error"]["param"]) == (400, "rolling")
+
+
+async def test_a_gateway_started_anew_over_two_versions_brings_all_to_the_newer(start: StartRig, folder: Path) -> None:
+    first = await start(1)
+    await push(first, folder)
+    await first.stop_gateway()
+    for index in (1, 2):  # they had not had their turn when the gateway died
+        await first.add_replica(f"engine-{index}", seed=index)
+    second = await start(replicas=first.replicas)
+    await second.until(THREE)
+    assert await said(second) == {1}
+
+
+async def test_metrics_tell_who_serves_behind(start: StartRig, folder: Path, turns: Turns) -> None:
+    rig = await start()
+    async with rolling(rig, folder) as pushing:
+        turns.allow(1)
+        async with asyncio.timeout(20):  # one has the version, one is away to load it, and one waits for its turn
+            while "rollout_gateway_replicas_behind 1.0" not in await metrics(rig):
+                await asyncio.sleep(0.01)
+        turns.allow(2)
+        await pushing
+    page = await metrics(rig)
+    assert "rollout_gateway_replicas_behind 0.0" in page
+    assert 'rollout_gateway_weight_update_seconds_count{step="away"} 3.0' in page

@@ -1,0 +1,114 @@
+"""Records of weight updates: what they say, where they are shown, how many are kept."""
+
+import pytest
+
+from engines.types import InFlight
+from gateway.cli.main import _update
+from gateway.fleet.metrics import Metrics
+from gateway.weights.updates.record import Phase, WeightUpdate, num_bytes
+from gateway.weights.updates.update_log import KEPT, UpdateLog
+from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
+
+
+async def records(rig: Rig) -> list[Json]:
+    status, reply = await rig.get("/v1/weight_updates")
+    assert status == 200
+    updates: list[Json] = reply["weight_updates"]
+    return updates
+
+
+async def test_an_update_leaves_a_record_with_steps_bytes_and_what_each_replica_holds(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    await rig.update()
+    newest, oldest = await records(rig)
+    assert (newest["version"], oldest["version"]) == (2, 1)
+    assert set(newest["seconds"]) == {"store", "receipt", "pause", "begin", "transfer", "digests", "commit", "canary"}
+    assert sum(newest["seconds"].values()) <= newest["age_s"]
+    assert (newest["end"], newest["transport"], newest["tensors"], newest["bytes"]) == ("committed", "sim", 1, 64)
+    assert newest["error"] is None
+    for replica in newest["replicas"].values():
+        assert (replica["state"], replica["weight_version"]) == ("SERVING", 2)
+        assert replica["canary"]["result"] == "verified"
+        assert replica["canary"]["to_peers"] <= replica["canary"]["tolerance"] < replica["canary"]["to_previous"]
+
+
+async def test_an_update_that_fails_leaves_a_record_with_its_error(start_rig: StartRig) -> None:
+    rig = await start_rig(fleet=FAST_WATCH | {"probe_interval_s": 5.0})  # the update finds the death, no probe
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    await rig.replicas[0].kill()
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    (record,) = await records(rig)
+    assert (record["end"], record["version"]) == ("aborted", 1)
+    assert "engine-0" in record["error"]
+    assert record["replicas"] == {}, "it was found out before any was touched"
+
+
+async def test_a_replica_that_fails_the_canary_stands_in_the_record_with_both_distances(start_rig: StartRig) -> None:
+    rig = await start_rig(3, odd={"engine-1": {"corrupt_after": 1}})
+    await rig.open_group()
+    await rig.update()
+    for path, body in (("/start_weight_update", {}), ("/update_weights", {"update_info": rig.tensors})):
+        await rig.post(path, body)
+    await rig.post("/finish_weight_update", {})
+    newest = (await records(rig))[0]
+    assert newest["end"] == "aborted"
+    canary = newest["replicas"]["engine-1"]["canary"]
+    assert canary["result"] == "failed"
+    assert canary["to_previous"] <= canary["tolerance"] < canary["to_peers"]
+
+
+async def test_an_update_that_runs_stands_first_and_has_no_end(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    await rig.post("/start_weight_update", {})
+    running, ended = await records(rig)
+    assert (running["version"], running["phase"], running["end"]) == (2, "OPEN", None)
+    assert ended["end"] == "committed"
+
+
+async def test_status_shows_the_last_update(rig: Rig) -> None:
+    assert (await rig.get("/status"))[1]["last_weight_update"] is None
+    await rig.open_group()
+    await rig.update()
+    status = (await rig.get("/status"))[1]
+    assert (status["weight_update"], status["last_weight_update"]["version"]) == (None, 1)
+    line = _update(status["last_weight_update"])
+    assert line.startswith("version 1 committed over sim in ")
+    assert line.endswith("canary: 2 verified")
+
+
+async def test_metrics_count_ends_seconds_of_steps_and_canaries(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    async with rig.client.get(rig.url + "/metrics") as response:
+        page = await response.text()
+    assert 'rollout_gateway_weight_updates_total{end="committed"} 1.0' in page
+    assert 'rollout_gateway_canaries_total{result="verified"} 2.0' in page
+    assert "rollout_gateway_weight_update_bytes_total 64.0" in page
+    for step in ("receipt", "pause", "begin", "transfer", "digests", "commit", "canary", "whole"):
+        assert f'rollout_gateway_weight_update_seconds_count{{step="{step}"}} 1.0' in page
+
+
+async def test_records_need_an_inference_key(start_rig: StartRig) -> None:
+    keys = {"inference_keys": ["one"], "admin_keys": ["two"], "trusted_networks": ["10.0.0.0/8"]}
+    rig = await start_rig(1, gateway=keys)
+    assert (await rig.get("/v1/weight_updates"))[0] == 401
+    assert (await rig.get("/v1/weight_updates", headers={"Authorization": "Bearer one"}))[0] == 200
+
+
+def test_only_the_last_ones_are_kept() -> None:
+    updates = UpdateLog(Metrics())
+    for version in range(KEPT + 5):
+        update = WeightUpdate(version, "sim", InFlight.KEEP)
+        update.end(Phase.COMMITTED)
+        updates.add(update)
+    assert [report["version"] for report in updates.reports()] == list(range(KEPT + 4, 4, -1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float8_e4m3fn", 1), ("int64", 8), ("uint8", 1), ("bool", 1)]
+)
+def test_bytes_follow_from_dtypes_and_shapes(dtype: str, size: int) -> None:
+    assert num_bytes({"dtype_names": [dtype, dtype], "shapes": [[2, 3], []]}) == 7 * size

@@ -1,0 +1,71 @@
+"""The witness of a chaos run believes nothing: what a fleet must not do is counted, and what it may do is not."""
+
+from typing import Any
+
+import pytest
+
+from engines.config import SimConfig
+from engines.sim.model import CHECKPOINT_VERSION, SimModel, seeded_draw
+from loadtests.chaos.witness import Tally, Witness
+
+SEED = 7
+SIM = SimConfig()
+Json = dict[str, Any]
+
+
+@pytest.fixture
+def witness() -> Witness:
+    return Witness("http://127.0.0.1:1", SIM, num_clients=1, bound_s=1)
+
+
+def answer(version: int = 0, made_by: str = CHECKPOINT_VERSION) -> list[Json]:
+    """What a fleet says to batch SEED: tokens of the weights `made_by`, said to be of `version`."""
+    model = SimModel.of(SIM)
+    prompts = [[3 + SEED, 3, 3 + place] for place in range(4)]
+    return [
+        {
+            "index": place * 2 + sample,
+            "token_ids": model.complete(
+                prompts[place], versions=made_by, max_tokens=40, draw=seeded_draw(SEED, sample), ignore_eos=True
+            ),
+            "weight_versions": [{"version": version, "start": 0, "end": 40}],
+        }
+        for place in range(4)
+        for sample in range(2)
+    ]
+
+
+def tallied(witness: Witness, floor: int, choices: list[Json]) -> Tally:
+    witness._check(SEED, floor, choices)
+    return witness._tally
+
+
+def test_tokens_of_the_weights_they_name_are_delivered(witness: Witness) -> None:
+    tally = tallied(witness, 0, answer())
+    assert (tally.delivered, tally.stale, tally.duplicated) == (8, 0, 0)
+
+
+def test_newer_weights_than_asked_for_are_fine(witness: Witness) -> None:
+    assert tallied(witness, 1, answer(version=2, made_by="2")).stale == 0
+
+
+def test_tokens_of_other_weights_than_they_name_are_stale(witness: Witness) -> None:
+    assert tallied(witness, 0, answer(version=1, made_by="2")).stale == 8
+
+
+def test_older_weights_than_the_fleet_had_are_stale(witness: Witness) -> None:
+    assert tallied(witness, 2, answer(version=1, made_by="1")).stale == 8
+
+
+def test_a_completion_without_known_spans_is_stale(witness: Witness) -> None:
+    choices = answer()
+    choices[0]["weight_versions"] = [{"version": 0, "start": None, "end": None}]
+    choices[1]["weight_versions"] = [{"version": 0, "start": 0, "end": 39}]
+    assert tallied(witness, 0, choices).stale == 2
+
+
+def test_a_place_told_twice_is_a_duplicate_and_one_never_told_is_not_delivered(witness: Witness) -> None:
+    choices = answer()
+    choices[5] = choices[4]
+    tally = tallied(witness, 0, choices)
+    assert (tally.delivered, tally.duplicated) == (7, 1)

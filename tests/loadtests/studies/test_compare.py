@@ -1,0 +1,203 @@
+"""The side-by-side benchmark: who is driven with what, what the rows say, and one short run of it all."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from engines.config import SimConfig
+from engines.types import ReplicaInfo
+from gateway.config.schema import Config
+from gateway.http.listener import Listener
+from loadtests.studies.compare import Load, Middle, Run, Side, Targets, process_cpu_s, streams_of, summary, table
+from loadtests.workloads import LengthMix, Workload
+from tests.rigs.rig import SimReplica
+
+ROUTER = Path(__file__).with_name("played_router.py")
+TARGETS = Targets(
+    gateway=Middle("http://gateway"),
+    engines=("http://a", "http://b"),
+    routers={Side.VLLM_ROUTER: Middle("http://router")},
+)
+
+
+def load(name: str = "4", *, streams: int = 4, prompts: int = 1, samples: int = 1, is_batch: bool = False) -> Load:
+    workload = Workload(prompts=prompts, samples=samples, prompt_tokens=LengthMix.parse("8"), max_tokens=8)
+    return Load(name=name, streams=streams, is_batch=is_batch, rounds=2, workload=workload)
+
+
+def run(side: Side, pair: int, tokens: int, *, cpu_s: float | None = None, errors: int = 0) -> Run:
+    return Run(
+        load="4",
+        side=side,
+        pair=pair,
+        wall_s=2.0,
+        completions=1,
+        tokens=tokens,
+        median_latency_s=1.0,
+        p99_latency_s=2.0,
+        middle_cpu_s=cpu_s,
+        client_busy=0.1,
+        errors=["lost"] * errors,
+    )
+
+
+def test_direct_streams_are_dealt_out_over_the_engines() -> None:
+    streams = streams_of(load(), Side.DIRECT, TARGETS, "seed")
+    assert [stream.url for stream in streams] == ["http://a", "http://b"] * 4
+    assert {stream.url for stream in streams_of(load(), Side.GATEWAY, TARGETS, "seed")} == {"http://gateway"}
+    assert len(streams_of(load(), Side.GATEWAY, TARGETS, "seed")) == len(streams)
+
+
+def test_a_batch_is_one_request_for_each_engine_and_one_for_the_gateway() -> None:
+    batch = load(streams=1, prompts=16, samples=8, is_batch=True)
+    assert [stream.workload.prompts for stream in streams_of(batch, Side.STREAMED, TARGETS, "seed")] == [16, 16]
+    assert [stream.workload.prompts for stream in streams_of(batch, Side.GATEWAY, TARGETS, "seed")] == [32]
+
+
+def test_what_stands_in_the_middle_has_the_whole_load() -> None:
+    batch = load(streams=1, prompts=16, samples=8, is_batch=True)
+    for side, url in ((Side.ONE_SERVER, "http://a"), (Side.VLLM_ROUTER, "http://router")):
+        assert {stream.url for stream in streams_of(load(), side, TARGETS, "seed")} == {url}
+        assert len(streams_of(load(), side, TARGETS, "seed")) == 8
+        assert [stream.workload.prompts for stream in streams_of(batch, side, TARGETS, "seed")] == [32]
+
+
+def test_no_two_requests_have_the_same_prompts() -> None:
+    seeds = [seed for stream in streams_of(load(), Side.DIRECT, TARGETS, "seed") for seed in stream.seeds]
+    assert len(set(seeds)) == len(seeds) == 16
+
+
+def test_rows_say_how_the_gateway_compares() -> None:
+    runs = [run(Side.DIRECT, pair, 1000) for pair in range(5)]
+    runs += [run(Side.GATEWAY, pair, 990 + pair, cpu_s=0.5) for pair in range(5)]
+    rows = summary(runs, [load()], [Side.DIRECT, Side.GATEWAY])
+    assert [row["side"] for row in rows] == ["direct", "gateway"]
+    assert rows[0]["tokens_per_s"] == 500
+    assert rows[1]["ratios"]["direct"]["median"] == pytest.approx(0.992)
+    assert rows[1]["ratios"]["direct"]["lower_bound_95"] == pytest.approx(0.990)
+    assert rows[1]["middle_cores"] == 0.25
+    assert rows[1]["middle_cpu_s_per_million_tokens"] == pytest.approx(504, rel=0.01)
+    assert "0.992 >= 0.990" in table(rows)
+
+
+def test_a_side_that_delivered_nothing_has_no_ratio() -> None:
+    runs = [run(Side.DIRECT, 0, 0, errors=3), run(Side.GATEWAY, 0, 1000)]
+    rows = summary(runs, [load()], [Side.DIRECT, Side.GATEWAY])
+    assert rows[0]["errors"] == 3
+    assert rows[1]["ratios"] == {}
+    assert table(rows)
+
+
+def test_cpu_time_of_a_process() -> None:
+    before = process_cpu_s(os.getpid())
+    sum(range(3_000_000))
+    assert process_cpu_s(os.getpid()) > before
+
+
+@pytest.fixture
+async def replicas() -> AsyncIterator[list[SimReplica]]:
+    sim = SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)
+    started = [await SimReplica(f"engine-{index}", index, sim).start() for index in range(2)]
+    yield started
+    for replica in started:
+        await replica.kill()
+
+
+@pytest.fixture
+async def gateway_url(replicas: list[SimReplica]) -> AsyncIterator[str]:
+    async def discover() -> list[ReplicaInfo]:
+        return [replica.info for replica in replicas]
+
+    tree = {"gateway": {"port": 0}, "engine": {"kind": "sim", "num_replicas": 2}}
+    listener = Listener(Config.model_validate(tree), discover)
+    # In a thread: it asks the replicas, which answer on this loop.
+    yield await asyncio.to_thread(listener.start)
+    await asyncio.to_thread(listener.stop)
+
+
+async def compared(replicas: list[SimReplica], gateway_url: str, *options: str) -> tuple[int | None, str]:
+    """Exit code and output of a comparison with four streams and a batch, two pairs."""
+    command = [
+        sys.executable,
+        "-m",
+        "loadtests.studies.compare",
+        "--gateway",
+        gateway_url,
+        "--gateway-pid",
+        str(os.getpid()),
+    ]
+    command += ["--engine", *(replica.info.url for replica in replicas)]
+    command += ["--streams", "4", "--batch", "3x2", "--prompt-tokens", "8", "--max-tokens", "8", "--pairs", "2"]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--clients", "1", *options, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    async with asyncio.timeout(60):
+        printed, _ = await process.communicate()
+    return process.returncode, printed.decode()
+
+
+@pytest.mark.load
+async def test_a_short_run(replicas: list[SimReplica], gateway_url: str, tmp_path: Path) -> None:
+    report, sides = tmp_path / "out.json", [side for side in Side if side is not Side.SGLANG_ROUTER]
+    router = f"{sys.executable} {ROUTER}"
+    code, printed = await compared(
+        replicas, gateway_url, "--sides", *sides, "--vllm-router", router, "--json", str(report)
+    )
+    assert code == 0, printed
+    told = json.loads(report.read_text())
+    assert {(run["load"], run["side"]): run["tokens"] for run in told["runs"]} == {
+        **{("4", side.value): 2 * 4 * 8 for side in sides},
+        **{("3x2", side.value): 2 * 3 * 2 * 8 for side in sides},
+    }
+    assert [run["side"] for run in told["runs"][:6]] == sides
+    assert [run["side"] for run in told["runs"][12:18]] == sides[::-1]
+    assert all(row["pairs"] == 2 for row in told["summary"])
+    rows = {row["side"]: row for row in told["summary"] if row["load"] == "4"}
+    assert set(rows["gateway"]["ratios"]) == {"direct", "streamed", "one-server", "vllm-router"}
+    assert set(rows["vllm-router"]["ratios"]) == {"direct", "streamed"}
+    # A short run may take less than the hundredth of a second that the kernel counts in.
+    assert rows["vllm-router"]["middle_cpu_s_per_million_tokens"] >= 0
+    assert "middle_cpu_s_per_million_tokens" not in rows["direct"]
+    assert "gateway-streamed" in printed
+
+
+@pytest.mark.load
+async def test_text_prompts_reach_the_router_that_takes_no_token_ids(
+    replicas: list[SimReplica], gateway_url: str
+) -> None:
+    router = f"{sys.executable} {ROUTER}"
+    options = ["--sides", "direct", "sglang-router", "--sglang-router", router]
+    code, printed = await compared(replicas, gateway_url, *options)
+    assert code == 0
+    assert "sglang-router is left out: it takes text for a named model alone, add --text --model" in printed
+    code, printed = await compared(replicas, gateway_url, *options, "--text", "--model", "sim")
+    assert code == 0, printed
+    assert " sglang-router " in printed
+
+
+@pytest.mark.load
+async def test_a_router_that_is_not_there_has_no_row(replicas: list[SimReplica], gateway_url: str) -> None:
+    code, printed = await compared(replicas, gateway_url, "--sides", "direct", "vllm-router")
+    assert code == 0, printed
+    assert "vllm-router is left out: give its command as --vllm-router or VLLM_ROUTER" in printed
+
+
+@pytest.mark.load
+async def test_a_router_that_does_not_start_says_why(replicas: list[SimReplica], gateway_url: str) -> None:
+    options = ["--sides", "direct", "vllm-router", "--vllm-router", f"{sys.executable} {ROUTER} --fail"]
+    code, printed = await compared(replicas, gateway_url, *options)
+    assert code == 2
+    assert "did not start:\nno workers for me" in printed
+
+
+@pytest.mark.load
+async def test_a_side_that_delivers_nothing_ends_the_comparison(replicas: list[SimReplica], gateway_url: str) -> None:
+    code, printed = await compared(replicas, gateway_url, "--sides", "direct", "gateway", "--model", "other")
+    assert code == 1
+    assert "a side delivered nothing: there is nothing to compare" in printed
+    assert "pair 1" not in printed

@@ -1,0 +1,84 @@
+"""What an update costs: the run with it against the one beside it, and the medium alone."""
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from engines.errors import ConfigError
+from engines.types import InFlight
+from loadtests.studies.pusher import Pushed
+from loadtests.studies.raw_speed import broadcast_speed, file_speeds
+from loadtests.studies.weight_cost import Run, Variant, main, summarise
+
+
+def run(pair: int, in_flight: str, wall_s: float, stopped_s: float = 0.0, error: str = "") -> Run:
+    is_quiet = in_flight == "none"
+    record = {"stopped_s": stopped_s, "seconds": {"transfer": 0.5, "canary": 0.1}}
+    return Run(
+        pair=pair, in_flight=in_flight, wall_s=wall_s, tokens=1000, errors=[error] if error else [],
+        pushed=[] if is_quiet else [Pushed(seconds=0.7, version=1, error=error)] * 2,
+        updates=[] if is_quiet else [record] * 2,
+    )  # fmt: skip
+
+
+def test_the_work_lost_is_what_the_run_beside_it_did_not_take_by_update() -> None:
+    runs = [run(0, "none", 10.0), run(0, "keep", 10.4, 0.2), run(1, "keep", 12.2, 0.3), run(1, "none", 12.0)]
+    (row,) = summarise(runs, num_bytes=2_000_000_000)
+    assert row["lost_s"] == pytest.approx(0.15)
+    assert row["lost_tokens"] == pytest.approx(0.15 * (1000 / 10 + 1000 / 12) / 2)
+    assert (row["updates"], row["stopped_s"], row["stopped_s_max"]) == (4, 0.25, 0.3)
+    assert row["moved_gb_per_s"] == pytest.approx(4.0)
+    assert row["seconds"] == {"transfer": 0.5, "canary": 0.1}
+
+
+def test_each_way_with_rollouts_in_flight_has_a_row_and_failures_are_counted() -> None:
+    rows = summarise([run(0, "none", 1.0), run(0, "keep", 1.0), run(0, "drain", 1.5, error="refused")], num_bytes=1)
+    assert [(row["in_flight"], row["failed"], row["errors"]) for row in rows] == [("keep", 0, 0), ("drain", 2, 1)]
+
+
+@pytest.mark.load
+def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    status = main(
+        ["-c", "examples/sim.yaml", "--variant", "together: transport=store", "--variant",
+         "rolling: transport=store weights.rolling=true", "--in-flight", "keep", "drain", "--pairs", "1",
+         "--updates", "1", "--restores", "1", "--streams", "2", "--rounds", "1", "--max-tokens", "64",
+         "--prompt-tokens", "8",
+         "--json", str(out), "gateway.port=0", f"weights.store={tmp_path / 'store'}", "engine.num_replicas=2",
+         f"engine.log_dir={tmp_path}"]
+    )  # fmt: skip
+    assert status == 0, capsys.readouterr().err
+    report = orjson.loads(out.read_bytes())
+    together, rolling = report["variants"]
+    assert (together["name"], rolling["settings"]) == ("together", ["weights.rolling=true"])
+    for variant, version in ((together, 4), (rolling, 8)):  # the second gateway finds the first one's
+        assert [row["in_flight"] for row in variant["summary"]] == ["keep", "drain"]
+        assert all(row["updates"] == 1 and row["push_s"] > 0 for row in variant["summary"])
+        assert {one["in_flight"] for one in variant["runs"]} == {"none", "keep", "drain"}
+        (restore,) = variant["restores"]
+        assert restore["version"] == version
+        assert "canary" in restore["error"]
+    assert report["bytes"] == 64
+    assert "work lost s" in capsys.readouterr().out
+
+
+@pytest.mark.load
+def test_the_medium_alone_has_a_speed(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    written, read = file_speeds(tmp_path, 1 << 20)
+    assert written > 0
+    assert read > 0
+    assert not list(tmp_path.iterdir())
+    assert broadcast_speed("gloo", ("cpu", "cpu"), 1 << 20) > 0
+
+
+def test_a_variant_says_what_it_differs_in() -> None:
+    variant = Variant.parse("a b: transport=gloo in_flight=keep,drain weights.store=null", "nccl", [InFlight.KEEP])
+    assert variant == Variant("a b", "gloo", (InFlight.KEEP, InFlight.DRAIN), ("weights.store=null",))
+    assert Variant.parse("plain", "nccl", [InFlight.DRAIN]) == Variant("plain", "nccl", (InFlight.DRAIN,), ())
+
+
+def test_a_variant_without_a_transport_is_refused() -> None:
+    with pytest.raises(ConfigError, match="variant 'flat' names no transport"):
+        Variant.parse("flat: weights.relay=never", None, [InFlight.KEEP])

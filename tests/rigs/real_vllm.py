@@ -1,0 +1,276 @@
+"""Real vLLM servers on CPU for tests marked `vllm`, alone or as a fleet behind a gateway, started by the product."""
+
+import asyncio
+import json
+import re
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engines.clients.external import ExternalServer
+from engines.clients.vllm_engine import VllmEngine
+from engines.config import EngineConfig
+from engines.errors import RolloutGatewayError
+from engines.process.engine_server import EngineServer, free_port
+from engines.process.launch import engine_command
+from engines.process.process import EngineProcess
+from engines.sim.model import CHECKPOINT_VERSION
+from engines.types import EngineKind, PauseMode, ReplicaInfo
+from gateway.config.schema import Config
+from gateway.http.listener import Listener
+
+START_TIMEOUT_S = 240.0
+REQUEST_TIMEOUT_S = 60.0
+FAST = {"gateway": {"port": 0}, "fleet": {"probe_interval_s": 0.2, "lost_after_s": 2.0}}
+
+
+@dataclass(frozen=True)
+class RealFleet:
+    """A gateway's URL and the replicas behind it. `restart` starts the engine of one anew, as Serve would."""
+
+    url: str
+    replicas: list[ReplicaInfo]
+    restart: Callable[[int], None]
+
+    def call(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
+        """Status and decoded reply, whatever the status. A `bytes` body is sent as it is."""
+        status, text = self.text(path, body, method)
+        return status, json.loads(text)
+
+    def text(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, str]:
+        """Status and reply, whatever the status."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The decoded chunks of a streamed reply, which has to end as one should."""
+        data = json.dumps(body | {"stream": True}).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+            events = [event.removeprefix(b"data: ") for event in response.read().split(b"\n\n") if event]
+        assert events[-1] == b"[DONE]"
+        return [json.loads(event) for event in events[:-1]]
+
+
+def tokens_made(real: RealFleet) -> float:
+    """By all replicas, since they have started."""
+    texts = [replace(real, url=replica.url).text("/metrics")[1] for replica in real.replicas]
+    found = [re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.M) for text in texts]
+    return sum(float(one[1]) for one in found if one)
+
+
+@contextmanager
+def fleet(
+    model: Path, log_dir: Path, num_replicas: int = 2, levers: Mapping[str, Any] | None = None, **sections: Any
+) -> Iterator[RealFleet]:
+    """Replicas of one model behind a gateway. `levers` are fields of their configuration."""
+    engine = engine_config(model, log_dir).model_copy(update={"num_replicas": num_replicas, **(levers or {})})
+    with app({"engine": engine}, _kept.lent(engine), **sections) as running:
+        yield running
+
+
+@contextmanager
+def app(
+    groups: Mapping[str, EngineConfig], engines: "AbstractContextManager[Engines] | None" = None, **sections: Any
+) -> Iterator[RealFleet]:
+    """Engine groups behind a gateway, without Ray: nobody starts a replica anew. `sections` go into the config.
+
+    `engines` are those of the groups; without them they are started here, and ended.
+    """
+    tree = {name: group.model_dump() for name, group in groups.items()}
+    # Beside others that serve the same app name on this machine.
+    store = tempfile.TemporaryDirectory(prefix="store-")
+    weights = {"store": store.name} | sections.pop("weights", {})
+    config = Config.model_validate({"engines": tree, **FAST, "weights": weights, **sections})
+    with store, engines or started(groups) as (runner, servers, replicas):
+
+        async def discover() -> list[ReplicaInfo]:
+            return replicas
+
+        def restart(index: int) -> None:
+            runner.run(servers[index].stop())
+            replicas[index] = runner.run(servers[index].start())
+
+        listener = Listener(config, discover)
+        url = listener.start()
+        try:
+            yield RealFleet(url, replicas, restart)
+        finally:
+            listener.stop()
+
+
+Server = EngineServer | ExternalServer
+Engines = tuple[asyncio.Runner, Sequence[Server], list[ReplicaInfo]]
+"""Who runs their coroutines, the engines, and what each says of itself."""
+
+
+@contextmanager
+def started(groups: Mapping[str, EngineConfig]) -> Iterator[Engines]:
+    """The replicas of engine groups, for more than one gateway."""
+    servers = [_server(name, group, index) for name, group in groups.items() for index in range(group.num_replicas)]
+    with asyncio.Runner() as runner:
+        try:
+            yield runner, servers, runner.run(_start_all(servers))
+        finally:
+            runner.run(_stop_all(servers))
+
+
+class KeptEngines:
+    """Engines that go from one fleet to the next, with the weights of their checkpoint again, as a start of vLLM takes
+    most of a test's time. One that does not come back as it was is ended; the others end with the run of the tests."""
+
+    def __init__(self) -> None:
+        self._runner: asyncio.Runner | None = None
+        self._idle: dict[str, tuple[EngineServer, ReplicaInfo]] = {}
+
+    @contextmanager
+    def lent(self, group: EngineConfig) -> Iterator[Engines]:
+        self._runner = runner = self._runner or asyncio.Runner()
+        names = [_likeness(group, index) for index in range(group.num_replicas)]
+        found = [self._idle.pop(name, None) for name in names]
+        servers = [
+            one[0] if one else EngineServer(group, replica_id=f"engine-{index}", group="engine", index=index)
+            for index, one in enumerate(found)
+        ]
+        try:
+            replicas = runner.run(_told(servers, found))
+        except BaseException:
+            runner.run(_stop_all(servers))
+            raise
+        try:
+            yield runner, servers, replicas
+        finally:
+            for name, server, info in zip(names, servers, replicas, strict=True):
+                if runner.run(_is_as_new(server, info)):
+                    self._idle[name] = server, info
+
+    def end(self) -> None:
+        if self._runner is not None:
+            self._runner.run(_stop_all([server for server, _ in self._idle.values()]))
+            self._runner.close()
+        self._idle, self._runner = {}, None
+
+
+_kept = KeptEngines()
+
+
+def pytest_sessionfinish() -> None:
+    """For conftest.py."""
+    _kept.end()
+
+
+def _likeness(group: EngineConfig, index: int) -> str:
+    """The same of engines that only differ in what they do not know of."""
+    return f"{index} {group.model_copy(update={'log_dir': '', 'num_replicas': 1}).model_dump_json()}"
+
+
+async def _told(
+    servers: Sequence[EngineServer], kept: Sequence[tuple[EngineServer, ReplicaInfo] | None]
+) -> list[ReplicaInfo]:
+    """Of those that are not kept once they have started."""
+
+    async def told(index: int) -> ReplicaInfo:
+        return one[1] if (one := kept[index]) else await servers[index].start()
+
+    return list(await asyncio.gather(*map(told, range(len(servers)))))
+
+
+async def _is_as_new(server: EngineServer, info: ReplicaInfo) -> bool:
+    """Whether it serves its checkpoint again, and nothing of those before. Otherwise it is ended."""
+    engine = VllmEngine(info.replica_id, info.url, info.engine_version, has_tee=True)
+    try:
+        await server.check()
+        await engine.pause(PauseMode.ABORT, clear_cache=True, timeout_s=REQUEST_TIMEOUT_S)
+        await engine.load_snapshot(info.model, 0, REQUEST_TIMEOUT_S)
+        await engine.ask("POST", "/update_weight_version", {"new_version": CHECKPOINT_VERSION}, REQUEST_TIMEOUT_S)
+        await engine.resume(REQUEST_TIMEOUT_S)
+        return True
+    except RolloutGatewayError as error:
+        print(f"{info.replica_id} is not kept: {error}")
+        await server.stop()
+        return False
+    finally:
+        await engine.close()
+
+
+def _server(name: str, group: EngineConfig, index: int) -> Server:
+    if group.kind is EngineKind.EXTERNAL:
+        return ExternalServer(group, replica_id=f"{name}-{index}", group=name)
+    return EngineServer(group, replica_id=f"{name}-{index}", group=name, index=index)
+
+
+async def _start_all(servers: Sequence[Server]) -> list[ReplicaInfo]:
+    return list(await asyncio.gather(*(server.start() for server in servers)))
+
+
+async def _stop_all(servers: Sequence[Server]) -> None:
+    await asyncio.gather(*(server.stop() for server in servers))
+
+
+def engine_config(model: Path, log_dir: Path) -> EngineConfig:
+    """As examples/tiny-cpu.yaml has it."""
+    return EngineConfig(
+        model=str(model),
+        device="cpu",
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 << 20,
+        max_model_len=512,
+        max_num_seqs=64,
+        log_dir=str(log_dir),
+        stop_timeout_s=5.0,
+    )
+
+
+@contextmanager
+def served(model: Path, log_dir: Path) -> Iterator[str]:
+    """Serve `model` in float32 on one replica; gives its URL."""
+    config = engine_config(model, log_dir)
+    port = free_port()
+    process = EngineProcess(
+        engine_command(config, port=port, index=0), log_dir / f"vllm-{port}.log", stop_timeout_s=5.0
+    )
+    process.start()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for_health(url, process)
+        yield url
+    finally:
+        asyncio.run(process.stop())
+
+
+def greedy_token_ids(url: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    model = _ask(f"{url}/v1/models")["data"][0]["id"]
+    body = {"model": model, "prompt": prompts, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
+    return [choice["token_ids"] for choice in _ask(f"{url}/v1/completions", body)["choices"]]
+
+
+def wait_for_health(url: str, process: EngineProcess) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2.0):
+                return
+        except OSError as error:
+            if process.exit_code is not None or time.monotonic() > deadline:
+                raise AssertionError(f"vLLM did not start:\n{process.last_words()}") from error
+        time.sleep(0.2)
+
+
+def _ask(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+        reply: dict[str, Any] = json.load(response)
+        return reply

@@ -1,0 +1,256 @@
+"""A gateway over simulated engines, all in this process: real HTTP between every part, no Ray, no model."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from engines.clients.external import ExternalServer
+from engines.config import EngineConfig, SimConfig
+from engines.sim.adapters import SimAdapters
+from engines.sim.dialect import Limits
+from engines.sim.server import SimServer
+from engines.types import EngineKind, ReplicaInfo, TensorMeta
+from gateway.config.schema import Config
+from gateway.fleet.adapter_loading import LOAD_ROUTE
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.metrics import Metrics
+from gateway.http.listener import engine_client
+from gateway.http.server import GatewayServer
+
+STORED = {"w": [4, 4], "b": [4]}
+"""Tensors of a simulated engine, for tests of the weight store: the shapes by name."""
+MAX_MODEL_LEN = 128
+CAPABILITIES = {"/init_weight_transfer_engine", "/v1/chat/completions/render", "/v1/chat/completions/derender"}
+FAST_WATCH = {"discover_interval_s": 0.05, "probe_interval_s": 0.05, "probe_timeout_s": 0.5, "lost_after_s": 0.5}
+
+Json = dict[str, Any]
+
+
+class SimReplica:
+    """One simulated engine with a listening port."""
+
+    def __init__(
+        self, replica_id: str, seed: int, sim: SimConfig, *, group: str = "engine", model: str = "sim", loras: int = 0
+    ) -> None:
+        limits = Limits(
+            max_model_len=MAX_MODEL_LEN,
+            seed=seed,
+            stream_interval=4,
+            shows_cached_tokens=False,
+            logprob_noise=sim.logprob_noise,
+        )
+        adapters = SimAdapters(loras, max_lora_rank=16) if loras else None
+        self._server = SimServer(model, sim, limits, max_num_seqs=8, world_size=1, adapters=adapters)
+        self._runner = web.AppRunner(self._server.app(), handler_cancellation=True, shutdown_timeout=0.01)
+        self.info = ReplicaInfo(
+            replica_id=replica_id,
+            incarnation=f"{replica_id}@{id(self)}",
+            group=group,
+            kind=EngineKind.SIM,
+            url="",
+            model=model,
+            world_size=1,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=8,
+            engine_version="0.32.0+sim",
+            streams=True,
+            has_tee=True,
+            capabilities=frozenset(CAPABILITIES | ({LOAD_ROUTE} if loras else set())),
+            tensors=tuple(TensorMeta(name=n, dtype="float32", shape=tuple(s)) for n, s in sim.tensors.items()),
+        )
+
+    async def start(self) -> "SimReplica":
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.info = replace(self.info, url=f"http://127.0.0.1:{self._runner.addresses[0][1]}")
+        return self
+
+    def damage(self, tensor: str) -> None:
+        """From now on this tensor arrives with a wrong byte."""
+        self._server.worker.damage(tensor)
+
+    def heal(self) -> None:
+        """From now on it takes updates as it should."""
+        self._server.corrupt_after = None
+        self._server.corrupt_loads = False
+
+    def hurry(self) -> None:
+        """From now on its tokens take no time."""
+        scheduler = self._server._scheduler
+        scheduler._config = scheduler._config.model_copy(update={"decode_step_s": 0.0})
+
+    def refuse_adapters(self) -> None:
+        """From now on it fails to load any LoRA adapter of more than rank 1, as a worker of vLLM's does: with 500."""
+        assert self._server.adapters is not None
+        self._server.adapters.config["max_lora_rank"] = 1
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the LoRA adapters that it knows."""
+        return [adapter.name for adapter in self._server.adapters.listed] if self._server.adapters else []
+
+    async def kill(self) -> None:
+        """Cut every connection and stop listening, as a process that dies does."""
+        if self._runner.server is None:
+            return  # killed before
+        for connection in self._runner.server.connections:
+            connection.force_close()
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self._runner.cleanup()
+
+
+class Rig:
+    """A running gateway, its simulated replicas and a client. Tests add and kill replicas through it.
+
+    `odd` holds what single replicas do otherwise than `sim` says, by their ids.
+    """
+
+    def __init__(self, config: Config, sim: SimConfig, odd: dict[str, Json] | None = None) -> None:
+        self.config = config
+        self.sim = sim
+        self.odd = odd or {}
+        self.replicas: list[SimReplica] = []
+        self.external: list[ReplicaInfo] = []
+        self.fleet = Fleet(
+            config,
+            discover=self._discover,
+            connect=lambda info: engine_client(config, info),
+        )
+        app = GatewayServer(config, self.fleet, Metrics()).application()
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        self.client = aiohttp.ClientSession()
+        self.url = ""
+
+    async def start(self, replicas: "list[SimReplica] | None" = None) -> "Rig":
+        """`replicas` run already, where given: those of a gateway that is gone."""
+        self.replicas = replicas or []
+        for group, engine in self.config.groups.items():
+            if engine.kind is EngineKind.EXTERNAL:
+                self.external.append(await described(engine, f"{group}-0", group))
+                continue
+            for index in range(engine.num_replicas if replicas is None else 0):
+                await self.add_replica(f"{group}-{index}", seed=index)
+        await self.listen()
+        # On a busy machine the first look may find an engine too slow to answer it.
+        async with asyncio.timeout(20):
+            while len(self.fleet.replicas) + len(self.fleet.refused) < len(self.replicas) + len(self.external):
+                await asyncio.sleep(0.02)
+        return self
+
+    async def listen(self) -> "Rig":
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def add_replica(self, replica_id: str, seed: int = 0) -> SimReplica:
+        """Start one of the group that `replica_id` begins with; in place of the one of the same id, if there is any."""
+        group = replica_id.rpartition("-")[0]
+        model = self.config.groups[group].served_name
+        sim = SimConfig.model_validate(self.sim.model_dump() | self.odd.get(replica_id, {}))
+        loras = self.config.groups[group].num_adapters
+        replica = await SimReplica(replica_id, seed, sim, group=group, model=model, loras=loras).start()
+        self.replicas = [other for other in self.replicas if other.info.replica_id != replica_id] + [replica]
+        return replica
+
+    async def stop_gateway(self) -> None:
+        """End the gateway; its replicas go on."""
+        await self._runner.cleanup()
+
+    async def stop(self) -> None:
+        await self.client.close()
+        await self.stop_gateway()
+        for replica in self.replicas:
+            await replica.kill()
+
+    async def get(self, path: str, **kwargs: Any) -> tuple[int, Json]:
+        async with self.client.get(self.url + path, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def post(self, path: str, body: Any = None, **kwargs: Any) -> tuple[int, Json]:
+        async with self.client.post(self.url + path, json=body, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def load(self, name: str, path: Path, *, in_place: bool = False) -> tuple[int, str]:
+        """Status and text of the reply to TRL's call."""
+        body = {"lora_name": name, "lora_path": str(path), "load_inplace": in_place}
+        async with self.client.post(f"{self.url}/v1/load_lora_adapter", json=body) as response:
+            return response.status, await response.text()
+
+    async def unload(self, name: str) -> tuple[int, str]:
+        async with self.client.post(f"{self.url}/v1/unload_lora_adapter", json={"lora_name": name}) as response:
+            return response.status, await response.text()
+
+    async def complete(self, prompt: Any, **sampling: Any) -> Json:
+        """A completion that must succeed, with token ids."""
+        body = {"model": "sim", "prompt": prompt, "return_token_ids": True, "max_tokens": 8, **sampling}
+        status, reply = await self.post("/v1/completions", body)
+        assert status == 200, reply
+        return reply
+
+    async def open_group(self) -> None:
+        _, size = await self.get("/get_world_size")
+        info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "packed": True}
+        info["world_size"] = size["world_size"] + 1
+        status, reply = await self.post("/init_weight_transfer_engine", {"init_info": info})
+        assert status == 200, reply
+
+    async def update(self, *, hurries: bool = False) -> None:
+        """One whole weight update, as TRL calls it. With `hurries` tokens take no time once it has begun."""
+        for path, body in (
+            ("/start_weight_update", {}),
+            ("/update_weights", {"update_info": self.tensors}),
+            ("/finish_weight_update", {}),
+            ("/reset_prefix_cache", None),
+        ):
+            status, reply = await self.post(path, body)
+            assert status == 200, (path, reply)
+            if hurries:
+                self.hurry()
+
+    @property
+    def tensors(self) -> Json:
+        names = list(self.sim.tensors)
+        return {"names": names, "dtype_names": ["float32"] * len(names), "shapes": list(self.sim.tensors.values())}
+
+    async def states(self) -> dict[str, str]:
+        _, status = await self.get("/status")
+        return {replica["replica_id"]: replica["state"] for replica in status["replicas"]}
+
+    async def until(self, states: dict[str, str], timeout_s: float = 20.0) -> None:
+        """Returns when the replicas are in these states."""
+        async with asyncio.timeout(timeout_s):
+            while await self.states() != states:
+                await asyncio.sleep(0.02)
+
+    async def begun(self, samples: int = 1) -> None:
+        """Returns when replicas have so many samples in flight, and time to make some of their tokens."""
+        async with asyncio.timeout(20):
+            while sum(replica.load_samples for replica in self.fleet.replicas) < samples:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+
+    def hurry(self) -> None:
+        """From now on tokens take no time: what a test has met in flight need not be awaited at its pace."""
+        for replica in self.replicas:
+            replica.hurry()
+
+    async def _discover(self) -> list[ReplicaInfo]:
+        return [replica.info for replica in self.replicas] + self.external
+
+
+async def described(config: EngineConfig, replica_id: str, group: str) -> ReplicaInfo:
+    """What is found out about the external server of `config`."""
+    server = ExternalServer(config, replica_id=replica_id, group=group)
+    info = await server.start()
+    await server.stop()
+    return info
+
+
+StartRig = Callable[..., Awaitable[Rig]]

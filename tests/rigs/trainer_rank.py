@@ -1,0 +1,287 @@
+"""A trainer of two ranks, which push one model after another, sharded in all ways: for test_sharded_models.py.
+
+    python -m tests.rigs.trainer_rank FOLDER URL GROUP_URL
+
+Each rank writes one JSON object a case, into the file FOLDER/rank-RANK. In FOLDER the ranks find each other, and rank 0
+the weight store of the gateway at URL; engines behind GROUP_URL receive over gloo.
+"""
+
+import json
+import multiprocessing
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._dynamo  # what compiles loads it, here for all ranks at once
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from engines.errors import RolloutGatewayError
+from tests.material.sharded_model import SHAPES, WORLD_SIZE, Model
+from trainer_client import BlockingRolloutClient, WeightSender
+from trainer_client.transports import trainer_ranks
+
+TIMEOUT_S = 20.0
+SILENCE_S = 0.4
+
+
+class Trainer:
+    """This rank, with its mesh."""
+
+    def __init__(self, rank: int, folder: Path, url: str, group_url: str) -> None:
+        self.rank = rank
+        self.store = folder / "store"
+        self.told = folder / f"rank-{rank}"
+        self.url = url
+        self.group_url = group_url
+        meeting = dist.FileStore(str(folder / "ranks"), WORLD_SIZE)
+        limit = timedelta(seconds=60)
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=WORLD_SIZE, timeout=limit)
+        self.mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+
+    def run(self, case: Callable[["Trainer"], Any]) -> None:
+        told = {"case": case.__name__}
+        try:
+            told |= case(self)
+        except RolloutGatewayError as error:
+            told |= {"error": type(error).__name__, "message": str(error)}
+        with self.told.open("a") as lines:
+            print(json.dumps(told), file=lines)
+
+    def push(self, model: Any, expected: nn.Module | None = None, **options: Any) -> dict[str, Any]:
+        """What became of it: the version, and on rank 0 whether the store then has what `expected` has."""
+        with (
+            BlockingRolloutClient(self.url, attempts=1) as client,
+            WeightSender(client, transport="store", timeout_s=TIMEOUT_S, **options) as sender,
+        ):
+            version = sender.push(model)
+        dist.barrier()
+        return {"version": version} | (self.stored(version, expected or Model()) if self.rank == 0 else {})
+
+    def stored(self, version: int, expected: nn.Module) -> dict[str, Any]:
+        held: dict[str, torch.Tensor] = {}
+        for file in (self.store / f"v{version}").glob("*.safetensors"):
+            held |= load_file(file)
+        wanted = {name: tensor for name, tensor in expected.state_dict().items() if name in SHAPES}
+        same = all(torch.equal(held[name], tensor.to(held[name].dtype)) for name, tensor in wanted.items())
+        return {"same": same, "names": sorted(held), "dtypes": sorted({str(tensor.dtype) for tensor in held.values()})}
+
+
+def fsdp2(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(sharded(trainer, Model()))
+
+
+def fsdp2_after_a_step(trainer: Trainer) -> dict[str, Any]:
+    """The root's parameters stay gathered after a forward pass."""
+    model = sharded(trainer, Model())
+    model(torch.tensor([[1, 2]]))
+    return trainer.push(model)
+
+
+def fsdp2_on_a_mesh_of_two_dimensions(trainer: Trainer) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1, WORLD_SIZE), mesh_dim_names=("replicate", "shard"))
+    return trainer.push(fully_shard(Model(), mesh=mesh))
+
+
+def through_a_group(trainer: Trainer) -> dict[str, Any]:
+    with BlockingRolloutClient(trainer.group_url) as client, WeightSender(client, timeout_s=TIMEOUT_S) as sender:
+        return {"version": sender.push(sharded(trainer, Model(seed=4)))}
+
+
+def through_a_group_that_refuses(trainer: Trainer) -> dict[str, Any]:
+    with BlockingRolloutClient(trainer.group_url) as client, WeightSender(client, timeout_s=TIMEOUT_S) as sender:
+        return {"version": sender.push(sharded(trainer, Model(seed=5)), version=99)}
+
+
+def fsdp2_in_bfloat16(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(sharded(trainer, Model(seed=2)), Model(seed=2), dtype=torch.bfloat16)
+
+
+def fsdp1(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(flat(Model(), use_orig_params=True))
+
+
+def fsdp1_of_flat_parameters(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(flat(Model(), use_orig_params=False))
+
+
+def fsdp1_on_a_mesh(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(flat(Model(), use_orig_params=True, device_mesh=trainer.mesh))
+
+
+def tensor_parallel(trainer: Trainer) -> dict[str, Any]:
+    plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+    return trainer.push(parallelize_module(Model(), trainer.mesh, plan))
+
+
+def data_parallel(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(nn.parallel.DistributedDataParallel(Model()))
+
+
+def compiled(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(torch.compile(sharded(trainer, Model())))
+
+
+def dict_of_dtensors(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(distributed(trainer))
+
+
+def iterator_of_dtensors(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(iter(distributed(trainer).items()))
+
+
+def one_tensor_at_a_time(trainer: Trainer) -> dict[str, Any]:
+    gathered: list[int] = []
+    gather = trainer_ranks.TrainerRanks.gather
+
+    def counted(ranks: Any, run: Any) -> Any:
+        gathered.append(len(run))
+        return gather(ranks, run)
+
+    with (
+        patch.object(trainer_ranks, "_RUN_BYTES", 1),
+        patch.object(trainer_ranks.TrainerRanks, "gather", counted),
+    ):
+        return trainer.push(sharded(trainer, Model())) | {"gathered": gathered}
+
+
+def delta(trainer: Trainer) -> dict[str, Any]:
+    """Of a change on the second rank alone both ranks send the tensor."""
+    model = sharded(trainer, Model())
+    sent: list[str] = []
+    with (
+        BlockingRolloutClient(trainer.url, attempts=1) as client,
+        WeightSender(client, transport="store", timeout_s=TIMEOUT_S, delta=True) as sender,
+    ):
+        sender.push(model)
+        if trainer.rank == 1:
+            with torch.no_grad():
+                model.layers[1].weight.to_local().add_(1.0)
+        gather = trainer_ranks.TrainerRanks.gather
+
+        def noted(ranks: Any, run: Any) -> Any:
+            sent.extend(entry.name for entry in run)
+            return gather(ranks, run)
+
+        with patch.object(trainer_ranks.TrainerRanks, "gather", noted):
+            version = sender.push(model)
+    dist.barrier()
+    expected = Model()
+    with torch.no_grad():
+        expected.layers[1].weight[2:] += 1.0
+    return {"version": version, "sent": sent} | (trainer.stored(version, expected) if trainer.rank == 0 else {})
+
+
+def other_shapes(trainer: Trainer) -> dict[str, Any]:
+    model = Model()
+    model.layers[1] = nn.Linear(6, 5)
+    return trainer.push(sharded(trainer, model))
+
+
+def ranks_that_differ(trainer: Trainer) -> dict[str, Any]:
+    named = distributed(trainer)
+    if trainer.rank == 1:
+        del named["layers.1.bias"]
+    return trainer.push(named)
+
+
+def after_all_that(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(sharded(trainer, Model(seed=3)), Model(seed=3))
+
+
+def a_sender_that_stays_away(trainer: Trainer) -> dict[str, Any]:
+    with (
+        BlockingRolloutClient(trainer.url) as client,
+        WeightSender(client, transport="store", timeout_s=SILENCE_S) as sender,
+    ):
+        named = distributed(trainer)
+        sender._ranks(tuple(range(WORLD_SIZE)))
+        given_up = trainer.store.parent / "given-up"
+        if trainer.rank == 0:
+            deadline = time.monotonic() + TIMEOUT_S
+            while not given_up.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            return {}
+        try:
+            return {"version": sender.push(named)}
+        finally:
+            given_up.touch()
+
+
+def sharded(trainer: Trainer, model: nn.Module) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer, mesh=trainer.mesh)
+    return fully_shard(model, mesh=trainer.mesh)
+
+
+def flat(model: nn.Module, **options: Any) -> nn.Module:
+    return FullyShardedDataParallel(
+        model,
+        device_id=torch.device("cpu"),
+        auto_wrap_policy=lambda module, recurse, **_: recurse or module in list(model.layers),
+        **options,
+    )
+
+
+def distributed(trainer: Trainer) -> dict[str, DTensor]:
+    whole = Model().state_dict()
+    return {name: distribute_tensor(whole[name], trainer.mesh, [Shard(0)]) for name in SHAPES}
+
+
+CASES = (
+    fsdp2,
+    fsdp2_after_a_step,
+    fsdp2_on_a_mesh_of_two_dimensions,
+    fsdp2_in_bfloat16,
+    fsdp1,
+    fsdp1_of_flat_parameters,
+    fsdp1_on_a_mesh,
+    tensor_parallel,
+    data_parallel,
+    compiled,
+    dict_of_dtensors,
+    iterator_of_dtensors,
+    one_tensor_at_a_time,
+    delta,
+    through_a_group,
+    through_a_group_that_refuses,
+    other_shapes,
+    ranks_that_differ,
+    after_all_that,
+    a_sender_that_stays_away,
+)
+
+
+def run_rank(rank: int, folder: Path, *urls: str) -> None:
+    warnings.simplefilter("ignore")
+    trainer = Trainer(rank, folder, *urls)
+    for case in CASES:
+        trainer.run(case)
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """0 where all ranks came to their end. They are forks of this process: what they import takes seconds to load."""
+    folder, *urls = sys.argv[1:]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run_rank, args=(rank, Path(folder), *urls)) for rank in range(WORLD_SIZE)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return max(abs(rank.exitcode or 0) for rank in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

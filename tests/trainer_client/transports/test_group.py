@@ -1,0 +1,227 @@
+"""The sender over a group, against an HTTP server that plays a gateway, with receivers as threads of this process."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from engines.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    WeightUpdateConflict,
+    WeightUpdateFailed,
+)
+from gateway.api import body_of, status_of
+from tests.rigs.played_gateway import Answer, PlayedGateway
+from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
+from trainer_client.transports.channels import NcclChannel
+
+SOON_S = 5.0
+TIMEOUT_S = 20.0
+UPDATE = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+
+
+@pytest.fixture
+def sender(client: BlockingRolloutClient) -> Iterator[WeightSender]:
+    with WeightSender(client, timeout_s=TIMEOUT_S) as sender:
+        yield sender
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    made = torch.nn.Sequential(torch.nn.Embedding(4, 3), torch.nn.Linear(3, 4).to(torch.bfloat16))
+    made.append(torch.nn.Linear(3, 4, bias=False))
+    made[2].weight = made[0].weight  # tied
+    return made
+
+
+def refusing(error: Any) -> Callable[[dict[str, Any]], Answer]:
+    return lambda _: (status_of(error), body_of(error))
+
+
+def test_every_engine_holds_the_tensors_after_a_push(gateway: PlayedGateway, sender: WeightSender) -> None:
+    trained = model()
+    assert sender.push(trained) == 7
+    for received in gateway.received:
+        assert list(received) == ["0.weight", "1.weight", "1.bias"]
+        assert all(torch.equal(received[name], weight) for name, weight in trained.named_parameters())
+
+
+def test_the_group_is_opened_once_for_many_pushes(gateway: PlayedGateway, sender: WeightSender) -> None:
+    sender.push(model())
+    sender.push([("0.weight", torch.zeros(4, 3))])
+    opening = ["/v1/weights", "/get_world_size", "/server_info", "/init_weight_transfer_engine"]
+    assert gateway.calls == [*opening, *UPDATE, "/v1/weights", *UPDATE]
+    assert torch.equal(gateway.received[0]["0.weight"], torch.zeros(4, 3))
+
+
+def test_tensors_are_sent_in_the_dtype_asked_for(gateway: PlayedGateway, client: BlockingRolloutClient) -> None:
+    told: list[WeightProgress] = []
+    with WeightSender(client, dtype=torch.bfloat16, timeout_s=TIMEOUT_S, on_progress=told.append) as sender:
+        sender.push([("a", torch.ones(2, 3)), ("b", torch.ones(5))])
+    assert gateway.received[1]["a"].dtype == torch.bfloat16
+    assert [(progress.tensors, progress.bytes, progress.num_bytes) for progress in told] == [(1, 12, 22), (2, 22, 22)]
+
+
+def test_the_start_says_what_becomes_of_rollouts_in_flight(gateway: PlayedGateway, sender: WeightSender) -> None:
+    asked: list[Any] = []
+
+    def start(body: dict[str, Any]) -> Answer:
+        asked.append(body["in_flight"])
+        return 200, {}
+
+    gateway.answers["/start_weight_update"] = start
+    sender.push(model(), in_flight="recompute")
+    sender.push(model())
+    assert asked == ["recompute", None]
+
+
+def test_a_version_that_is_not_the_next_one_is_refused_before_anything_moves(
+    gateway: PlayedGateway, sender: WeightSender
+) -> None:
+    with pytest.raises(WeightUpdateConflict, match=r"version = 9 .* serves 6: the next is 7"):
+        sender.push(model(), version=9)
+    assert gateway.calls == ["/v1/weights", "/weight_info"]
+    assert sender.push(model(), version=7) == 7
+
+
+def test_no_tensors_are_no_update(gateway: PlayedGateway, sender: WeightSender) -> None:
+    with pytest.raises(InvalidRequest, match="named_tensors is empty"):
+        sender.push([])
+    assert gateway.calls == []
+
+
+def test_a_refused_update_ends_the_broadcast_at_once_with_the_gateways_error(
+    gateway: PlayedGateway, sender: WeightSender
+) -> None:
+    receive = gateway.answers["/update_weights"]
+    gateway.answers["/update_weights"] = refusing(InvalidRequest("no such tensor", param="update_info.names"))
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match="no such tensor") as refused:
+        sender.push(model())
+    assert refused.value.param == "update_info.names"
+    assert time.monotonic() - began < SOON_S
+    gateway.answers["/update_weights"] = receive
+    assert sender.push(model()) == 7, "the next push opens a new group"
+    assert gateway.calls.count("/init_weight_transfer_engine") == 2
+
+
+def test_a_refused_init_ends_the_rendezvous_at_once(gateway: PlayedGateway, sender: WeightSender) -> None:
+    gateway.answers["/init_weight_transfer_engine"] = refusing(WeightUpdateConflict("another trainer is here"))
+    began = time.monotonic()
+    with pytest.raises(WeightUpdateConflict, match="another trainer is here"):
+        sender.push(model())
+    assert time.monotonic() - began < SOON_S
+
+
+def test_an_engine_that_cannot_load_is_named(gateway: PlayedGateway, sender: WeightSender) -> None:
+    def leave_instead(_: dict[str, Any]) -> Answer:
+        gateway.groups[1].close("KeyError: 'lm_head'")
+        gateway.groups[0].close()
+        error = WeightUpdateFailed("replica engine-1: KeyError: 'lm_head'", replica_id="engine-1")
+        return status_of(error), body_of(error)
+
+    gateway.answers["/update_weights"] = leave_instead
+    with pytest.raises(WeightUpdateFailed, match="replica engine-1: KeyError: 'lm_head'") as failed:
+        sender.push(model())
+    assert failed.value.replica_id == "engine-1"
+
+
+def test_a_group_that_a_replica_left_is_formed_anew_before_anything_is_touched(
+    gateway: PlayedGateway, sender: WeightSender
+) -> None:
+    sender.push(model())
+    answers = iter([(424, body_of(WeightUpdateFailed("the transfer group is broken"))), (200, {"message": "started"})])
+    gateway.answers["/start_weight_update"] = lambda _: next(answers)
+    assert sender.push(model()) == 7
+    assert gateway.calls.count("/init_weight_transfer_engine") == 2
+
+
+def test_a_start_that_conflicts_is_not_tried_again(gateway: PlayedGateway, sender: WeightSender) -> None:
+    sender.push(model())
+    gateway.answers["/start_weight_update"] = refusing(WeightUpdateConflict("an update is open"))
+    with pytest.raises(WeightUpdateConflict, match="an update is open"):
+        sender.push(model())
+    assert gateway.calls.count("/init_weight_transfer_engine") == 1
+
+
+@pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/update_weights"])
+def test_engines_that_never_come_end_the_push_in_time(
+    gateway: PlayedGateway, client: BlockingRolloutClient, route: str
+) -> None:
+    def silence(_: dict[str, Any]) -> Answer:
+        time.sleep(1.5)
+        return 200, {"message": "late"}
+
+    with WeightSender(client, timeout_s=0.5) as sender:
+        gateway.answers[route] = silence
+        began = time.monotonic()
+        with pytest.raises((WeightUpdateFailed, DeadlineExceeded), match=r"waited 0\.5 s|within 0\.5 s"):
+            sender.push(model())
+    assert time.monotonic() - began < SOON_S
+    assert gateway.calls.count(route) == 1
+
+
+def test_engines_without_a_transport_of_ours_are_named(gateway: PlayedGateway, sender: WeightSender) -> None:
+    gateway.answers["/server_info"] = lambda _: (200, {"vllm_config": {"weight_transfer_config": None}})
+    with pytest.raises(ConfigError, match="receive weights over None"):
+        sender.push(model())
+
+
+def test_nccl_without_a_gpu_is_refused_before_a_group_is_opened(
+    gateway: PlayedGateway, client: BlockingRolloutClient
+) -> None:
+    with (
+        WeightSender(client, transport="nccl", device="cpu") as sender,
+        pytest.raises(ConfigError, match="device is 'cpu'"),
+    ):
+        sender.push(model())
+    assert gateway.calls == ["/v1/weights", "/get_world_size"]
+
+
+class StuckNccl(NcclChannel):
+    """Blocks as NCCL does where a peer never comes, until its communicator is aborted."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__("127.0.0.1", 1, 2, timeout_s, torch.device("cuda", 0))
+        self.aborted = threading.Event()
+        self._group = self
+
+    @property
+    def nccl(self) -> Any:
+        return self
+
+    @property
+    def group(self) -> Any:
+        return self
+
+    comm = None
+
+    def ncclCommAbort(self, comm: Any) -> None:  # noqa: N802
+        self.aborted.set()
+
+    def _broadcast(self, tensors: Iterator[Any]) -> None:
+        self.aborted.wait(SOON_S)
+
+
+def test_an_nccl_broadcast_that_nobody_joins_is_aborted_in_time() -> None:
+    channel = StuckNccl(timeout_s=0.2)
+    with pytest.raises(WeightUpdateFailed, match=r"waited 0\.2 s for all ranks to receive"):
+        channel.send(iter(()))
+    assert channel.aborted.is_set()
+
+
+def test_an_nccl_broadcast_is_aborted_when_the_gateway_refuses() -> None:
+    channel = StuckNccl(timeout_s=SOON_S)
+    threading.Timer(0.1, channel.give_up, ["no such tensor"]).start()
+    began = time.monotonic()
+    with pytest.raises(WeightUpdateFailed, match="no such tensor"):
+        channel.send(iter(()))
+    assert time.monotonic() - began < SOON_S / 2

@@ -1,0 +1,148 @@
+"""What a push is refused for, before a tensor moves: named, and in time."""
+
+import asyncio
+import dataclasses
+import socket
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from engines.errors import ConfigError, DeadlineExceeded, InvalidRequest, WeightUpdateConflict
+from tests.rigs.played_gateway import UNREAD, Answer, PlayedGateway
+from tests.rigs.rig import StartRig
+from trainer_client import BlockingRolloutClient, WeightSender
+from trainer_client.transports import tensors
+
+SOON_S = 5.0
+SERVED = [{"name": "w", "dtype": "bfloat16", "shape": [2, 3]}, {"name": "q", "dtype": "float8_e4m3fn", "shape": [4]}]
+GPU = "GPU-5f3a"
+
+
+@pytest.fixture
+def gateway(gateway: PlayedGateway) -> PlayedGateway:
+    replica = {"replica_id": "engine-1", "gpus": [GPU]}
+    served = {"model": "tiny", "weight_version": 6, "update": None, "tensors": SERVED, "replicas": [replica]}
+    gateway.answers["/v1/weights"] = lambda _: (200, served)
+    return gateway
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl", "store"])
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"other": torch.ones(2)}, "named_tensors.names has 'other', which model 'tiny' does not have"),
+        ({"w": torch.ones(3, 2)}, r"gives \[3, 2\] for 'w', model 'tiny' has \[2, 3\]"),
+        ({"w": torch.ones(2, 3, dtype=torch.int32)}, "gives 'int32' for 'w', model 'tiny' has 'bfloat16'"),
+        ({"q": torch.ones(4)}, "gives 'float32' for 'q', model 'tiny' has 'float8_e4m3fn'"),
+    ],
+)
+def test_tensors_of_another_model_are_refused_before_anything_else_is_asked(
+    gateway: PlayedGateway, client: BlockingRolloutClient, transport: Any, named: Any, message: str
+) -> None:
+    with WeightSender(client, transport=transport) as sender, pytest.raises(InvalidRequest, match=message):
+        sender.push(named)
+    assert gateway.calls == ["/v1/weights"]
+
+
+def test_floats_arrive_in_the_dtype_that_is_served(gateway: PlayedGateway, client: BlockingRolloutClient) -> None:
+    with WeightSender(client, timeout_s=20) as sender:
+        assert sender.push({"w": torch.ones(2, 3)}) == 7
+    assert [received["w"].dtype for received in gateway.received] == [torch.bfloat16] * 2
+
+
+def test_a_port_that_somebody_has_is_named_at_once(gateway: PlayedGateway, client: BlockingRolloutClient) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with WeightSender(client, port=port) as sender, pytest.raises(ConfigError, match=f"port = {port}: the trainer"):
+            sender.push({"w": torch.ones(2, 3)})
+    assert "/init_weight_transfer_engine" not in gateway.calls
+
+
+def test_a_port_that_engines_cannot_reach_ends_in_time_and_is_named(
+    gateway: PlayedGateway, client: BlockingRolloutClient
+) -> None:
+    def unreached(_: dict[str, Any]) -> Answer:
+        time.sleep(1.5)
+        return 200, {"message": "late"}
+
+    gateway.answers["/init_weight_transfer_engine"] = unreached
+    began = time.monotonic()
+    with (
+        WeightSender(client, address="127.0.0.1", timeout_s=1.0) as sender,
+        pytest.raises(DeadlineExceeded, match=r"did not all join the trainer at 127\.0\.0\.1:\d+ within 1 s.*address"),
+    ):
+        sender.push({"w": torch.ones(2, 3)})
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_replicas_gpu_is_refused_before_a_group_is_opened(
+    gateway: PlayedGateway, client: BlockingRolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_device = SimpleNamespace(uuid=GPU.removeprefix("GPU-"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: of_device)
+    with (
+        WeightSender(client, transport="nccl", device="cuda:0") as sender,
+        pytest.raises(ConfigError, match=f"device = 'cuda:0' is {GPU}, on which replica engine-1 runs"),
+    ):
+        sender.push({"w": torch.ones(2, 3)})
+    assert "/init_weight_transfer_engine" not in gateway.calls
+
+
+async def test_an_engine_that_takes_no_weights_is_named_with_its_version(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"tensors": {"w": [2, 3]}})
+    old = rig.fleet.replicas[1]
+    old.info = dataclasses.replace(old.info, capabilities=frozenset(), engine_version="0.11.2")
+
+    def push() -> int:
+        with BlockingRolloutClient(rig.url) as client, WeightSender(client, transport="gloo", timeout_s=20) as sender:
+            return sender.push({"w": torch.ones(2, 3)})
+
+    began = time.monotonic()
+    with pytest.raises(WeightUpdateConflict, match=r"replica engine-1 \(sim 0\.11\.2\) has no /init_weight_transfer"):
+        await asyncio.to_thread(push)
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_trainer_that_fails_between_two_parts_has_the_update_ended(
+    gateway: PlayedGateway, client: BlockingRolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "PART_BYTES", 1)
+
+    def making() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(2)
+        yield "b", torch.ones(2)
+        raise MemoryError("no room for the next one")
+
+    gateway.answers["/v1/weights"] = lambda _: (200, UNREAD)
+    with WeightSender(client, timeout_s=20) as sender, pytest.raises(MemoryError):
+        sender.push(making())
+    assert gateway.calls[-1] == "/v1/weight_updates"
+    assert "/finish_weight_update" not in gateway.calls
+
+
+def test_an_iterator_goes_part_by_part_in_one_update(
+    gateway: PlayedGateway, client: BlockingRolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "PART_BYTES", 1)
+    gateway.answers["/v1/weights"] = lambda _: (200, UNREAD)
+    with WeightSender(client, timeout_s=20) as sender:
+        assert sender.push(iter([("a", torch.ones(2)), ("b", torch.zeros(3))])) == 7
+    assert gateway.calls.count("/update_weights") == 2
+    assert gateway.calls.count("/finish_weight_update") == 1
+    for received in gateway.received:
+        assert torch.equal(received["a"], torch.ones(2))
+        assert torch.equal(received["b"], torch.zeros(3))
+
+
+def test_a_transport_that_is_none_is_refused(client: BlockingRolloutClient) -> None:
+    with pytest.raises(ConfigError, match="transport = 'rdma' is none of"):
+        WeightSender(client, transport="rdma")  # type: ignore[arg-type]

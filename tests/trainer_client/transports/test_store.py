@@ -1,0 +1,380 @@
+"""A trainer that sends versions through the weight store to simulated replicas."""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import numpy as np
+import torch
+
+from engines.errors import (
+    ConfigError,
+    GatewayUnreachable,
+    InvalidRequest,
+    StoreFailed,
+    WeightUpdateConflict,
+    WeightUpdateFailed,
+)
+from engines.sim.worker import SimWorker
+from engines.store.changed_elements import ChangedElements
+from engines.store.draft import ChangedTensor, Draft, claim_draft, raw
+from engines.store.manifest import check_bytes, digest_of
+from tests.rigs.rig import STORED, Rig, StartRig
+from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
+
+
+@pytest.fixture
+def rig(store_rig: Rig) -> Rig:
+    return store_rig
+
+
+def tensors(**changes: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    return list({**{name: torch.zeros(shape) for name, shape in STORED.items()}, **changes}.items())
+
+
+async def push(
+    rig: Rig, named: Iterable[tuple[str, torch.Tensor]], version: int | None = None, in_flight: Any = None
+) -> int:
+    return await asyncio.to_thread(send, rig.url, named, version, in_flight=in_flight)
+
+
+def send(
+    url: str,
+    named: Iterable[tuple[str, torch.Tensor]],
+    version: int | None = None,
+    folder: Path | None = None,
+    in_flight: Any = None,
+) -> int:
+    with (
+        BlockingRolloutClient(url, attempts=1) as client,
+        WeightSender(client, transport="store", folder=folder, timeout_s=10) as sender,
+    ):
+        return sender.push(named, version, in_flight=in_flight)
+
+
+def folders(store: Path) -> set[str]:
+    """But for what is being removed, which nobody waits for."""
+    return {path.name for path in store.iterdir() if path.is_dir() and not path.name.startswith("draft-gone-")}
+
+
+async def said(rig: Rig) -> tuple[set[int], set[tuple[int, ...]]]:
+    """Versions and tokens of what the fleet answers to one prompt, asked so often that every replica is."""
+    choices = (await rig.complete([[4, 5, 6]] * 8, temperature=0))["choices"]
+    versions = {span["version"] for choice in choices for span in choice["weight_versions"]}
+    return versions, {tuple(choice["token_ids"]) for choice in choices}
+
+
+async def announce(rig: Rig, **body: Any) -> tuple[int, Any]:
+    return await rig.post("/v1/weight_updates", {"transport": "store", **body})
+
+
+async def test_a_pushed_version_is_served_by_all_and_kept(rig: Rig, folder: Path) -> None:
+    _, before = await said(rig)
+    assert await push(rig, tensors()) == 1
+    versions, after = await said(rig)
+    assert versions == {1}
+    assert len(after) == 1
+    assert before != after
+    assert check_bytes(folder / "v1").version == 1
+    assert folders(folder) == {"v1"}
+    _, updates = await rig.get("/v1/weight_updates")
+    (record,) = updates["weight_updates"]
+    assert (record["transport"], record["end"], record["tensors"], record["bytes"]) == ("store", "committed", 2, 80)
+
+
+async def test_a_push_says_what_becomes_of_rollouts_in_flight(rig: Rig) -> None:
+    await push(rig, tensors(), in_flight="drain")
+    await push(rig, tensors())
+    with pytest.raises(ConfigError, match="in_flight = 'end' is none of keep, recompute, abort, drain"):
+        await push(rig, tensors(), in_flight="end")
+    _, updates = await rig.get("/v1/weight_updates")
+    assert [record["in_flight"] for record in updates["weight_updates"]] == ["keep", "drain"]
+
+
+async def test_versions_only_grow(rig: Rig) -> None:
+    assert await push(rig, tensors(), version=7) == 7
+    with pytest.raises(WeightUpdateConflict, match="the fleet is at 7"):
+        await push(rig, tensors(), version=7)
+    assert await push(rig, tensors()) == 8
+
+
+async def test_a_replica_that_comes_back_serves_what_was_pushed(rig: Rig) -> None:
+    await push(rig, tensors())
+    before = await said(rig)
+    await rig.replicas[0].kill()
+    await rig.add_replica("engine-0")
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    assert await said(rig) == before
+
+
+async def test_what_is_left_out_stays_as_it_is(rig: Rig, folder: Path) -> None:
+    await push(rig, tensors())
+    assert await push(rig, [("b", torch.ones(4))]) == 2
+    before, after = check_bytes(folder / "v1").tensors, check_bytes(folder / "v2").tensors
+    assert [name for name in STORED if before[name].digest != after[name].digest] == ["b"]
+
+
+async def test_a_delta_writes_what_changed_and_links_the_rest(rig: Rig, folder: Path) -> None:
+    def push_thrice() -> list[int]:
+        with (
+            BlockingRolloutClient(rig.url) as client,
+            WeightSender(client, transport="store", delta=True, timeout_s=10, on_progress=sent.append) as sender,
+        ):
+            return [sender.push(tensors(b=torch.full((4,), float(value)))) for value in range(3)]
+
+    sent: list[WeightProgress] = []
+    assert await asyncio.to_thread(push_thrice) == [1, 2, 3]
+    assert [(progress.tensors, progress.bytes) for progress in sent] == [(1, 64), (2, 80), (1, 16), (1, 16)]
+    before, after = check_bytes(folder / "v2"), check_bytes(folder / "v3")
+    assert before.tensors["b"].digest != after.tensors["b"].digest
+    unchanged = [folder / f"v{version.version}" / version.tensors["w"].file for version in (before, after)]
+    assert unchanged[0].samefile(unchanged[1])
+    assert (await said(rig))[0] == {3}
+
+
+async def test_a_delta_of_a_fleet_that_another_trainer_moved_is_whole(rig: Rig, folder: Path) -> None:
+    def push_twice() -> int:
+        with (
+            BlockingRolloutClient(rig.url) as client,
+            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
+        ):
+            sender.push(tensors())
+            send(rig.url, tensors(w=torch.ones(4, 4)))
+            return sender.push(tensors(b=torch.ones(4)))
+
+    await asyncio.to_thread(push_twice)
+    assert check_bytes(folder / "v3").tensors["w"].digest == digest_of(bytes(64))
+
+
+def with_one(value: float) -> torch.Tensor:
+    """ "w" with one element that is not zero."""
+    changed = torch.zeros(4, 4)
+    changed[2, 1] = value
+    return changed
+
+
+async def test_a_delta_writes_the_elements_that_changed_and_the_version_is_whole(rig: Rig, folder: Path) -> None:
+    def push_thrice() -> list[int]:
+        with (
+            BlockingRolloutClient(rig.url) as client,
+            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
+        ):
+            return [sender.push(tensors(w=with_one(value))) for value in (0.0, 1.0, 2.0)]
+
+    assert await asyncio.to_thread(push_thrice) == [1, 2, 3]
+    manifest = check_bytes(folder / "v3")
+    entry = manifest.tensors["w"]
+    assert (manifest.base, entry.base) == (2, check_bytes(folder / "v2").tensors["w"].digest)
+    assert (folder / "v3" / entry.changes).is_file()
+    assert entry.digest == digest_of(with_one(2.0).numpy().tobytes())
+    versions, tokens = await said(rig)
+    assert (versions, len(tokens)) == ({3}, 1)
+
+
+async def test_a_tensor_with_many_changed_elements_goes_whole(rig: Rig, folder: Path) -> None:
+    def push_twice() -> int:
+        with (
+            BlockingRolloutClient(rig.url) as client,
+            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
+        ):
+            sender.push(tensors())
+            return sender.push(tensors(w=torch.ones(4, 4)))
+
+    await asyncio.to_thread(push_twice)
+    assert [one.changes for one in check_bytes(folder / "v2").tensors.values()] == ["", ""]
+
+
+async def test_after_a_push_that_failed_and_one_of_another_trainer_a_delta_is_whole(rig: Rig, folder: Path) -> None:
+    def push_on() -> list[int]:
+        with (
+            BlockingRolloutClient(rig.url) as client,
+            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
+        ):
+            first = sender.push(tensors())
+            with pytest.raises(WeightUpdateConflict):
+                sender.push(tensors(w=with_one(1.0)), version=1)
+            second = sender.push(tensors(w=with_one(1.0)))
+            send(rig.url, tensors(w=with_one(7.0)))
+            return [first, second, sender.push(tensors(w=with_one(2.0)))]
+
+    assert await asyncio.to_thread(push_on) == [1, 2, 4]
+    manifest = check_bytes(folder / "v4")
+    assert manifest.tensors["w"].digest == digest_of(with_one(2.0).numpy().tobytes())
+    assert manifest.tensors["w"].changes == ""
+
+
+async def test_the_store_tells_which_version_a_draft_may_have_changes_of(rig: Rig) -> None:
+    with BlockingRolloutClient(rig.url) as client:
+        assert (await asyncio.to_thread(client.weight_store))["base"] is None
+        await push(rig, tensors())
+        assert (await asyncio.to_thread(client.weight_store))["base"] == 1
+
+
+def written_changes(folder: Path, base: int) -> str:
+    """The name of a draft in which one element of "w" has changed since version `base`."""
+    draft, _ = claim_draft(folder)
+    before, after = (np.frombuffer(one.numpy().tobytes(), np.uint8) for one in (with_one(0), with_one(1)))
+    written = Draft(draft, "sim", base=base)
+    elements = ChangedElements.between(before, after, 4)
+    written.add_changes([ChangedTensor("w", "float32", [4, 4], digest_of(after), digest_of(before), elements)])
+    written.finish()
+    return draft.name
+
+
+async def test_a_gateway_started_anew_takes_changes_to_what_its_engines_hold(
+    rig: Rig, folder: Path, start_rig: StartRig
+) -> None:
+    await push(rig, tensors())
+    await rig.stop_gateway()
+    second = await start_rig(2, sim={"tensors": STORED}, weights={"store": str(folder)}, replicas=rig.replicas)
+    with BlockingRolloutClient(second.url) as client:
+        assert (await asyncio.to_thread(client.weight_store))["base"] == 1
+    status, reply = await announce(second, snapshot=written_changes(folder, base=1))
+    assert (status, reply) == (200, {"weight_version": 2})
+    assert check_bytes(folder / "v2").tensors["w"].digest == digest_of(with_one(1).numpy().tobytes())
+    assert (await said(second))[0] == {2}
+
+
+async def test_changes_to_a_version_that_is_gone_are_refused_and_nothing_is_touched(rig: Rig, folder: Path) -> None:
+    await push(rig, tensors())
+    status, reply = await announce(rig, snapshot=written_changes(folder, base=9))
+    assert (status, reply["error"]["param"]) == (400, "snapshot")
+    assert "changes to version 9, and the store keeps [1]" in reply["error"]["message"]
+    assert (await said(rig))[0] == {1}
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"extra": torch.ones(2)}, "'extra', which model 'sim' does not have"),
+        ({"b": torch.ones(5)}, r"gives \[5\] for 'b'"),
+        ({"b": torch.ones(4, dtype=torch.int32)}, "gives 'int32' for 'b'"),
+    ],
+)
+async def test_tensors_of_another_model_are_refused_and_nothing_is_touched(
+    rig: Rig, folder: Path, named: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        await push(rig, tensors(**named))
+    assert (await said(rig))[0] == {0}
+    assert folders(folder) == set()
+    assert await push(rig, tensors()) == 1
+
+
+async def test_a_damaged_file_is_refused_by_the_tensors_name(rig: Rig, folder: Path) -> None:
+    draft, _ = claim_draft(folder)
+    written = Draft(draft, "sim")
+    written.add([raw(name, "float32", shape, bytes(4 * 4 * len(shape) ** 2)) for name, shape in STORED.items()])
+    written.finish()
+    file = draft / "model-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    status, reply = await announce(rig, snapshot=draft.name)
+    assert (status, reply["error"]["param"]) == (400, "snapshot")
+    assert "is damaged" in reply["error"]["message"]
+    assert (await said(rig))[0] == {0}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"snapshot": "../elsewhere"}, "snapshot"),
+        ({"snapshot": "/etc"}, "snapshot"),
+        ({"snapshot": "v1"}, "snapshot"),
+        ({"snapshot": 3}, "snapshot"),
+        ({}, "snapshot"),
+        ({"snapshot": "draft-x", "version": "next"}, "version"),
+        ({"snapshot": "draft-x", "version": 0}, "version"),
+        ({"snapshot": "draft-x", "version": True}, "version"),
+        ({"snapshot": "draft-x", "transport": "nccl"}, "transport"),
+    ],
+)
+async def test_an_announcement_that_makes_no_sense_is_refused(rig: Rig, body: dict[str, Any], param: str) -> None:
+    status, reply = await announce(rig, **body)
+    assert (status, reply["error"]["param"]) == (400, param)
+
+
+async def test_a_push_during_another_update_is_a_conflict(rig: Rig, folder: Path) -> None:
+    await rig.open_group()
+    await rig.post("/start_weight_update", {})
+    with pytest.raises(WeightUpdateConflict, match="update to version 1 is open"):
+        await push(rig, tensors())
+    assert folders(folder) == set()
+
+
+async def test_a_replica_that_dies_while_it_loads_costs_the_others_nothing(
+    rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await push(rig, tensors())
+    with monkeypatch.context() as slow:
+        slow.setattr(SimWorker, "_load", lambda *_: time.sleep(0.3))
+        pushing = asyncio.create_task(push(rig, tensors(), version=5))
+        await asyncio.sleep(0.2)
+        await rig.replicas[1].kill()
+        assert await pushing == 5
+    versions, tokens = await said(rig)
+    assert versions == {5}
+    await rig.add_replica("engine-1")
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    assert await said(rig) == (versions, tokens)
+    assert folders(folder) == {"v1", "v5"}
+
+
+async def test_a_replica_that_cannot_load_is_named_and_all_serve_the_version_before(
+    rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await push(rig, tensors())
+    before, load = await said(rig), SimWorker._load
+
+    def fail_once(worker: SimWorker, path: str) -> None:
+        monkeypatch.setattr(SimWorker, "_load", load)
+        raise WeightUpdateConflict("it has no room for these weights")
+
+    monkeypatch.setattr(SimWorker, "_load", fail_once)
+    with pytest.raises(WeightUpdateFailed, match=r"replica engine-\d.*it has no room for these weights"):
+        await push(rig, tensors())
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    assert await said(rig) == before
+    assert folders(folder) == {"v1"}
+
+
+async def test_a_trainer_that_leaves_in_the_middle_leaves_the_version_before(
+    rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await push(rig, tensors())
+    before = await said(rig)
+    draft, _ = claim_draft(folder)
+    written = Draft(draft, "sim")
+    written.add([raw("b", "float32", [4], bytes(16))])
+    written.finish()
+    with monkeypatch.context() as slow:
+        slow.setattr(SimWorker, "_load", lambda *_: time.sleep(0.3))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await announce(rig, snapshot=draft.name)
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    assert await said(rig) == before
+    assert await push(rig, tensors()) == 2
+
+
+async def test_without_a_store_the_remedy_is_named(start_rig: StartRig) -> None:
+    rig = await start_rig(1, sim={"tensors": STORED})
+    with pytest.raises(StoreFailed, match=r"there is no weight store: weights\.store is null"):
+        await push(rig, tensors())
+
+
+async def test_a_store_that_is_not_shared_is_named(rig: Rig, tmp_path: Path) -> None:
+    with pytest.raises(StoreFailed, match=r"share weights\.store"):
+        await asyncio.to_thread(send, rig.url, tensors(), folder=tmp_path / "not-there")
+
+
+def test_a_gateway_that_is_not_there_is_an_error_at_once() -> None:
+    with pytest.raises(GatewayUnreachable, match="/v1/weights"):
+        send("http://127.0.0.1:9", tensors())

@@ -1,0 +1,139 @@
+"""What a trainer gives to be pushed: names, dtypes, tied weights, and parts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+
+from engines.errors import InvalidRequest
+from engines.types import TensorMeta
+from trainer_client.transports import tensors
+from trainer_client.transports.tensors import Entry, Given
+
+
+class Model(nn.Module):
+    """With a tied head, and two buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.layer = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+
+
+def meta(name: str, dtype: str = "bfloat16") -> TensorMeta:
+    return TensorMeta(name=name, dtype=dtype, shape=(1,))
+
+
+def only_part(source: Any, *served: TensorMeta, dtype: torch.dtype | None = None) -> list[Entry]:
+    (part,) = Given(source).parts(served or None, dtype)
+    return part
+
+
+def names(part: list[Entry]) -> list[str]:
+    return [entry.name for entry in part]
+
+
+def test_a_model_gives_its_parameters_once() -> None:
+    assert names(only_part(Model())) == ["embed.weight", "layer.weight", "layer.bias"]
+
+
+def test_a_tied_weight_goes_by_the_name_that_is_served() -> None:
+    assert names(only_part(Model(), meta("head.weight"), meta("layer.weight"), meta("layer.bias"))) == [
+        "head.weight",
+        "layer.weight",
+        "layer.bias",
+    ]
+
+
+def test_a_tied_weight_goes_by_both_names_where_the_served_checkpoint_has_both() -> None:
+    assert names(only_part(Model(), meta("head.weight"), meta("embed.weight")))[:2] == ["embed.weight", "head.weight"]
+
+
+def test_a_state_dict_is_as_its_model() -> None:
+    part = only_part(Model().state_dict(), meta("embed.weight"))
+    assert sorted(names(part)) == ["embed.weight", "layer.bias", "layer.weight", "scale"]
+
+
+def test_a_buffer_is_sent_where_it_is_served() -> None:
+    assert "scale" in names(only_part(Model(), meta("scale")))
+    assert "cache" not in names(only_part(Model(), meta("cache")))
+
+
+@pytest.mark.parametrize(
+    ("asked", "held", "sent"),
+    [
+        (None, "bfloat16", torch.bfloat16),
+        (torch.float16, "bfloat16", torch.float16),
+        (None, "float8_e4m3fn", torch.float32),
+    ],
+)
+def test_floats_go_in_the_dtype_asked_for_or_that_which_is_served(
+    asked: torch.dtype | None, held: str, sent: torch.dtype
+) -> None:
+    (entry,) = only_part({"w": torch.ones(2)}, meta("w", held), dtype=asked)
+    assert entry.dtype == sent
+    assert entry.made().dtype == sent
+
+
+def test_whole_numbers_are_not_cast() -> None:
+    (entry,) = only_part({"w": torch.ones(2, dtype=torch.int32)}, meta("w"), dtype=torch.bfloat16)
+    assert entry.dtype == torch.int32
+
+
+def test_what_wrappers_add_to_names_is_taken_off() -> None:
+    compiled = torch.compile(Model())
+    assert names(only_part(compiled)) == names(only_part(Model()))
+    named = {"_fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.w": torch.ones(1)}
+    assert names(only_part(named)) == ["layers.0.w"]
+
+
+def test_a_model_that_wears_a_lora_adapter_is_refused_with_the_remedy() -> None:
+    model = Model()
+    model.layer = nn.ModuleDict({"base_layer": nn.Linear(3, 3), "lora_A": nn.Linear(3, 1)})
+    with pytest.raises(
+        InvalidRequest, match=r"'layer\.base_layer\.weight', so it wears a LoRA adapter.*merge_and_unload"
+    ):
+        Given(model)
+
+
+@pytest.mark.parametrize("source", [[torch.ones(1)], [("w", 3)], [(1, torch.ones(1))], {"w": None}, "model.pt"])
+def test_what_is_no_tensor_is_refused(source: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"give a torch\.nn.Module, a mapping, or pairs of name and tensor"):
+        Given(source)
+
+
+@pytest.mark.parametrize("source", [{}, [], iter(())])
+def test_nothing_is_no_update(source: Any) -> None:
+    with pytest.raises(InvalidRequest, match="named_tensors is empty"):
+        Given(source)
+
+
+def test_parts_end_with_a_layer_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "PART_BYTES", 1)
+    named = iter([(name, torch.ones(2)) for name in ("layers.0.q", "layers.0.k", "layers.1.q", "norm.weight")])
+    parts = [names(part) for part in Given(named, by_layer=True).parts(None, None)]
+    assert parts == [["layers.0.q", "layers.0.k"], ["layers.1.q"], ["norm.weight"]]
+
+
+def test_an_iterator_is_read_no_further_than_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "PART_BYTES", 16)
+    made: list[str] = []
+
+    def making() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "abcde":
+            made.append(name)
+            yield name, torch.ones(2)
+
+    parts = Given(making()).parts(None, None)
+    assert names(next(parts)) == ["a", "b"]
+    assert made == ["a", "b", "c"]
+    assert [names(part) for part in parts] == [["c", "d"], ["e"]]

@@ -1,0 +1,1 @@
+"""Weight senders: what a trainer pushes, and the transports that carry it."""

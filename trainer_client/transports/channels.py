@@ -1,0 +1,156 @@
+"""How tensors leave the trainer: a group with all workers of all engines, over gloo or NCCL.
+
+Both end in time whatever the engines do. A gloo sender is told to give up before it enters a broadcast; an NCCL
+communicator can be aborted under one, from another thread.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from engines.errors import ConfigError, WeightUpdateFailed
+from engines.transfer.gloo import NamedTensor, WeightGroup, send
+from engines.transfer.packed_streams import keep_streams
+
+_POLL_S = 0.005
+_ABORT_S = 5.0
+
+
+class Channel(Protocol):
+    """One group, of which the trainer is rank 0. Good until its first failure."""
+
+    def join(self) -> None:
+        """Wait for all workers; `WeightUpdateFailed` in time, or when told to give up."""
+
+    def send(self, tensors: Iterator[NamedTensor]) -> None:
+        """Broadcast tensors that the engines were told of; `WeightUpdateFailed` in time, or when told to give up."""
+
+    def give_up(self, reason: str) -> None:
+        """From another thread: make whoever waits here stop and raise `WeightUpdateFailed` with `reason`."""
+
+    def close(self, reason: str = "closed the group") -> None:
+        """Leave. May be called twice."""
+
+
+class GlooChannel:
+    """Over TCP, from host memory: for engines without CUDA."""
+
+    def __init__(self, address: str, port: int, world_size: int, timeout_s: float) -> None:
+        self._group = WeightGroup(address, port, 0, world_size, timeout_s)
+
+    def join(self) -> None:
+        self._group.join()
+
+    def send(self, tensors: Iterator[NamedTensor]) -> None:
+        send(tensors, self._group)
+
+    def give_up(self, reason: str) -> None:
+        self._group.give_up(reason)
+
+    def close(self, reason: str = "closed the group") -> None:
+        self._group.close(reason)
+
+
+class NcclChannel:
+    """From GPU memory, by vLLM's own packed sender, which the trainer's vLLM brings (0.26 and later)."""
+
+    def __init__(self, address: str, port: int, world_size: int, timeout_s: float, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ConfigError(f"the engines receive over NCCL, but device is {str(device)!r}: give the trainer's GPU")
+        self._info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
+        self._place = f"{address}:{port}"
+        self._timeout_s = timeout_s
+        self._device = device
+        self._group: Any = None
+        self._given_up = threading.Event()
+        self._reason = ""
+
+    def join(self) -> None:
+        self._bounded(self._open, f"for all ranks to join at {self._place}")
+
+    def send(self, tensors: Iterator[NamedTensor]) -> None:
+        self._bounded(lambda: self._broadcast(tensors), "for all ranks to receive")
+
+    def give_up(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self._given_up.set()
+
+    def close(self, reason: str = "closed the group") -> None:
+        self.give_up(reason)
+        group, self._group = self._group, None
+        if group is None:
+            return
+        # Not destroyed but aborted, since that waits for nobody; a communicator that is broken already says so.
+        with contextlib.suppress(RuntimeError):
+            group.nccl.ncclCommAbort(group.comm)
+        # The store holds the socket that the engines would go on waiting on.
+        group.group.store = None
+        group.group.socket = None
+
+    def _open(self) -> None:
+        torch.cuda.set_device(self._device)
+        engine = _engine_class()
+        keep_streams()
+        if hasattr(engine, "trainer_init"):
+            self._group = engine.trainer_init(self._info)
+        else:
+            from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+            self._group = trainer_init(self._info)
+
+    def _broadcast(self, tensors: Iterator[NamedTensor]) -> None:
+        torch.cuda.set_device(self._device)
+        there = ((name, tensor.to(self._device)) for name, tensor in tensors)
+        engine = _engine_class()
+        if hasattr(engine, "trainer_send_weights"):
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs
+
+            sent_how = NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
+            engine.trainer_send_weights(iterator=there, trainer_args=sent_how)
+        else:
+            from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+            packed_nccl_broadcast_producer(there, self._group, 0, lambda named: named[1])
+        torch.cuda.synchronize(self._device)
+
+    def _bounded(self, work: Callable[[], None], purpose: str) -> None:
+        """Run `work` on a thread, and abort the communicator under it when the time is over or somebody says so.
+
+        A rendezvous has no communicator yet: its thread ends with the store's own time limit.
+        """
+        failed: list[Exception] = []
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run, name="nccl weights", daemon=True)
+        deadline = time.monotonic() + self._timeout_s
+        thread.start()
+        while thread.is_alive() and not self._given_up.is_set() and time.monotonic() < deadline:
+            thread.join(_POLL_S)
+        if thread.is_alive():
+            reason = self._reason or f"waited {self._timeout_s:g} s {purpose}"
+            self.close(reason)
+            thread.join(_ABORT_S)
+            raise WeightUpdateFailed(f"the NCCL group was given up: {reason}")
+        if failed:
+            self.close(str(failed[0]))
+            if isinstance(failed[0], RuntimeError):  # NCCL's, CUDA's and the store's
+                raise WeightUpdateFailed(f"the NCCL group broke: {failed[0]}") from failed[0]
+            raise failed[0]
+
+
+def _engine_class() -> Any:
+    """vLLM's NCCL transfer, which up to 0.27 had the trainer's side as static helpers."""
+    try:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"weights over NCCL need vLLM 0.26 or later beside the trainer: {error}") from error
+    return NCCLWeightTransferEngine

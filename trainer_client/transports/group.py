@@ -1,0 +1,202 @@
+"""A version goes through one process group of the trainer and all workers of all replicas, over gloo or NCCL.
+
+The group is opened with the first push, and anew after a failure or when a replica has left it.
+"""
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+from urllib.parse import urlsplit
+
+import torch
+
+from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
+from engines.transfer.gloo import address_towards
+from engines.types import InFlight
+from trainer_client.blocking import BlockingRolloutClient
+from trainer_client.push_options import PushOptions
+from trainer_client.transports.channels import Channel, GlooChannel, NcclChannel
+from trainer_client.transports.part import Part
+
+Backend = Literal["gloo", "nccl"]
+
+
+class GroupTransport:
+    """`backend` is what the engines say they receive over, unless named. `device` is the trainer's GPU for NCCL.
+    `address` and `port` are where engines find the trainer: unless given, where the gateway does, and a free one."""
+
+    def __init__(
+        self,
+        client: BlockingRolloutClient,
+        timeout_s: float,
+        *,
+        backend: Backend | None = None,
+        device: torch.device | str | None = None,
+        address: str = "",
+        port: int = 0,
+    ) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._backend = backend
+        self._device = torch.device(device) if device is not None else None
+        self._address = address
+        self._port = port
+        self._channel: Channel | None = None
+
+    def push(self, parts: Iterable[Part], options: PushOptions) -> int:
+        """Send part after part in one update. `version` is refused where it is not the next one."""
+        if options.rolling:
+            raise ConfigError(
+                "rolling = True: the replicas of a group receive together; a version goes to one after the other with "
+                "WeightSender(transport='store')"
+            )
+        self._check_version(options.version)
+        try:
+            channel = self._start(options.in_flight)
+            for part in parts:
+                self._send(channel, part)
+            return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s)
+        except BaseException as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    def close(self, reason: str = "the trainer closed the group") -> None:
+        """Leave the group. May be called twice; the next push opens another."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close(reason)
+
+    def _give_up(self, reason: str) -> None:
+        """Leave the group, and have the gateway end the update where it has not done so itself."""
+        had_group = self._channel is not None
+        self.close(reason)
+        if had_group:
+            # The failure itself is what the trainer must learn of; a gateway that is away ends the update by itself.
+            with contextlib.suppress(RolloutGatewayError):
+                self._client.abandon_weight_update(reason)
+
+    def _send(self, channel: Channel, part: Part) -> None:
+        self._beside(
+            channel,
+            lambda: self._client.update_weights(part.announced, self._timeout_s),
+            lambda: channel.send(iter(part.tensors)),
+        )
+
+    def _start(self, in_flight: InFlight | None) -> Channel:
+        """Open the update, in a new group where there is none. Nothing is touched when a start is refused, so that one
+        which meets a group that a replica has left may follow again."""
+        if self._channel is not None:
+            try:
+                self._client.start_weight_update(self._timeout_s, in_flight=in_flight)
+                return self._channel
+            except WeightUpdateFailed:
+                self.close("a replica left the group")
+        self._channel = channel = self._open()
+        self._client.start_weight_update(self._timeout_s, in_flight=in_flight)
+        return channel
+
+    def _open(self) -> Channel:
+        world_size = self._client.world_size(self._timeout_s) + 1
+        server = urlsplit(self._client.url)
+        address = self._address or address_towards(server.hostname or "", server.port or 80)
+        port = _free_port(self._port)
+        channel: Channel
+        if self._receives_over() == "gloo":
+            channel = GlooChannel(address, port, world_size, self._timeout_s)
+        else:
+            device = self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            channel = NcclChannel(address, port, world_size, self._timeout_s, device)
+            self._check_gpu_is_free(device)
+        init_info = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "packed": True,
+        }
+        try:
+            self._beside(channel, lambda: self._client.init_weight_transfer(init_info, self._timeout_s), channel.join)
+        except DeadlineExceeded as error:
+            channel.close("the group did not come about")
+            raise DeadlineExceeded(
+                f"the engines did not all join the trainer at {address}:{port} within {self._timeout_s:g} s: they must "
+                f"reach it there; give WeightSender an address and a port that are open to them ({error})"
+            ) from error
+        except BaseException:
+            channel.close("the group did not come about")
+            raise
+        return channel
+
+    def _check_gpu_is_free(self, device: torch.device) -> None:
+        """NCCL takes one rank a GPU."""
+        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        if (replica_id := self._client.served_weights().gpus.get(gpu)) is not None:
+            raise ConfigError(
+                f"device = {str(device)!r} is {gpu}, on which replica {replica_id} runs, and NCCL connects no two "
+                "ranks on one GPU: give the trainer a GPU of its own (`rollout-gateway up --gpus` leaves it the "
+                "others), or say transport='store'"
+            )
+
+    def _receives_over(self) -> Backend:
+        if self._backend is not None:
+            return self._backend
+        told = self._client.server_info()["vllm_config"]["weight_transfer_config"]
+        match (told or {}).get("backend"):
+            case "gloo":
+                return "gloo"
+            case "nccl":
+                return "nccl"
+            case other:
+                raise ConfigError(
+                    f"the engines behind {self._client.url} receive weights over {other!r}, which WeightSender does "
+                    "not speak: start them with gloo or nccl, or say transport='store'"
+                )
+
+    def _check_version(self, version: int | None) -> None:
+        if version is None:
+            return
+        served = self._client.weight_version()
+        if version != served + 1:
+            raise WeightUpdateConflict(
+                f"version = {version} is to be pushed, but {self._client.url} serves {served}: the next is {served + 1}"
+            )
+
+    def _beside(self, channel: Channel, call: Callable[[], None], collective: Callable[[], None]) -> None:
+        """A call to the gateway while the trainer takes part in what it is for. Whichever fails ends the other."""
+
+        def answered() -> None:
+            try:
+                call()
+            except BaseException as error:
+                channel.give_up(str(error))
+                raise
+
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            answer = beside.submit(answered)
+            try:
+                collective()
+            except WeightUpdateFailed as error:
+                # The gateway's own error says which replica it was; ours only that the group broke.
+                channel.close(str(error))
+                answer.result()
+                raise
+            except BaseException as error:
+                channel.close(f"{type(error).__name__}: {error}")
+                raise
+            answer.result()
+
+
+def _free_port(port: int) -> int:
+    """`port` of this machine, or any; `ConfigError` where somebody else has it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the group's own listener does
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"port = {port}: the trainer cannot listen there ({error.strerror}); give WeightSender one that is "
+                "free, or none"
+            ) from error
+        return int(probe.getsockname()[1])

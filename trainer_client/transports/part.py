@@ -1,0 +1,30 @@
+"""Tensors that a transport announces and then sends."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engines.transfer.gloo import NamedTensor
+from trainer_client.transports.tensors import Entry, announced
+from trainer_client.transports.trainer_ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Its tensors are put together by `ranks`, and `on_sent` is told of each that has gone."""
+
+    entries: Sequence[Entry]
+    ranks: Ranks
+    on_sent: Callable[[Entry], None]
+
+    @property
+    def announced(self) -> dict[str, object]:
+        """As /update_weights has it."""
+        return announced(self.entries)
+
+    @property
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Each made when its turn comes, or gathered shortly before."""
+        for run in self.ranks.runs(self.entries):
+            for entry, tensor in zip(run, self.ranks.gather(run), strict=True):
+                yield entry.name, tensor
+                self.on_sent(entry)

@@ -1,0 +1,78 @@
+"""What a sender pushed last, by digests, so that it sends what has changed since and nothing else."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from engines.errors import InvalidRequest
+from engines.transfer.tensor_bytes import digest_on_host
+from trainer_client.served import ServedWeights
+from trainer_client.transports.sharded import parts_here
+from trainer_client.transports.tensors import Entry, layer_of
+
+AnyRank = Callable[[Sequence[bool]], list[bool]]
+"""Of flags that every rank has for the same tensors: those that are set on any."""
+
+
+class Pushed:
+    """This rank's part of the version pushed last. Digests are of the bytes sent: what a cast makes alike is alike."""
+
+    def __init__(self, *, by_layer: bool) -> None:
+        """`by_layer` where engines take a layer's tensors together or not at all."""
+        self._by_layer = by_layer
+        self._served: object = None
+        self._held: dict[str, object] = {}
+        self._new: dict[str, object] = {}
+
+    def changed(self, entries: list[Entry], served: ServedWeights, any_rank: AnyRank) -> list[Entry]:
+        """Of one part of a push, what is not as it was. All of it where somebody else has made what is served."""
+        is_first = not self._new
+        digests = dict(zip((entry.name for entry in entries), _digests(entries), strict=True))
+        if self._by_layer:
+            self._check_layers_are_whole(digests)
+        self._new |= digests
+        is_ours = self._served is not None and served.update == self._served
+        flags = any_rank([not is_ours or self._held.get(name) != digest for name, digest in digests.items()])
+        moved = {self._unit(entry.name) for entry, flag in zip(entries, flags, strict=True) if flag}
+        if is_first and not moved:
+            # A version needs a tensor: the smallest will do.
+            moved = {self._unit(min(entries, key=lambda entry: entry.num_bytes).name)}
+        return [entry for entry in entries if self._unit(entry.name) in moved]
+
+    def _check_layers_are_whole(self, names: Iterable[str]) -> None:
+        gone = {layer_of(name) for name in self._new}
+        for name in names:
+            if layer_of(name) in gone:
+                raise InvalidRequest(
+                    f"{name!r} comes in another part than others of {layer_of(name)!r}, which are sent together or not "
+                    "at all: give an iterator's tensors layer by layer, or leave out delta",
+                    param="named_tensors",
+                )
+
+    def begin(self) -> None:
+        self._new = {}
+
+    def committed(self, served: ServedWeights) -> None:
+        """The push has made what is served now."""
+        self._served, self._held = served.update, self._held | self._new
+
+    def _unit(self, name: str) -> str:
+        return layer_of(name) if self._by_layer else name
+
+
+def _digests(entries: Sequence[Entry]) -> list[object]:
+    """Each as a text, or a number where the tensor is on a GPU, which is waited for once."""
+    told = [[_digest(part.detach().to(entry.dtype)) for part in parts_here(entry.tensor)] for entry in entries]
+    numbers: list[torch.Tensor] = [one for digests in told for one in digests if isinstance(one, torch.Tensor)]
+    known: Iterator[int] = iter(torch.stack(numbers).tolist() if numbers else ())
+    return [tuple(next(known) if isinstance(one, torch.Tensor) else one for one in digests) for digests in told]
+
+
+def _digest(part: torch.Tensor) -> object:
+    if not part.numel():
+        return ""
+    if not part.is_cuda:
+        return digest_on_host(part)
+    from engines.transfer.device_sum import sums_on_device  # needs Triton, which is where GPUs are
+
+    return sums_on_device([part])[0]

@@ -1,0 +1,124 @@
+"""A version goes through the weight store: the trainer writes a folder that engines see too, and announces its name.
+
+For trainers on the same node (memory: /dev/shm) or the same file system, whatever the engines are; no process group, so
+nobody hangs when somebody dies.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engines.errors import StoreFailed
+from engines.store.draft import SHARD_BYTES, ChangedTensor, Draft, RawTensor, claim_draft
+from engines.store.manifest import Manifest, StoredTensor
+from engines.store.shard_writer import ShardWriter
+from engines.transfer.tensor_bytes import raw_tensor
+from trainer_client.blocking import BlockingRolloutClient
+from trainer_client.push_options import PushOptions
+from trainer_client.transports.last_sent import LastSent
+from trainer_client.transports.part import Part
+
+_STEPS_IN_ONE_CALL = 4
+"""Checking the bytes, waiting for rollouts in flight, loading, and the canary: the gateway bounds each by itself."""
+
+
+class StoreTransport:
+    """`folder` is the gateway's weight store as this machine sees it; what the gateway calls it unless given.
+
+    With `delta` what was sent last is kept in host memory, and of a tensor the changed elements are written where they
+    are few and the version served has what was sent last.
+    """
+
+    def __init__(
+        self,
+        client: BlockingRolloutClient,
+        timeout_s: float,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        delta: bool = False,
+    ) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._folder = Path(folder) if folder is not None else None
+        self._last_sent = LastSent() if delta else None
+
+    def push(self, parts: Iterable[Part], options: PushOptions) -> int:
+        """Write a draft and have it loaded. Raises `StoreFailed` where the store has no room or is not here."""
+        store = self._client.weight_store()
+        folder = self._folder or Path(store["folder"])
+        if not folder.is_dir():
+            raise StoreFailed(
+                f"the gateway's weight store {store['folder']} is not at {folder} here: share weights.store with this "
+                "machine, and give its folder here as WeightSender(folder=...)"
+            )
+        path, owner = claim_draft(folder)
+        try:
+            self._write(path, store["model"], _base(folder, store), parts)
+            rolls = store["rolling"] if options.rolling is None else options.rolling
+            timeout_s = self._timeout_s * _STEPS_IN_ONE_CALL * (max(1, store["replicas"]) if rolls else 1)
+            return self._client.load_weights(path.name, options, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            shutil.rmtree(path, ignore_errors=True)  # where it became a version it is not there any more
+            os.close(owner)
+
+    def close(self, reason: str = "") -> None:
+        """Forget what was sent: the next push is whole, whatever the store has."""
+        if self._last_sent is not None:
+            self._last_sent.forget()
+
+    def _write(self, path: Path, model: str, base: Manifest | None, parts: Iterable[Part]) -> None:
+        held: Mapping[str, StoredTensor] = base.tensors if base else {}
+        draft = Draft(path, model, base=base.version if base else None)
+        with ShardWriter(draft) as writer:
+            files = _Files(draft, writer)
+            for part in parts:
+                for name, tensor in part.tensors:
+                    raw = raw_tensor(name, tensor)
+                    files.add(self._last_sent.narrowed(raw, held) if self._last_sent is not None else raw)
+            files.finish()
+
+
+class _Files:
+    """A draft's tensors, held until they are as many as make a file."""
+
+    def __init__(self, draft: Draft, writer: ShardWriter) -> None:
+        self._draft = draft
+        self._writer = writer
+        self._whole: list[RawTensor] = []
+        self._changed: list[ChangedTensor] = []
+
+    def add(self, tensor: RawTensor | ChangedTensor) -> None:
+        if isinstance(tensor, RawTensor):
+            self._whole.append(tensor)
+            if sum(one.num_bytes for one in self._whole) >= SHARD_BYTES:
+                self._writer.add(self._whole)
+                self._whole = []
+        else:
+            self._changed.append(tensor)
+            if sum(one.elements.num_bytes for one in self._changed) >= SHARD_BYTES:
+                self._draft.add_changes(self._changed)
+                self._changed = []
+
+    def finish(self) -> None:
+        if self._whole:
+            self._writer.add(self._whole)
+        if self._changed:
+            self._draft.add_changes(self._changed)
+        self._writer.finish()
+        self._draft.finish()
+
+
+def _base(folder: Path, store: Mapping[str, Any]) -> Manifest | None:
+    """The version that changes may be of; None where it is not there."""
+    version = store.get("base")
+    if version is None:
+        return None
+    try:
+        return Manifest.read(folder / f"v{version}")
+    except StoreFailed:
+        return None  # gone in this moment

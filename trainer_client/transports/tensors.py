@@ -1,0 +1,166 @@
+"""What a trainer gives to be pushed, as parts that are announced and then sent: names, dtypes and shapes come first.
+
+A model, a mapping or a sequence is one part. An iterator may make its tensors as it goes, so it becomes several, and no
+more of it is held at a time than one of them.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+
+from engines.announcement import CASTABLE
+from engines.errors import InvalidRequest
+from engines.transfer.gloo import NamedTensor
+from engines.types import TensorMeta
+from trainer_client.transports.model_tensors import NamedOnes, clean, data_parallel_ranks, model_tensors
+from trainer_client.transports.sharded import gathered, is_sharded, ranks_of, shape_of
+
+Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
+
+PART_BYTES = 1 << 30
+"""A part of an iterator is announced once it holds so much."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One tensor that is to be sent, under the name and in the dtype that it is sent in."""
+
+    name: str
+    tensor: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the whole, where it is sharded."""
+        return shape_of(self.tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * int(self.dtype.itemsize)
+
+    def made(self) -> Any:
+        """It, in that dtype, whole: every rank that has a part must ask. None on a rank that need not have it."""
+        if is_sharded(self.tensor):
+            return gathered(self.tensor, self.dtype)
+        return self.tensor.detach().to(self.dtype)
+
+
+class Given:
+    """The tensors that one call of `push` was given, part by part. `InvalidRequest` where they are no tensors.
+
+    With `by_layer` a part ends with a layer, also where it is larger then.
+    """
+
+    def __init__(self, source: Source, *, by_layer: bool = False) -> None:
+        self._parts = _parts(source, by_layer=by_layer)
+        self._first = next(self._parts, [])
+        if not self._first:
+            raise InvalidRequest("named_tensors is empty: an update needs at least one tensor", param="named_tensors")
+        sharded = (one.tensor for one in self._first if is_sharded(one.tensor))
+        ranks = {rank for tensor in sharded for rank in ranks_of(tensor)}
+        self.ranks = sorted(ranks) or (data_parallel_ranks(source) if isinstance(source, torch.nn.Module) else ())
+        """Those of the trainer that must take part; none where this process has it all."""
+
+    def parts(self, served: Sequence[TensorMeta] | None, dtype: torch.dtype | None) -> Iterator[list[Entry]]:
+        """As they are sent to a model of these tensors: in `dtype`, else in the dtypes served, else in their own."""
+        held = {tensor.name: tensor for tensor in served} if served is not None else None
+        part: list[NamedOnes] | None = self._first
+        self._first = []
+        while part is not None:
+            yield [
+                Entry(name, one.tensor, _sent_in(one.tensor, dtype, held.get(name) if held else None))
+                for one in part
+                for name in _sent_under(one, held)
+            ]
+            part = next(self._parts, None)
+
+
+def announced(entries: Sequence[Entry]) -> dict[str, object]:
+    """As /update_weights has it."""
+    return {
+        "names": [entry.name for entry in entries],
+        "dtype_names": [_name(entry.dtype) for entry in entries],
+        "shapes": [entry.shape for entry in entries],
+    }
+
+
+def layer_of(name: str) -> str:
+    """The part of a model that `name` is loaded with: "model.layers.3" with all that is in it, else the module.
+
+    vLLM fuses tensors of one module into one, such as those of an attention or of all experts, and where some of them
+    come and others do not it fills the rest with whatever was in memory.
+    """
+    path = name.split(".")
+    number = next((place for place, part in enumerate(path) if part.isdigit()), None)
+    return ".".join(path[:-1] or path if number is None else path[: number + 1])
+
+
+def _parts(source: Source, *, by_layer: bool) -> Iterator[list[NamedOnes]]:
+    if isinstance(source, torch.nn.Module):
+        yield model_tensors(source)
+    elif isinstance(source, Iterator):
+        yield from _bounded((_checked(one) for one in source), by_layer=by_layer)
+    else:
+        yield _same_as_one([_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)])
+
+
+def _checked(named: Any) -> NamedOnes:
+    match named:
+        case (str() as name, tensor) if isinstance(tensor, torch.Tensor) or is_sharded(tensor):
+            return NamedOnes((clean(name),), tensor)
+    raise InvalidRequest(
+        f"named_tensors has {str(named)[:60]!r}: give a torch.nn.Module, a mapping, or pairs of name and tensor",
+        param="named_tensors",
+    )
+
+
+def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
+    """With what lies at one place in memory, such as the tied weights of a state_dict, as one tensor of many names."""
+    names: dict[Any, list[str]] = defaultdict(list)
+    for one in part:
+        names[_place(one.tensor)] += one.names
+    return [NamedOnes(tuple(names.pop(place)), one.tensor) for one in part if (place := _place(one.tensor)) in names]
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    if is_sharded(tensor) or not tensor.numel():
+        return id(tensor)  # its place is another on every rank
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _sent_under(one: NamedOnes, held: Mapping[str, TensorMeta] | None) -> tuple[str, ...]:
+    """Each of its names that is served, which is one of a tied weight unless the served checkpoint has it twice.
+
+    A parameter without any is kept, for the check to find; a buffer need not be in a checkpoint.
+    """
+    served = tuple(name for name in one.names if held and name in held)
+    return served or (() if one.is_buffer else one.names[:1])
+
+
+def _sent_in(tensor: torch.Tensor, asked: torch.dtype | None, held: TensorMeta | None) -> torch.dtype:
+    if _name(tensor.dtype) not in CASTABLE:
+        return tensor.dtype
+    if asked is not None:
+        return asked
+    return getattr(torch, held.dtype) if held is not None and held.dtype in CASTABLE else tensor.dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bounded(ones: Iterator[NamedOnes], *, by_layer: bool) -> Iterator[list[NamedOnes]]:
+    part: list[NamedOnes] = []
+    size = 0
+    for one in ones:
+        if size >= PART_BYTES and not (by_layer and layer_of(one.names[0]) == layer_of(part[-1].names[0])):
+            yield part
+            part, size = [], 0
+        part.append(one)
+        size += prod(shape_of(one.tensor)) * one.tensor.dtype.itemsize
+    if part:
+        yield part

@@ -1,0 +1,238 @@
+"""The trainer's own ranks during a push of a model that is sharded among them: the first sends, the others take part.
+
+The first says what comes next, over a gloo group of these ranks, so that nobody enters a collective that another has
+given up on: the others wait for its word, for as long as any of its own waits may take.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from engines.errors import DeadlineExceeded, InvalidRequest, RolloutGatewayError, WeightUpdateFailed
+from gateway.api import body_of, error_of, status_of
+from trainer_client.served import ServedWeights
+from trainer_client.transports.sharded import is_sharded
+from trainer_client.transports.tensors import Entry, Given
+
+Json = dict[str, Any]
+
+Outcome = tuple[int, ServedWeights | None]
+"""The version, and what is served now where the ranks need to know."""
+Narrow = Callable[[list[Entry], ServedWeights], list[Entry]]
+
+_RUN_BYTES = 256 << 20
+"""Tensors gathered between two words of the first rank: what it holds of a model beside its own shard."""
+_DIGEST_BYTES = 16
+_NONE = b"\0" * _DIGEST_BYTES
+
+
+class Ranks(Protocol):
+    """Who takes part in a push."""
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this process sends."""
+
+    def follow(self, given: Given, dtype: torch.dtype | None, narrow: Narrow) -> Outcome:
+        """Any other rank's part in the push. Returns what came of it, or raises what the sender did.
+        `narrow` says which tensors of a part are sent, as it does on the sender."""
+
+    def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None:
+        """Raises `InvalidRequest` on every rank unless all have these tensors to send to what is served."""
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Of flags that every rank has, those that are set on any."""
+
+    def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
+        """The entries, cut into what is gathered at a time."""
+
+    def gather(self, run: Sequence[Entry]) -> list[torch.Tensor]:
+        """The sender's part in gathering a run: the whole tensors."""
+
+    def end(self, outcome: Outcome | BaseException) -> None:
+        """The sender tells the others what became of it."""
+
+
+class Alone:
+    """One process has it all. Nobody has to be told anything, and each tensor is made when its turn comes."""
+
+    is_sender = True
+
+    def follow(self, given: Given, dtype: torch.dtype | None, narrow: Narrow) -> Outcome:
+        raise AssertionError("one process follows nobody")
+
+    def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None: ...
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        return list(flags)
+
+    def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
+        return [[entry] for entry in entries]
+
+    def gather(self, run: Sequence[Entry]) -> list[torch.Tensor]:
+        return [entry.made() for entry in run]
+
+    def end(self, outcome: Outcome | BaseException) -> None: ...
+
+
+class TrainerRanks:
+    """All of `ranks` must make one, and push the same. A word is awaited for `silence_s`.
+
+    Its group ends with the trainer's other ones: torch would give the next group of these ranks the name, and so the
+    addresses, of one that was ended before.
+    """
+
+    def __init__(self, ranks: Sequence[int], silence_s: float) -> None:
+        self._ranks = sorted(ranks)
+        self._silence_s = silence_s
+        self._group = dist.new_group(
+            self._ranks, timeout=timedelta(seconds=silence_s), backend="gloo", use_local_synchronization=True
+        )
+        # A transport may gather on a thread of its own, and be given up meanwhile.
+        self._turn = threading.Lock()
+        self._is_over = False
+
+    @property
+    def is_sender(self) -> bool:
+        return bool(dist.get_rank() == self._ranks[0])
+
+    def begun(self) -> "TrainerRanks":
+        """This, for the next push."""
+        self._is_over = False
+        return self
+
+    def follow(self, given: Given, dtype: torch.dtype | None, narrow: Narrow) -> Outcome:
+        parts: Iterator[list[Entry]] | None = None
+        runs: Iterator[list[Entry]] = iter(())
+        while "version" not in (word := self._hear()):
+            if "part" in word:
+                served = ServedWeights.read(word["part"])
+                parts = parts or given.parts(served.tensors, dtype)
+                runs = iter(self.runs(self._narrowed(self._next_part(parts), served, narrow)))
+            else:
+                for entry in next(runs):
+                    if is_sharded(entry.tensor):
+                        entry.made()
+        return int(word["version"]), word["served"] and ServedWeights.read(word["served"])
+
+    def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None:
+        with self._turn:
+            self._say({"part": served.json()})
+            self._compare(_digest(entries))
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        held = torch.tensor(list(flags), dtype=torch.uint8)
+        with self._together():
+            dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in held.tolist()]
+
+    def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
+        runs: list[list[Entry]] = [[]]
+        for entry in entries:
+            if sum(one.num_bytes for one in runs[-1]) >= _RUN_BYTES:
+                runs.append([])
+            runs[-1].append(entry)
+        return runs
+
+    def gather(self, run: Sequence[Entry]) -> list[torch.Tensor]:
+        with self._turn:
+            if self._is_over:
+                raise WeightUpdateFailed("the push is over")
+            self._say({"run": len(run)})
+            return [entry.made() for entry in run]
+
+    def end(self, outcome: Outcome | BaseException) -> None:
+        # Where a gathering goes on, somebody is gone, and the others' own waits end.
+        if not self._turn.acquire(timeout=self._silence_s):
+            return
+        try:
+            if self._is_over:
+                return
+            self._is_over = True
+            self._say(_failure(outcome) if isinstance(outcome, BaseException) else _success(*outcome))
+        finally:
+            self._turn.release()
+
+    def _next_part(self, parts: Iterator[list[Entry]]) -> list[Entry]:
+        """Where it cannot be made, the others learn that there is something wrong here."""
+        try:
+            entries = next(parts)
+        except (StopIteration, RolloutGatewayError):
+            self._compare(_NONE)
+            raise
+        self._compare(_digest(entries))
+        return entries
+
+    def _narrowed(self, entries: list[Entry], served: ServedWeights, narrow: Narrow) -> list[Entry]:
+        try:
+            return narrow(entries, served)
+        except RolloutGatewayError:
+            self._hear()  # the sender meets the same, and says so
+            raise
+
+    def _compare(self, mine: bytes) -> None:
+        heard = [torch.empty(_DIGEST_BYTES, dtype=torch.uint8) for _ in self._ranks]
+        with self._together():
+            dist.all_gather(heard, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=self._group)
+        for rank, other in zip(self._ranks, heard, strict=True):
+            if not torch.equal(other, heard[0]):
+                self._is_over = True  # as everybody has just learned
+                raise InvalidRequest(
+                    f"trainer rank {rank} has other tensors to send than rank {self._ranks[0]}: all ranks must push "
+                    "the same model with the same arguments; stages of a pipeline are no such ranks",
+                    param="named_tensors",
+                )
+
+    def _hear(self) -> Json:
+        """The next word of the sender. Raises what it failed with."""
+        word: Json = json.loads(self._broadcast(None))
+        if "error" in word:
+            raise error_of(word["status"], word)
+        return word
+
+    def _say(self, word: Json) -> None:
+        self._broadcast(json.dumps(word).encode())
+
+    def _broadcast(self, content: bytes | None) -> bytes:
+        """The sender's content, on every rank."""
+        size = torch.tensor([len(content or b"")])
+        with self._together():
+            dist.broadcast(size, self._ranks[0], group=self._group)
+            held = (
+                torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                if content
+                else torch.empty(int(size), dtype=torch.uint8)
+            )
+            dist.broadcast(held, self._ranks[0], group=self._group)
+        return bytes(held.numpy())
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # gloo's, for all that can be wrong
+            raise DeadlineExceeded(
+                f"trainer rank {dist.get_rank()}: the ranks {self._ranks} did not come together within "
+                f"{self._silence_s:g} s, or one is gone; rank {self._ranks[0]} is the one that sends ({error})"
+            ) from error
+
+
+def _digest(entries: Sequence[Entry]) -> bytes:
+    told = "\n".join(f"{entry.name} {entry.dtype} {entry.shape}" for entry in entries)
+    return hashlib.blake2b(told.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _success(version: int, served: ServedWeights | None) -> Json:
+    return {"version": version, "served": served and served.json()}
+
+
+def _failure(error: BaseException) -> Json:
+    known = error if isinstance(error, RolloutGatewayError) else RolloutGatewayError(f"{type(error).__name__}: {error}")
+    return {**body_of(known), "status": status_of(known)}

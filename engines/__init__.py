@@ -1,1 +1,1 @@
-"""Runs one inference engine on one replica. Knows nothing of routing, trainers or the gateway's dialects."""
+"""One inference engine on one replica: clients, processes, weight transfer. No routing, no trainers, no dialects."""

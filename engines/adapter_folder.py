@@ -1,4 +1,4 @@
-"""What a LoRA adapter's folder says of itself, in PEFT's form, read without loading a tensor."""
+"""A LoRA adapter's folder in PEFT's format, read without loading a tensor."""
 
 import json
 import struct
@@ -18,16 +18,16 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """`rank` is the largest of any module."""
+    """A checked adapter; `rank` is the largest rank of its modules."""
 
     path: Path
     rank: int
     tensors: tuple[TensorMeta, ...]
 
     def check_fits(self, model: Sequence[TensorMeta]) -> None:
-        """Raises `InvalidRequest` where a module has other sizes than the model's: vLLM 0.32 takes such an adapter.
+        """Raise `InvalidRequest` if a module's sizes differ from the model's: vLLM 0.32 accepts such an adapter.
 
-        Modules that the model does not have are left to the engine, which knows what it can adapt.
+        Modules unknown to the model are not checked: the engine knows which modules it can adapt.
         """
         shapes = {tensor.name: tensor.shape for tensor in model}
         for tensor in self.tensors:
@@ -44,16 +44,16 @@ class AdapterFolder:
 
 
 def read_adapter(path: Path) -> AdapterFolder:
-    """Raises `InvalidRequest`, which names the file at fault, where no engine could load the folder."""
+    """Read an adapter. Raise `InvalidRequest` naming the file if no engine could load the folder."""
     if not path.is_absolute():
-        raise _refused(f"{str(path)!r} is no absolute path: engines run in folders of their own")
+        raise _refused(f"{str(path)!r} is a relative path; give an absolute path, since engines run in other folders")
     if not path.is_dir():
-        raise _refused(f"{path} is no folder here: save the adapter where the engines' machine can read it")
+        raise _refused(f"{path} does not exist here; save the adapter where the engines' machine can read it")
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (path / name).is_file():
             raise _refused(
-                f"{path} has no {name}: save the adapter with PEFT's save_pretrained (safe_serialization=True), and "
-                "name the folder that the files are in"
+                f"{path} has no {name}: save the adapter with PEFT's save_pretrained (safe_serialization=True) "
+                "and name the folder that holds its files"
             )
     return AdapterFolder(path, _rank(path / CONFIG_NAME), _tensors(path))
 
@@ -62,7 +62,7 @@ def _tensors(path: Path) -> tuple[TensorMeta, ...]:
     try:
         return read_tensors(path) or ()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise _refused(f"{path / WEIGHTS_NAME} is no whole safetensors file: {error!r}") from error
+        raise _refused(f"{path / WEIGHTS_NAME} is not a complete safetensors file: {error!r}") from error
 
 
 def _rank(file: Path) -> int:
@@ -70,7 +70,7 @@ def _rank(file: Path) -> int:
         config: Any = json.loads(file.read_text(encoding="utf-8"))
         ranks: list[int] = [config["r"], *(config.get("rank_pattern") or {}).values()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _refused(f"{file} is no configuration of a LoRA adapter with a rank r: {error!r}") from error
+        raise _refused(f"{file} is not the configuration of a LoRA adapter with a rank r: {error!r}") from error
     if not all(type(rank) is int and rank > 0 for rank in ranks):
         raise _refused(f"{file}: r and rank_pattern must be whole numbers above 0, and are {ranks}")
     return max(ranks)

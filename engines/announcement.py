@@ -1,4 +1,4 @@
-"""Does what a trainer is about to send fit the served model? Asked before anything is overwritten."""
+"""The check that announced tensors fit the served model, made before anything is overwritten."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -8,14 +8,14 @@ from engines.errors import InvalidRequest
 from engines.types import TensorMeta
 
 CASTABLE = ("float64", "float32", "float16", "bfloat16")
-"""What engines cast into each other. Integers and 8-bit floats are codes of a quantisation."""
+"""Dtypes that engines cast into each other. Integers and 8-bit floats are quantisation codes."""
 
 _FUSED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 _FUSED = {part: parts[0] for parts in _FUSED_TOGETHER for part in parts}
 
 
 class Served(Protocol):
-    """A model that is served; `tensors` is None where its checkpoint cannot be read."""
+    """A served model; `tensors` is None if its checkpoint cannot be read."""
 
     @property
     def model(self) -> str: ...
@@ -25,9 +25,9 @@ class Served(Protocol):
 
 
 def check_tensors(announced: Mapping[str, Any], served: Served, param: str) -> None:
-    """Raises `InvalidRequest`, which names the tensor, where a name or shape is not the served model's.
+    """Raise `InvalidRequest` naming the tensor if a name, shape or dtype does not fit the served model.
 
-    `announced` holds names, dtype_names and shapes as /update_weights has them; `param` is where the trainer said so.
+    `announced` holds names, dtype_names and shapes as in /update_weights; `param` is their field in the request.
     """
     names, shapes = announced.get("names"), announced.get("shapes")
     if not (isinstance(names, list) and isinstance(shapes, list) and len(names) == len(shapes)):
@@ -58,9 +58,9 @@ def check_tensors(announced: Mapping[str, Any], served: Served, param: str) -> N
 
 
 def check_fused(names: Collection[str], served: Served) -> None:
-    """Raises `InvalidRequest` where an update has some of the tensors that vLLM holds in one, and not the others.
+    """Raise `InvalidRequest` if an update has only some of the tensors that vLLM fuses into one.
 
-    Its reload begins such a tensor anew, and leaves what does not come as it finds it in memory.
+    vLLM's reload allocates the fused tensor again, and leaves missing parts uninitialised.
     """
     if served.tensors is None:
         return
@@ -70,14 +70,14 @@ def check_fused(names: Collection[str], served: Served) -> None:
     for name in names:
         if missing := set(whole.get(_fused_into(name), ())).difference(names):
             raise InvalidRequest(
-                f"the update has {name!r} and not {min(missing)!r}, which vLLM holds together: send both, or push "
-                "through the store, which takes any",
+                f"the update has {name!r} without {min(missing)!r}, and vLLM fuses the two: send both, or push "
+                "through the store, which takes any subset",
                 param="update_info.names",
             )
 
 
 def _fused_into(name: str) -> str:
-    """What vLLM makes of a tensor: those that become one have one name here, as have weight and bias of a layer."""
+    """Return the name of the fused tensor that vLLM makes; weight and bias of a layer share a name."""
     if ".experts." in name:
         return name.partition(".experts.")[0] + ".experts"
     module, _, _ = name.rpartition(".")

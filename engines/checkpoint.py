@@ -1,4 +1,4 @@
-"""What a checkpoint folder says of its tensors, read from the safetensors headers without loading a tensor."""
+"""Tensors of a checkpoint folder, read from the safetensors headers without loading a tensor."""
 
 import json
 import struct
@@ -26,12 +26,12 @@ _DTYPES = {
 _FLOATS = {"half": "float16", "float": "float32"}
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
-"""What of a checkpoint folder holds tensors, or says which file does."""
+"""Files of a checkpoint folder that hold tensors, or index them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where the bytes of one tensor lie in its file."""
+    """The byte range of one tensor in its file."""
 
     name: str
     dtype: str
@@ -45,13 +45,14 @@ class Span:
 
 
 def read_tensors(folder: Path) -> tuple[TensorMeta, ...] | None:
-    """All tensors of the checkpoint in a folder; None where it holds no safetensors or is no folder."""
+    """Return all tensors of a checkpoint folder; None if it has no safetensors or does not exist."""
     spans = (span for file in read_spans(folder).values() for span in file)
     return tuple(TensorMeta(name=span.name, dtype=span.dtype, shape=span.shape) for span in spans) or None
 
 
 def served_in(dtype: str, tensors: Sequence[TensorMeta]) -> tuple[TensorMeta, ...]:
-    """The tensors as an engine holds them that was started with `dtype`, as vLLM calls it: "auto" leaves them."""
+    """Return the tensors in the dtypes of an engine started with `dtype` (vLLM's name; "auto" keeps the
+    checkpoint's)."""
     floats = _FLOATS.get(dtype, dtype)
     if floats == "auto":
         return tuple(tensors)
@@ -59,17 +60,18 @@ def served_in(dtype: str, tensors: Sequence[TensorMeta]) -> tuple[TensorMeta, ..
 
 
 def written_dtype(dtype: str) -> str:
-    """safetensors' name of a dtype as torch calls it."""
+    """Return safetensors' name of a torch dtype."""
     return next((theirs for theirs, ours in _DTYPES.items() if ours == dtype), dtype)
 
 
 def read_spans(folder: Path) -> dict[str, list[Span]]:
-    """The tensors of each safetensors file of a checkpoint folder, by the file's name."""
+    """Return the tensors of each safetensors file of a folder, by file name."""
     return {file.name: _read_header(file) for file in checkpoint_files(folder)}
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Those of the index where there is one, as engines load them: some repositories hold a second copy beside it."""
+    """Return the files of the index if there is one, as engines do: some repositories hold a second copy of the
+    weights."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]

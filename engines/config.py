@@ -1,4 +1,4 @@
-"""What one group of identical engines is: one pydantic class, whose levers carry vLLM's names."""
+"""The configuration of one group of identical engines. Levers have vLLM's names."""
 
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -9,43 +9,43 @@ from engines.types import EngineKind
 
 
 class SimConfig(BaseModel):
-    """How the simulated engine behaves. Its speeds are those of one replica."""
+    """Behaviour of the simulated engine. Speeds are per replica."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     prefill_tokens_per_s: float = Field(50_000.0, gt=0)
     """Prompt tokens read per second."""
     decode_step_s: float = Field(0.001, ge=0)
-    """Seconds of one decode step with one sequence running."""
+    """Seconds of a decode step with one sequence."""
     decode_step_per_seq_s: float = Field(0.00001, ge=0)
-    """Seconds that each further running sequence adds to a decode step."""
+    """Seconds added to a decode step by each further sequence."""
     eager_step_s: float = Field(0.0, ge=0)
-    """Seconds that a decode step without a CUDA graph takes longer: every one with `enforce_eager`, else those of more
+    """Seconds added to a decode step without a CUDA graph: to each step with `enforce_eager`, else to steps with more
     sequences than `max_cudagraph_capture_size` (512)."""
     prefill_step_s: float = Field(0.0, ge=0)
-    """Seconds of each step that reads prompts, beside those of its tokens; `max_num_batched_tokens` go into one."""
+    """Fixed seconds of a prefill step, which reads `max_num_batched_tokens`."""
     kv_tokens: int = Field(1_000_000, gt=0)
-    """Tokens that fit in the KV cache; what does not fit waits."""
+    """Size of the KV cache in tokens; further requests wait."""
     kv_tokens_per_batched_token: float = Field(0.0, ge=0)
-    """Tokens of KV cache whose memory goes to the activations of each of `max_num_batched_tokens`."""
+    """KV cache tokens lost to activations for each of `max_num_batched_tokens`."""
     vocab_size: int = Field(1_000, gt=3)
     """Token ids are drawn from 3 (inclusive) to this (exclusive)."""
     mean_tokens: int = Field(32, gt=0)
-    """Mean length of a completion that ends by itself (geometric)."""
+    """Mean length of a completion that stops by itself (geometric)."""
     start_s: float = Field(0.0, ge=0)
-    """Seconds from start to ready, to stand for a model load."""
+    """Seconds from start to ready, as for a model load."""
     tensors: dict[str, list[int]] = Field(default_factory=lambda: {"weight": [4, 4]})
-    """Names and shapes of the tensors that an update must bring."""
+    """Names and shapes of the model's tensors, which updates are checked against."""
     corrupt_after: int | None = Field(None, ge=0)
-    """Weight updates after which the engine holds other weights than it says; never unless given."""
+    """Number of weight updates after which the engine's weights differ from its label; default: never."""
     corrupt: Literal["previous", "garbage"] = "previous"
-    """What it holds then: the weights from before the update, or none that any update brought."""
+    """Weights held after that: those from before the update, or random ones."""
     corrupt_loads: bool = False
-    """True where weights loaded from a folder are then other ones than it says."""
+    """True if weights loaded from a folder differ from their label."""
     load_s: float = Field(0.0, ge=0)
-    """Seconds that a load of weights from a folder takes."""
+    """Seconds to load weights from a folder."""
     logprob_noise: float = Field(0.0, ge=0)
-    """Nats by which a prompt's log-probs differ when it is read beside others, as rounding does on real engines."""
+    """Nats by which a prompt's log-probs vary with the batch, as rounding does on real engines."""
 
 
 class EngineConfig(BaseModel):
@@ -54,105 +54,105 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: EngineKind = EngineKind.VLLM
-    """Which server to run: vllm, sglang, sim (no model, deterministic tokens, settable speed), external (at `url`)."""
+    """Server to run: vllm, sglang, sim (no model, deterministic tokens, settable speed), external (at `url`)."""
     url: str = ""
-    """kind: external: where the server listens, http://host:port. Nothing is started, and `model` picks one of its."""
+    """kind: external: the server's address, http://host:port. Nothing is started; `model` picks one of its models."""
     api_key: SecretStr | None = None
     """kind: external: the server's bearer key, as env:NAME or file:PATH."""
     python: str = ""
-    """The Python that runs the engine, by its path, for an engine in another environment; ours unless given."""
+    """Path of the Python that runs the engine, for an engine in another environment; default: the gateway's."""
     model: str = Field("", description="Path of a checkpoint folder, or a Hugging Face model id.")
     served_model_name: str | None = None
-    """The name clients use; the value of `model` unless given."""
+    """Model name for clients; default: `model`."""
     frozen: bool = False
-    """True where weights never change: a judge, a reference model. Groups that are not frozen are one policy."""
+    """True for weights that never change: a judge, a reference model. All other groups together are the policy."""
     num_replicas: int = Field(1, ge=1, le=1024)
-    """How many engine servers; each owns tensor x pipeline x data_parallel_size GPUs."""
+    """Number of engine servers; each owns tensor x pipeline x data_parallel_size GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where engines run; auto takes CUDA where the installed engine is built for it."""
+    """Device of the engines; auto is CUDA if the installed engine is built for it."""
     num_cpus: float = Field(1.0, ge=0)
-    """CPUs that Ray reserves for one replica."""
+    """CPUs that Ray reserves per replica."""
     gpus_per_replica: float | None = Field(None, ge=0)
-    """GPUs that Ray reserves for one replica, all on one node: as many as the engine has workers, none on CPU, unless
-    given. 0.5 lets two replicas share a GPU."""
+    """GPUs that Ray reserves per replica, all on one node; default: one per engine worker, none on CPU. 0.5 lets two
+    replicas share a GPU."""
 
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs that share each layer."""
     pipeline_parallel_size: int = Field(1, ge=1)
-    """Stages that the layers are cut into."""
+    """Stages of the layers."""
     data_parallel_size: int = Field(1, ge=1)
-    """Copies of the model inside one replica; num_replicas, which restarts them one by one, is the better choice."""
+    """Copies of the model inside one replica; prefer num_replicas, which restarts copies one by one."""
     api_server_count: int | None = Field(None, ge=1)
-    """Processes that parse and stream for one engine; the engine's default unless given."""
+    """Processes that parse and stream for one engine; default: the engine's."""
     dtype: str = "auto"
     """Weights and activations: auto, bfloat16, float16, float32."""
     max_model_len: int | None = Field(None, gt=0)
-    """Prompt plus completion, in tokens; the model's own limit unless given."""
+    """Prompt plus completion, in tokens; default: the model's limit."""
     max_num_seqs: int = Field(256, gt=0)
-    """Sequences that one replica runs at a time."""
+    """Concurrent sequences per replica."""
     max_num_batched_tokens: int | None = Field(None, gt=0)
     """Tokens of one engine step, prompts and decodes together."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Share of a GPU's memory that vLLM takes in all."""
+    """Share of a GPU's memory for vLLM, weights included."""
     kv_cache_memory_bytes: int | None = Field(None, gt=0)
-    """KV cache in bytes instead of a share; on CPU always give it."""
+    """KV cache in bytes instead of a share; set it on CPU."""
     enforce_eager: bool = False
     """True turns CUDA graphs off."""
     cudagraph_capture_sizes: list[int] | None = None
-    """Batch sizes that have a CUDA graph; the engine's own choice unless given."""
+    """Batch sizes with a CUDA graph; default: the engine's."""
     max_cudagraph_capture_size: int | None = Field(None, gt=0)
-    """Largest batch that has a CUDA graph; the engine's own choice unless given."""
+    """Largest batch with a CUDA graph; default: the engine's."""
     enable_prefix_caching: bool | None = None
-    """Reuse KV of equal prefixes; the engine's default unless given."""
+    """Reuse KV of equal prefixes; default: the engine's."""
     enable_chunked_prefill: bool | None = None
-    """Cut long prompts into chunks; the engine's default unless given."""
+    """Cut long prompts into chunks; default: the engine's."""
     kv_cache_dtype: str | None = None
-    """auto, fp8, ...; the engine's default unless given."""
+    """auto, fp8, ...; default: the engine's."""
     quantization: str | None = None
-    """fp8, awq, ...; what the checkpoint says unless given. Updates are then not checked against the checkpoint."""
+    """fp8, awq, ...; default: the checkpoint's. If set, updates are not checked against the checkpoint."""
     speculative_config: dict[str, Any] | None = None
-    """Speculative decoding in vLLM's words: method, model, num_speculative_tokens, ..."""
+    """Speculative decoding with vLLM's keys: method, model, num_speculative_tokens, ..."""
     enable_lora: bool = False
-    """True to take LoRA adapters at run time: POST /v1/load_lora_adapter. One copy and one API server only."""
+    """Take LoRA adapters at run time (POST /v1/load_lora_adapter); needs one copy and one API server."""
     max_loras: int = Field(1, ge=1)
-    """Adapters that the sequences of one batch may use. TRL's AsyncGRPO wants max_staleness + 2."""
+    """Adapters in one batch. TRL's AsyncGRPO needs max_staleness + 2."""
     max_cpu_loras: int | None = Field(None, ge=1)
-    """Adapters that one replica holds; max_loras unless given."""
+    """Adapters held by one replica; default: max_loras."""
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
     """Largest rank of an adapter."""
     load_format: str | None = None
-    """auto, safetensors, dummy, ...; the engine's default unless given."""
+    """auto, safetensors, dummy, ...; default: the engine's."""
     seed: int = Field(0, ge=0)
-    """Each replica adds a number of its own, so that equal prompts do not give equal samples on two replicas."""
+    """Base seed; each replica adds its own number, so that replicas draw different samples."""
     logprobs_mode: str = "processed_logprobs"
-    """processed_logprobs is what was sampled from, which trainers need."""
+    """Trainers need processed_logprobs, the distribution sampled from."""
     max_logprobs: int = -1
-    """Most log-probabilities a request may ask for; -1 is the whole vocabulary."""
+    """Limit on log-probabilities per token; -1 is the whole vocabulary."""
     stream_interval: int = Field(32, ge=1)
     """Tokens per streamed chunk; 1 halves vLLM's throughput."""
     disable_log_stats: bool = False
-    """True turns the engine's statistics off, its /metrics with them."""
+    """Turn off the engine's statistics and its /metrics."""
     weight_transfer: Literal["auto", "nccl", "gloo"] = "auto"
-    """How trainers send weights: auto is nccl on CUDA and gloo on CPU."""
+    """Transport of trainer weights: auto is nccl on CUDA, gloo on CPU."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment of the engine process, on top of what the adapter sets."""
+    """Environment variables of the engine process; they override ours."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Any other argument of the engine's command line, by the engine's own name."""
+    """Further command-line arguments of the engine, by the engine's names."""
     log_dir: str = "/tmp/rollout-gateway/logs"
-    """Folder of the engines' log files, one a start."""
+    """Folder of the engine logs, one file per start."""
     start_timeout_s: float = Field(900.0, gt=0)
-    """Longest start before it counts as failed."""
+    """Limit on an engine's start."""
     drain_timeout_s: float = Field(600.0, ge=0)
-    """Longest that a replica which is removed goes on with its rollouts; what is left is generated anew elsewhere."""
+    """Time for a removed replica to finish its rollouts; the rest are retried elsewhere."""
     stop_timeout_s: float = Field(10.0, gt=0)
-    """Grace between asking an engine to end and killing its process group."""
+    """Time between SIGTERM to an engine and SIGKILL to its process group."""
     sim: SimConfig = SimConfig()
-    """How kind: sim behaves."""
+    """Behaviour of kind: sim."""
 
     @model_validator(mode="after")
     def _python_is_an_engines(self) -> Self:
         if self.python and self.kind not in (EngineKind.VLLM, EngineKind.SGLANG):
-            raise ValueError(f"python = {self.python!r}: it runs vLLM or SGLang; kind: {self.kind} has no use for it")
+            raise ValueError(f"python = {self.python!r} is for vLLM and SGLang; remove it from kind: {self.kind}")
         return self
 
     @model_validator(mode="after")
@@ -169,7 +169,7 @@ class EngineConfig(BaseModel):
                 f"num_replicas = {self.num_replicas}: one URL is one replica; give each external server a group"
             )
         if self.api_key and not self.api_key.get_secret_value().startswith(("env:", "file:")):
-            raise ValueError("api_key must be env:NAME or file:PATH: a key written out here would be seen by many")
+            raise ValueError("api_key must be env:NAME or file:PATH, so that the key is not in the configuration")
         return self
 
     @model_validator(mode="after")
@@ -178,7 +178,9 @@ class EngineConfig(BaseModel):
         if share is None or self.kind is EngineKind.SIM:
             return self
         if self.kind is EngineKind.EXTERNAL:
-            raise ValueError(f"gpus_per_replica = {share:g}: kind: external has its GPUs elsewhere; leave it out")
+            raise ValueError(
+                f"gpus_per_replica = {share:g}: kind: external runs on GPUs that we do not reserve; leave it out"
+            )
         if share == self.world_size or (share == 0 and self.device == "cpu"):
             return self
         if not 0 < share < 1 or self.world_size > 1:
@@ -203,11 +205,11 @@ class EngineConfig(BaseModel):
         if not self.enable_lora:
             return self
         if self.kind is EngineKind.EXTERNAL:
-            raise ValueError("enable_lora is for engines that we start; an external vLLM needs --enable-lora itself")
+            raise ValueError("enable_lora is for engines that we start; start the external vLLM with --enable-lora")
         for name in ("data_parallel_size", "api_server_count"):
             if (count := getattr(self, name) or 1) > 1:
                 raise ValueError(
-                    f"{name} = {count} with enable_lora: the engine would load an adapter in one of them alone; raise "
+                    f"{name} = {count} with enable_lora: the engine would load an adapter in only one of them; raise "
                     "num_replicas instead"
                 )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
@@ -216,21 +218,21 @@ class EngineConfig(BaseModel):
 
     @property
     def num_adapters(self) -> int:
-        """LoRA adapters that a replica holds at a time; 0 where it takes none."""
+        """LoRA adapters held by a replica; 0 if it takes none."""
         return (self.max_cpu_loras or self.max_loras) if self.enable_lora else 0
 
     @property
     def world_size(self) -> int:
-        """Workers of one replica: GPUs it owns, and ranks it takes in a weight transfer group."""
+        """Workers of one replica, each with a GPU and a rank in weight transfer groups."""
         return self.workers_per_copy * self.data_parallel_size
 
     @property
     def workers_per_copy(self) -> int:
-        """Workers that hold one copy of the model together."""
+        """Workers that share one copy of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def served_name(self) -> str:
-        """The name clients use; "" where only the server that somebody else runs knows it."""
+        """Model name for clients; "" if only the external server knows it."""
         unnamed = "" if self.kind is EngineKind.EXTERNAL else self.kind.value
         return self.served_model_name or self.model or unnamed

@@ -1,4 +1,4 @@
-"""What the gateway may ask of a running engine. One class per kind of server; all speak vLLM's dialect upwards."""
+"""The interface of a running engine. Each kind of server has a class, which speaks vLLM's dialect to the gateway."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
@@ -12,9 +12,9 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiptCopy:
-    """Where an engine writes what it receives: folder `draft` of the weight store, for `model`.
+    """A copy of received weights: the engine writes it to folder `draft` of the weight store, for `model`.
 
-    Of `names`, what never comes is taken from the folder `base`. The transfer waits for the disk `wait_s` at most.
+    Missing tensors among `names` are copied from folder `base`. The transfer waits at most `wait_s` for the disk.
     """
 
     draft: str
@@ -26,7 +26,7 @@ class ReceiptCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Where an engine fetches versions that are not on its machine: the gateway's URL, and a key that opens them."""
+    """A source of versions that are not on the engine's machine: the gateway's URL and a key."""
 
     url: str
     key: str = field(default="", repr=False)
@@ -35,40 +35,41 @@ class Peer:
 class Engine(ABC):
     """A running engine, reached over HTTP.
 
-    Bodies and replies are those of vLLM's HTTP server (facts of the pinned version), whatever the engine speaks itself.
-    Every method is bounded by `timeout_s` and raises `EngineUnreachable` when the connection fails, breaks or stays
-    silent, `EngineRefused` on a 4xx answer and `EngineFailed` on any other answer that is not a success.
+    Bodies and replies are in the dialect of vLLM's HTTP server. Every method takes at most `timeout_s`. It raises
+    `EngineUnreachable` if the connection fails, `EngineRefused` on a 4xx answer, `EngineFailed` on any other error
+    answer, and `DeadlineExceeded`.
     """
 
     replica_id: str
     url: str
     tells_version = True
-    """False where `weight_version` has found that the engine cannot say."""
+    """False once `weight_version` has found an engine without weight versions."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close connections. The engine itself goes on."""
+        """Close connections. The engine keeps running."""
 
     @abstractmethod
     async def health(self, timeout_s: float) -> None:
-        """Return when the engine serves; raise when it does not."""
+        """Return if the engine serves, else raise."""
 
     @abstractmethod
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
-        """Any other route of vLLM's dialect that the gateway passes through, such as /tokenize."""
+        """Call any other route of vLLM's dialect, such as /tokenize."""
 
     @abstractmethod
     async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
-        """One prompt (n samples) or one conversation; `path` is /v1/completions or /v1/chat/completions."""
+        """Generate for one prompt (n samples) or one conversation; `path` is /v1/completions or
+        /v1/chat/completions."""
 
     @abstractmethod
     def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
-        """The same, chunk by chunk as the engine sends them."""
+        """Generate as `generate` does; yield the engine's chunks."""
 
     @abstractmethod
     async def weight_version(self, timeout_s: float) -> int | None:
-        """The version the engine says it holds: 0 for the checkpoint, and for one that cannot say; None where an update
-        broke off, so that its weights are a mixture."""
+        """Return the engine's version: 0 for the checkpoint or an engine without versions, None for weights that an
+        interrupted update left mixed."""
 
     @abstractmethod
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
@@ -76,55 +77,55 @@ class Engine(ABC):
 
     @abstractmethod
     async def close_weight_group(self, timeout_s: float) -> None:
-        """Leave the transfer group, so that a sender blocked on it is let go."""
+        """Leave the transfer group; this releases a blocked sender."""
 
     @abstractmethod
     async def start_weight_update(self, timeout_s: float) -> None: ...
 
     @abstractmethod
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
-        """Receive the tensors announced; returns when all are loaded."""
+        """Receive the announced tensors; returns when all are loaded."""
 
     @abstractmethod
     async def finish_weight_update(self, version: int, timeout_s: float) -> None:
-        """End the update; from here on the engine says it holds `version`."""
+        """End the update and label the weights `version`."""
 
     @abstractmethod
     async def abandon_weight_update(self, timeout_s: float) -> None:
-        """End an update without a commit, so that the next one can start. The weights are a mixture then."""
+        """End an update without a commit, so that the next can start. The weights are then mixed."""
 
     @abstractmethod
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
-        """Digest all tensors received from now on; with `copy`, write them into a draft of the weight store too."""
+        """Start to digest received tensors; with `copy`, also write them to a draft of the weight store."""
 
     @abstractmethod
     async def close_receipt(self, timeout_s: float) -> dict[str, str]:
-        """Digests of the tensors received since `open_receipt`, by name; {} from an engine that cannot tell.
+        """Return digests of the tensors received since `open_receipt`, by name; {} from an engine without digests.
 
-        Equal bytes have equal digests on engines of one device. Raises `EngineFailed` where its workers differ.
+        Equal bytes have equal digests on engines of one device. Raises `EngineFailed` if its workers differ.
         """
 
     @abstractmethod
     async def keep_receipt(self, timeout_s: float) -> None:
-        """Have the copy that `open_receipt` asked for written down: the update is committed. Until then it waits in
-        memory, where there is room, so that a replica that goes back instead has its GPU and the store for itself."""
+        """Write the copy of `open_receipt` to disk, after the commit. Until then it stays in memory if there is room,
+        so that a rollback has the GPU and the store to itself."""
 
     @abstractmethod
     async def drop_receipt(self, timeout_s: float) -> None:
-        """Forget the receipt; its draft is worth nothing."""
+        """Discard the receipt and its draft."""
 
     @abstractmethod
     async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        """Bring what `load_snapshot` will be asked for as near as is possible while tokens are made.
+        """Prepare for `load_snapshot` during generation, as far as the engine can.
 
-        Returns once it is there. An engine that cannot, or that fails here, loads as well, and takes longer for it.
+        Returns when the snapshot is prepared. Preparation is optional: without it the load takes longer.
         """
 
     @abstractmethod
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        """Load all weights from a checkpoint folder, also after an update that broke off; it then holds `version`.
+        """Load all weights from a checkpoint folder, also after an interrupted update, and label them `version`.
 
-        No request may run in the engine meanwhile.
+        No request may run during the load.
         """
 
     @abstractmethod
@@ -135,20 +136,20 @@ class Engine(ABC):
 
     @abstractmethod
     async def reset_prefix_cache(self, timeout_s: float) -> bool:
-        """Forget cached prefixes; False when running requests hold them."""
+        """Forget cached prefixes; return False if running requests hold them."""
 
     @abstractmethod
     async def load_lora_adapter(self, name: str, path: str, timeout_s: float) -> None:
-        """Take the LoRA adapter in folder `path`; from here on requests choose it with `model` = `name`."""
+        """Load the LoRA adapter in folder `path`; requests choose it with `model` = `name`."""
 
     @abstractmethod
     async def unload_lora_adapter(self, name: str, timeout_s: float) -> None:
-        """Know the adapter no longer. One that it does not know is no error."""
+        """Unload the adapter; no error if it is not loaded."""
 
     @abstractmethod
     async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
-        """The adapters it knows: path by name."""
+        """Return the loaded adapters: paths by name."""
 
     @abstractmethod
     async def metrics(self, timeout_s: float) -> str:
-        """The engine's own Prometheus page."""
+        """Return the engine's Prometheus page."""

@@ -1,23 +1,23 @@
-"""Everything that can go wrong, on one screen. Raise these; catch what you can retry, translate or record.
+"""All errors of this product. Catch only errors that you retry, translate or record.
 
 RolloutGatewayError
-├── ConfigError               the configuration is wrong; names file, line, key and remedy
-├── InvalidRequest            the client's request is wrong; names the field
-│   ├── UnknownModel          no such model here
-│   ├── UnknownRoute          no replica's engine has what the route needs
-│   └── BodyTooLarge          over the limit in bytes
+├── ConfigError               wrong configuration; names file, line, key and remedy
+├── InvalidRequest            wrong client request; names the field
+│   ├── UnknownModel          no replica serves the model
+│   ├── UnknownRoute          no replica's engine supports the route
+│   └── BodyTooLarge          the body is over the limit in bytes
 ├── NotAllowed                the key is missing, wrong, or not an admin key
-├── StoreFailed               the weight store cannot keep or give a version: disk full, folder gone
-├── DeadlineExceeded          a bounded wait ran out; says for what
+├── StoreFailed               the weight store cannot write or read a version: disk full, folder gone
+├── DeadlineExceeded          a bounded wait ran out; names the wait
 ├── GatewayUnreachable        no gateway answers at the rollout URL, or the connection broke before the reply
-├── EngineError               one replica's engine misbehaved; names the replica
-│   ├── EngineStartFailed     it never came up; says why, and carries its last words
-│   ├── EngineUnreachable     the connection failed or broke: the work may be done elsewhere
-│   │   └── EngineGone        nobody listens there any more
-│   ├── EngineRefused         it answered 4xx: the request is at fault, another replica would say the same
-│   └── EngineFailed          it answered 5xx or nonsense
+├── EngineError               an engine's error; names the replica
+│   ├── EngineStartFailed     the start failed; gives the reason and the end of the log
+│   ├── EngineUnreachable     the connection failed or broke: retry on another replica
+│   │   └── EngineGone        nothing listens on the port any more
+│   ├── EngineRefused         the engine answered 4xx: the request is wrong on any replica
+│   └── EngineFailed          the engine answered 5xx, or broke its protocol
 └── WeightUpdateError         a weight call failed
-    ├── WeightUpdateConflict  out of order, a second trainer, or another model's tensors
+    ├── WeightUpdateConflict  out of order, a second trainer, or tensors of another model
     └── WeightUpdateFailed    a replica did not take the update
 """
 
@@ -25,10 +25,10 @@ from typing import Any
 
 
 class RolloutGatewayError(Exception):
-    """Base of all errors of this product. `str(error)` is fit for the person on call."""
+    """Base of all errors of this product. `str(error)` is written for the operator."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Processes hand errors on pickled; what a constructor made of its arguments is not made once more.
+        # Errors are pickled between processes: restore the state without calling the constructor again.
         return _restored, (type(self), self.args, self.__dict__)
 
 
@@ -37,7 +37,7 @@ class ConfigError(RolloutGatewayError):
 
 
 class InvalidRequest(RolloutGatewayError):
-    """The request is wrong. `param` names the field at fault."""
+    """The request is wrong. `param` names the field."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -45,11 +45,11 @@ class InvalidRequest(RolloutGatewayError):
 
 
 class UnknownModel(InvalidRequest):
-    """No replica serves the model asked for."""
+    """No replica serves the requested model."""
 
 
 class UnknownRoute(InvalidRequest):
-    """No replica's engine has what the route needs."""
+    """No replica's engine supports the route."""
 
 
 class BodyTooLarge(InvalidRequest):
@@ -57,7 +57,7 @@ class BodyTooLarge(InvalidRequest):
 
 
 class NotAllowed(RolloutGatewayError):
-    """The key is missing or wrong (`known` False), or is no admin key (`known` True)."""
+    """The key is missing or wrong (`known` False), or not an admin key (`known` True)."""
 
     def __init__(self, message: str, *, known: bool) -> None:
         super().__init__(message)
@@ -69,11 +69,11 @@ class DeadlineExceeded(RolloutGatewayError):
 
 
 class StoreFailed(RolloutGatewayError):
-    """The weight store cannot keep or give a version."""
+    """The weight store cannot write or read a version."""
 
 
 class GatewayUnreachable(RolloutGatewayError):
-    """A client's connection to the gateway failed or broke. `arrived` False where the request cannot have got there."""
+    """A client's connection to the gateway failed. `arrived` is False if the request cannot have arrived."""
 
     def __init__(self, message: str, *, arrived: bool = True) -> None:
         super().__init__(message)
@@ -81,7 +81,7 @@ class GatewayUnreachable(RolloutGatewayError):
 
 
 class EngineError(RolloutGatewayError):
-    """One replica's engine misbehaved."""
+    """An error of one replica's engine."""
 
     def __init__(self, message: str, *, replica_id: str = "") -> None:
         super().__init__(f"replica {replica_id}: {message}" if replica_id else message)
@@ -89,8 +89,8 @@ class EngineError(RolloutGatewayError):
 
 
 class EngineStartFailed(EngineError):
-    """The engine process ended or stayed silent before it was ready. Its first line says what happened and what to
-    change; `may_pass` where a second start may go well."""
+    """The engine process ended, or was not ready in time. The first line gives cause and remedy; `may_pass` is True
+    if a retry may succeed."""
 
     def __init__(self, message: str, *, replica_id: str = "", may_pass: bool = False) -> None:
         super().__init__(message, replica_id=replica_id)
@@ -102,11 +102,11 @@ class EngineUnreachable(EngineError):
 
 
 class EngineGone(EngineUnreachable):
-    """Nobody listens where the engine was: its process has ended."""
+    """Nothing listens on the engine's port: its process has ended."""
 
 
 class EngineRefused(EngineError):
-    """The engine answered 4xx. `status` and `body` are the engine's own."""
+    """The engine answered 4xx, with `status` and `body`."""
 
     def __init__(self, message: str, *, status: int, body: dict[str, Any], replica_id: str = "") -> None:
         super().__init__(message, replica_id=replica_id)
@@ -115,7 +115,7 @@ class EngineRefused(EngineError):
 
 
 class EngineFailed(EngineError):
-    """The engine answered 5xx, or something that is not its protocol."""
+    """The engine answered 5xx, or broke its protocol."""
 
 
 class WeightUpdateError(RolloutGatewayError):
@@ -123,11 +123,11 @@ class WeightUpdateError(RolloutGatewayError):
 
 
 class WeightUpdateConflict(WeightUpdateError):
-    """The call does not fit the state of the update."""
+    """The call is not allowed in the update's state."""
 
 
 class WeightUpdateFailed(WeightUpdateError):
-    """A replica did not take the update; `replica_id` names it."""
+    """Replica `replica_id` did not take the update."""
 
     def __init__(self, message: str, *, replica_id: str = "") -> None:
         super().__init__(message)

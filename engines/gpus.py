@@ -1,4 +1,4 @@
-"""Which GPUs a process sees, by the names that they have on every machine and in every process."""
+"""UUIDs of the GPUs that a process sees; a UUID is the same in every process."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ _UUID = "GPU-"
 
 
 async def visible_gpus(visible: str | None) -> tuple[str, ...]:
-    """UUIDs of the GPUs that CUDA_VISIBLE_DEVICES = `visible` names, of all where None; () where no driver tells."""
+    """Return UUIDs of the GPUs in CUDA_VISIBLE_DEVICES = `visible`, of all if None; () without an NVIDIA driver."""
     try:
         asking = await asyncio.create_subprocess_exec(
             "nvidia-smi",
@@ -17,7 +17,7 @@ async def visible_gpus(visible: str | None) -> tuple[str, ...]:
             stderr=asyncio.subprocess.DEVNULL,
         )
     except OSError:
-        return ()  # no such program
+        return ()  # no nvidia-smi
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             listed, _ = await asking.communicate()
@@ -29,7 +29,8 @@ async def visible_gpus(visible: str | None) -> tuple[str, ...]:
 
 
 def chosen(listed: str, visible: str | None) -> tuple[str, ...]:
-    """Of nvidia-smi's lines "0, GPU-...", those that CUDA_VISIBLE_DEVICES = `visible` names, by number or UUID."""
+    """Return UUIDs from nvidia-smi's lines "0, GPU-..." that `visible` (CUDA_VISIBLE_DEVICES) names by number or
+    UUID."""
     uuids = dict(line.split(", ", 1) for line in listed.splitlines() if ", " in line)
     if visible is None:
         return tuple(uuids.values())

@@ -1,16 +1,16 @@
-"""Our names of an engine's levers, and what each engine calls them: one table for commands and docs."""
+"""Names of engine levers, ours and each engine's: one table for commands and docs."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """A field of `EngineConfig` and the argument that it is, for each kind of engine.
+    """A field of `EngineConfig` and the engine arguments that it sets: vLLM's has the same name.
 
-    Where SGLang has none of that meaning, `sglang` is empty and `instead` says what to use there.
+    `sglang` is empty if SGLang has no such argument; `instead` then names the alternative.
 
-    `off_by_default` marks a switch that engines know only as on: False leaves it out. `is_list` marks an argument whose
-    values stand one after the other, `of_adapters` what engines are told only where `enable_lora` is on.
+    `off_by_default` marks a switch that has no off form: False leaves it out. `is_list` marks an argument with several
+    values, `of_adapters` a lever that is set only with `enable_lora`.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Lever:
     of_adapters: bool = False
 
 
-# Our names are vLLM's wherever both engines mean the same. In the order in which a command line carries them.
+# In command-line order.
 LEVERS = (
     Lever("served_model_name", sglang="served_model_name"),
     Lever("dtype", sglang="dtype"),

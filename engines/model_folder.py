@@ -1,4 +1,4 @@
-"""Where the files of an engine's model lie on this machine."""
+"""The folder of an engine's model on this machine."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,8 @@ from engines.types import EngineKind
 
 
 def model_folder(config: EngineConfig) -> Path | None:
-    """`engine.model` where that is a folder, or where the Hugging Face cache has all tensors of that id; else None."""
+    """Return `engine.model` if it is a folder, else the model's folder in the Hugging Face cache if complete, else
+    None."""
     if config.kind in (EngineKind.SIM, EngineKind.EXTERNAL) or not config.model:
         return None
     if (folder := Path(config.model)).is_dir():
@@ -20,8 +21,9 @@ def model_folder(config: EngineConfig) -> Path | None:
 
 
 def cached_folder(model: str, cache: str | None = None, revision: str | None = None) -> Path | None:
-    """The folder of a model's config.json in the Hugging Face cache; its tensors may not all be there. None where the
-    cache has none, or `model` is no id."""
+    """Return the folder of a model's config.json in the Hugging Face cache, where tensors may be missing.
+
+    None if the cache has no such file, or `model` is not a model id."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -33,7 +35,7 @@ def cached_folder(model: str, cache: str | None = None, revision: str | None = N
 
 
 def _cache(config: EngineConfig) -> str | None:
-    """Where the engine looks, by its own settings or those of its environment; None for the hub's own default."""
+    """Return the engine's cache folder, from its settings or environment; None for the hub's default."""
     env = {**os.environ, **config.env}
     home = env.get("HF_HOME")
     return (

@@ -1,4 +1,4 @@
-"""The Serve replica: owns one engine server and its GPUs, and says who it is. It carries no tokens."""
+"""The Serve replica: owns one engine server and its GPUs, and describes it to the gateway. It carries no tokens."""
 
 import asyncio
 import time
@@ -31,8 +31,8 @@ class EngineReplica:
     """Deployed by `gateway.app`. Ready when its engine is; the engine ends with it, also on SIGKILL."""
 
     async def __init__(self, config: EngineConfig, group: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        # Serve's tag of this replica, not its rank: Serve deals ranks out again, and two replicas with one name or
-        # one seed would be taken for the same and would draw the same samples.
+        # Serve's replica tag, not its rank: Serve reuses ranks, and two replicas with the same name or seed would be
+        # confused and would draw the same samples.
         context = serve.get_replica_context()
         index = zlib.crc32(context.replica_tag.encode()) % _SEEDS
         self._app_name = context.app_name
@@ -45,12 +45,14 @@ class EngineReplica:
         self._info = replace(await self._server.start(), node=node)
 
     def incarnation(self) -> str:
-        """Which start of which replica this is: cheap to ask for, and enough to see a change."""
+        """Return the id of this engine start: a cheap call that shows a restart."""
         return self._info.incarnation
 
     async def describe(self, node: str) -> ReplicaInfo:
-        """What it is, and where a gateway on that node reaches its engine. Nothing but loopback is open until one on
-        another node asks."""
+        """Return the replica's description, with an engine URL that a gateway on `node` can reach.
+
+        A port beyond loopback is opened only at the first call from another node.
+        """
         if node == self._info.node or self._info.kind is EngineKind.EXTERNAL:
             return self._info
         async with self._opening:
@@ -61,11 +63,11 @@ class EngineReplica:
             return self._from_afar
 
     async def check_health(self) -> None:
-        """Serve starts the replica anew when this raises."""
+        """Raise if the engine does not serve; Serve then restarts the replica."""
         await self._server.check()
 
     async def __del__(self) -> None:
-        """Serve awaits this when it removes the replica, up to the deployment's graceful_shutdown_timeout_s."""
+        """Drain and stop. Serve awaits this on removal, for at most graceful_shutdown_timeout_s."""
         if hasattr(self, "_info"):
             await self._drained()
         if hasattr(self, "_forwarder") and self._forwarder is not None:
@@ -74,9 +76,9 @@ class EngineReplica:
             await self._server.stop()
 
     async def _drained(self) -> None:
-        """Returns when the gateway has no rollouts here any more, sends none, or cannot be asked.
+        """Return when the gateway has no rollouts left here, or cannot be asked.
 
-        Serve chooses whom it removes and tells the replica alone, so the replica tells the gateway.
+        Serve reports a removal only to the replica, so the replica reports it to the gateway.
         """
         deadline = time.monotonic() + self._drain_timeout_s
         try:
@@ -95,7 +97,7 @@ class EngineReplica:
             log.warning("not drained", replica=self._info.replica_id, error=repr(error))
 
     async def _app_goes_on(self) -> bool:
-        """Of an application that is removed as a whole nobody is left to send or to take rollouts."""
+        """Return False if Serve removes the whole application: then there is nothing to drain."""
         async with asyncio.timeout(_ASK_TIMEOUT_S):
             applications = (await asyncio.to_thread(serve.status)).applications
         found = applications.get(self._app_name)

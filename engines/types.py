@@ -1,20 +1,20 @@
-"""The vocabulary: plain facts that every package shares. Imports the standard library alone."""
+"""The vocabulary that all packages share. Imports the standard library alone."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 
 class EngineKind(StrEnum):
-    """Which server a replica runs."""
+    """The server that a replica runs."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
     SIM = "sim"
-    EXTERNAL = "external"  # somebody else runs it
+    EXTERNAL = "external"  # started by someone else
 
 
 class Dialect(StrEnum):
-    """What an engine's server understands. Its client speaks vLLM's dialect upwards, whatever this is."""
+    """The dialect of an engine's server. Its client translates from vLLM's dialect."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -22,19 +22,19 @@ class Dialect(StrEnum):
 
 
 class ReplicaState(StrEnum):
-    """Where a replica is in its life. Only SERVING takes rollouts."""
+    """The life cycle of a replica. Only SERVING takes rollouts."""
 
     STARTING = "STARTING"
-    SYNCING = "SYNCING"  # up, but its weights are not the fleet's
+    SYNCING = "SYNCING"  # up, but without the fleet's weights
     SERVING = "SERVING"
     UPDATING = "UPDATING"
     DRAINING = "DRAINING"
-    SUSPECT = "SUSPECT"  # missed a probe; may come back as what it was
+    SUSPECT = "SUSPECT"  # missed a probe; may return to its earlier state
     LOST = "LOST"
 
 
 class PauseMode(StrEnum):
-    """What a pause does to requests in flight (vLLM's words)."""
+    """The effect of a pause on requests in flight (vLLM's names)."""
 
     ABORT = "abort"  # end them now, with the tokens they have
     WAIT = "wait"  # let them finish
@@ -42,17 +42,17 @@ class PauseMode(StrEnum):
 
 
 class InFlight(StrEnum):
-    """What a weight update does to rollouts in flight."""
+    """The effect of a weight update on rollouts in flight."""
 
-    KEEP = "keep"  # freeze them while engines are overwritten; they go on, with the KV that older weights made
-    RECOMPUTE = "recompute"  # the same, and the KV is made again by the new weights
-    ABORT = "abort"  # end them at once; they go on from the tokens they have, on whichever replica, read by new weights
+    KEEP = "keep"  # freeze them during the update; they resume with KV of the older weights
+    RECOMPUTE = "recompute"  # the same, but the new weights recompute the KV
+    ABORT = "abort"  # end them now; they resume from their tokens with new weights, on any replica
     DRAIN = "drain"  # let them finish first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
-    """Name, dtype ("bfloat16") and full shape of one weight tensor, as the checkpoint names it."""
+    """Checkpoint name, dtype ("bfloat16") and full shape of one weight tensor."""
 
     name: str
     dtype: str
@@ -61,17 +61,18 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaInfo:
-    """What a replica says of itself when the gateway asks who is there.
+    """A replica's description of itself.
 
-    `incarnation` changes whenever the engine process is a new one, so a restarted engine is never mistaken for the
-    one whose weights were known. `capabilities` are the routes that the engine serves. `tensors` is None where the
-    checkpoint cannot be read (an update is then unchecked). `world_size` is 0 where the engine cannot take weights.
-    `max_model_len` is None where it does not say.
-    `has_tee` is True where it can tell digests of the weights it receives, and copy them into the weight store.
-    `fetches` is True where it can fetch a version of the weights that is not on its machine.
-    `gpus` are the UUIDs of its GPUs, where the driver tells them.
-    `key` is the bearer key of `url`, which is a forwarder's then: the engine is on another node than the gateway.
-    `streams` is True where a reply costs the engine least in coarse chunks; any other is asked for whole replies.
+    incarnation: id of the engine process; a restarted engine has another, so old weights are never assumed.
+    capabilities: the engine's routes.
+    tensors: None if the checkpoint cannot be read; updates are then unchecked.
+    world_size: ranks in a weight group; 0 if the engine takes no weights.
+    max_model_len: None if the engine does not report it.
+    has_tee: True if the engine digests received weights and can copy them into the weight store.
+    fetches: True if the engine can fetch a weight version that is not on its machine.
+    gpus: UUIDs of its GPUs, if the driver reports them.
+    key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
+    streams: True if coarse chunks cost the engine least; other engines are asked for whole replies.
     """
 
     replica_id: str
@@ -99,24 +100,24 @@ class ReplicaInfo:
 
     @property
     def takes_weights(self) -> bool:
-        """Whether it joins weight groups; one that does not holds the weights it came with."""
+        """True if it joins weight groups; otherwise its weights never change."""
         return self.world_size > 0
 
     @property
     def is_far(self) -> bool:
-        """Whether it is on another node of the cluster, so that it has the store's folder only where that is shared."""
+        """True on another node, where the store's folder may not be shared."""
         return bool(self.key)
 
     @property
     def speaks_vllm(self) -> bool:
-        """Whether it takes vLLM's fields, such as token ids: by itself, or through a client that translates."""
+        """True if it takes vLLM's fields, such as token ids, itself or through its client."""
         return self.dialect is not Dialect.OPENAI
 
     @property
     def loads_snapshots(self) -> bool:
-        """Whether it can load all its weights from a folder."""
+        """True if it can load all weights from a folder."""
         return self.takes_weights and (self.dialect is Dialect.SGLANG or self.has("/collective_rpc"))
 
     def has(self, route: str) -> bool:
-        """Whether the engine serves `route`. Engines that we start serve every route of their kind."""
+        """Return True if the engine serves `route`. Engines that we start serve every route of their kind."""
         return self.kind is not EngineKind.EXTERNAL or route in self.capabilities

@@ -1,4 +1,4 @@
-"""What a trainer imports. Loads neither ray nor torch; senders load torch, where tensors are sent."""
+"""The public names for trainers. Loads neither ray nor torch; only a weight push loads torch."""
 
 from trainer_client.batch import Batch
 from trainer_client.blocking import BlockingBatch, BlockingRolloutClient

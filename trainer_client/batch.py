@@ -1,4 +1,4 @@
-"""Prompts under way: their rollouts as they end, all of them together, and the way to call them off."""
+"""A batch of prompts in flight: its rollouts as they end, or all at once, and its cancellation."""
 
 import asyncio
 import time
@@ -11,16 +11,18 @@ from trainer_client.progress import OnProgress, Progress
 from trainer_client.results import Completion, Outcome, Rollout
 
 Failures = Literal["raise", "keep"]
-"""`raise`: the first prompt that fails ends the batch with its error. `keep`: it is a rollout whose outcome says so."""
+"""`raise`: the first failed prompt ends the batch with its error. `keep`: a failure is a rollout with outcome
+FAILED."""
 RunPrompt = Callable[[int], Coroutine[Any, Any, Rollout]]
 
 
 class Batch:
-    """The rollouts of one call of `generate`, which run from that moment on. Each is told of once.
+    """The rollouts of one call of `generate`, which run from that moment on. Each is delivered once.
 
     Iterate completions (`async for completion in batch`) or rollouts (`batch.rollouts()`) as they end, or wait for all
-    (`await batch.gather()`). Who stops iterating, or whose wait is cancelled, cancels what still runs; a batch that
-    nobody iterates runs to its end.
+    (`await batch.gather()`). The end of an iteration, or a cancelled wait, cancels the rest of the batch; a batch
+    without
+    iteration runs to its end.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Batch:
         return self._completions()
 
     async def rollouts(self) -> AsyncGenerator[Rollout]:
-        """Rollouts as they end, failed and cancelled ones too; the first failure is raised where failures="raise"."""
+        """Yield rollouts as they end, also failed and cancelled ones; raise the first failure if failures="raise"."""
         try:
             for place in range(self.num_prompts):
                 while len(self._ended) <= place:
@@ -74,21 +76,21 @@ class Batch:
             self.cancel()
 
     async def gather(self) -> list[Rollout]:
-        """All rollouts, in the order of their prompts."""
+        """Return all rollouts, in the order of their prompts."""
         return sorted([rollout async for rollout in self.rollouts()], key=lambda rollout: rollout.prompt_index)
 
     def cancel(self, prompt_index: int | None = None) -> None:
-        """Call off what still runs: of one prompt, or of all. The engines stop working on it."""
+        """Cancel one prompt, or all; their engines stop."""
         tasks: Sequence[asyncio.Task[Rollout]] = self._tasks
         if prompt_index is not None:
             if not 0 <= prompt_index < self.num_prompts:
-                raise IndexError(f"prompt_index = {prompt_index} is none of this batch's {self.num_prompts} prompts")
+                raise IndexError(f"prompt_index = {prompt_index}: this batch has {self.num_prompts} prompts")
             tasks = [self._tasks[prompt_index]]
         for task in tasks:
             task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel what runs, and return when it has ended."""
+        """Cancel all prompts and wait for their end."""
         self.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -108,7 +110,7 @@ class Batch:
             await rollouts.aclose()
 
     def _settle(self, index: int, task: "asyncio.Task[Rollout]") -> None:
-        """One of the prompts has ended, in whatever way. A task that never began to run comes here too."""
+        """Record the end of a prompt, also of a task that never began to run."""
         if task.cancelled():
             rollout = self._without_completions(index, Outcome.CANCELLED)
         elif error := task.exception():

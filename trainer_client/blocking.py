@@ -1,5 +1,7 @@
-"""`RolloutClient` for a trainer without an event loop. The one implementation runs on a thread of its own, so that
-generation goes on while the trainer computes."""
+"""`RolloutClient` for a trainer without an event loop.
+
+The asynchronous client runs on its own thread, so that generation goes on while the trainer computes.
+"""
 
 import asyncio
 import functools
@@ -32,9 +34,9 @@ def _blocking(
 
 
 class BlockingRolloutClient:
-    """Takes what `RolloutClient` takes, and does what it does, with calls that return when it is done.
+    """`RolloutClient` with blocking calls.
 
-    May be used from several threads. `close` it, or use it as a context manager: what runs is cancelled then.
+    Usable from several threads. `close`, or the end of a `with` block, cancels running calls.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class BlockingRolloutClient:
         self._thread.start()
 
     def close(self) -> None:
-        """Cancel what runs and drop the connections. May be called twice."""
+        """Cancel running calls and drop the connections. May be called twice."""
         if self._loop.is_closed():
             return
         try:
@@ -81,7 +83,7 @@ class BlockingRolloutClient:
         failures: Failures = "raise",
         on_progress: OnProgress | None = None,
     ) -> "BlockingBatch":
-        """Begin, and return at once; see `RolloutClient.generate`. `on_progress` is called on the client's thread."""
+        """Start a batch and return at once; see `RolloutClient.generate`. `on_progress` runs on the client's thread."""
 
         async def begin() -> Batch:
             return self._client.generate(
@@ -116,7 +118,7 @@ class BlockingRolloutClient:
     resume = _blocking(RolloutClient.resume)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result, from the client's thread. Whoever interrupts the wait cancels it there."""
+        """Return the coroutine's result from the client's thread. An interrupted wait cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -160,15 +162,15 @@ class BlockingBatch:
         return self._client._each(aiter(self._batch))
 
     def rollouts(self) -> Generator[Rollout]:
-        """Rollouts as they end."""
+        """Yield rollouts as they end."""
         return self._client._each(self._batch.rollouts())
 
     def gather(self) -> list[Rollout]:
-        """All rollouts, in the order of their prompts."""
+        """Return all rollouts, in the order of their prompts."""
         return self._client._wait(self._batch.gather())
 
     def cancel(self, prompt_index: int | None = None) -> None:
-        """Call off what still runs: of one prompt, or of all."""
+        """Cancel one prompt, or all."""
 
         async def call_off() -> None:
             self._batch.cancel(prompt_index)

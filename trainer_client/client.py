@@ -1,7 +1,7 @@
-"""The rollout URL from a trainer's side: prompts in, completions out as they end, and the weight calls.
+"""The asynchronous client of a rollout URL: completions as they end, and weight calls.
 
-Every prompt is a request of its own: it ends, fails, is tried again and is called off by itself. That costs the gateway
-about what chunks of all prompts in one stream cost, which do none of it (docs/benchmarks.md).
+Each prompt is its own request, with its own end, failure, retry and cancellation. The gateway's cost is about that of a
+single stream for all prompts, which has none of these (docs/benchmarks.md).
 """
 
 import asyncio
@@ -35,7 +35,7 @@ Prompt = str | Sequence[int] | Any
 """Text, or token ids: a list, or an array or tensor with one dimension."""
 
 _PASSING = (502, 503, 504)
-"""Statuses after which the same prompt may do better: the gateway has given up on it, so nothing runs twice."""
+"""Statuses that allow a retry: the gateway has given up on the prompt, so nothing runs twice."""
 _REPEATABLE = ("GET", "DELETE")
 _COMPLETIONS = "/v1/completions"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
@@ -48,13 +48,12 @@ _WEIGHTS_TIMEOUT_S = 600.0
 class RolloutClient:
     """Asynchronous client of one gateway; `BlockingRolloutClient` is the same for a trainer without an event loop.
 
-    `url` and `api_key` may stand in the environment, as ROLLOUT_URL and ROLLOUT_API_KEY; the key is sent as bearer.
-    `model` is the policy unless named. At most `max_in_flight` prompts are asked for at the same time, each on a
-    connection of its own: the engines should have work for all their `max_num_seqs`, and no more connections are of
-    use. A prompt is asked for up to `attempts` times where the connection fails or the gateway answers 502, 503 or 504.
+    url, api_key: default to the variables ROLLOUT_URL and ROLLOUT_API_KEY; the key is sent as bearer.
+    model: default: the policy.
+    max_in_flight: limit on concurrent prompts, each on its own connection; should cover the engines' `max_num_seqs`.
+    attempts: tries per prompt, on connection loss and on 502, 503 or 504.
 
-    Errors are the classes of engines/errors.py, as the gateway raised them. It belongs to the event loop that first
-    uses it.
+    Raises the gateway's errors, classes of engines/errors.py. A client belongs to the event loop of its first call.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class RolloutClient:
         self._batches: list[Batch] = []
 
     async def close(self) -> None:
-        """Cancel what runs and drop the connections."""
+        """Cancel running batches and drop the connections."""
         await asyncio.gather(*(batch.aclose() for batch in self._batches))
         await self._http.close()
 
@@ -99,17 +98,19 @@ class RolloutClient:
         failures: Failures = "raise",
         on_progress: OnProgress | None = None,
     ) -> Batch:
-        """Begin `sampling.n` completions of each prompt. Must be called with the event loop running.
+        """Start `sampling.n` completions of each prompt. Needs a running event loop.
 
-        `min_version` is the least weight version that may make them, `max_staleness` how far it may be behind the
-        newest when they begin. `sessions` names the conversation of each prompt, whose turns go to one replica.
-        `timeout_s` bounds every prompt, counted from now; one that is not there then fails with `DeadlineExceeded`.
-        `on_progress` is called on the loop, after each prompt.
+        min_version: the oldest weight version allowed.
+        max_staleness: the largest lag behind the newest version at the start; during an update that is the target
+        version.
+        sessions: the conversation id of each prompt; turns of a conversation go to one replica.
+        timeout_s: limit on every prompt from now on; a late prompt fails with `DeadlineExceeded`.
+        on_progress: called on the loop after each prompt.
         """
         sampling = sampling or SamplingParams()
         checked = [_checked_prompt(index, prompt) for index, prompt in enumerate(_checked_prompts(prompts))]
         if sessions is not None and len(sessions) != len(checked):
-            raise InvalidRequest(f"sessions names {len(sessions)} for {len(checked)} prompts", param="sessions")
+            raise InvalidRequest(f"sessions has {len(sessions)} ids for {len(checked)} prompts", param="sessions")
         asked = {"model": self._model, "min_version": min_version, "max_staleness": max_staleness}
         rest = sampling.body() | {key: value for key, value in asked.items() if value is not None}
         request_id = uuid.uuid4().hex
@@ -126,9 +127,9 @@ class RolloutClient:
         return batch
 
     async def wait_ready(self, timeout_s: float = 600.0) -> None:
-        """Returns when the fleet is complete and serving; `DeadlineExceeded` says what was missing."""
+        """Wait for a complete, serving fleet. Raise `DeadlineExceeded`, which lists missing replicas."""
         loop = asyncio.get_running_loop()
-        deadline, seen = loop.time() + timeout_s, "nothing was answered"
+        deadline, seen = loop.time() + timeout_s, "no answer"
         while (left := deadline - loop.time()) > 0:
             try:
                 status, body = await self._http.answer("GET", "/health", timeout_s=min(left, _ASK_TIMEOUT_S))
@@ -144,65 +145,66 @@ class RolloutClient:
         raise DeadlineExceeded(f"{self.url} is not ready after {timeout_s:g} s: {seen}")
 
     async def status(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
-        """The gateway's /status: replicas with their states, queues, the weight version."""
+        """Return the gateway's /status: replicas with their states, queues, the weight version."""
         return await self._call("GET", "/status", None, timeout_s)
 
     async def models(self, timeout_s: float = _ASK_TIMEOUT_S) -> list[Json]:
-        """Model cards, the policy first."""
+        """Return model cards, the policy first."""
         listed = await self._call("GET", "/v1/models", None, timeout_s)
         return list(listed["data"])
 
     async def server_info(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
-        """What the policy's engines say of their configuration (`vllm_config`)."""
+        """Return the configuration of the policy's engines (`vllm_config`)."""
         return await self._call("GET", "/server_info?config_format=json", None, timeout_s)
 
     async def weight_version(self, timeout_s: float = _ASK_TIMEOUT_S) -> int:
-        """The version that the fleet serves."""
-        told = await self._call("GET", "/weight_info", None, timeout_s)
-        return int(told["weight_version"])
+        """Return the served weight version."""
+        reply = await self._call("GET", "/weight_info", None, timeout_s)
+        return int(reply["weight_version"])
 
-    # Weight calls. None that changes anything is made twice, except where it cannot have arrived: a second one would
-    # meet a broadcast that is over.
+    # Weight calls. A call with effects is retried only if it cannot have arrived: a second one would wait for a
+    # # broadcast that is over.
 
     async def world_size(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> int:
-        """Workers that a transfer group needs room for, beside the trainer."""
+        """Return the number of workers in a transfer group, without the trainer."""
         return int((await self._call("GET", "/get_world_size", None, timeout_s))["world_size"])
 
     async def init_weight_transfer(self, init_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
-        """Have the engines join the trainer's group; answers when they have."""
+        """Let the engines join the trainer's group; returns when they have joined."""
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s)
 
     async def start_weight_update(
         self, timeout_s: float = _WEIGHTS_TIMEOUT_S, *, in_flight: InFlight | None = None
     ) -> None:
-        """Open the next version. `in_flight` is what becomes of rollouts in flight, `weights.in_flight` unless given;
-        with `drain` the call answers when they have ended."""
+        """Open the next version. `in_flight` (default: the gateway's `weights.in_flight`) decides on rollouts in
+        flight;
+        with `drain` the call returns after their end."""
         await self._call("POST", "/start_weight_update", {"in_flight": in_flight}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
-        """Have the engines receive the tensors announced; answers when they have."""
+        """Let the engines receive the announced tensors; returns when they have."""
         await self._call("POST", "/update_weights", {"update_info": update_info}, timeout_s)
 
     async def finish_weight_update(
         self, canary_logprobs: Sequence[float] | None = None, timeout_s: float = _WEIGHTS_TIMEOUT_S
     ) -> int:
-        """Commit. Returns the version now served."""
+        """Commit, and return the served version."""
         body = {} if canary_logprobs is None else {"canary_logprobs": [float(value) for value in canary_logprobs]}
         reply = await self._call("POST", "/finish_weight_update", body, timeout_s)
         if "weight_version" not in reply:
-            raise RolloutGatewayError(f"{self.url} has updated, but tells no weight version: it is no gateway")
+            raise RolloutGatewayError(f"{self.url} answered without weight_version: is it a rollout gateway?")
         return int(reply["weight_version"])
 
     async def served_weights(self, timeout_s: float = _ASK_TIMEOUT_S) -> ServedWeights:
-        """The names, dtypes and shapes of the policy's tensors, its version, and where it runs."""
+        """Return names, dtypes and shapes of the policy's tensors, its version and its GPUs."""
         return ServedWeights.read(await self._call("GET", "/v1/weights", None, timeout_s))
 
     async def weight_store(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
-        """Where the gateway keeps weight versions (`folder`), and of which `model`."""
+        """Return the gateway's weight store: its `folder` and `model`."""
         return await self._call("GET", "/v1/weight_store", None, timeout_s)
 
     async def load_weights(self, snapshot: str, options: PushOptions, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> int:
-        """Have all replicas load the draft `snapshot` of the weight store. Returns the version once they serve it."""
+        """Let all replicas load the draft `snapshot` of the weight store. Return the version once it is served."""
         body: Json = {"transport": "store", "snapshot": snapshot, "version": options.version}
         body |= {"rolling": options.rolling, "in_flight": options.in_flight}
         if options.canary_logprobs is not None:
@@ -210,23 +212,24 @@ class RolloutClient:
         return int((await self._call("POST", "/v1/weight_updates", body, timeout_s))["weight_version"])
 
     async def abandon_weight_update(self, reason: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> None:
-        """Have the open update, if there is one, ended without a commit: the version before is served on."""
+        """End an open update without a commit; the version before stays served."""
         await self._call("DELETE", "/v1/weight_updates", {"reason": reason}, timeout_s)
 
     async def canary_token_ids(self, timeout_s: float = _ASK_TIMEOUT_S) -> list[int]:
-        """The tokens whose log-probs, by the trainer's new weights, may go with `finish_weight_update`."""
+        """Return the canary tokens. Their log-probs by the trainer's new weights may be sent with
+        `finish_weight_update`."""
         return list((await self._call("GET", "/v1/weight_canary", None, timeout_s))["token_ids"])
 
     async def pause(self, mode: PauseMode = PauseMode.KEEP, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
-        """Stop the policy's generation; `mode` says what becomes of completions in flight."""
+        """Pause the policy's generation; `mode` decides on completions in flight."""
         await self._call("POST", f"/pause?mode={PauseMode(mode)}", None, timeout_s)
 
     async def resume(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> None:
-        """Go on after `pause`."""
+        """Resume after `pause`."""
         await self._call("POST", "/resume", None, timeout_s)
 
     async def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
-        """Once more after a failed connection where that changes nothing, or it cannot have arrived; in `timeout_s`."""
+        """Call the gateway. Retry a failed connection if the call has no effects or cannot have arrived."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
         for attempt in range(1, self._attempts + 1):
@@ -241,7 +244,7 @@ class RolloutClient:
         raise AssertionError("the loop returns or raises")
 
     async def _rollout(self, asking: "_Asking", deadline: float) -> Rollout:
-        """One prompt's completions, by whichever attempt brings them. Raises what the last one met."""
+        """Return one prompt's completions from the first successful attempt. Raises the last attempt's error."""
         last: RolloutGatewayError | None = None
         try:
             async with asyncio.timeout_at(deadline), self._room:
@@ -267,7 +270,7 @@ class RolloutClient:
 
 @dataclass(frozen=True, slots=True)
 class _Asking:
-    """One prompt of a batch as the gateway is asked for it."""
+    """The request for one prompt of a batch."""
 
     request_id: str
     session: str
@@ -282,12 +285,12 @@ class _Asking:
 
     @property
     def demands(self) -> str:
-        """What kept replicas with older weights from making it."""
+        """The request's limits on weight versions, for an error message."""
         asked = (f"{key} = {self.body[key]}" for key in ("min_version", "max_staleness") if key in self.body)
-        return "".join(f"; it asks for {demand}" for demand in asked)
+        return "".join(f"; it requires {demand}" for demand in asked)
 
     def naming(self, error: RolloutGatewayError, attempts: int) -> RolloutGatewayError:
-        """The same error with the prompt it is about: to the gateway it was the only one of its request."""
+        """Return the error with this prompt's index, since its request had only one prompt."""
         message = str(error)
         own = message.replace("prompt[0]", f"prompt[{self.index}]")
         tried = f" (after {attempts} attempts)" if attempts > 1 else ""
@@ -309,14 +312,14 @@ def _checked_url(url: str) -> str:
 
 def _checked_prompts(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, str):
-        raise InvalidRequest("prompts is one string: give a list of prompts", param="prompts")
+        raise InvalidRequest("prompts is a string: give a list of prompts", param="prompts")
     if len(prompts) == 0:
-        raise InvalidRequest("prompts is empty: there is nothing to generate", param="prompts")
+        raise InvalidRequest("prompts is empty: give at least one prompt", param="prompts")
     return prompts
 
 
 def _checked_prompt(index: int, prompt: Prompt) -> str | list[int]:
-    """As JSON has it."""
+    """Return the prompt as JSON can hold it."""
     if isinstance(prompt, str):
         return prompt
     token_ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -333,7 +336,7 @@ def _shown(prompt: Prompt) -> str:
 
 
 def _states(body: Any) -> str:
-    """What a /health that is not ready says of the replicas."""
+    """Return the replica states in the body of a failed /health."""
     if not isinstance(body, dict) or "replicas" not in body:
         return f"/health says {str(body)[:200]}"
     states = [

@@ -1,4 +1,4 @@
-"""The client's side of the wire: one call to the rollout URL, and the one door where its failures become ours."""
+"""HTTP to the rollout URL, and the only place that translates its failures."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 class GatewayHttp:
-    """Pooled connections to one gateway, `api_key` as bearer. Their number is bounded by who calls."""
+    """Pooled connections to one gateway, with `api_key` as bearer. Callers limit their number."""
 
     def __init__(self, url: str, api_key: str) -> None:
         self.url = url
@@ -35,9 +35,9 @@ class GatewayHttp:
         timeout_s: float | None,
         headers: Mapping[str, str] | None = None,
     ) -> Json:
-        """The JSON object answered. Raises the gateway's own error, or as `answer` does.
+        """Return the JSON object answered. Raise the gateway's error, or as `answer` does.
 
-        `timeout_s` is None where the caller bounds the wait.
+        `timeout_s` is None if the caller bounds the wait.
         """
         status, reply = await self.answer(method, path, body, timeout_s=timeout_s, headers=headers)
         if status >= 400:
@@ -53,7 +53,7 @@ class GatewayHttp:
         timeout_s: float | None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Any]:
-        """Status and body of whatever is answered. Raises `GatewayUnreachable` or `DeadlineExceeded`."""
+        """Return status and body of any answer. Raise `GatewayUnreachable` or `DeadlineExceeded`."""
         sent = {"Content-Type": "application/json"} if body is not None else {}
         sent.update(headers or {})
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -64,15 +64,15 @@ class GatewayHttp:
             ) as response:
                 return response.status, self._decoded(path, response.status, await response.read())
         except (aiohttp.ClientError, ConnectionError) as error:
-            # First, since a connection that does not come about is a TimeoutError too.
+            # Before TimeoutError: a failed connection can be both.
             arrived = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-            what = f"{path}: {error or type(error).__name__}"
-            raise GatewayUnreachable(f"{self.url} is not reached: {what}", arrived=arrived) from error
+            reason = f"{path}: {error or type(error).__name__}"
+            raise GatewayUnreachable(f"{self.url} is unreachable: {reason}", arrived=arrived) from error
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s or 0:g} s") from error
 
     def _opened(self) -> aiohttp.ClientSession:
-        """A session belongs to the running loop, so the first call opens it."""
+        """Return the session; the first call opens it, since it belongs to the running loop."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), headers=self._headers
@@ -84,5 +84,5 @@ class GatewayHttp:
             return orjson.loads(content) if content else {}
         except orjson.JSONDecodeError as error:
             if status < 400:
-                raise RolloutGatewayError(f"{self.url}{path} answered no JSON: {content[:200]!r}") from error
+                raise RolloutGatewayError(f"{self.url}{path} did not answer JSON: {content[:200]!r}") from error
             return content[:500].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""How far a batch, or an update, is: what a progress callback is told, and bars that show it."""
+"""Progress of a batch and of a weight update: arguments of the callbacks, and bars."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A batch at the moment when one of its rollouts ended."""
+    """The state of a batch at the end of one of its rollouts."""
 
     num_prompts: int
     delivered: int
     failed: int
     cancelled: int
     tokens: int
-    """Of completions delivered."""
+    """Tokens of delivered completions."""
     seconds: float
-    """Since the batch began."""
+    """Seconds since the batch began."""
 
     @property
     def ended(self) -> int:
@@ -27,7 +27,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightProgress:
-    """A weight update at the moment when one more of its tensors was taken to be sent."""
+    """The state of a weight update when the transport takes a tensor."""
 
     tensors: int
     num_tensors: int

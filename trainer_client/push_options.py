@@ -1,4 +1,4 @@
-"""How a version is to be taken: what a trainer may say with a push."""
+"""Options of a weight push."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from engines.types import InFlight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOptions:
-    """The arguments of `WeightSender.push` beside the tensors; None where the gateway is to choose."""
+    """The arguments of `WeightSender.push` beside the tensors; None leaves the choice to the gateway."""
 
     version: int | None = None
     canary_logprobs: Sequence[float] | None = None

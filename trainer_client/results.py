@@ -1,4 +1,4 @@
-"""What comes back: completions as arrays, each with the weights that made it, and the rollouts that they belong to."""
+"""Rollouts and their completions, as arrays with weight versions."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,10 +13,10 @@ Json = dict[str, Any]
 
 
 class Outcome(StrEnum):
-    """What became of a rollout."""
+    """The end of a rollout."""
 
     DELIVERED = "delivered"
-    FAILED = "failed"  # its `error` says why
+    FAILED = "failed"  # with an `error`
     CANCELLED = "cancelled"
 
 
@@ -24,7 +24,7 @@ class Outcome(StrEnum):
 class WeightSpan:
     """Tokens `start` up to `end` were made with weights `version`.
 
-    `start` and `end` are None where an update fell into the completion and the engine does not report the token.
+    `start` and `end` are None if an update interrupted the completion and the engine does not report the token.
     """
 
     version: int
@@ -34,11 +34,14 @@ class WeightSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One sample of one prompt. `token_ids` is int32, `logprobs` float32 of the same length: that of each token at the
-    temperature asked, as the engine drew it, or None where they were not asked for. `finish_reason` is "stop", "length"
-    or "abort". `spans` is empty where the server tells no weight versions, as vLLM alone does. `kv_versions` are the
-    versions that wrote the KV under its last token, oldest first: more than one where an update kept that of older
-    weights."""
+    """One sample of one prompt.
+
+    token_ids: int32.
+    logprobs: float32 of the same length, at the requested temperature, as sampled; None unless requested.
+    finish_reason: "stop", "length" or "abort".
+    spans: empty if the server reports no weight versions, as a plain vLLM.
+    kv_versions: versions that wrote the KV of its last token, oldest first; several if updates kept older KV.
+    """
 
     prompt_index: int
     sample_index: int
@@ -51,15 +54,15 @@ class Completion:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest weights that made any of its tokens: what its staleness is counted from."""
+        """The oldest version of its tokens, from which staleness counts."""
         return min((span.version for span in self.spans), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One prompt with its completions, in the order of their `sample_index`; none unless `outcome` is DELIVERED.
+    """One prompt with its completions, in order of `sample_index`; none unless `outcome` is DELIVERED.
 
-    `prompt_token_ids` (int32) is what the engine read, also where text was sent. `attempts` counts the requests made.
+    `prompt_token_ids` (int32) are the engine's, also for a text prompt. `attempts` counts requests.
     """
 
     request_id: str
@@ -72,10 +75,11 @@ class Rollout:
 
 
 def read_rollout(reply: Json, request_id: str, prompt_index: int, n: int, *, attempts: int) -> Rollout:
-    """The rollout in a reply of /v1/completions to one prompt. Raises `EngineFailed` where the reply is not whole."""
+    """Return the rollout in a reply of /v1/completions to one prompt. Raise `EngineFailed` if the reply is
+    incomplete."""
     choices = sorted(reply.get("choices") or (), key=lambda choice: int(choice["index"]))
     if len(choices) != n:
-        raise EngineFailed(f"{n} completions were asked for, and {len(choices)} came")
+        raise EngineFailed(f"{n} completions were requested, but the reply has {len(choices)}")
     prompt_token_ids = choices[0].get("prompt_token_ids")
     return Rollout(
         request_id=request_id,
@@ -89,12 +93,12 @@ def read_rollout(reply: Json, request_id: str, prompt_index: int, n: int, *, att
 
 def _read_completion(choice: Json, prompt_index: int, sample_index: int) -> Completion:
     if choice.get("token_ids") is None:
-        raise EngineFailed("the reply has no token_ids, which were asked for: the server is no vLLM and no SGLang")
+        raise EngineFailed("the reply lacks the requested token_ids: the server is neither vLLM nor SGLang")
     token_ids = np.asarray(choice["token_ids"], np.int32)
     logprobs = None
-    if (told := choice.get("logprobs")) is not None:
-        # As float64 first: None, which JSON has in the place of NaN, becomes NaN there.
-        logprobs = np.asarray(told["token_logprobs"], np.float64).astype(np.float32)
+    if (scores := choice.get("logprobs")) is not None:
+        # Through float64, which turns None (JSON's NaN) into NaN.
+        logprobs = np.asarray(scores["token_logprobs"], np.float64).astype(np.float32)
         if len(logprobs) != len(token_ids):
             raise EngineFailed(f"{len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
     return Completion(

@@ -1,4 +1,4 @@
-"""How completions are drawn: the parameters that every engine here knows, by vLLM's names."""
+"""Sampling parameters that all engines support, with vLLM's names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,17 +7,17 @@ from typing import Any
 from engines.errors import InvalidRequest
 
 _ALWAYS = ("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sent with their default too: an engine would otherwise put what the model's own generation config says."""
+"""Always sent: otherwise engines take defaults from the model's generation config."""
 _WHERE_SET = ("min_tokens", "seed", "ignore_eos")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """`n` completions of each prompt, of at most `max_tokens` tokens. Refuses what no engine takes: `InvalidRequest`.
+    """`n` completions of each prompt, of at most `max_tokens` tokens. Raises `InvalidRequest` for invalid values.
 
-    The defaults draw from the model's own distribution, so that log-probabilities are the policy's. `top_k` 0 is all
-    tokens. `seed` makes the samples of a prompt the same again. `extra` holds fields of /v1/completions that have no
-    name here, such as `structured_outputs`.
+    The defaults sample from the model's distribution, so that log-probabilities are the policy's. `top_k` 0 is all
+    tokens. `seed` makes samples reproducible. `extra` has other fields of /v1/completions, such as
+    `structured_outputs`.
     """
 
     n: int = 1
@@ -37,7 +37,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
-            raise InvalidRequest(f"stop = {self.stop!r} is one string: give a list of strings", param="stop")
+            raise InvalidRequest(f"stop = {self.stop!r} is a string: give a list of strings", param="stop")
         for name, least in (("n", 1), ("max_tokens", 1), ("top_k", 0), ("min_tokens", 0), ("temperature", 0)):
             if getattr(self, name) < least:
                 raise InvalidRequest(f"{name} = {getattr(self, name)!r} must be at least {least}", param=name)
@@ -53,7 +53,7 @@ class SamplingParams:
             raise InvalidRequest(f"extra has {taken[0]!r}, which the client sets itself", param=f"extra.{taken[0]}")
 
     def body(self) -> dict[str, Any]:
-        """Its fields in a body of /v1/completions."""
+        """Return the fields of a body of /v1/completions."""
         body: dict[str, Any] = {name: getattr(self, name) for name in _ALWAYS}
         body |= {name: value for name in _WHERE_SET if (value := getattr(self, name))}
         if self.seed is not None:
@@ -63,7 +63,7 @@ class SamplingParams:
         if self.stop_token_ids:
             body["stop_token_ids"] = list(self.stop_token_ids)
         if self.logprobs:
-            body["logprobs"] = 0  # of the sampled token alone
+            body["logprobs"] = 0  # only the sampled token's
         return body | {"return_token_ids": True, **self.extra}
 
 

@@ -1,4 +1,4 @@
-"""What the fleet serves, as a trainer sees it before it sends."""
+"""The served weights, as a trainer sees them before a push."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,9 +10,12 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedWeights:
-    """The policy. `tensors` are under checkpoint names, in the dtypes and shapes that engines hold them in; None where
-    no replica could read its checkpoint. `update` names the update that made the version, where the gateway has seen
-    one. `gpus` are the replicas' ids by the UUIDs of their GPUs."""
+    """The policy's weights.
+
+    tensors: checkpoint names, with the engines' dtypes and shapes; None if no replica could read its checkpoint.
+    update: id of the update that made the version, if any.
+    gpus: replica ids by GPU UUID.
+    """
 
     model: str
     version: int
@@ -21,19 +24,19 @@ class ServedWeights:
     gpus: dict[str, str]
 
     @classmethod
-    def read(cls, told: Json) -> "ServedWeights":
-        """From what GET /v1/weights answers, or `json` has made."""
-        listed = told["tensors"]
+    def read(cls, reply: Json) -> "ServedWeights":
+        """Read an answer of GET /v1/weights, or a result of `json`."""
+        listed = reply["tensors"]
         return cls(
-            model=told["model"],
-            version=told["weight_version"],
-            update=told["update"],
+            model=reply["model"],
+            version=reply["weight_version"],
+            update=reply["update"],
             tensors=None if listed is None else tuple(_tensor(one) for one in listed),
-            gpus={gpu: replica["replica_id"] for replica in told["replicas"] for gpu in replica["gpus"]},
+            gpus={gpu: replica["replica_id"] for replica in reply["replicas"] for gpu in replica["gpus"]},
         )
 
     def json(self) -> Json:
-        """For another rank of the trainer."""
+        """Return the JSON form for another trainer rank."""
         return {
             "model": self.model,
             "weight_version": self.version,
@@ -43,5 +46,5 @@ class ServedWeights:
         }
 
 
-def _tensor(told: Json) -> TensorMeta:
-    return TensorMeta(name=told["name"], dtype=told["dtype"], shape=tuple(told["shape"]))
+def _tensor(reply: Json) -> TensorMeta:
+    return TensorMeta(name=reply["name"], dtype=reply["dtype"], shape=tuple(reply["shape"]))

@@ -1,7 +1,6 @@
-"""Lets TRL's own trainers sync weights where there is no CUDA: TRL's client with gloo in the place of NCCL.
+"""Weight sync of TRL's trainers without CUDA: TRL's client with gloo instead of NCCL.
 
-Call `install()` before the trainer is made. The wire is left to engines/transfer/gloo.py; where CUDA is available
-nothing is touched.
+Call `install()` before the trainer is made; with CUDA it does nothing. engines/transfer/gloo.py moves the tensors.
 """
 
 import functools
@@ -26,12 +25,12 @@ WEIGHT_ROUTES = (
     "/reset_prefix_cache",
 )
 COLLECTIVE_ROUTES = ("/init_weight_transfer_engine", "/update_weights")
-"""Calls during which the trainer waits in the group for the engines that the call is for."""
+"""Calls during which the trainer waits for engines in the group."""
 CONNECT_TIMEOUT_S = 10.0
 
 
 def install(timeout_s: float = TIMEOUT_S) -> None:
-    """Make TRL's trainers use `GlooVLLMClient`, unless CUDA is available. `timeout_s` bounds each wait of a sync."""
+    """Make TRL's trainers use `GlooVLLMClient`, unless CUDA is available. `timeout_s` limits each wait of a sync."""
     if torch.cuda.is_available():
         return
     vllm_generation.VLLMClient = functools.partial(GlooVLLMClient, timeout_s=timeout_s)
@@ -44,33 +43,34 @@ def send_packed(
     src: int,
     post_iter_func: Callable[[NamedTensor], torch.Tensor],
 ) -> None:
-    """Stands in for vLLM's `packed_nccl_broadcast_producer` where TRL calls it; the trainer is `src`, which is 0."""
+    """Send over gloo in place of vLLM's `packed_nccl_broadcast_producer`; the trainer is `src`, which is 0."""
     send(((named[0], post_iter_func(named)) for named in iterator), group)
 
 
 class GlooVLLMClient(VLLMClient):
-    """TRL's client over gloo, with every wait of a weight sync bounded.
+    """TRL's client over gloo, with bounded waits in a weight sync.
 
-    A weight call that fails makes the broadcast beside it fail too, with the server's reason, instead of waiting for
-    engines that will not come.
+    A failed weight call also ends the broadcast beside it, with the server's reason.
     """
 
     communicator: WeightGroup | None
     weight_version: int | None = None
-    """The version that the last update made, where the server says it (the gateway does, vLLM alone does not)."""
+    """The version of the last update; None from a plain vLLM, which does not report it."""
 
     def __init__(self, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timeout_s = timeout_s
-        # A weight call is replayed only where it never arrived: its second run would meet a broadcast that is over.
+        # A weight call is retried only if it never arrived: a second one would wait for a broadcast that is over.
         never_arrived = HTTPAdapter(max_retries=Retry(total=5, connect=5, read=0, status=0, other=0, backoff_factor=2))
         for route in WEIGHT_ROUTES:
             self.session.mount(f"{self.base_url}{route}", never_arrived)
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Join the engines in a gloo group. `device` is where the trainer's weights are; they are copied from there."""
+        """Join the engines in a gloo group. Weights are copied from `device`."""
         if self.get_server_info()["weight_transfer_config"] is None:
-            raise RuntimeError(f"{self.base_url} has no weight transfer engine: start it with a gloo backend")
+            raise RuntimeError(
+                f"{self.base_url} has no weight transfer engine: start its engines with the gloo backend"
+            )
         server = urlsplit(self.base_url)
         address = address_towards(server.hostname or "", server.port or 80)
         world_size = self.get_world_size() + 1
@@ -91,7 +91,7 @@ class GlooVLLMClient(VLLMClient):
             answer.result()
 
     def close_communicator(self) -> None:
-        """Leave the group; engines that wait in it are let go."""
+        """Leave the group; waiting engines are released."""
         if self.communicator is not None:
             self.communicator.close()
             self.communicator = None

@@ -1,6 +1,6 @@
-"""Lets TRL's AsyncGRPOTrainer run where there is no CUDA: weights over gloo, and its attention in plain torch.
+"""TRL's AsyncGRPOTrainer without CUDA: weights over gloo, and attention in plain torch.
 
-Call `install()` before the trainer is made. Where CUDA is available nothing is touched.
+Call `install()` before the trainer is made; with CUDA it does nothing.
 """
 
 import math
@@ -13,9 +13,9 @@ from trainer_client.trl import send_packed
 
 
 def install(timeout_s: float = TIMEOUT_S) -> None:
-    """Make the trainer sync over gloo, unless CUDA is available. `timeout_s` bounds each wait of a sync.
+    """Make the trainer sync over gloo, unless CUDA is available. `timeout_s` limits each wait of a sync.
 
-    Adapters need no group, and go to the engines as they do with CUDA.
+    Adapters need no group: they are sent as with CUDA.
     """
     if torch.cuda.is_available():
         return
@@ -28,14 +28,14 @@ def install(timeout_s: float = TIMEOUT_S) -> None:
 
 
 def open_endpoint(init_info: dict[str, Any], timeout_s: float) -> "Endpoint":
-    """Join the engines as rank 0, in the place of vLLM's `trainer_init`."""
+    """Join the engines as rank 0, in place of vLLM's `trainer_init`."""
     group = Endpoint(init_info["master_address"], init_info["master_port"], 0, init_info["world_size"], timeout_s)
     group.join()
     return group
 
 
 class Endpoint(WeightGroup):
-    """The trainer's end, which TRL lets go of by `endpoint.group.store = None`."""
+    """The trainer's end of a group. TRL closes it by `endpoint.group.store = None`."""
 
     @property
     def group(self) -> "Endpoint":
@@ -49,7 +49,7 @@ class Endpoint(WeightGroup):
 
 
 class TorchAttention:
-    """FlashAttention's function for sequences packed into one row, as far as TRL calls it. Slow, and on any device."""
+    """FlashAttention's function for packed sequences, with TRL's arguments. Slow, but for any device."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -66,9 +66,11 @@ class TorchAttention:
         window_size: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """query is [tokens, heads, size], key and value [path tokens, key heads, size]; `*_ends` start with 0.
+        """Attend within segments. query is [tokens, heads, size], key and value [path tokens, key heads, size];
+        `*_ends`
+        start with 0.
 
-        The last query of a segment stands at its last key, so that a segment sees the whole path that leads to it.
+        A segment's last query is aligned with its last key, so that it sees the whole path before it.
         """
         scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         shared = query.shape[1] // key.shape[1]  # grouped-query attention

@@ -1,6 +1,6 @@
-"""Lets trainers of TRL up to 1.10 sync weights through the gateway, which wants `gateway.trl_legacy: true`.
+"""Weight sync for trainers of TRL up to 1.10. The gateway needs `gateway.trl_legacy: true`.
 
-Call `install()` before the trainer is made. Generation is left to TRL's own client.
+Call `install()` before the trainer is made. TRL's own client generates.
 """
 
 import atexit
@@ -25,14 +25,14 @@ def install(transport: Literal["store", "gloo", "nccl"] | None = None, timeout_s
 
 
 class LegacyVLLMClient(VLLMClient):
-    """TRL's client, whose tensors go to all replicas as one version when the trainer resets the prefix cache.
+    """TRL's client. A reset of the prefix cache sends its tensors to all replicas as one version.
 
-    TRL tells its tensors one by one, and no end; the reset is what follows the last. Until then they are copied to host
-    memory, since TRL gathers and merges some of them for a moment alone.
+    TRL sends tensors one by one without an end mark; the reset follows the last. Until then tensors are copied to host
+    memory, since TRL gathers and merges some of them only temporarily.
     """
 
     weight_version: int | None = None
-    """The version that the last sync made."""
+    """The version of the last sync."""
 
     def __init__(self, *args: Any, transport: Any = None, timeout_s: float = 300.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -44,7 +44,7 @@ class LegacyVLLMClient(VLLMClient):
         self._device: torch.device | None = None
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Get ready to send. `device` is the trainer's, from which NCCL sends."""
+        """Open the sender. `device` is the trainer's, for NCCL."""
         self.close_communicator()
         self._device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self._gateway = BlockingRolloutClient(self.base_url)
@@ -60,7 +60,7 @@ class LegacyVLLMClient(VLLMClient):
         self._held[name] = weights.detach().to("cpu", copy=True)
 
     def reset_prefix_cache(self) -> None:
-        """Send what was told since the last time. Raises the gateway's own error; the version before is served then."""
+        """Push the tensors since the last reset. Raises the gateway's error; the version before then stays served."""
         if self._held:
             if self._sender is None:
                 raise RuntimeError("init_communicator was not called")

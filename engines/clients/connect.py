@@ -1,4 +1,4 @@
-"""Which client talks to which kind of engine, of those that we start."""
+"""The choice of a client for an engine that we start."""
 
 from engines.clients.sglang_engine import SglangEngine
 from engines.clients.vllm_engine import VllmEngine
@@ -16,7 +16,7 @@ def connect(
     has_tee: bool = False,
     peer: Peer | None = None,
 ) -> Engine:
-    """The client of one engine server. Of vLLM the latest, unless `engine_version` is given."""
+    """Return the client of one engine server; a vLLM without `engine_version` counts as the latest."""
     if kind is EngineKind.SGLANG:
         return SglangEngine(replica_id, url, api_key)
     return VllmEngine(replica_id, url, engine_version, api_key, has_tee=has_tee, peer=peer if has_tee else None)

@@ -1,4 +1,4 @@
-"""A server that somebody else runs: found out what it speaks and what it can do, then asked for that alone."""
+"""An external server: its dialect and routes are detected, and only supported routes are called."""
 
 import asyncio
 import re
@@ -18,7 +18,7 @@ _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 1.0
 _RELEASE = re.compile(r"\d+\.\d+")
 
-# What every OpenAI-compatible server has, whether or not it says so.
+# Routes of every OpenAI-compatible server, listed or not.
 _COMMON_ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
 _WEIGHT_ROUTES = frozenset(
     {
@@ -30,20 +30,20 @@ _WEIGHT_ROUTES = frozenset(
         "/weight_info",
     }
 )
-# The same in vLLM's words, as far as SGLang has them.
+# vLLM's names of the weight routes that SGLang has.
 _SGLANG_WEIGHT_ROUTES = frozenset({"/init_weight_transfer_engine", "/update_weights", "/finish_weight_update"})
-# Fields that the gateway adds for vLLM, and that other servers refuse or ignore.
+# Fields that the gateway adds for vLLM; other servers refuse or ignore them.
 _VLLM_FIELDS = ("cache_salt", "return_token_ids")
 
 
-class _NotOurs(HttpEngine):
-    """Client of a server that was not started by us."""
+class _External(HttpEngine):
+    """Client of a server that someone else started."""
 
     _info: ReplicaInfo
     _last_version = 0
 
     async def health(self, timeout_s: float) -> None:
-        """Also raises when its weights went back: it was started anew, and what it was given is gone."""
+        """Raise also if the weight version went back: the server was restarted and has lost its updates."""
         await self.ask("GET", "/health" if self._info.has("/health") else "/v1/models", None, timeout_s)
         if not self._info.takes_weights:
             return
@@ -52,13 +52,13 @@ class _NotOurs(HttpEngine):
             return  # an update is under way
         if version < self._last_version:
             raise EngineFailed(
-                f"its weights went from version {self._last_version} back to {version}: was it started anew?",
+                f"its weights went from version {self._last_version} back to {version}: was it restarted?",
                 replica_id=self.replica_id,
             )
         self._last_version = version
 
 
-class ExternalSglangEngine(_NotOurs, SglangEngine):
+class ExternalSglangEngine(_External, SglangEngine):
     """Client of an SGLang server."""
 
     def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
@@ -66,14 +66,14 @@ class ExternalSglangEngine(_NotOurs, SglangEngine):
         self._info = info
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        self._last_version = 0  # it may go back to an older one
+        self._last_version = 0  # a rollback is allowed
         await super().load_snapshot(path, version, timeout_s)
 
 
-class ExternalEngine(_NotOurs, VllmEngine):
-    """Client of any other. A route that it lacks is refused here, naming replica and route.
+class ExternalEngine(_External, VllmEngine):
+    """Client of any other server. Raises `EngineRefused`, which names replica and route, for an unsupported route.
 
-    `api_key` is the bearer key of the server, if it wants one.
+    `api_key` is the server's bearer key, if it needs one.
     """
 
     def __init__(self, info: ReplicaInfo, api_key: str = "", peer: Peer | None = None) -> None:
@@ -83,14 +83,14 @@ class ExternalEngine(_NotOurs, VllmEngine):
         self._info = info
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        self._last_version = 0  # it may go back to an older one
+        self._last_version = 0  # a rollback is allowed
         await super().load_snapshot(path, version, timeout_s)
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         route = path.partition("?")[0]
         if not self._info.has(route):
             raise EngineRefused(
-                f"the server at {self.url}, which is not ours, has no {route}",
+                f"the external server at {self.url} has no {route}",
                 status=404,
                 body={},
                 replica_id=self.replica_id,
@@ -112,14 +112,14 @@ class ExternalEngine(_NotOurs, VllmEngine):
 def external_engine(
     info: ReplicaInfo, api_key: str = "", peer: Peer | None = None
 ) -> ExternalEngine | ExternalSglangEngine:
-    """The client of the server that `info` tells of."""
+    """Return the client of the server that `info` describes."""
     if info.dialect is Dialect.SGLANG:
         return ExternalSglangEngine(info, api_key)
     return ExternalEngine(info, api_key, peer)
 
 
 class ExternalServer:
-    """Stands where an `EngineServer` stands, with the same start, check and stop, and owns no process."""
+    """Has the start, check and stop of `EngineServer`, but owns no process."""
 
     def __init__(self, config: EngineConfig, *, replica_id: str, group: str) -> None:
         self._config = config
@@ -132,7 +132,7 @@ class ExternalServer:
     async def start(self) -> ReplicaInfo:
         """Wait for the server and find out what it can do. Raises `EngineStartFailed`, which says what is in the way.
 
-        The wait is bounded by `engine.start_timeout_s`; a server that refuses to list its models ends it at once.
+        The wait is bounded by `engine.start_timeout_s`; it ends at once if the server refuses to list its models.
         """
         await self.stop()
         try:
@@ -148,12 +148,12 @@ class ExternalServer:
         return info
 
     async def check(self) -> None:
-        """Raise when the server does not answer."""
+        """Raise if the server does not answer."""
         assert self._engine is not None
         await self._engine.health(_PROBE_TIMEOUT_S)
 
     async def stop(self) -> None:
-        """Close connections. The server goes on: it is not ours."""
+        """Close connections. The server keeps running: it is not ours."""
         if self._engine is not None:
             await self._engine.close()
 
@@ -169,7 +169,7 @@ class ExternalServer:
                     raise EngineStartFailed(f"{self._url}: {error}{key}") from error
                 except (KeyError, TypeError) as error:
                     raise EngineStartFailed(
-                        f"/v1/models at {self._url} is no list of models: is this an OpenAI-compatible server?",
+                        f"/v1/models at {self._url} does not list models: is this an OpenAI-compatible server?",
                         replica_id=self._replica_id,
                     ) from error
                 except (EngineError, DeadlineExceeded):
@@ -178,7 +178,7 @@ class ExternalServer:
             await probe.close()
 
     async def _as_started(self, models: list[Json]) -> list[Json]:
-        """The models under the names that an SGLang was started with, which it forgets when it loads other weights."""
+        """Return the models under their start names, which SGLang forgets when it loads other weights."""
         if not models or models[0].get("owned_by") != "sglang":
             return models
         probe = SglangEngine(self._replica_id, self._url, self._key)
@@ -209,7 +209,7 @@ class ExternalServer:
         )
 
     async def _ask_sglang(self) -> "_Found | None":
-        """None where it does not answer as SGLang does."""
+        """Return None if the server does not answer as SGLang does."""
         probe = SglangEngine(self._replica_id, self._url, self._key)
         try:
             openapi, info, version = await asyncio.gather(
@@ -221,7 +221,7 @@ class ExternalServer:
             return None
         parallel = info["vllm_config"]["parallel_config"]
         routes = frozenset(openapi["paths"])
-        # SGLang takes distributed updates into one copy of the model alone.
+        # SGLang takes distributed updates only with one copy of the model.
         takes_weights = routes >= _SGLANG_WEIGHT_ROUTES and parallel["data_parallel_size"] == 1
         size = parallel["world_size"] if takes_weights else 0
         return _Found(Dialect.SGLANG, routes, version["version"], size)
@@ -238,7 +238,7 @@ class ExternalServer:
         return _Found(dialect, routes, version, world_size if takes_weights else 0, fetches)
 
     def _chosen(self, models: list[Json]) -> Json:
-        """The model that `engine.served_model_name` or `engine.model` names, else the first."""
+        """Return the model named by `engine.served_model_name` or `engine.model`, else the first."""
         wanted = self._config.served_model_name or self._config.model
         for card in models:
             if wanted in ("", card.get("id")):
@@ -252,7 +252,7 @@ class ExternalServer:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a server turned out to be; `world_size` is 0 where it takes no weights."""
+    """A detected server; `world_size` is 0 if it takes no weights."""
 
     dialect: Dialect
     routes: frozenset[str]
@@ -262,14 +262,14 @@ class _Found:
 
 
 async def _fetches(probe: VllmEngine) -> bool:
-    """Whether its owner started it with our worker extension."""
+    """Return True if the server runs our worker extension."""
     answer = await _answer(probe, "POST", "/collective_rpc", {"method": "fetches"})
-    told = (answer or {}).get("results") or [None]
-    return all(isinstance(worker, dict) and worker.get("fetches") is True for worker in told)
+    workers = (answer or {}).get("results") or [None]
+    return all(isinstance(worker, dict) and worker.get("fetches") is True for worker in workers)
 
 
 async def _capabilities(probe: VllmEngine, model: str) -> tuple[frozenset[str], str, int]:
-    """Routes, version ("" where it does not say) and workers (0 where it does not say) of the server."""
+    """Return routes, version ("" if unknown) and workers (0 if unknown) of the server."""
     openapi, health, version, world, tokenize = await asyncio.gather(
         _answer(probe, "GET", "/openapi.json"),
         _answer(probe, "GET", "/health"),
@@ -286,7 +286,7 @@ async def _capabilities(probe: VllmEngine, model: str) -> tuple[frozenset[str], 
 
 
 async def _answer(probe: HttpEngine, method: str, path: str, body: Json | None = None) -> Json | None:
-    """What the route says; None where there is none, or it does not answer in time."""
+    """Return the route's answer; None if it fails or is late."""
     try:
         return await probe.ask(method, path, body, _PROBE_TIMEOUT_S)
     except (EngineError, DeadlineExceeded):

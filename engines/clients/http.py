@@ -1,4 +1,4 @@
-"""The HTTP side that all engine clients share: pooled connections, and the one door where failures become ours."""
+"""HTTP for all engine clients: pooled connections, and the only place that translates failures."""
 
 import contextlib
 from abc import ABC
@@ -11,13 +11,13 @@ import orjson
 from engines.engine import Engine, Json
 from engines.errors import DeadlineExceeded, EngineFailed, EngineGone, EngineRefused, EngineUnreachable
 
-# vLLM and SGLang close an idle connection after 5 s: one used again in that moment would look like a dead engine.
+# vLLM and SGLang close idle connections after 5 s; reuse at that moment would look like a dead engine.
 _KEEPALIVE_S = 4.0
 _CONNECT_TIMEOUT_S = 5.0
 
 
 class HttpEngine(Engine, ABC):
-    """A server reached over HTTP, with `api_key` as bearer where it wants one.
+    """A server reached over HTTP, with `api_key` as bearer.
 
     Connections are pooled without limit: admission bounds them.
     """
@@ -43,16 +43,16 @@ class HttpEngine(Engine, ABC):
         return (await self._read("GET", "/metrics", None, timeout_s)).decode()
 
     async def _known_adapters(self, timeout_s: float) -> dict[str, str]:
-        """vLLM and SGLang list adapters among the models, with the model beneath as their parent."""
+        """Return adapters by name. vLLM and SGLang list them among the models, with the base model as parent."""
         cards = (await self._call("GET", "/v1/models", None, timeout_s)).get("data") or ()
         return {str(card["id"]): str(card.get("root") or "") for card in cards if card.get("parent")}
 
     async def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
-        """The JSON object that the server answers on its own route `path`."""
+        """Return the server's JSON object for its own route `path`."""
         return self._decoded(path, await self._read(method, path, body, timeout_s))
 
     async def _events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
-        """The events of a stream up to [DONE]."""
+        """Yield the events of a stream up to [DONE]."""
         async with self._request("POST", path, body, timeout_s) as response:
             async for event in _server_sent_events(response.content):
                 if event == b"[DONE]":
@@ -64,7 +64,7 @@ class HttpEngine(Engine, ABC):
         raise EngineUnreachable(f"{path} ended without [DONE]", replica_id=self.replica_id)
 
     def _broken_off(self, path: str, chunk: Json) -> EngineRefused | EngineFailed:
-        message, error = f"{path} broke off: {chunk['error']}", chunk["error"]
+        message, error = f"{path} was interrupted: {chunk['error']}", chunk["error"]
         code = error.get("code") if isinstance(error, dict) else None
         if isinstance(code, int) and 400 <= code < 500:
             return EngineRefused(message, status=code, body=chunk, replica_id=self.replica_id)
@@ -78,13 +78,12 @@ class HttpEngine(Engine, ABC):
     async def _request(
         self, method: str, path: str, body: Json | None, timeout_s: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The one door where connection errors and engine statuses become ours."""
+        """Send a request; translate connection errors and engine statuses into our errors."""
         if self._session.closed:
-            raise EngineGone(f"{path}: it was given up before", replica_id=self.replica_id)
+            raise EngineGone(f"{path}: the client is closed", replica_id=self.replica_id)
         data = None if body is None else orjson.dumps(body)
         headers = {"Content-Type": "application/json"} if data else None
-        # aiohttp's own time limit and not asyncio.timeout, which, while a stream's reader is busy with a chunk, would
-        # cancel the reader.
+        # aiohttp's time limit: asyncio.timeout would also cancel the reader of a stream that is busy with a chunk.
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         try:
             async with self._session.request(method, path, data=data, headers=headers, timeout=timeout) as response:
@@ -92,7 +91,7 @@ class HttpEngine(Engine, ABC):
                     raise self._error(path, response.status, await response.read())
                 yield response
         except (aiohttp.ClientError, ConnectionError) as error:
-            # First, since a connection that does not come about is a TimeoutError too.
+            # Before TimeoutError: a failed connection can be both.
             kind = EngineGone if _is_refused(error) else EngineUnreachable
             raise kind(f"{path}: {error or type(error).__name__}", replica_id=self.replica_id) from error
         except TimeoutError as error:
@@ -112,36 +111,36 @@ class HttpEngine(Engine, ABC):
         try:
             reply = orjson.loads(content) if content else {}
         except orjson.JSONDecodeError as error:
-            raise EngineFailed(f"{path} answered no JSON: {content[:200]!r}", replica_id=self.replica_id) from error
+            raise EngineFailed(f"{path} did not answer JSON: {content[:200]!r}", replica_id=self.replica_id) from error
         return reply if isinstance(reply, dict) else {"value": reply}
 
 
 def _is_refused(error: BaseException) -> bool:
-    """A busy server lets connections wait; only where nobody listens are they refused."""
+    """Return True if the connection was refused: nothing listens. A busy server lets connections wait."""
     return isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError)
 
 
 class _Response(aiohttp.ClientResponse):
-    """Closes its connection after a 5xx, as vLLM does without saying so: the next request must not meet it."""
+    """Closes its connection after a 5xx: vLLM does so unannounced, and the next request must not use it."""
 
     async def start(self, connection: aiohttp.connector.Connection) -> aiohttp.ClientResponse:
         protocol = connection.protocol
         await super().start(connection)
         if self.status >= 500 and protocol is not None:
             protocol.force_close()
-            if self.connection is None:  # the whole body is here, and the connection back in the pool
+            if self.connection is None:  # the body is read and the connection back in the pool
                 protocol.close()
         return self
 
 
 def message_of(body: Any) -> str:
-    """The text of an error body, which vLLM nests in one of two ways."""
+    """Return the text of an error body, which vLLM nests in two ways."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error.get("detail", "")) if isinstance(error, dict) else error)
 
 
 async def _server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each event. Splits by hand, since a line may be longer than the reader's line limit."""
+    """Yield the data of each event. Lines may exceed the reader's line limit, so blocks are split here."""
     rest = b""
     async for block in content.iter_any():
         *events, rest = (rest + block).split(b"\n\n")

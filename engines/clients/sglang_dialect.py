@@ -1,19 +1,19 @@
-"""vLLM's completions, said in SGLang's words: a body of one prompt to /generate's, and its answers back. Pure.
+"""Pure translation between vLLM's completions of one prompt and SGLang's /generate.
 
     vLLM                                       SGLang
     prompt (text, token ids)                   text, input_ids
-    max_tokens (16 unless given), min_tokens   max_new_tokens, min_new_tokens
-    seed                                       sampling_seed: obeyed with enable_deterministic_inference alone
+    max_tokens (default 16), min_tokens        max_new_tokens, min_new_tokens
+    seed                                       sampling_seed; needs enable_deterministic_inference
     top_k 0 or -1                              left out
     structured_outputs regex, json, grammar    regex, json_schema, ebnf
     include_stop_str_in_output                 no_stop_trim
     cache_salt                                 extra_key
     logprobs k                                 return_logprob, top_logprobs_num k
     prompt_logprobs k                          the same, logprob_start_len 0
-    return_token_ids                           output_ids, and return_prompt_token_ids; of a conversation, which is
-                                               not streamed then, token_ids (0.5.17) or response_token_ids (0.5.23)
+    return_token_ids                           output_ids and return_prompt_token_ids; for a chat, which is then
+                                               not streamed, token_ids (0.5.17) or response_token_ids (0.5.23)
 
-An unknown field is refused: SGLang would read some of them as nothing.
+Unknown fields are refused: SGLang would silently ignore some.
 """
 
 import json
@@ -46,14 +46,14 @@ _NUMBERS = (
     "min_new_tokens", "sampling_seed",
 )  # fmt: skip
 _GRAMMARS = {"regex": "regex", "json": "json_schema", "grammar": "ebnf"}
-_TOLD_ELSEWHERE = frozenset(
+_HANDLED_ELSEWHERE = frozenset(
     {
         "prompt", "model", "stream", "stream_options", "logprobs", "prompt_logprobs", "return_token_ids",
         "return_tokens_as_token_ids", "cache_salt", "structured_outputs", "request_id", "user", "priority",
         "session_id", "prompt_cache_key",
     }
 )  # fmt: skip
-# Fields that change nothing when they have this value; with any other SGLang has no word for them.
+# Fields that SGLang lacks, with the value that means the default; any other value is refused.
 _NEUTRAL: dict[str, Any] = {
     "echo": False, "best_of": 1, "use_beam_search": False, "suffix": "", "add_special_tokens": True,
     "detokenize": True, "truncate_prompt_tokens": -1, "bad_words": [], "allowed_token_ids": [],
@@ -62,7 +62,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 def generate_body(body: Json) -> Json:
-    """The body of /generate. Raises `InvalidRequest` for what SGLang has no word for."""
+    """Return the body of /generate. Raise `InvalidRequest` for fields that SGLang lacks."""
     asked: Json = {"sampling_params": _sampling(body), "return_prompt_token_ids": bool(body.get("return_token_ids"))}
     prompt = body.get("prompt")
     asked["text" if isinstance(prompt, str) else "input_ids"] = prompt
@@ -77,8 +77,8 @@ def generate_body(body: Json) -> Json:
 
 
 @dataclass(slots=True)
-class Told:
-    """How much of each sample the chunks of a stream have told so far."""
+class Delivered:
+    """Counts of each sample that the chunks of a stream have delivered."""
 
     characters: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
@@ -86,13 +86,13 @@ class Told:
 
 
 class CompletionReply:
-    """Puts SGLang's answers to one body into vLLM's form."""
+    """Translates SGLang's answers to one body into vLLM's form."""
 
     def __init__(self, body: Json) -> None:
         self._body = body
         self._envelope: Json = {"id": "", "object": "text_completion", "created": int(time.time())}
         self._envelope["model"] = body.get("model")
-        self._told = Told()
+        self._delivered = Delivered()
         self._prompt_tokens = self._cached_tokens = 0
 
     def whole(self, answers: list[Json]) -> Json:
@@ -104,22 +104,22 @@ class CompletionReply:
         return {**self._identified(answers[0]), "choices": choices, "usage": self.usage()}
 
     def chunk(self, answer: Json) -> Json | None:
-        """What a streamed answer adds to those before it: its text and ids are those from the start of its sample."""
-        index, told = answer.get("index", 0), self._told
-        choice = self._choice(index, answer, told.characters.get(index, 0), told.tokens.get(index, 0))
-        if index in told.tokens:
+        """Return the new part of a streamed answer, whose text and ids repeat the sample from its start."""
+        index, delivered = answer.get("index", 0), self._delivered
+        choice = self._choice(index, answer, delivered.characters.get(index, 0), delivered.tokens.get(index, 0))
+        if index in delivered.tokens:
             choice["prompt_token_ids"] = None
-        told.characters[index], told.tokens[index] = len(answer["text"]), len(answer["output_ids"])
+        delivered.characters[index], delivered.tokens[index] = len(answer["text"]), len(answer["output_ids"])
         self._count(index, answer["meta_info"])
         is_empty = not choice["text"] and choice["finish_reason"] is None and not choice["token_ids"]
         return None if is_empty else {**self._identified(answer), "choices": [choice]}
 
     def last(self) -> Json:
-        """The chunk with the usage alone."""
+        """Return the final chunk, which has only the usage."""
         return {**self._envelope, "choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:
-        completion_tokens = sum(self._told.completion_tokens.values())
+        completion_tokens = sum(self._delivered.completion_tokens.values())
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -132,10 +132,10 @@ class CompletionReply:
         return self._envelope
 
     def _count(self, index: int, meta: Json) -> None:
-        # One that is aborted in the queue does not say it.
+        # Missing if a request was aborted in the queue.
         self._prompt_tokens = meta.get("prompt_tokens", self._prompt_tokens)
         self._cached_tokens = meta.get("cached_tokens") or 0
-        self._told.completion_tokens[index] = meta["completion_tokens"]
+        self._delivered.completion_tokens[index] = meta["completion_tokens"]
 
     def _choice(self, index: int, answer: Json, character: int, token: int) -> Json:
         meta, wants_ids = answer["meta_info"], self._body.get("return_token_ids")
@@ -173,7 +173,7 @@ class CompletionReply:
         }
 
     def _prompt_logprobs(self, meta: Json) -> list[Json | None] | None:
-        """Teacher-forced log-probs by token id; the first token has none."""
+        """Return teacher-forced log-probs by token id; None for the first token."""
         count = self._body.get("prompt_logprobs")
         if count is None:
             return None
@@ -185,9 +185,9 @@ class CompletionReply:
 
 
 def chat_body(body: Json) -> Json:
-    """The body of SGLang's own chat route, which takes vLLM's fields but for those of structured output."""
+    """Return the body of SGLang's chat route, which takes vLLM's fields except structured output."""
     if body.get("prompt_logprobs") is not None:
-        raise InvalidRequest("SGLang gives no prompt_logprobs for a conversation", param="prompt_logprobs")
+        raise InvalidRequest("SGLang has no prompt_logprobs for chat; leave it out", param="prompt_logprobs")
     rest = {key: value for key, value in body.items() if key not in ("structured_outputs", "prompt_logprobs")}
     grammar = _grammar(body.get("structured_outputs"))
     if (schema := grammar.pop("json_schema", None)) is not None:
@@ -199,7 +199,7 @@ def chat_body(body: Json) -> Json:
 
 
 def chat_reply(answer: Json) -> Json:
-    """vLLM tells the prompt's ids once, SGLang with each choice, and calls those of the answer otherwise (0.5.23)."""
+    """Move the prompt's ids, which SGLang repeats in each choice, to vLLM's place; rename the answer's ids (0.5.23)."""
     for choice in answer["choices"]:
         answer["prompt_token_ids"] = choice.pop("prompt_token_ids", answer.get("prompt_token_ids"))
         choice["token_ids"] = choice.pop("response_token_ids", choice.get("token_ids"))
@@ -207,17 +207,17 @@ def chat_reply(answer: Json) -> Json:
 
 
 def error_body(message: str, status: int, param: str | None) -> Json:
-    """An error as vLLM puts it."""
+    """Return an error body in vLLM's form."""
     return {"error": {"message": message, "type": "BadRequestError", "param": param, "code": status}}
 
 
 def server_info(info: Json) -> Json:
-    """What trainers read of vLLM's /server_info?config_format=json."""
+    """Return the fields of vLLM's /server_info?config_format=json that trainers read."""
     dtype = info.get("dtype") or "auto"
     model_config = {
         "model": info["model_path"],
         "dtype": dtype if dtype == "auto" else f"torch.{dtype}",
-        # Of SGLang's log-probs temperature is part, top_p and top_k are not.
+        # SGLang's log-probs include temperature, but not top_p and top_k.
         "logprobs_mode": "processed_logprobs",
         "max_model_len": info.get("context_length"),
         "max_logprobs": -1,
@@ -233,38 +233,38 @@ def server_info(info: Json) -> Json:
 
 
 def world_size(info: Json) -> int:
-    """Ranks that one server takes in a weight group."""
+    """Return the ranks of one server in a weight group."""
     return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
 
 
 def _sampling(body: Json) -> Json:
     sampling: Json = {"max_new_tokens": _DEFAULT_MAX_TOKENS}
     for key, value in body.items():
-        if value is None or key in _TOLD_ELSEWHERE:
+        if value is None or key in _HANDLED_ELSEWHERE:
             continue
         if key in _SAME_NAME or key in _RENAMED:
             sampling[_RENAMED.get(key, key)] = value
         elif key not in _NEUTRAL or value != _NEUTRAL[key]:
-            raise InvalidRequest(f"SGLang has no word for {key} = {value!r}: leave it out, or use vLLM", param=key)
+            raise InvalidRequest(f"SGLang does not support {key} = {value!r}: leave it out, or use vLLM", param=key)
     _check(sampling)
     if sampling.get("top_k") in (0, -1):
-        del sampling["top_k"]  # vLLM's two words for no limit; SGLang refuses one of them
+        del sampling["top_k"]  # vLLM's two values for no limit; SGLang refuses 0
     return sampling | _grammar(body.get("structured_outputs"))
 
 
 def _check(sampling: Json) -> None:
-    """Refuse what vLLM refuses, where SGLang would fail or answer something else."""
-    for key in _NUMBERS:  # SGLang 0.5.17 answers 500 to one of another type
+    """Refuse values that vLLM refuses and SGLang does not."""
+    for key in _NUMBERS:  # SGLang 0.5.17 answers 500 to another type
         if type(sampling.get(key, 0)) not in (int, float):
             asked = next((ours for ours, theirs in _RENAMED.items() if theirs == key), key)
             raise InvalidRequest(f"{asked} must be a number, got {sampling[key]!r}", param=asked)
-    for key in ("n", "max_new_tokens"):  # SGLang answers nought of either with nothing
+    for key in ("n", "max_new_tokens"):  # SGLang answers 0 with nothing
         if type(sampling.get(key, 1)) is not int or sampling.get(key, 1) < 1:
             asked = key.replace("_new_", "_")
             raise InvalidRequest(f"{asked} must be at least 1, got {sampling[key]!r}", param=asked)
     if sampling.get("ignore_eos") and sampling.get("stop_token_ids"):
         raise InvalidRequest(
-            "with ignore_eos SGLang looks at no stop_token_ids either: leave one of them out", param="stop_token_ids"
+            "with ignore_eos SGLang also ignores stop_token_ids: leave one of them out", param="stop_token_ids"
         )
 
 
@@ -273,7 +273,7 @@ def _grammar(wanted: Json | None) -> Json:
     for key in given:
         if key not in _GRAMMARS:
             known = ", ".join(_GRAMMARS)
-            raise InvalidRequest(f"structured_outputs.{key} is none of what SGLang knows: {known}", param=key)
+            raise InvalidRequest(f"structured_outputs.{key} is not supported by SGLang, which has {known}", param=key)
     if (schema := given.get("json")) is not None and not isinstance(schema, str):
         given["json"] = json.dumps(schema)
     return {_GRAMMARS[key]: value for key, value in given.items()}
@@ -287,7 +287,7 @@ def _top_count(counts: Iterable[Any]) -> int:
 
 
 def _finish(reason: Json | None, stop_token_ids: list[int]) -> tuple[str | None, Any]:
-    """vLLM's finish_reason and stop_reason. A stop at the end-of-sequence token has no stop_reason there."""
+    """Return vLLM's finish_reason and stop_reason; the latter is None for the end-of-sequence token."""
     if reason is None:
         return None, None
     matched = reason.get("matched")

@@ -1,15 +1,15 @@
-"""An SGLang server over HTTP, spoken to in vLLM's dialect (seen with 0.5.17 and 0.5.23).
+"""An SGLang server over HTTP, behind vLLM's dialect (tested with 0.5.17 and 0.5.23).
 
     vLLM                                  SGLang
     POST /v1/completions                  /generate, see `sglang_dialect`
     POST /v1/chat/completions             the same; structured_outputs becomes regex, ebnf or response_format
     POST /tokenize, /detokenize           /v1/tokenize, /v1/detokenize; the text is `prompt`, not `text`
-    GET /v1/models                        the same, by the name of /server_info: SGLang goes by the folder loaded last
+    GET /v1/models                        the same, with the name of /server_info: SGLang lists the folder loaded last
     GET /health, /metrics                 the same
     GET /version, /server_info,           /server_info
         /get_world_size
     GET /weight_info                      /model_info weight_version
-    weight_versions of a completion       meta_info weight_versions (0.5.23); 0.5.17 tells none
+    weight_versions of a completion       meta_info weight_versions (0.5.23; not in 0.5.17)
     POST /pause mode=abort                /pause_generation abort
                 mode=keep                 /pause_generation in_place
                 mode=wait                 poll /v1/loads until nothing runs, then in_place
@@ -17,17 +17,17 @@
     POST /reset_prefix_cache              /flush_cache, which answers 400 while requests run
     POST /init_weight_transfer_engine     /init_weights_update_group
     POST /shutdown_weight_transfer_engine /destroy_weights_update_group
-    POST /start_weight_update             /begin_weight_update where the version has it (0.5.23)
+    POST /start_weight_update             /begin_weight_update if available (0.5.23)
     POST /update_weights                  /update_weights_from_distributed, one broadcast a tensor, in the order named,
-                                          or one of all of them with load_format = flattened_bucket
+                                          or one for all with load_format = flattened_bucket
     POST /collective_rpc load_snapshot    /update_weights_from_disk
-    POST /finish_weight_update            /end_weight_update where there is one, then /update_weight_version
+    POST /finish_weight_update            /end_weight_update if available, then /update_weight_version
     POST /v1/load_lora_adapter            /load_lora_adapter
     POST /v1/unload_lora_adapter          /unload_lora_adapter
     model = an adapter's name             lora_path = that name
 
-vLLM's packed chunks cannot be received, nor can its rendezvous: a sender joins as rank 0 of a process group of torch's
-own, called "rollout_gateway", and says `packed: false`. SGLang takes distributed updates without data parallel only.
+SGLang supports neither vLLM's packed chunks nor its rendezvous: a sender joins as rank 0 of a torch process group named
+"rollout_gateway", with `packed: false`. SGLang takes distributed updates only without data parallelism.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ _BEGIN = "/begin_weight_update"
 _UPDATE_ROUTE = "/update_weights_from_distributed"
 _LOAD_ROUTE = "/update_weights_from_disk"
 
-# Routes of vLLM's dialect that this client answers, and SGLang's route that each needs.
+# vLLM's routes that this client answers, and the SGLang route that each needs.
 _ROUTES = {
     "/health": "/health",
     "/metrics": "/metrics",
@@ -86,7 +86,7 @@ _ROUTES = {
 
 
 class SglangEngine(HttpEngine):
-    """One SGLang server. Whether it knows update sessions is asked of the server itself when a group opens."""
+    """One SGLang server. Opening a group detects support for update sessions."""
 
     def __init__(self, replica_id: str, url: str, api_key: str = "") -> None:
         super().__init__(replica_id, url, api_key)
@@ -127,7 +127,7 @@ class SglangEngine(HttpEngine):
                 return chat_reply(await self._call("POST", path, asked, timeout_s))
             asked = generate_body(body) | self._adapter_of(body) | {"stream": False}
             answer = await self._call("POST", "/generate", asked, timeout_s)
-            # SGLang answers with a list where n is more than one.
+            # SGLang answers a list if n > 1.
             return CompletionReply(body).whole(answer.get("value", [answer]))
 
     async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
@@ -140,8 +140,8 @@ class SglangEngine(HttpEngine):
                 return
             reply, asked = CompletionReply(body), generate_body(body) | self._adapter_of(body) | {"stream": True}
             async for answer in self._events("/generate", asked, timeout_s):
-                if (told := reply.chunk(answer)) is not None:
-                    yield told
+                if (translated := reply.chunk(answer)) is not None:
+                    yield translated
             if (body.get("stream_options") or {}).get("include_usage"):
                 yield reply.last()
 
@@ -151,8 +151,8 @@ class SglangEngine(HttpEngine):
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
         if init_info.get("packed", True):
             raise self._refusal(
-                "SGLang cannot receive vLLM's packed chunks, which TRL's client sends: send one broadcast a tensor "
-                "over a process group of torch's own with packed = false, or go through the store, as "
+                "SGLang cannot receive packed chunks, which TRL's client sends: send one broadcast per tensor "
+                "over a torch process group with packed = false, or use the store, as "
                 "WeightSender(transport='store') does",
                 "packed",
             )
@@ -193,19 +193,19 @@ class SglangEngine(HttpEngine):
                 await self._call("POST", "/end_weight_update", {}, timeout_s)
 
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
-        """SGLang has no place where received tensors could be seen."""
+        """Do nothing: SGLang does not expose received tensors."""
 
     async def close_receipt(self, timeout_s: float) -> dict[str, str]:
         return {}
 
     async def keep_receipt(self, timeout_s: float) -> None:
-        """There is none."""
+        """Do nothing: there is no receipt."""
 
     async def drop_receipt(self, timeout_s: float) -> None:
-        """There is none."""
+        """Do nothing: there is no receipt."""
 
     async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        """SGLang reads a folder when it loads it."""
+        """Do nothing: SGLang reads a folder only when it loads it."""
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         await self.abandon_weight_update(timeout_s)
@@ -217,7 +217,7 @@ class SglangEngine(HttpEngine):
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         if mode is PauseMode.WAIT:
             await self._drained(timeout_s)
-        # Kept requests hold their KV in place; they give it up, and are read again, when they are retracted.
+        # "in_place" keeps the KV of frozen requests; "retract" frees it and recomputes it on resume.
         kept = "retract" if mode is PauseMode.KEEP and clear_cache else "in_place"
         body = {"mode": "abort" if mode is PauseMode.ABORT else kept}
         await self._call("POST", "/pause_generation", body, timeout_s)
@@ -239,7 +239,7 @@ class SglangEngine(HttpEngine):
         self._adapters.add(name)
 
     async def unload_lora_adapter(self, name: str, timeout_s: float) -> None:
-        # SGLang refuses a name that it does not know with the 400 that it has for everything.
+        # SGLang answers an unknown name with a generic 400.
         if name in await self.lora_adapters(timeout_s):
             await self._call("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s)
         self._adapters.discard(name)
@@ -250,11 +250,11 @@ class SglangEngine(HttpEngine):
         return known
 
     def _adapter_of(self, body: Json) -> Json:
-        """SGLang's word for the adapter that `model` names."""
+        """Return SGLang's field for the adapter named by `model`."""
         return {"lora_path": body["model"]} if body.get("model") in self._adapters else {}
 
     async def _check_token_ids(self, body: Json, timeout_s: float) -> None:
-        """Refuse ids outside the vocabulary: SGLang does not look, and the whole server dies of one."""
+        """Refuse ids outside the vocabulary: SGLang does not check, and its server dies."""
         prompt = body.get("prompt")
         if not isinstance(prompt, list) or not prompt:
             return
@@ -267,7 +267,8 @@ class SglangEngine(HttpEngine):
                 )
 
     async def _ask_vocab_size(self, timeout_s: float) -> int:
-        """SGLang tells it nowhere but where it refuses a bias on a token that is not there; 0 when it does not."""
+        """Return the size of the vocabulary, 0 if unknown: only SGLang's refusal of a bias on an unknown token shows
+        it."""
         sampling = {"max_new_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}}
         try:
             await self._call("POST", "/generate", {"input_ids": [0], "sampling_params": sampling}, timeout_s)
@@ -277,7 +278,7 @@ class SglangEngine(HttpEngine):
         return 0
 
     async def _models(self, timeout_s: float) -> Json:
-        """What it lists, under the name that it was started with, whatever folder it has loaded since."""
+        """Return the model list with the start name, not the folder loaded last."""
         listed = await self._call("GET", "/v1/models", None, timeout_s)
         if not self._served_name:
             self._served_name = str((await self._server_info(timeout_s))["served_model_name"])
@@ -288,12 +289,12 @@ class SglangEngine(HttpEngine):
         return await self._call("GET", "/server_info", None, timeout_s)
 
     async def _label(self, label: str, timeout_s: float) -> None:
-        # Aborting all requests is what SGLang does here unless told not to.
+        # SGLang's default here aborts all requests.
         body = {"new_version": label, "abort_all_requests": False}
         await self._call("POST", "/update_weight_version", body, timeout_s)
 
     async def _drained(self, timeout_s: float) -> None:
-        """Returns when no request runs or waits in the engine."""
+        """Return when no request runs or waits in the engine."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -306,7 +307,7 @@ class SglangEngine(HttpEngine):
 
     @contextlib.contextmanager
     def _in_vllms_words(self) -> Iterator[None]:
-        """Refusals, ours and SGLang's, as vLLM would have put them."""
+        """Translate refusals, ours and SGLang's, into vLLM's form."""
         try:
             yield
         except InvalidRequest as error:

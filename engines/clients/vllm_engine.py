@@ -1,4 +1,4 @@
-"""A vLLM server over HTTP. The simulated engine speaks the same surface and is reached through this class too."""
+"""A vLLM server over HTTP. The simulated engine has the same routes and the same client."""
 
 import asyncio
 import contextlib
@@ -14,15 +14,16 @@ from engines.types import PauseMode
 _PACKED_AT_INIT = (0, 28)
 _LOOK_S = 0.05
 MIXED = "mixed"
-"""The label of weights that are being overwritten, so that a gateway which was away meanwhile does not serve them."""
+"""Label of weights that are being overwritten, so that a restarted gateway does not serve them."""
 
 
 class VllmEngine(HttpEngine):
-    """One vLLM server (seen with 0.26 and 0.32).
+    """One vLLM server (tested with 0.26 and 0.32).
 
-    `engine_version` is the server's own; the latest dialect is spoken where it is not given. `api_key` is its bearer
-    key, where it wants one. `has_tee` says that its workers have our extension
-    (`engines/inside_vllm/worker.py`), as a `peer` implies: versions that their machine lacks come from it.
+    engine_version: the server's; default: the latest.
+    api_key: the server's bearer key, if it needs one.
+    has_tee: its workers run our extension (`engines/inside_vllm/worker.py`), as with `peer`.
+    peer: source of weight versions that are not on the engine's machine.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class VllmEngine(HttpEngine):
         super().__init__(replica_id, url, api_key)
         self._has_tee = has_tee
         self._peer = peer
-        # Trainers say `packed` in the place that the vLLM installed beside them has it, engines want it in their own.
+        # The place of `packed` changed in vLLM 0.28, and the trainer's release may differ from the engine's.
         self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
         self._packed = True
         self._knows_versions = True
@@ -62,7 +63,7 @@ class VllmEngine(HttpEngine):
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
         rest = {key: value for key, value in init_info.items() if key != "packed"}
-        self._packed = init_info.get("packed", True)  # a trainer that says it later always packs
+        self._packed = init_info.get("packed", True)  # a trainer that sends it later always packs
         info = rest | {"packed": self._packed} if self._wants_packed_at_init else rest
         await self.ask("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s)
 
@@ -85,8 +86,8 @@ class VllmEngine(HttpEngine):
         if self._has_tee:
             await self._on_workers("end_update", {}, timeout_s)
         else:
-            # vLLM has no word for it. A finish without a version closes the session; where that is closed already, vLLM
-            # answers 500 and nothing is left to do.
+            # vLLM has no route to abandon an update. A finish without a version closes the session; if that is closed
+            # already, vLLM answers 500 and nothing is left to do.
             with contextlib.suppress(EngineFailed):
                 await self.ask("POST", "/finish_weight_update", {}, timeout_s)
         await self._label(MIXED, timeout_s)
@@ -101,7 +102,7 @@ class VllmEngine(HttpEngine):
         first, *others = await self._on_workers("close_receipt", {}, timeout_s)
         for rank, digests in enumerate(others, 1):
             if digests != first:
-                raise EngineFailed(f"its worker {rank} received other bytes than worker 0", replica_id=self.replica_id)
+                raise EngineFailed(f"workers 0 and {rank} received different bytes", replica_id=self.replica_id)
         return dict(first)
 
     async def keep_receipt(self, timeout_s: float) -> None:
@@ -117,7 +118,7 @@ class VllmEngine(HttpEngine):
             return
         asked = self._snapshot(path, version, timeout_s)
         while True:
-            # Looked at again and again: a call that waited in the workers would hold up their engine's steps.
+            # Polled, since a call that waits in the workers would block the engine's steps.
             workers = await self._on_workers("prepare_snapshot", asked, timeout_s)
             if all(worker["ready"] for worker in workers):
                 return
@@ -141,7 +142,7 @@ class VllmEngine(HttpEngine):
         return bool((await self.ask("POST", "/reset_prefix_cache", None, timeout_s)).get("success", True))
 
     async def load_lora_adapter(self, name: str, path: str, timeout_s: float) -> None:
-        # Never in place: vLLM then reads the folder again for every batch, under requests that have begun.
+        # Never in place: vLLM would then read the folder again for every batch, under running requests.
         await self._read("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, timeout_s)
 
     async def unload_lora_adapter(self, name: str, timeout_s: float) -> None:
@@ -159,14 +160,14 @@ class VllmEngine(HttpEngine):
         return self._has_tee or self._peer is not None
 
     def _snapshot(self, path: str, version: int, timeout_s: float) -> Json:
-        """What the workers are told of a version, and of where to fetch it."""
-        told: Json = {"path": path, "version": version}
+        """Return the workers' arguments for a version and its source."""
+        arguments: Json = {"path": path, "version": version}
         if self._peer is not None and version:
-            told |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
-        return told
+            arguments |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
+        return arguments
 
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
-        """The answers of all workers to a call of their method."""
+        """Call a method of all workers; return their answers."""
         body = {"method": method, "kwargs": arguments, "timeout": timeout_s}
         answers = (await self.ask("POST", "/collective_rpc", body, timeout_s)).get("results")
         return list(answers) if answers else [{}]
@@ -182,16 +183,16 @@ class VllmEngine(HttpEngine):
 
 
 def release(version: str) -> tuple[int, int]:
-    """Major and minor of a vLLM version such as "0.32.0+cpu"."""
+    """Return major and minor of a vLLM version such as "0.32.0+cpu"."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
 
 def version_held(label: str) -> int | None:
-    """The version that a label tells of; None where it tells that the weights are a mixture."""
+    """Return the version of a label; None for mixed weights."""
     return None if label == MIXED else version_number(label)
 
 
 def version_number(label: str) -> int:
-    """vLLM's versions are labels; ours are numbers. It calls the weights it started with "default"."""
+    """Return the number of a vLLM label; 0 for "default", the checkpoint."""
     return int(label) if label.isdigit() else 0

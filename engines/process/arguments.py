@@ -1,4 +1,4 @@
-"""Which arguments the installed engine takes, asked of itself: the check of `engine.extra` before anything starts."""
+"""The arguments of the installed engine, read from its own parser, to check `engine.extra` before a start."""
 
 import difflib
 import json
@@ -10,11 +10,10 @@ from pathlib import Path
 from engines.errors import ConfigError
 from engines.process.interpreter import Interpreter
 
-# An engine's parser imports the engine, which takes seconds, and on a busy machine tens of them.
+# The parser imports the engine, which takes tens of seconds on a busy machine.
 _ASK_TIMEOUT_S = 120.0
 
-# Prints the options that `vllm serve` takes, as JSON on the last line. The names of the modules are those of 0.32 and,
-# second, of earlier releases.
+# Print the options of `vllm serve` as JSON on the last line. Module names: 0.32 first, then earlier releases.
 ASK_VLLM = """
 import json
 try:
@@ -29,7 +28,7 @@ actions = make_arg_parser(FlexibleArgumentParser())._actions
 print(json.dumps(sorted({option for action in actions for option in action.option_strings})))
 """
 
-# The same of `sglang.launch_server`, of 0.5.17 and 0.5.23.
+# The same for `sglang.launch_server` of 0.5.17 and 0.5.23.
 ASK_SGLANG = """
 import argparse, json
 from sglang.srt.server_args import ServerArgs
@@ -40,9 +39,9 @@ print(json.dumps(sorted({option for action in parser._actions for option in acti
 
 
 def check_extra(extra: Iterable[str], engine: str, known: frozenset[str] | None) -> None:
-    """Raise `ConfigError` with the nearest name where `engine` does not take one of `extra`; unchecked without `known`.
+    """Raise `ConfigError` with the nearest name if `known` lacks a name of `extra`; None skips the check.
 
-    `engine` is its name and version. A name may go into an argument that is JSON, as in compilation_config.mode.
+    `engine` is its name and version. A dotted name sets a key of a JSON argument, as in compilation_config.mode.
     """
     if known is None:
         return
@@ -55,9 +54,9 @@ def check_extra(extra: Iterable[str], engine: str, known: frozenset[str] | None)
 
 
 def installed_arguments(name: str, script: str, interpreter: Interpreter) -> frozenset[str] | None:
-    """Names of the long options that `script` prints, without dashes in front; None where it cannot tell.
+    """Return the long options printed by `script`, without dashes; None if it fails.
 
-    `name` is engine and version: the answer is kept under it in the user's cache folder.
+    The result is cached in the user's cache folder under `name`, engine and version.
     """
     environ = interpreter.environ
     folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-gateway"
@@ -71,17 +70,17 @@ def installed_arguments(name: str, script: str, interpreter: Interpreter) -> fro
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Replaced in one step: two replicas that start together must not read half a file.
+        # Replaced atomically: two replicas may start together.
         own = kept.with_suffix(f".{os.getpid()}")
         own.write_text(found)
         own.replace(kept)
     except OSError:
-        pass  # a home that cannot be written to costs the seconds again
+        pass  # without a writable home there is no cache
     return _long_options(found)
 
 
 def _ask(script: str, interpreter: Interpreter) -> str | None:
-    """The last line that `script` prints, if it is what it should be."""
+    """Return the last line that `script` prints, if it lists options."""
     try:
         line = interpreter.last_line(script, _ASK_TIMEOUT_S)
         return line if _long_options(line) else None
@@ -90,8 +89,8 @@ def _ask(script: str, interpreter: Interpreter) -> str | None:
 
 
 def _long_options(text: str) -> frozenset[str]:
-    """Raises ValueError where `text` is no JSON list."""
+    """Return the names in a JSON list of options; raise ValueError for other text."""
     options = json.loads(text)
     if not isinstance(options, list):
-        raise ValueError(f"no list: {text[:100]}")
+        raise ValueError(f"not a list: {text[:100]}")
     return frozenset(option[2:] for option in map(str, options) if option.startswith("--"))

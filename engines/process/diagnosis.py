@@ -1,4 +1,4 @@
-"""Why an engine did not come up: known lines of its log, what each means, and which lever of ours to change.
+"""Causes of failed engine starts: known log lines with their meaning and the lever to change.
 
 The lines are those of vLLM 0.26 to 0.32 and SGLang 0.5.17 to 0.5.23, as in `tests/engines/process/test_diagnosis.py`.
 """
@@ -12,7 +12,7 @@ from engines.types import EngineKind
 
 _WORDS_LENGTH = 300
 _SIGKILL_EXIT = 137
-# Lines of a traceback between the function that tells the stage of a start and the error itself.
+# Longest traceback between a function that shows the stage of a start and the error.
 _TRACEBACK_LINES = 160
 
 _OUT_OF_MEMORY = r"CUDA out of memory|CUDA error: out of memory|out of memory occurred|cudaErrorMemoryAllocation"
@@ -26,11 +26,12 @@ _LOADS = r"in (?:load_model|load_weights)$"
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A line of an engine's log that decides. `meaning` and `remedy` may use the groups of `says` and `{engine}`, the
-    section of the configuration.
+    """A cause and its log line, the pattern `says`. `meaning` and `remedy` may use its groups, `{engine}` for the
+    section of
+    the configuration, and `{memory}` for the engine's memory lever.
 
-    `inside` names functions of the traceback above, where one message has several causes. `may_pass` marks what a
-    second start may not meet again.
+    `inside` matches a function in the traceback above, for messages with several causes. `may_pass` marks transient
+    causes.
     """
 
     says: str
@@ -43,7 +44,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What happened, the engine's own decisive words ("" where it left none), and what to change ("" where unknown)."""
+    """A failure's meaning, the engine's words ("" if none) and the remedy ("" if unknown)."""
 
     meaning: str
     words: str
@@ -56,17 +57,17 @@ class Diagnosis:
         return f"{self.meaning}{words}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-# Of several that are in a log the first here counts: the closer to the configuration the higher up.
+# The first match counts, so causes in the configuration come first.
 CAUSES = (
     # Command line.
     Cause(
         r"error: unrecognized arguments: (?P<arguments>.+)",
         "the engine has no argument {arguments}",
-        "take it out of {engine}.extra, or correct its name",
+        "remove it from {engine}.extra, or correct its name",
     ),
     Cause(
         r"error: argument (?P<flag>--[\w-]+)[^:]*: ",
-        "the engine does not take what it is given for {flag}",
+        "the engine does not accept the value of {flag}",
         "correct {engine}.{key}",
     ),
     # Model folder.
@@ -77,17 +78,17 @@ CAUSES = (
     ),
     Cause(
         r"Invalid repository ID or local directory specified: '(?P<model>[^']*)'",
-        "{model} holds no config.json",
+        "{model} has no config.json",
         "correct {engine}.model: a checkpoint folder holds config.json, the tokenizer's files and *.safetensors",
     ),
     Cause(
         r"Unrecognized model in (?P<model>\S+)\. Should have a `model_type` key",
-        "{model} holds no config.json with a model_type",
+        "{model} has no config.json with a model_type",
         "correct {engine}.model: a checkpoint folder holds config.json, the tokenizer's files and *.safetensors",
     ),
     Cause(
         r"Cannot find an appropriate cached snapshot folder|cannot find the requested files in the disk cache",
-        "the model is not in the Hugging Face cache of the engine's node, and the hub was not asked or did not answer",
+        "the model is not in the Hugging Face cache of the engine's node, and the hub is offline or not allowed",
         "download it there first, or set {engine}.model to a folder, or {engine}.env.HF_HUB_OFFLINE to '0'",
     ),
     Cause(
@@ -98,12 +99,12 @@ CAUSES = (
     ),
     Cause(
         r"is not a local folder and is not a valid model identifier|Repository Not Found for url|GatedRepoError",
-        "the Hugging Face hub gives no such model to this node",
+        "the Hugging Face hub has no such model for this node",
         "correct {engine}.model, or give a token that may read it: {engine}.env.HF_TOKEN",
     ),
     Cause(
         r"does not appear to have a file named config\.json",
-        "the model holds no config.json",
+        "the model has no config.json",
         "correct {engine}.model: a checkpoint folder holds config.json, the tokenizer's files and *.safetensors",
     ),
     Cause(
@@ -119,7 +120,7 @@ CAUSES = (
     ),
     Cause(
         r"Cannot find any model weights with `(?P<model>[^`]*)`",
-        "{model} holds no weights",
+        "{model} has no weights",
         "correct {engine}.model, or set {engine}.load_format to dummy for random weights",
     ),
     Cause(
@@ -130,12 +131,12 @@ CAUSES = (
     # Levers that contradict the model or each other.
     Cause(
         r"Total number of attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<tp>\d+)\)",
-        "{tp} GPUs cannot share the model's {heads} attention heads evenly",
+        "{heads} attention heads cannot be split evenly over {tp} GPUs",
         "set {engine}.tensor_parallel_size to a divisor of {heads}",
     ),
     Cause(
         r"assert (?:self\.)?(?:total_)?num_(?:kv_)?heads % |assert \w*tp_size % self\.total_num_kv_heads",
-        "the GPUs of a replica cannot share the model's attention heads evenly",
+        "the model's attention heads cannot be split evenly over the GPUs of a replica",
         "set {engine}.tensor_parallel_size to a divisor of the model's num_attention_heads",
     ),
     Cause(
@@ -250,20 +251,20 @@ CAUSES = (
     ),
     Cause(
         _OUT_OF_MEMORY,
-        "the GPU ran out of memory in the trial step that measures the engine's need",
+        "the GPU ran out of memory in the profiling step",
         "lower {engine}.max_num_batched_tokens or {engine}.max_num_seqs",
         inside=rf"{_PROFILES}|in _dummy_sampler_run$",
     ),
     Cause(
         r"CUDA out of memory occurred when warming up",
-        "the GPU ran out of memory in the trial step that measures the engine's need",
+        "the GPU ran out of memory in the profiling step",
         "lower {engine}.max_num_seqs or {engine}.gpu_memory_utilization",
     ),
     Cause(
         _OUT_OF_MEMORY,
         "the weights do not fit in the GPU's memory",
-        "spread them with {engine}.tensor_parallel_size, make them smaller with {engine}.quantization, or end what "
-        "else holds the GPU's memory (nvidia-smi)",
+        "spread them with {engine}.tensor_parallel_size, quantise them with {engine}.quantization, or end other "
+        "processes on the GPU (nvidia-smi)",
         inside=_LOADS,
     ),
     Cause(
@@ -279,8 +280,8 @@ CAUSES = (
     ),
     Cause(
         r"Found no NVIDIA driver|driver version is insufficient|NVIDIA driver on your system is too old",
-        "the node has no NVIDIA driver that fits the installed engine",
-        "install one, or an engine built for the driver that is there; without a GPU set {engine}.device to cpu",
+        "the node has no NVIDIA driver for the installed engine",
+        "install one, or an engine built for the node's driver; without a GPU set {engine}.device to cpu",
     ),
     Cause(
         r"No CUDA GPUs are available|Failed to infer device type|No accelerator \(CUDA|No CUDA devices found"
@@ -297,17 +298,17 @@ CAUSES = (
     Cause(
         r"no kernel image is available for execution",
         "the installed engine is not built for this GPU",
-        "install a build of the engine for it",
+        "install a build of the engine for this GPU",
     ),
     Cause(
         r"SGLANG_CPU_OMP_THREADS_BIND is not set",
-        "on CPU SGLang wants the cores of each worker named",
+        "on CPU SGLang needs the cores of each worker",
         "set {engine}.env.SGLANG_CPU_OMP_THREADS_BIND, such as 0-3|4-7 for two workers",
     ),
     Cause(
         r"[Aa]ddress already in use|address already in use",
         "another process took the engine's port",
-        "nothing is to be changed: the next start takes another port",
+        "no change is needed: the next start takes another port",
         may_pass=True,
     ),
     Cause(
@@ -341,7 +342,7 @@ _KILLED = Diagnosis(
 )
 
 _ERROR = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception)|Value error|[\w ./-]+: error)\b.{0,3}[:,] \S")
-# They say that another process failed, which has said why.
+# Errors about another process, which has logged its own.
 _ECHO = re.compile(
     r"Engine core initialization failed|WorkerProc initialization failed|Initialization failed\. Please see"
     r"|scheduler died during|validation errors? for|CancelledError|BrokenPipeError|EngineDeadError"
@@ -349,9 +350,9 @@ _ECHO = re.compile(
 
 
 def diagnose(kind: EngineKind, log: str, exit_code: int | None, section: str = "engine") -> Diagnosis | None:
-    """What the log of a failed engine says, None where it has no known line.
+    """Return the diagnosis of a failed engine's log, None without a known line.
 
-    `exit_code` is None where the engine still runs; `section` is the key of its group.
+    `exit_code` is None if the engine still runs; `section` is the configuration key of its group.
     """
     lines = lines_of(log)
     for cause in CAUSES:
@@ -360,14 +361,14 @@ def diagnose(kind: EngineKind, log: str, exit_code: int | None, section: str = "
         for index, line in enumerate(lines):
             if (found := re.search(cause.says, line)) and _is_inside(cause, lines, index):
                 return _found(cause, kind, found, line, section)
-    # SGLang ends itself with SIGKILL when a worker fails, and says so before.
+    # SGLang ends itself with SIGKILL when a worker fails, and logs it.
     if exit_code == _SIGKILL_EXIT and not any("kill_process_tree called" in line for line in lines):
         return _KILLED
     return None
 
 
 def last_error(log: str) -> str:
-    """The engine's last line that tells of an error of its own, "" where there is none."""
+    """Return the engine's last error line, preferably its own and not an echo; "" without one."""
     errors = [line for line in lines_of(log) if _ERROR.match(line)]
     own = [line for line in errors if not _ECHO.search(line)] or errors
     return _words(own[-1]) if own else ""
@@ -387,13 +388,13 @@ def _found(cause: Cause, kind: EngineKind, found: "re.Match[str]", line: str, se
 
 
 def _words(line: str) -> str:
-    """The line without the frames of pydantic and argparse, and not longer than a person reads."""
+    """Return the line shortened, without the frames of pydantic and argparse."""
     frame = r"^Value error, | \[type=value_error, input_value=.*|^[\w ./-]+: error: (?=argument |unrecognized )"
     return shortened(re.sub(frame, "", line.strip()), _WORDS_LENGTH)
 
 
 def _key_of(flag: str) -> str:
-    """Our key of an engine's argument; what is no lever came by `extra`."""
+    """Return our key of an engine's argument; an argument without a lever came from `extra`."""
     name = flag.removeprefix("--").replace("-", "_")
     ours = next((lever.name for lever in LEVERS if name in (lever.name, lever.sglang)), None)
     return ours or f"extra.{name}"

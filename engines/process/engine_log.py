@@ -1,6 +1,6 @@
-"""Reads the log of an engine that starts: its lines as the engine meant them, and what it is doing now.
+"""The log of a starting engine: plain lines and the current stage of the start.
 
-The lines known are those of vLLM 0.26 to 0.32 and SGLang 0.5.17 to 0.5.23.
+Known lines are those of vLLM 0.26 to 0.32 and SGLang 0.5.17 to 0.5.23.
 """
 
 import re
@@ -17,7 +17,7 @@ _PREFIX = re.compile(
     r"|^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]]*\] ?"
 )
 
-# In a start's order; of two that match one line the first counts.
+# In order of the start; the first match counts.
 _STAGES = tuple(
     (re.compile(pattern), doing)
     for pattern, doing in (
@@ -41,26 +41,26 @@ _STAGES = tuple(
 
 
 def read_tail(path: Path) -> str:
-    """The end of a log, at most 1 MiB of it. Raises OSError where there is none."""
+    """Return the last 1 MiB of a log. Raise OSError if there is none."""
     with path.open("rb") as log:
         log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         return log.read().decode(errors="replace")
 
 
 def lines_of(log: str) -> list[str]:
-    """The lines without time, process and colour; a progress bar's states are lines of their own."""
+    """Return the lines without time, process and colour; each state of a progress bar is a line."""
     return [line for line in map(_bare, re.split(r"[\r\n]+", log)) if line.strip()]
 
 
 def doing(log: str) -> str:
-    """What the engine did when `log` ended, such as "loading weights 3/8"; its last line where that is unknown."""
+    """Return the stage at the end of `log`, such as "loading weights 3/8", or the last line if no stage is known."""
     lines = lines_of(log)
     for line in reversed(lines):
         for pattern, what in _STAGES:
             if found := pattern.search(line):
                 counts = found.groupdict()
                 return f"{what} {counts['done']}/{counts['all']}" if counts else what
-    # The first line is our own: the command.
+    # The first line is ours: the command.
     return f"starting: {shortened(lines[-1])}" if len(lines) > 1 else "starting"
 
 

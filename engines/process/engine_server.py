@@ -1,4 +1,4 @@
-"""Starts one engine server on loopback, waits until it truly serves, and says what it is. Knows nothing of Ray."""
+"""One engine server on loopback: start, warm-up, description and end. Independent of Ray."""
 
 import asyncio
 import os
@@ -22,15 +22,15 @@ from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.2
-_DESCRIBE_TIMEOUT_S = 30.0  # SGLang asks its scheduler, which on a busy machine has just begun to answer
+_DESCRIBE_TIMEOUT_S = 30.0  # SGLang asks its scheduler, which may still be starting
 _WARM_UP_TIMEOUT_S = 300.0
-# Of all that goes wrong this alone leaves an SGLang that neither serves nor ends.
+# The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
 
 
 class EngineServer:
-    """One engine process and what is known of it. `index` sets its seed apart from its peers'."""
+    """One engine process. `index` is added to its seed, so that replicas draw different samples."""
 
     def __init__(self, config: EngineConfig, *, replica_id: str, group: str, index: int) -> None:
         self._config = config
@@ -42,9 +42,9 @@ class EngineServer:
         self._has_tee = False
 
     async def start(self) -> ReplicaInfo:
-        """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line says why.
+        """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line gives the reason.
 
-        What may pass by itself is tried once more here, since Serve is told to give up at the first failure.
+        A failure that may be transient is retried once here, since Serve is configured to give up at the first.
         """
         try:
             return await self._start_once()
@@ -54,12 +54,12 @@ class EngineServer:
             return await self._start_once()
 
     async def check(self) -> None:
-        """Raise when the engine is not serving."""
+        """Raise if the engine does not serve."""
         assert self._process is not None
         assert self._engine is not None
         if (code := self._process.exit_code) is not None:
             why, _ = self._why(code, f"the engine ended with {code}")
-            # Where its guard was killed some of its processes may go on answering, with nobody to end them.
+            # If the guard was killed, orphaned processes may still answer: end them.
             await self._process.stop()
             raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
         await self._engine.health(_PROBE_TIMEOUT_S)
@@ -82,7 +82,7 @@ class EngineServer:
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 await self._healthy()
-                # The first request of a fresh engine takes seconds; no rollout shall be the one that pays for them.
+                # The first request of a new engine takes seconds; rollouts should not pay for it.
                 warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
                 await engine.generate("/v1/completions", warm_up, _WARM_UP_TIMEOUT_S)
                 return await self._describe(engine)
@@ -104,27 +104,27 @@ class EngineServer:
                 return await self._engine.health(_PROBE_TIMEOUT_S)
             except (EngineError, DeadlineExceeded):
                 if self._config.kind is EngineKind.SGLANG and _NO_PORT in read_tail(self._process.log_path):
-                    raise EngineError("the engine could not have its port") from None
+                    raise EngineError("the engine's port is taken") from None
                 await asyncio.sleep(_PROBE_INTERVAL_S)
 
     def _why(self, exit_code: int | None, reason: str) -> tuple[str, bool]:
-        """One line on why the engine failed, and whether a second start may go well: nobody knows of the unknown."""
+        """Return one line on the failure, and True if a retry may succeed, as after any unknown failure."""
         assert self._process is not None
         log = read_tail(self._process.log_path)
         if found := diagnose(self._config.kind, log, exit_code, self._section):
             return str(found), found.may_pass
         words = last_error(log)
-        return reason + (f', for a reason unknown here; its last error: "{words}"' if words else ""), True
+        return reason + (f' for an unknown reason; its last error: "{words}"' if words else ""), True
 
     def _why_late(self) -> str:
         assert self._process is not None
         limit, key = self._config.start_timeout_s, f"{self._section}.start_timeout_s"
         stage = doing(read_tail(self._process.log_path))
-        return f"was not ready within {limit:g} s; it was at: {stage}; raise {key} if it only needs longer"
+        return f"was not ready within {limit:g} s; last stage: {stage}; raise {key} if it only needs more time"
 
     @property
     def _section(self) -> str:
-        """The key of this group's configuration."""
+        """The configuration key of this group."""
         return "engine" if self._group == "engine" else f"engines.{self._group}"
 
     async def _describe(self, engine: Engine) -> ReplicaInfo:
@@ -161,24 +161,27 @@ class EngineServer:
 
 
 def _last_words(process: EngineProcess) -> str:
-    # Indented: of a message with a traceback at the left edge Ray shows only what follows that.
+    # Indented: Ray cuts a message before a traceback at the left edge.
     return f"    log {process.log_path} ends with:\n{textwrap.indent(process.last_words(), '    | ', lambda _: True)}"
 
 
 def streams_coarsely(config: EngineConfig) -> bool:
-    """Shorter chunks cost a vLLM more than they save, and it streams no routed experts. SGLang's chunks repeat the text
-    and ids from the start of their sample."""
+    """Return True if coarse streaming costs the engine least.
+
+    Short chunks cost vLLM throughput, and it cannot stream routed experts. SGLang's chunks repeat the sample from its
+    start.
+    """
     is_coarse = config.stream_interval >= _COARSE_INTERVAL
     return config.kind is not EngineKind.SGLANG and is_coarse and not config.extra.get("enable_return_routed_experts")
 
 
 def _expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
-    """What a full weight update of this engine consists of, where that can be told."""
+    """Return the tensors of a full weight update; None if unknown."""
     if config.kind is EngineKind.SIM:
         return tuple(
             TensorMeta(name=name, dtype="float32", shape=tuple(shape)) for name, shape in config.sim.tensors.items()
         )
-    # A quantised checkpoint names other tensors than its trainer does.
+    # A quantised checkpoint has other tensor names than the trainer.
     if config.extra.get("quantization", config.quantization):
         return None
     folder = model_folder(config)
@@ -187,7 +190,7 @@ def _expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
 
 
 def free_port() -> int:
-    """A loopback port that was free a moment ago."""
+    """Return a loopback port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,7 +1,7 @@
-"""The way to an engine of another node: engines listen on loopback, since their weight routes know no key.
+"""Access to an engine from another node. Engines listen on loopback, since their weight routes need no key.
 
-The first request of a connection must carry the key as bearer; from then on bytes go both ways as they are, so that
-a token costs no parsing here. Whoever ends a connection ends it on both sides: that is how engines are told to stop.
+The first request of a connection must carry the key as bearer; then bytes are forwarded without parsing. The end of
+either side ends the other, so that engines notice cancelled requests.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _REFUSED = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close
 
 
 class Forwarder:
-    """Carries connections from an address of this node to the engine at `engine_url`, for who has `key` alone."""
+    """Forwards connections from an address of this node to the engine at `engine_url`, if they carry `key`."""
 
     def __init__(self, engine_url: str) -> None:
         self.key = secrets.token_hex(32)
@@ -30,7 +30,7 @@ class Forwarder:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def open(self, host: str) -> str:
-        """Listen on a free port of `host`; the URL that is forwarded from now on."""
+        """Listen on a free port of `host`; return the URL that is forwarded."""
         self._server = server = await asyncio.start_server(self._accept, host, 0, limit=_BLOCK_BYTES)
         port = server.sockets[0].getsockname()[1]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -58,14 +58,14 @@ class Forwarder:
                 writer.write(_REFUSED)
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # one side is gone; the other sees its connection end
+            pass  # one side has gone; the other's connection ends
         finally:
             writer.close()
 
     def _opens(self, head: bytes) -> bool:
         fields = (line.partition(b":") for line in head.split(b"\r\n")[1:])
-        told = (value.strip() for name, _, value in fields if name.strip().lower() == b"authorization")
-        return hmac.compare_digest(next(told, b""), f"Bearer {self.key}".encode())
+        keys = (value.strip() for name, _, value in fields if name.strip().lower() == b"authorization")
+        return hmac.compare_digest(next(keys, b""), f"Bearer {self.key}".encode())
 
     async def _splice(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         engine_reader, engine_writer = await self._engine()
@@ -89,7 +89,7 @@ class Forwarder:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 return await asyncio.open_connection(self._host, self._port, limit=_BLOCK_BYTES)
         except ConnectionRefusedError:
-            # Nobody listens there any more. Nor do we then, by which the gateway tells a dead engine from a slow one.
+            # The engine is gone. Stop listening too, so that the gateway sees a dead engine and not a slow one.
             if self._server is not None:
                 self._server.close()
             raise

@@ -1,10 +1,9 @@
-"""Keeps an engine from outliving its owner: `python -m engines.process.guard GRACE_S COMMAND...`.
+"""Process guard: ends an engine with its owner. `python -m engines.process.guard GRACE_S COMMAND...`
 
-Standard library alone, since any Python runs it.
+Standard library only, since any Python may run it.
 
-The guard runs the command in a session of its own and ends the whole tree of processes when the owner's end of the
-pipe on standard input closes, which the kernel does for an owner that died of SIGKILL too. It exits as the command did,
-with 128 and the signal's number where a signal ended that.
+The guard runs the command in its own session. It ends the whole process tree when the pipe on standard input closes,
+which the kernel does also after SIGKILL of the owner. Its exit code is the command's, or 128 + signal number.
 """
 
 import contextlib
@@ -23,8 +22,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def main() -> int:
     grace_s, command = float(sys.argv[1]), sys.argv[2:]
-    # Engines start workers, some in sessions of their own. As subreaper the guard becomes the parent of each orphan,
-    # so that "my descendants" stays the whole tree whatever dies first.
+    # Engines start workers, some in their own sessions. As subreaper the guard becomes the parent of each orphan, so
+    # that its descendants are always the whole tree.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     wakeup = _signals_as_readable(signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
     child = subprocess.Popen(
@@ -37,7 +36,7 @@ def main() -> int:
 
 
 def _wait_for_end(child: "subprocess.Popen[bytes]", wakeup: int) -> int | None:
-    """The child's exit code, or None when the owner left or asked for the end."""
+    """Return the child's exit code, or None if the owner ended or requested the end."""
     with selectors.DefaultSelector() as selector:
         selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
         selector.register(wakeup, selectors.EVENT_READ)
@@ -53,7 +52,7 @@ def _wait_for_end(child: "subprocess.Popen[bytes]", wakeup: int) -> int | None:
 
 
 def _end_tree(child: "subprocess.Popen[bytes]", grace_s: float) -> None:
-    """SIGTERM to the child, SIGKILL to whatever of the tree is left after the grace."""
+    """Send SIGTERM to the child, and SIGKILL to the rest of the tree after `grace_s`."""
     deadline = time.monotonic() + grace_s
     if child.poll() is None:
         child.terminate()
@@ -64,14 +63,14 @@ def _end_tree(child: "subprocess.Popen[bytes]", grace_s: float) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    child.wait()  # before the others, or its exit code would be lost among theirs
+    child.wait()  # before the others, to get its exit code
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def _descendants(root: int) -> list[int]:
-    """Process ids below `root` that are not zombies."""
+    """Return descendant process ids of `root` that are not zombies."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -87,7 +86,7 @@ def _descendants(root: int) -> list[int]:
 
 
 def _signals_as_readable(*signals: signal.Signals) -> int:
-    """A descriptor on which each of these signals arrives as one byte."""
+    """Return a descriptor on which each of these signals arrives as one byte."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)

@@ -1,4 +1,4 @@
-"""The Python that runs an engine, ours or another environment's: what it has installed, and what it says when asked."""
+"""The Python that runs an engine, ours or another environment's, and its installed packages."""
 
 import importlib.metadata
 import json
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engines.config import EngineConfig
 from engines.errors import ConfigError
 
-# Looking up versions takes a tenth of a second; on a busy machine and a slow file system many of them.
+# Version lookup takes 0.1 s, and many times that on a busy machine with a slow file system.
 _VERSIONS_TIMEOUT_S = 60.0
 
 _ASK_VERSIONS = """
@@ -28,20 +28,20 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """`path` is the executable, `environ` the whole environment that the engine will have."""
+    """`path` is the executable, `environ` the engine's complete environment."""
 
     path: str
     environ: Mapping[str, str]
 
     @property
     def is_ours(self) -> bool:
-        """Whether it finds the packages that this process finds."""
+        """True if it finds the same packages as this process."""
         return self.path == sys.executable and self.environ.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
 
     def versions(self, *distributions: str) -> dict[str, str]:
-        """Versions of those `distributions` that are installed. Blocks where it is another Python than ours.
+        """Return versions of the installed ones among `distributions`. Blocks for another Python than ours.
 
-        Raises `ConfigError` where it cannot be run.
+        Raises `ConfigError` if it cannot be run.
         """
         if self.is_ours:
             return _own_versions(distributions)
@@ -53,11 +53,11 @@ class Interpreter:
                 "that has the engine, such as /opt/sglang/bin/python"
             ) from error
         except (ValueError, subprocess.SubprocessError) as error:
-            raise ConfigError(f"engine.python = {self.path!r} is no Python that tells what it has: {error}") from error
+            raise ConfigError(f"engine.python = {self.path!r} did not list its packages: {error}") from error
         return found
 
     def last_line(self, script: str, timeout_s: float, *arguments: str) -> str:
-        """The last line that `script` prints. Raises `OSError` or `SubprocessError` where it does not run well."""
+        """Return the last line that `script` prints. Raises `OSError` or `SubprocessError` on failure."""
         done = subprocess.run(
             [self.path, "-c", script, *arguments],
             env=dict(self.environ),
@@ -71,7 +71,8 @@ class Interpreter:
 
 
 def interpreter_of(config: EngineConfig, env: Mapping[str, str] | None = None) -> Interpreter:
-    """The Python of this engine group: `engine.python`, else ours. `env` is what we set for its engines."""
+    """Return the Python of this engine group: `engine.python`, else ours. `env` are variables that we set for
+    engines."""
     return Interpreter(config.python or sys.executable, {**os.environ, **(env or {}), **config.env})
 
 

@@ -1,4 +1,4 @@
-"""The command line of each kind of engine, from one `EngineConfig`. Starts nothing."""
+"""Command lines of engines, built from `EngineConfig`."""
 
 import json
 import sys
@@ -15,19 +15,19 @@ from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.process import Argument, Command
 from engines.types import EngineKind
 
-# What stands before the model: `vllm serve`, or the server beneath it. `vllm serve` looks up the version of a
-# distribution named vllm, which the CPU build is not.
+# Words before the model: `vllm serve`, or the server module for the CPU build, since `vllm serve` looks up the version
+# of a distribution named vllm.
 _CLI = ("vllm.entrypoints.cli.main", "serve")
 _SERVER = ("vllm.entrypoints.launchers.api_server.entry", "--model")
 _SPANS = "engines.inside_vllm.spans.VersionSpans"
 
 VLLM_WORKER = "engines.inside_vllm.worker.WeightWorker"
-"""What vLLM's workers are extended with, where rollout-gateway is installed beside vLLM."""
+"""The extension of vLLM's workers, used if rollout-gateway is installed beside vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Vllm:
-    """The vLLM that is installed, and whether our plugin is there with it."""
+    """The installed vLLM; `has_plugin` if rollout-gateway is installed beside it."""
 
     version: str
     is_cpu_build: bool
@@ -36,13 +36,15 @@ class _Vllm:
 
 
 def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
-    """The command of one replica on loopback `port`. Its seed is `engine.seed` + `index`.
+    """Return the command of one replica on loopback `port`. Its seed is `engine.seed` + `index`.
 
-    Blocks for seconds where `engine.extra` is given and the engine of this version was never asked what it takes.
-    Raises `ConfigError` where the engine does not take it, is not installed, or `engine.python` cannot be run.
+    Blocks for seconds if `engine.extra` is given and this engine version's arguments are not cached yet. Raises
+    `ConfigError` if the engine does not take `extra` or is not installed, or if `engine.python` cannot be run.
     """
     if config.kind is EngineKind.EXTERNAL:
-        raise ConfigError(f"engine.kind = 'external' starts nothing: {config.url} is somebody else's server")
+        raise ConfigError(
+            f"engine.kind = 'external' has no command: the server at {config.url} is started by its owner"
+        )
     commands = {
         EngineKind.VLLM: _vllm_command,
         EngineKind.SGLANG: _sglang_command,
@@ -53,12 +55,12 @@ def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
 
 
 def gpus_to_reserve(config: EngineConfig) -> float:
-    """GPUs that Ray reserves for one replica: what `engine.gpus_per_replica` says, else what the engine uses."""
+    """Return the GPUs that Ray reserves per replica: `engine.gpus_per_replica`, else those that the engine uses."""
     return gpus_per_replica(config) if config.gpus_per_replica is None else config.gpus_per_replica
 
 
 def gpus_per_replica(config: EngineConfig) -> int:
-    """GPUs that the engine of one replica uses: none where it is simulated, external or on CPU."""
+    """Return the GPUs used by the engine of one replica: none if simulated, external or on CPU."""
     if config.kind in (EngineKind.SIM, EngineKind.EXTERNAL) or config.device == "cpu":
         return 0
     on_cpu = (
@@ -70,11 +72,11 @@ def gpus_per_replica(config: EngineConfig) -> int:
 
 
 def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
-    """SGLang is not asked which device it is built for: it runs on CUDA unless `engine.device` says cpu."""
+    """Return SGLang's command. It runs on CUDA unless `engine.device` is cpu: its build is not checked."""
     on_cpu = config.device == "cpu"
-    # SGLang and vLLM both turn NCCL's cuMem off unless told; a trainer in the same weight group has to do the same.
+    # SGLang and vLLM turn NCCL's cuMem off by default; a trainer in the same weight group must do the same.
     env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if on_cpu else {"NCCL_CUMEM_ENABLE": "0"}
-    # Seconds between two looks whether the client of a whole reply is still there; 4 unless told.
+    # Seconds between checks for a disconnected client of a whole reply; SGLang's default is 4.
     env |= {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
     interpreter = interpreter_of(config, env)
     version = _installed_sglang(interpreter)
@@ -97,7 +99,7 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
 
 
 def _levers(config: EngineConfig) -> list[Lever]:
-    """Those that this kind of engine has. Sizes of what is off are left out."""
+    """Return the levers of this kind of engine, without adapter levers unless LoRA is enabled."""
     has = [lever for lever in LEVERS if config.kind is not EngineKind.SGLANG or lever.sglang]
     return [lever for lever in has if config.enable_lora or not lever.of_adapters]
 
@@ -107,14 +109,14 @@ def _lora_levers(config: EngineConfig) -> list[Lever]:
 
 
 def _refuse_vllms_levers(config: EngineConfig) -> None:
-    """Levers of which SGLang has none of that meaning, where they are not left as they are."""
+    """Raise `ConfigError` for a lever that is set and that SGLang lacks."""
     for lever in LEVERS:
         if not lever.sglang and getattr(config, lever.name) != EngineConfig.model_fields[lever.name].default:
             raise ConfigError(f"engine.{lever.name} is vLLM's alone; with kind: sglang use {lever.instead}")
 
 
 def _sglang_extra(name: str, value: Any) -> Argument:
-    """SGLang's switches have no word for off."""
+    """Return the argument; False leaves a switch out, since SGLang's have no off form."""
     return _argument(name, None if value is False else value, f"extra.{name}")
 
 
@@ -142,7 +144,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("weight_transfer_config", {"backend": backend}, "weight_transfer"),
         _argument("worker_extension_cls", VLLM_WORKER if vllm.has_plugin and not config.frozen else None),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
-        # Which weights made which tokens of a completion.
+        # Reports the weight version of each token.
         _argument("middleware", _SPANS if _counts_spans(vllm) and not config.frozen else None),
         # /render and /inference/v1/generate
         _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),
@@ -156,12 +158,13 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     if config.enable_lora:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # its port stays on loopback
     if on_cpu:
-        # One thread a replica: more of them spin against each other, and against the trainer, on shared cores.
-        # Without dynamo the first batch with log-probabilities takes milliseconds and not twenty seconds.
+        # One thread per replica: more threads spin against each other and the trainer on shared cores. Without dynamo
+        # the
+        # # first batch with log-probabilities takes milliseconds instead of 20 s.
         env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
         if config.world_size == 1:
-            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process of its own: a third less to start
-            env[FORK_CORE] = "1"  # and another third
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process: a third less start time
+            env[FORK_CORE] = "1"  # a further third
     return _command(entry, arguments, env, config)
 
 
@@ -196,14 +199,14 @@ def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:
 
 
 def _command(entry: list[str], given: list[Argument], env: dict[str, str], config: EngineConfig) -> Command:
-    """Of arguments of one name the last counts, so `extra` wins; what it sets to null is left out."""
+    """Return the command. The last argument of a name counts, so `extra` wins; null removes an argument."""
     arguments = [one for one in {_bare(argument): argument for argument in given}.values() if one.words]
     argv = [*entry, *(word for argument in arguments for word in argument.words)]
     return Command(argv, env | config.env, arguments)
 
 
 def _argument(name: str, value: Any, key: str = "", lever: Lever | None = None) -> Argument:
-    """`max_num_seqs`, 8 as `--max-num-seqs 8`, `enforce_eager`, True as `--enforce-eager`; None as no word."""
+    """Return `max_num_seqs`, 8 as `--max-num-seqs 8`, `enforce_eager`, True as `--enforce-eager`, None as no word."""
     flag = "--" + name.replace("_", "-")
     if value is None or (value is False and lever is not None and lever.off_by_default):
         return Argument(flag, (), key)
@@ -215,7 +218,7 @@ def _argument(name: str, value: Any, key: str = "", lever: Lever | None = None) 
 
 
 def _bare(argument: Argument) -> str:
-    """Its name, by which a later one takes its place."""
+    """Return the name by which a later argument replaces an earlier one."""
     return argument.flag.removeprefix("--no-").removeprefix("--")
 
 
@@ -233,7 +236,7 @@ def _installed_vllm(interpreter: Interpreter) -> _Vllm:
 
 
 def _counts_spans(vllm: _Vllm) -> bool:
-    """Whether it knows which weights made which tokens, and has our code that tells it."""
+    """Return True if this vLLM tracks the weights of each token, and has our plugin to report them."""
     return vllm.has_plugin and release(vllm.version) >= (0, 32)
 
 

@@ -1,7 +1,7 @@
-"""What of a configuration cannot work with its checkpoint, said before an engine is started.
+"""Conflicts between configuration and checkpoint, found before an engine is started.
 
-The rules are those that vLLM 0.26 to 0.32 and SGLang 0.5.17 to 0.5.23 end over. What cannot be read here is left to the
-engine: a checkpoint on another node or in the hub alone, an engine that is not installed.
+The rules are start failures of vLLM 0.26 to 0.32 and SGLang 0.5.17 to 0.5.23. A checkpoint on another node or only in
+the hub, and an engine that is not installed, are not checked.
 """
 
 import ast
@@ -22,7 +22,7 @@ from engines.types import EngineKind
 _DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _NAMES = {EngineKind.VLLM: "vLLM", EngineKind.SGLANG: "SGLang"}
-# Where each engine's source keeps the list of its quantization methods: package, then file and name.
+# Places of the list of quantization methods in each engine's source: package, then file and name.
 _QUANTIZATIONS: dict[EngineKind, tuple[str, tuple[tuple[str, str], ...]]] = {
     EngineKind.VLLM: ("vllm", (("model_executor/layers/quantization/__init__.py", "QuantizationMethods"),)),
     EngineKind.SGLANG: (
@@ -35,15 +35,15 @@ _QUANTIZATIONS: dict[EngineKind, tuple[str, tuple[tuple[str, str], ...]]] = {
 }
 _ASK_FOLDER = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1]).submodule_search_locations[0])"
 _ASK_TIMEOUT_S = 30.0
-# They turn the engines' own limit off.
+# Variables that turn off the engines' limit.
 _LONGER = ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
-# With them the engine sees another config.json than we do.
+# Arguments that change the config.json seen by the engine.
 _OVERRIDES = ("hf_overrides", "hf_config_path", "json_model_override_args", "config_format")
 
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A field of `EngineConfig` whose value cannot work, and why, with a remedy."""
+    """A field of `EngineConfig` whose value cannot work; `message` has reason and remedy."""
 
     field: str
     value: Any
@@ -51,7 +51,7 @@ class Misfit:
 
 
 def misfits(config: EngineConfig) -> list[Misfit]:
-    """All of them; none where nothing is known to be wrong. Reads config.json, in milliseconds."""
+    """Return all known conflicts. Reads config.json, in milliseconds."""
     if config.kind not in _NAMES:
         return []
     found = list(_levers(config))
@@ -78,10 +78,10 @@ def _levers(config: EngineConfig) -> Iterator[Misfit]:
 def _checkpoint(config: EngineConfig, folder: Path) -> Iterator[Misfit]:
     if not (folder / "config.json").is_file():
         if not (folder / "params.json").is_file():  # Mistral's own format
-            yield Misfit("model", config.model, "the folder holds no config.json; it is no checkpoint")
+            yield Misfit("model", config.model, "the folder has no config.json, so it is not a checkpoint")
         return
     if config.load_format in (None, "auto", "safetensors") and not _has_weights(folder):
-        message = "the folder holds no weights (*.safetensors); engine.load_format = dummy makes random ones"
+        message = "the folder has no weights (*.safetensors); for random weights set engine.load_format = dummy"
         yield Misfit("model", config.model, message)
     try:
         model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -96,8 +96,9 @@ def _checkpoint(config: EngineConfig, folder: Path) -> Iterator[Misfit]:
 
 
 def _heads(config: EngineConfig, model: Mapping[str, Any]) -> Iterator[Misfit]:
-    """Both engines cut attention heads into equal shares, and KV heads too unless there are fewer than GPUs: then
-    each GPU holds a copy of one, and the GPUs have to be shared out evenly."""
+    """Check the split of heads. Both engines split attention heads and KV heads into equal shares; if there are fewer
+    KV
+    heads than GPUs, each GPU holds a copy of one, evenly distributed."""
     gpus, heads = config.tensor_parallel_size, model.get("num_attention_heads")
     if not isinstance(heads, int) or gpus == 1:
         return
@@ -127,11 +128,11 @@ def _length(config: EngineConfig, model: Mapping[str, Any]) -> Iterator[Misfit]:
 
 
 def _quantization(config: EngineConfig, model: Mapping[str, Any]) -> Iterator[Misfit]:
-    """A checkpoint that says how it was quantised takes that method or a faster kernel for it, such as awq_marlin."""
+    """Check the method: a quantised checkpoint takes its own or a faster kernel for it, such as awq_marlin."""
     asked, said = config.quantization, model.get("quantization_config") or {}
     has = said.get("quant_method") if isinstance(said, dict) else None
     if asked and isinstance(has, str) and asked.partition("_")[0] != has.partition("_")[0] and _is_plain(asked, has):
-        message = f"the checkpoint is quantised with {has}; leave it out to take that"
+        message = f"the checkpoint is quantised with {has}; leave it out to use that"
         yield Misfit("quantization", asked, message)
 
 
@@ -144,7 +145,7 @@ _RULES: tuple[Callable[[EngineConfig, Mapping[str, Any]], Iterator[Misfit]], ...
 
 
 def _is_plain(asked: str, has: str) -> bool:
-    """Whether both are methods that no kernel of the other serves."""
+    """Return True if no kernel of one method serves the other."""
     plain = ("awq", "gptq", "fp8", "bitsandbytes", "mxfp4", "gguf")
     return asked in plain and has in plain
 
@@ -154,7 +155,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _quantizations(config: EngineConfig) -> tuple[str, ...]:
-    """The methods of the installed engine, read from its source, since importing it takes seconds; () where unknown."""
+    """Return the installed engine's methods, () if unknown. Read from its source, since an import takes seconds."""
     package, places = _QUANTIZATIONS[config.kind]
     folder = _folder_of(package, config)
     for file, name in places if folder else ():
@@ -165,7 +166,7 @@ def _quantizations(config: EngineConfig) -> tuple[str, ...]:
 
 
 def _folder_of(package: str, config: EngineConfig) -> str:
-    """Where the Python of the engine has this package, without importing it; "" where it has none."""
+    """Return the package's folder in the engine's Python, without importing it; "" if not installed."""
     engine = interpreter_of(config)
     if engine.is_ours:
         spec = importlib.util.find_spec(package)
@@ -173,11 +174,11 @@ def _folder_of(package: str, config: EngineConfig) -> str:
     try:
         return engine.last_line(_ASK_FOLDER, _ASK_TIMEOUT_S, package)
     except (OSError, subprocess.SubprocessError):
-        return ""  # the start says it better
+        return ""  # the start reports it
 
 
 def _strings(path: Path, name: str) -> tuple[str, ...]:
-    """The strings of the assignment to `name` in a source file."""
+    """Return the strings in the assignment to `name` in a source file."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
             return tuple(

@@ -1,4 +1,4 @@
-"""One engine server as a guarded child process with a log file. Knows commands and files, not protocols."""
+"""A guarded child process with a log file."""
 
 import asyncio
 import contextlib
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from engines.process.engine_log import read_tail
 
-# In the environment of every process of one start, also of those that engines put into sessions of their own.
+# Marks the environment of every process of one start, whatever session it is in.
 _MARK = "ROLLOUT_GATEWAY_ENGINE"
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a command line as its words, and the key of `EngineConfig` it comes from ("" where none)."""
+    """An argument as command-line words; `key` is its field of `EngineConfig`, or ""."""
 
     flag: str
     words: tuple[str, ...]
@@ -29,7 +29,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run. `env` is laid over the environment of the owner; `arguments` tell where the words come from."""
+    """A command. `env` overrides the owner's environment; `arguments` explain the words of `argv`."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Command:
 
 
 class EngineProcess:
-    """Runs one command under `engines.process.guard`, so that it ends with this process, SIGKILL included."""
+    """Runs a command under `engines.process.guard`, so that it ends with this process, also on SIGKILL."""
 
     def __init__(self, command: Command, log_path: Path, stop_timeout_s: float) -> None:
         self.log_path = log_path
@@ -71,16 +71,16 @@ class EngineProcess:
         return self._guard.poll() if self._guard else None
 
     def last_words(self, lines: int = 20) -> str:
-        """The end of the log, where an engine says why it gave up."""
+        """Return the last `lines` of the log."""
         return "\n".join(read_tail(self.log_path).splitlines()[-lines:])
 
     async def stop(self) -> None:
-        """End the whole tree; returns when it is gone."""
+        """End the whole process tree and wait for its end."""
         if self._guard is None or self._guard.stdin is None:
             return
         self._guard.stdin.close()
         try:
-            # The guard itself needs a moment after the grace that it gives to the engine.
+            # The guard needs a moment after the engine's grace time.
             await asyncio.to_thread(self._guard.wait, self._stop_timeout_s + 5)
         except subprocess.TimeoutExpired:
             self._guard.kill()
@@ -89,9 +89,9 @@ class EngineProcess:
 
 
 def _end_marked(mark: str) -> None:
-    """Kill what a guard left that was itself killed: workers hold GPU memory that a successor needs."""
+    """Kill processes left by a killed guard: their GPU memory is needed by the successor."""
     sought = f"{_MARK}={mark}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if sought in environ.read_bytes().split(b"\0"):
                 os.kill(int(environ.parent.name), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The LoRA adapters of the simulated engine: names, and a digest of each folder that stands for its weights."""
+"""LoRA adapters of the simulated engine: names, and a digest of each folder in place of its weights."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -10,11 +10,11 @@ from engines.sim.dialect import Adapter
 
 
 class AdapterNotFound(RolloutGatewayError):
-    """vLLM's 404: of a name that it does not know, and of a folder that is not there."""
+    """vLLM's 404 for an unknown name or a missing folder."""
 
 
 class SimAdapters:
-    """What was loaded, as vLLM's API server keeps it."""
+    """The loaded adapters, as in vLLM's API server."""
 
     def __init__(self, max_loras: int, max_lora_rank: int, max_cpu_loras: int | None = None) -> None:
         self.config: dict[str, Any] = {"max_loras": max_loras, "max_cpu_loras": max_cpu_loras or max_loras}

@@ -1,4 +1,4 @@
-"""Bodies and replies of the simulated engine in vLLM 0.32's form: what is accepted, and how samples are told."""
+"""Request bodies and replies of the simulated engine, in vLLM 0.32's form."""
 
 import sys
 import time
@@ -26,7 +26,7 @@ from engines.sim.scheduler import Sample, block_hashes
 Json = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0)]
 
-_GREEDY_BELOW = 1e-5  # vLLM's own bound
+_GREEDY_BELOW = 1e-5  # vLLM's bound
 _EVERY_TOKEN = -1
 
 
@@ -36,7 +36,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingBody(BaseModel):
-    """What completions and chat have in common. Keys that change nothing here are ignored."""
+    """Fields common to completions and chat. Keys without effect here are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -77,12 +77,12 @@ class CompletionBody(SamplingBody):
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Token ids of each prompt."""
+        """Return the token ids of each prompt."""
         if self.prompt is None or self.prompt == "":
             raise InvalidRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
         if isinstance(self.prompt, str):
             return [tokenize(self.prompt)]
-        if not self.prompt or isinstance(self.prompt[0], int):  # none at all is one empty prompt
+        if not self.prompt or isinstance(self.prompt[0], int):  # [] is one empty prompt
             return [cast(list[int], self.prompt)]
         return [tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in cast(list[Any], self.prompt)]
 
@@ -99,7 +99,7 @@ class ChatBody(SamplingBody):
 
 
 class TokensChoice(BaseModel):
-    """A choice of /inference/v1/generate, as far as a conversation is told of it."""
+    """A choice of /inference/v1/generate; only the fields of a chat."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -133,7 +133,7 @@ class TokensChunk(BaseModel):
 
 
 class DerenderChunkBody(BaseModel):
-    """One chunk of a stream, with what the answer to the one before said of its state."""
+    """One chunk of a stream, with the state from the answer to the chunk before."""
 
     model: str | None = None
     generate_chunk: TokensChunk
@@ -142,7 +142,7 @@ class DerenderChunkBody(BaseModel):
     prompt_token_ids: list[TokenId] | None = None
 
 
-# vLLM leaves out what has its own default.
+# vLLM leaves out fields with the default value.
 _RENDERED: Json = {
     "n": 1, "temperature": 1.0, "top_p": 1.0, "seed": None, "min_tokens": 0, "ignore_eos": False, "max_tokens": 16,
     "stop_token_ids": None, "include_stop_str_in_output": False,
@@ -150,7 +150,7 @@ _RENDERED: Json = {
 
 
 def rendered(body: ChatBody, max_model_len: int) -> Json:
-    """A conversation as the token ids and sampling parameters for /inference/v1/generate."""
+    """Return a conversation as token ids and sampling parameters for /inference/v1/generate."""
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = max_model_len - len(body.prompt)
     sampling = body.model_dump(include=set(_RENDERED)) | {"max_tokens": room if asked is None else min(room, asked)}
@@ -163,30 +163,35 @@ def rendered(body: ChatBody, max_model_len: int) -> Json:
 
 
 def derendered(body: DerenderBody, model_name: str) -> Json:
-    """A conversation's reply out of token ids: this engine has no parsers, and so no reasoning and no tool calls."""
-    asked, choices = body.chat_request, []
-    for choice in body.generate_response.choices:
-        told: Json = {"index": choice.index, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        told["message"] = {"role": "assistant", "content": detokenize(choice.token_ids)}
-        told["token_ids"] = choice.token_ids if asked.return_token_ids else None
-        entries = [_by_name(entry) for entry in choice.logprobs["content"]] if choice.logprobs else None
-        choices.append(told | {"logprobs": {"content": entries} if entries is not None else None})
+    """Return a chat reply made of token ids, without reasoning and tool calls: this engine has no parsers."""
+    choices = [
+        _derendered_choice(choice)
+        | {
+            "message": {"role": "assistant", "content": detokenize(choice.token_ids)},
+            "token_ids": choice.token_ids if body.chat_request.return_token_ids else None,
+        }
+        for choice in body.generate_response.choices
+    ]
     envelope = {"id": body.generate_response.request_id, "object": "chat.completion", "created": int(time.time())}
     return envelope | {"model": model_name, "choices": choices}
 
 
 def derendered_chunk(body: DerenderChunkBody, model_name: str) -> Json:
-    """A chunk of a conversation's stream out of token ids."""
+    """Return a chat chunk made of token ids."""
     state, choices = body.stream_state or {"role_sent": False}, []
     for choice in body.generate_chunk.choices:
         role = {} if state["role_sent"] else {"role": "assistant"}
-        entries = [_by_name(entry) for entry in choice.logprobs["content"]] if choice.logprobs else None
-        told: Json = {"index": choice.index, "delta": role | {"content": detokenize(choice.token_ids) or None}}
-        told |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        choices.append(told | {"logprobs": {"content": entries} if entries is not None else None})
+        delta = role | {"content": detokenize(choice.token_ids) or None}
+        choices.append(_derendered_choice(choice) | {"delta": delta})
         state = {"role_sent": True}
     chunk = {"id": body.generate_chunk.request_id, "object": "chat.completion.chunk", "model": model_name}
     return {"chunk": chunk | {"choices": choices}, "stream_state": state}
+
+
+def _derendered_choice(choice: TokensChoice) -> Json:
+    logprobs = choice.logprobs and {"content": [_by_name(entry) for entry in choice.logprobs["content"]]}
+    ends = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+    return {"index": choice.index, "logprobs": logprobs} | ends
 
 
 def _by_name(entry: Json) -> Json:
@@ -198,7 +203,7 @@ def _by_name(entry: Json) -> Json:
 
 
 def chat_text(messages: list[Json]) -> str:
-    """The chat template."""
+    """Apply the chat template."""
     turns = [f"<|{message.get('role', 'user')}|>{_content(message.get('content'))}\n" for message in messages]
     return "".join(turns) + "<|assistant|>"
 
@@ -211,7 +216,7 @@ def _content(content: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the server was started with, as far as a request can notice."""
+    """Start arguments of the server that affect replies."""
 
     max_model_len: int
     seed: int
@@ -222,7 +227,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that was loaded. `digest` is that of its folder, and stands for its weights."""
+    """A loaded LoRA adapter. `digest`, of its folder, is used as its weights."""
 
     name: str
     path: str
@@ -230,7 +235,7 @@ class Adapter:
 
 
 class Answer(ABC):
-    """One request: its samples, and the replies that tell of them."""
+    """One request: its samples and the replies made of them."""
 
     whole_kind: str
     chunk_kind: str
@@ -260,22 +265,22 @@ class Answer(ABC):
 
     @abstractmethod
     def fill(self, first_prompt_number: int) -> None:
-        """Make the samples. Prompts are numbered over the life of the server."""
+        """Create the samples. Prompt numbers count over the life of the server."""
 
     @abstractmethod
     def whole(self) -> Json:
-        """The reply that does not stream."""
+        """Return the complete reply."""
 
     @abstractmethod
     def opening(self) -> list[Json]:
-        """Chunks before the first token."""
+        """Return the chunks before the first token."""
 
     @abstractmethod
     def chunk(self, sample: Sample, start: int, context: int) -> Json:
-        """Tokens of `sample` from `start` on; `context` is what came before them."""
+        """Return a chunk with tokens of `sample` from `start` on; `context` hashes the tokens before."""
 
     def add_prompt(self, request_id: str, prompt: list[int], max_tokens: int | None, prompt_number: int) -> None:
-        """Make the n samples of one prompt."""
+        """Create the n samples of one prompt."""
         room = self._room(prompt)
         max_tokens = room if max_tokens is None else min(room, max_tokens)
         if max_tokens < 1:
@@ -285,7 +290,7 @@ class Answer(ABC):
             raise InvalidRequest(
                 f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {self.body.min_tokens}."
             )
-        # vLLM keys KV by an adapter's name and path, not by what the folder held when it was read.
+        # vLLM keys KV by an adapter's name and path, not by its weights.
         key = f"{self.adapter.name} {self.adapter.path} " if self.adapter else ""
         context, blocks = read(prompt), block_hashes(prompt, f"{key}{self.body.cache_salt}")
         self.prompts.append(prompt)
@@ -302,7 +307,7 @@ class Answer(ABC):
                 stop_token_ids=frozenset(self.body.stop_token_ids or ()),
                 stop_strings=self.body.stop_strings,
                 prompt_blocks=blocks,
-                reads_cache=self.body.prompt_logprobs is None,  # cached tokens have no log-probs to give
+                reads_cache=self.body.prompt_logprobs is None,  # cached tokens have no log-probs
                 report_every=max(self.body.stream_interval or 1, self.limits.stream_interval),
                 report_at=1 if self.body.stream else sys.maxsize,
                 reports=self.reports,
@@ -353,25 +358,25 @@ class Answer(ABC):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model_name, "choices": choices}
 
     def _prompt_logprobs(self, sample: Sample) -> list[Json | None] | None:
-        """Teacher-forced log-probs of the prompt, with the weights that first read it."""
+        """Return teacher-forced log-probs of the prompt, with the weights of its prefill."""
         if self.body.prompt_logprobs is None or not sample.version_starts:
             return None
         weights = self.model.key(sample.version_starts[0][0], sample.adapter)
         noise = self.limits.logprob_noise
-        told: list[Json | None] = [None]
+        logprobs: list[Json | None] = [None]
         context = read(sample.prompt[:1])
         for token_id in sample.prompt[1:]:
             scored = self._scored(context, token_id, weights, self.body.prompt_logprobs)
             scored[token_id] += noise * self.model.jitter(context, sample.neighbours)
-            told.append({str(i): self._logprob(i, logprob) for i, logprob in scored.items()})
+            logprobs.append({str(i): self._logprob(i, logprob) for i, logprob in scored.items()})
             context = read((token_id,), context)
-        return told
+        return logprobs
 
     def _logprob(self, token_id: int, logprob: float) -> Json:
         return {"logprob": logprob, "rank": self.model.rank(logprob), "decoded_token": detokenize([token_id])}
 
     def _scores(self, sample: Sample, start: int, context: int, count: int) -> list[dict[int, float]]:
-        """For each token from `start` on: log-probs of it (first) and of the `count` likeliest."""
+        """Return for each token from `start` on its log-prob (first) and those of the `count` likeliest tokens."""
         scores: list[dict[int, float]] = []
         for version, first, end in sample.spans:
             for token_id in sample.tokens[max(first, start) : max(end, start)]:
@@ -388,22 +393,22 @@ class Answer(ABC):
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self.body.return_tokens_as_token_ids else detokenize([token_id])
 
-    def _told_ids(self, token_ids: list[int]) -> list[int] | None:
+    def _ids_if_requested(self, token_ids: list[int]) -> list[int] | None:
         return token_ids if self.body.return_token_ids else None
 
     def _text(self, sample: Sample, start: int) -> str:
-        """The characters that tokens from `start` on add. What may be the head of a stop string is held back."""
+        """Return the text added by tokens from `start` on. A possible start of a stop string is held back."""
         if not sample.stop_strings:
             return detokenize(sample.tokens[start:])
         text, held = detokenize(sample.tokens), max(map(len, sample.stop_strings)) - 1
-        told = max(0, len(detokenize(sample.tokens[:start])) - held)
+        sent = max(0, len(detokenize(sample.tokens[:start])) - held)
         if sample.finish_reason is None:
-            return text[told : max(told, len(text) - held)]
+            return text[sent : max(sent, len(text) - held)]
         cut_off = isinstance(sample.stop_reason, str) and not self.body.include_stop_str_in_output
-        return (text.removesuffix(cast(str, sample.stop_reason)) if cut_off else text)[told:]
+        return (text.removesuffix(cast(str, sample.stop_reason)) if cut_off else text)[sent:]
 
     def _end(self, sample: Sample) -> Json:
-        """How the sample ended, and which weights made it; vLLM has the latter on /inference/v1/generate alone."""
+        """Return finish reason and weight versions of a sample; vLLM has versions only on /inference/v1/generate."""
         end: Json = {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
         if sample.finish_reason:
             spans = [{"version": version, "start": start, "end": end} for version, start, end in sample.spans]
@@ -412,7 +417,7 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """/v1/completions: any number of prompts, told prompt by prompt."""
+    """/v1/completions: any number of prompts, prompt by prompt."""
 
     body: CompletionBody
     whole_kind = chunk_kind = "text_completion"
@@ -429,7 +434,10 @@ class CompletionAnswer(Answer):
     def whole(self) -> Json:
         choices = [
             self._choice(sample, 0, read(sample.prompt))
-            | {"prompt_logprobs": self._prompt_logprobs(sample), "prompt_token_ids": self._told_ids(sample.prompt)}
+            | {
+                "prompt_logprobs": self._prompt_logprobs(sample),
+                "prompt_token_ids": self._ids_if_requested(sample.prompt),
+            }
             for sample in self.samples
         ]
         return self._envelope(self.whole_kind, choices) | {"usage": self.usage()}
@@ -438,13 +446,13 @@ class CompletionAnswer(Answer):
         return []
 
     def chunk(self, sample: Sample, start: int, context: int) -> Json:
-        prompt = self._told_ids(sample.prompt) if start == 0 else None
+        prompt = self._ids_if_requested(sample.prompt) if start == 0 else None
         return self._envelope(self.chunk_kind, [self._choice(sample, start, context) | {"prompt_token_ids": prompt}])
 
     def _choice(self, sample: Sample, start: int, context: int) -> Json:
         tokens = sample.tokens[start:]
         choice: Json = {"index": sample.index, "text": self._text(sample, start), "logprobs": None}
-        choice["token_ids"] = self._told_ids(tokens)
+        choice["token_ids"] = self._ids_if_requested(tokens)
         if self.body.logprobs is not None:
             choice["logprobs"] = self._logprobs(tokens, self._scores(sample, start, context, self.body.logprobs))
         return choice | self._end(sample)
@@ -484,14 +492,14 @@ class ChatAnswer(Answer):
         return self._envelope(self.whole_kind, choices) | {
             "usage": self.usage(),
             "prompt_logprobs": self._prompt_logprobs(self.samples[0]),
-            "prompt_token_ids": self._told_ids(self.prompts[0]),
+            "prompt_token_ids": self._ids_if_requested(self.prompts[0]),
         }
 
     def opening(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
         blank = {"delta": delta, "logprobs": None, "finish_reason": None}
         chunks = [self._envelope(self.chunk_kind, [{"index": sample.index} | blank]) for sample in self.samples]
-        return [chunk | {"prompt_token_ids": self._told_ids(self.prompts[0])} for chunk in chunks]
+        return [chunk | {"prompt_token_ids": self._ids_if_requested(self.prompts[0])} for chunk in chunks]
 
     def chunk(self, sample: Sample, start: int, context: int) -> Json:
         return self._envelope(self.chunk_kind, [self._choice(sample, start, context, "delta")])
@@ -499,7 +507,12 @@ class ChatAnswer(Answer):
     def _choice(self, sample: Sample, start: int, context: int, text_in: Literal["message", "delta"]) -> Json:
         tokens = sample.tokens[start:]
         text = {"content": self._text(sample, start)} | ({"role": "assistant"} if text_in == "message" else {})
-        choice: Json = {"index": sample.index, text_in: text, "logprobs": None, "token_ids": self._told_ids(tokens)}
+        choice: Json = {
+            "index": sample.index,
+            text_in: text,
+            "logprobs": None,
+            "token_ids": self._ids_if_requested(tokens),
+        }
         if self.body.logprobs:
             scores = self._scores(sample, start, context, self.body.top_logprobs or 0)
             choice["logprobs"] = {"content": [self._entry(*pair) for pair in zip(tokens, scores, strict=True)]}
@@ -515,21 +528,21 @@ class ChatAnswer(Answer):
 
 
 class Cursor:
-    """How far a stream has told one sample."""
+    """The position of a stream in one sample."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
-        self.told = 0
+        self.sent = 0
         self.ended = False
         self._context = sample.context
 
     def next_chunk(self, answer: Answer) -> Json | None:
-        """The tokens since the last chunk; None when there is nothing new."""
-        news = self.sample.tokens[self.told :]
+        """Return a chunk with the tokens since the last one; None without new tokens."""
+        news = self.sample.tokens[self.sent :]
         if self.ended or not (news or self.sample.finish_reason):
             return None
-        chunk = answer.chunk(self.sample, self.told, self._context)
+        chunk = answer.chunk(self.sample, self.sent, self._context)
         self._context = read(news, self._context)
-        self.told += len(news)
+        self.sent += len(news)
         self.ended = self.sample.finish_reason is not None
         return chunk

@@ -1,4 +1,4 @@
-"""vLLM's metrics, of a simulated engine."""
+"""vLLM's metrics of a simulated engine."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from engines.sim.scheduler import SimScheduler
 
 
 class SchedulerMetrics(Collector):
-    """vLLM's metrics, read off the scheduler when they are asked for."""
+    """Reads vLLM's metrics from the scheduler at each scrape."""
 
     def __init__(self, scheduler: SimScheduler, model_name: str, kv_tokens: int) -> None:
         self._scheduler = scheduler
@@ -35,7 +35,7 @@ class SchedulerMetrics(Collector):
         yield finished
 
     def _cache_config(self) -> Metric:
-        """As vLLM tells its KV cache: in the labels."""
+        """Return the size of the KV cache as labels, as vLLM does."""
         labels = {"engine": "0", "block_size": "1", "num_gpu_blocks": str(self._kv_tokens)}
         family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=list(labels))
         family.add_metric(list(labels.values()), 1)

@@ -1,6 +1,6 @@
-"""The language model of the simulated engine: tokens and log-probs as pure functions of context, draw and weights.
+"""The simulated language model: tokens and log-probs are pure functions of context, draw and weights.
 
-Nothing here has a state or a clock, so a test can recompute what any weight version would have answered.
+Without state or clock, so that a test can recompute the answer of any weight version.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from engines.config import SimConfig
 
 EOS_TOKEN = 2
 FIRST_TOKEN = 3  # ids below are special: padding, begin, end
-CHECKPOINT_VERSION = "default"  # vLLM's name for the weights it started with
+CHECKPOINT_VERSION = "default"  # vLLM's label of the checkpoint
 GREEDY = 0  # the draw of temperature 0
 
 _MASK = (1 << 64) - 1
@@ -24,9 +24,9 @@ _pack = Struct("<QQQ").pack
 
 @dataclass(frozen=True, slots=True)
 class SimModel:
-    """Autoregressive: the next token depends on every id before it, on the weights, and on the draw.
+    """An autoregressive model: a token depends on all ids before it, the weights, and the draw.
 
-    `held` names what an engine computes with, by version, where that is not the version it says.
+    `held` maps a reported version to the weights actually used, where they differ.
     """
 
     vocab_size: int
@@ -47,7 +47,7 @@ class SimModel:
         min_tokens: int = 0,
         ignore_eos: bool = False,
     ) -> list[int]:
-        """The completion of `prompt`; `versions` names the weights of all tokens, or one of each token."""
+        """Return the completion of `prompt`; `versions` is the weight version of all tokens, or one per token."""
         tokens: list[int] = []
         context = read(prompt)
         while len(tokens) < max_tokens and EOS_TOKEN not in tokens[-1:]:
@@ -58,34 +58,34 @@ class SimModel:
         return tokens
 
     def key(self, version: str, adapter: str = "") -> int:
-        """The weights that this engine computes with when it says `version`, under the adapter of this digest."""
+        """Return the key of the weights used for reported `version`, with the adapter of this digest."""
         held = self.held.get(version, version)
         return weights_key(f"{held} under {adapter}" if adapter else held)
 
     def next_token(self, context: int, draw: int, weights: int, may_end: bool = True) -> int:
-        """One token. Ends are as likely at every position, which makes lengths geometric."""
+        """Return one token. The chance of an end is the same everywhere, so lengths are geometric."""
         noise = _hash(context, draw, weights)
         if may_end and (noise >> 32) * self.mean_tokens < _HALF:
             return EOS_TOKEN
         return FIRST_TOKEN + (noise & (_HALF - 1)) % (self.vocab_size - FIRST_TOKEN)
 
     def logprob(self, context: int, token_id: int, weights: int) -> float:
-        """Teacher-forced log-prob of one token; that of the greedy token is above all others."""
+        """Return the teacher-forced log-prob of one token; the greedy token has the highest."""
         share = _hash(context, ~token_id & _MASK, weights) / (_MASK + 1)
         if token_id == self.next_token(context, GREEDY, weights):
             return -0.01 - 0.68 * share
         return -0.70 - 11.0 * share
 
     def jitter(self, context: int, neighbours: int) -> float:
-        """What reading a prompt beside others adds to a log-prob, between -1 and 1; nothing when it is read alone."""
+        """Return the effect of batching on a log-prob, from -1 to 1; 0 for a prompt alone."""
         return 2 * _hash(context, neighbours, 0) / (_MASK + 1) - 1 if neighbours else 0.0
 
     def rank(self, logprob: float) -> int:
-        """Rank in the vocabulary of a token with this log-prob."""
+        """Return the rank in the vocabulary of a token with this log-prob."""
         return 1 if logprob > -0.70 else 2 + int((-0.70 - logprob) / 11.0 * (self.vocab_size - 2))
 
     def likely(self, context: int, count: int, weights: int) -> dict[int, float]:
-        """Log-probs of `count` tokens, best first: the greedy one, and a sample of the rest of the vocabulary."""
+        """Return log-probs of `count` tokens, best first: the greedy token and a sample of the others."""
         best = self.next_token(context, GREEDY, weights)
         others = (FIRST_TOKEN + (best + i) % (self.vocab_size - FIRST_TOKEN) for i in range(self.vocab_size))
         chosen = list(dict.fromkeys([best, *_first(count, others)]))[:count]
@@ -94,7 +94,7 @@ class SimModel:
 
 
 def read(token_ids: Iterable[int], context: int = 0) -> int:
-    """The context after these ids: a rolling hash, so that a wrong id anywhere changes all that follows."""
+    """Return the context after these ids: a rolling hash, so that any wrong id changes all later tokens."""
     for token_id in token_ids:
         context = (context * 0x5851F42D4C957F2D + token_id + 1) & _MASK
     return context
@@ -102,32 +102,32 @@ def read(token_ids: Iterable[int], context: int = 0) -> int:
 
 @lru_cache(maxsize=1024)
 def weights_key(version: str) -> int:
-    """What a weight version adds to every hash."""
+    """Return the part of a weight version in every hash."""
     return _digest(f"weights {version}")
 
 
 def seeded_draw(seed: int, sample: int = 0) -> int:
-    """The draw of one sample of a request with this seed: as in vLLM, that of sample 0 of `seed + sample`."""
+    """Return the draw of a sample with this seed: as in vLLM, the draw of sample 0 with `seed + sample`."""
     return _digest(f"seed {seed + sample}") or 1
 
 
 def unseeded_draw(engine_seed: int, prompt_number: int, sample: int) -> int:
-    """The draw of a request that names no seed. As in vLLM, engines started with one seed repeat each other."""
+    """Return the draw of a request without seed. As in vLLM, engines with the same seed draw the same samples."""
     return _digest(f"engine {engine_seed} prompt {prompt_number} sample {sample}") or 1
 
 
 def tokenize(text: str) -> list[int]:
-    """One token a character."""
+    """Return one token per character."""
     return [FIRST_TOKEN + ord(character) for character in text]
 
 
 def detokenize(token_ids: Iterable[int]) -> str:
-    """The characters of these ids; special ids have none."""
+    """Return the characters of these ids; special ids have none."""
     return "".join(_character(token_id - FIRST_TOKEN) for token_id in token_ids if token_id >= FIRST_TOKEN)
 
 
 def is_token(token_id: int) -> bool:
-    """Prompts may hold any character, also one that the model never writes."""
+    """Return True for special ids and any Unicode character."""
     return 0 <= token_id <= FIRST_TOKEN + _MAX_CODE_POINT
 
 

@@ -1,6 +1,6 @@
-"""Continuous batching in virtual time: which samples of the simulated engine run, what they cost and what they hold.
+"""Continuous batching of the simulated engine in virtual time: admission, step cost and KV use.
 
-The loop is ahead of the real clock by at most a millisecond, and runs many steps between two turns of the event loop.
+The loop is at most 1 ms ahead of the real clock, and runs many steps per turn of the event loop.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _TURN_S = 0.005  # longest run of steps before connections get their turn
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sample:
-    """One completion: what was asked, and how far it is. Puts itself on `reports` every so often, and at its end."""
+    """One completion: its request and state. Puts itself on `reports` every `report_every` tokens and at its end."""
 
     request_id: str
     index: int
@@ -53,13 +53,13 @@ class Sample:
 
     @property
     def spans(self) -> list[tuple[str, int, int]]:
-        """(weight version, start, end) of each run of tokens."""
+        """Return (weight version, start, end) of each run of tokens."""
         ends = [start for _, start in self.version_starts[1:]] + [len(self.tokens)]
         runs = zip(self.version_starts, ends, strict=False)
         return [(version, start, end) for (version, start), end in runs if start < end]
 
     def is_stopped(self, token_id: int) -> bool:
-        """Whether `token_id`, just added, is or completes what it was told to stop at."""
+        """Return True if `token_id`, just added, is a stop token or completes a stop string."""
         if token_id in self.stop_token_ids:
             self.stop_reason = token_id
             return True
@@ -70,13 +70,13 @@ class Sample:
         return False
 
     def meet_weights(self, version: str) -> None:
-        """Tokens from here on are made by `version`."""
+        """Record that further tokens are made by `version`."""
         if not self.version_starts or self.version_starts[-1][0] != version:
             self.version_starts.append((version, len(self.tokens)))
 
 
 class PrefixCache:
-    """Hashes of token blocks whose KV is kept, least recently used first."""
+    """Hashes of cached token blocks, least recently used first."""
 
     def __init__(self, capacity_tokens: int) -> None:
         self._capacity_blocks = capacity_tokens // BLOCK_TOKENS
@@ -85,7 +85,7 @@ class PrefixCache:
         self.hit_tokens = 0
 
     def lookup(self, sample: Sample) -> int:
-        """Prompt tokens that need no prefill; the last token always does."""
+        """Return the number of cached prompt tokens; the last token is never cached."""
         hits = 0
         for block in sample.prompt_blocks[: (len(sample.prompt) - 1) // BLOCK_TOKENS]:
             if block not in self._blocks:
@@ -107,7 +107,7 @@ class PrefixCache:
 
 
 def block_hashes(token_ids: list[int], salt: str | None) -> list[int]:
-    """One hash for each full block, of everything up to its end."""
+    """Return a hash per full block, of all tokens up to its end."""
     hashes: list[int] = []
     parent = hash(salt)
     for start in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -128,7 +128,7 @@ class SimScheduler:
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         graph_seqs: int = GRAPH_SEQS,
     ) -> None:
-        """`graph_seqs` is the largest step that has a CUDA graph; 0 where none has."""
+        """`graph_seqs` is the largest batch with a CUDA graph; 0 for none."""
         self._config = config
         self._model = model
         self._max_num_seqs = max_num_seqs
@@ -148,7 +148,7 @@ class SimScheduler:
         self.finished: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Generate for ever."""
+        """Generate until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             await self._work.wait()
@@ -168,7 +168,7 @@ class SimScheduler:
         self._work.set()
 
     def abort(self, samples: Collection[Sample]) -> None:
-        """End these with the tokens they have; those that have ended stay as they are."""
+        """End unfinished samples with the tokens they have."""
         for sample in samples:
             if sample.finish_reason is None:
                 self._finish(sample, "abort")
@@ -177,11 +177,11 @@ class SimScheduler:
         self._account()
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Queue new samples from here on; `mode` says what becomes of the running ones."""
+        """Queue new samples until `resume`; `mode` decides on the running ones."""
         if mode is PauseMode.ABORT:
             self.abort([*self.running, *self.waiting])
         self.paused = mode
-        self._work.set()  # samples frozen by an earlier keep go on to their end
+        self._work.set()  # samples frozen by an earlier keep run to their end
         while mode is PauseMode.WAIT and self.running:
             self._drained.clear()
             await self._drained.wait()
@@ -193,13 +193,13 @@ class SimScheduler:
         self._work.set()
 
     def hold_version(self, version: str) -> None:
-        """The weights are `version` from the next step on."""
+        """Use weights `version` from the next step on."""
         self.version = version
         for sample in self.running:
             sample.meet_weights(version)
 
     def reset_prefix_cache(self, *, preempt: bool) -> bool:
-        """Forget all KV. Running samples hold theirs, unless they are sent back to be prefilled again."""
+        """Forget all KV; return False if running samples hold theirs. With `preempt` they are prefilled again."""
         if self.running and not preempt:
             return False
         while self.running:
@@ -212,7 +212,7 @@ class SimScheduler:
         return self.paused is not PauseMode.KEEP and bool(self.running or (self.waiting and self.paused is None))
 
     def _begin_step(self) -> float:
-        """Choose who takes part; returns the seconds until their tokens are there."""
+        """Choose the batch; return the seconds of the step."""
         cost_s = self._admit()
         while self.kv_used + len(self.running) > self._config.kv_tokens:
             self._preempt()
@@ -221,10 +221,10 @@ class SimScheduler:
         return cost_s + self._config.decode_step_s + self._config.decode_step_per_seq_s * others + eager_s
 
     def _admit(self) -> float:
-        """Start what fits, in order of arrival; returns the seconds of prefill."""
+        """Start samples that fit, in order of arrival; return the seconds of prefill."""
         prefilled = 0
         while self.waiting and self.paused is None and len(self.running) < self._max_num_seqs:
-            # One more than it holds, for the token that this step adds.
+            # One more for the token of this step.
             if self.kv_used + len(self.running) + self.waiting[0].held_tokens + 1 > self._config.kv_tokens:
                 break
             sample = self.waiting.popleft()
@@ -240,7 +240,7 @@ class SimScheduler:
         return prefilled / self._config.prefill_tokens_per_s + steps * self._config.prefill_step_s
 
     def _end_step(self) -> None:
-        """One token for each running sample."""
+        """Add one token to each running sample."""
         next_token = self._model.next_token
         keys = {"": self._model.key(self.version)}
         ended = False
@@ -266,7 +266,7 @@ class SimScheduler:
             self._account()
 
     def _preempt(self) -> None:
-        """Send the youngest running sample back; it keeps its tokens and is prefilled again later."""
+        """Return the youngest running sample to the queue; it keeps its tokens and is prefilled again."""
         sample = self.running.pop()
         self.waiting.appendleft(sample)
         self.kv_used -= sample.held_tokens

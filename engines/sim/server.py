@@ -1,6 +1,6 @@
-"""The simulated engine: a server process with vLLM's HTTP routes, and made-up tokens at settable speed.
+"""The simulated engine: a server process with vLLM's HTTP routes, and made-up tokens at a configured speed.
 
-`python -m engines.sim.server --port 8000 --model sim` takes the place of `vllm serve` in tests of scale and failure.
+`python -m engines.sim.server --port 8000 --model sim` replaces `vllm serve` in tests of scale and failure.
 """
 
 import argparse
@@ -105,7 +105,7 @@ class UnloadAdapterBody(BaseModel):
 
 
 class SimServer:
-    """The routes of one simulated replica."""
+    """The routes of one simulated engine."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class SimServer:
         return _json({"message": "Weight update finished"})
 
     def _take(self, version: str) -> None:
-        """Hold `version`, or only say so where this engine was told to fail in that."""
+        """Hold `version`, or only report it if `corrupt_after` is reached."""
         after, held = self.corrupt_after, self._model.held
         if after is not None and self._num_updates >= after:
             before = self._last_held
@@ -347,7 +347,7 @@ class SimServer:
         if asked.method == "load_snapshot":
             await asyncio.sleep(self._load_s)
             self._weights.break_off()
-            self._model.held.clear()  # it computes with what it says again
+            self._model.held.clear()  # the weights match the label again
         return _json({"results": [answer] * self._world_size})
 
     async def weight_info(self, _: web.Request) -> web.Response:
@@ -361,7 +361,7 @@ class SimServer:
             await self._generation
 
     async def _read(self, request: web.Request, kind: type[ModelBody]) -> ModelBody:
-        """The body, when it names a model that is served here."""
+        """Return the body. Raise `UnknownModel` if its model is not served here."""
         body = await _body(request, kind)
         if body.model and body.model != self._name and self._adapter(body.model) is None:
             raise UnknownModel(f"The model `{body.model}` does not exist. Valid aliases: {self._name}.", param="model")
@@ -379,7 +379,7 @@ class SimServer:
             return await (_stream(request, answer) if answer.body.stream else _whole(answer))
         finally:
             self._num_answers -= 1
-            self._scheduler.abort(answer.samples)  # a client that went away leaves some unfinished
+            self._scheduler.abort(answer.samples)  # a disconnected client leaves unfinished samples
 
 
 async def _whole(answer: Answer) -> web.Response:
@@ -454,16 +454,16 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m engines.sim.server", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--model", default="sim", help="the name it is served by")
-    parser.add_argument("--max-model-len", type=int, help="prompt plus completion; 32768 unless given")
+    parser.add_argument("--model", default="sim", help="served model name")
+    parser.add_argument("--max-model-len", type=int, help="prompt plus completion; default: 32768")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=MAX_NUM_BATCHED_TOKENS)
     parser.add_argument("--max-cudagraph-capture-size", type=int, default=GRAPH_SEQS)
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--seed", type=int, default=0, help="of requests that name none")
-    parser.add_argument("--world-size", type=int, default=1, help="ranks it takes in a weight transfer group")
-    parser.add_argument("--stream-interval", type=int, default=1, help="least tokens of a streamed chunk")
-    parser.add_argument("--enable-prompt-tokens-details", action="store_true", help="tell of cached prompt tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of requests without one")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks in a weight transfer group")
+    parser.add_argument("--stream-interval", type=int, default=1, help="minimum tokens per streamed chunk")
+    parser.add_argument("--enable-prompt-tokens-details", action="store_true", help="report cached prompt tokens")
     parser.add_argument("--enable-lora", action="store_true", help="take LoRA adapters at run time")
     parser.add_argument("--max-loras", type=int, default=1)
     parser.add_argument("--max-cpu-loras", type=int)
@@ -506,7 +506,7 @@ def main() -> None:
         world_size=arguments.world_size,
         adapters=_adapters(arguments),
     )
-    time.sleep(arguments.sim.start_s)  # like vLLM, refuses connections while it loads
+    time.sleep(arguments.sim.start_s)  # like vLLM, refuses connections during the load
     web.run_app(
         server.app(),
         host=arguments.host,

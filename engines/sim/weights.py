@@ -1,4 +1,4 @@
-"""The order of weight calls on a simulated engine, and what is wrong with those that a vLLM would refuse."""
+"""The order of weight calls on a simulated engine, with vLLM's refusals."""
 
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ _DTYPES = {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "in
 
 
 class InitInfo(BaseModel):
-    """How the transfer group is opened: the keys of vLLM's own backend."""
+    """Arguments to open a transfer group: the keys of vLLM's backend."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,7 +39,7 @@ class UpdateInfo(BaseModel):
 
 
 class WeightSession:
-    """The order of weight calls, as vLLM's workers keep it. Tensors are announced and checked; no data moves."""
+    """The order of weight calls, as in vLLM's workers. Announced tensors are checked; no data moves."""
 
     def __init__(self, tensors: dict[str, list[int]], world_size: int, worker: SimWorker) -> None:
         self._tensors = tensors
@@ -78,7 +78,7 @@ class WeightSession:
                 self._receive(parsed)
                 self._worker.see(parsed.names, parsed.shapes)
         except WeightUpdateConflict:
-            self._active = False  # vLLM gives the update up on any error
+            self._active = False  # vLLM abandons the update on any error
             raise
 
     def finish(self) -> None:

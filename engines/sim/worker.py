@@ -1,4 +1,4 @@
-"""The weights of the simulated engine: what our extension of vLLM's workers answers, on tensors that are all zeros."""
+"""The simulated engine's worker: the methods of our vLLM worker extension, on tensors of zeros."""
 
 import asyncio
 import math
@@ -25,11 +25,11 @@ class SimWorker:
         self._receives = False
 
     def damage(self, name: str) -> None:
-        """From now on tensor `name` arrives with a wrong byte."""
+        """Let tensor `name` arrive with a wrong byte from now on."""
         self._damaged.add(name)
 
     def see(self, names: list[str], shapes: list[list[int]]) -> None:
-        """Note tensors that were received."""
+        """Record received tensors."""
         if self._receives:
             self._received |= {name: self._zeros(name, shape) for name, shape in zip(names, shapes, strict=True)}
 
@@ -71,10 +71,10 @@ class SimWorker:
 
     def _load(self, path: str) -> None:
         if path == self._name:
-            return  # the checkpoint, of which there is no file
+            return  # the checkpoint has no file
         found = {name: tensor.shape for name, tensor in check_bytes(Path(path)).tensors.items()}
         if found != self._tensors:
-            raise WeightUpdateConflict(f"{path} holds other tensors than the model")
+            raise WeightUpdateConflict(f"{path} does not hold the model's tensors")
 
     def _zeros(self, name: str, shape: list[int]) -> RawTensor:
         content = bytearray(4 * math.prod(shape))

@@ -1,9 +1,8 @@
-"""Weights over gloo, where there is no NCCL: the group of trainer and engines, and the chunks that go through it.
+"""Weights over gloo, for hosts without NCCL: the group of trainer and engines, and its chunks.
 
 Both ends use this file: `trainer_client/trl.py` sends, `engines/inside_vllm/gloo_receiver.py` receives. A blocked
-gloo operation cannot be cancelled and closing a group under it does nothing, so the sender does not enter a broadcast
-before every receiver has said in the store that it will: until then it can be told to give up, and after that a death
-closes a socket.
+gloo operation cannot be cancelled. So the sender enters a broadcast only after every receiver has announced itself in
+the torch store: before that the wait can be cancelled, and after it a death closes a socket.
 """
 
 import contextlib
@@ -20,22 +19,22 @@ import torch.distributed as dist
 from engines.errors import WeightUpdateFailed
 
 Announced = tuple[str, torch.dtype, list[int]]
-"""Name, dtype and full shape of a tensor that is about to come."""
+"""Name, dtype and full shape of an announced tensor."""
 NamedTensor = tuple[str, torch.Tensor]
 
 TIMEOUT_S = 300.0
-"""Longest rendezvous and longest broadcast of one chunk; vLLM's own rendezvous waits as long."""
+"""Limit on the rendezvous and on the broadcast of one chunk, as in vLLM's rendezvous."""
 CHUNK_BYTES = 1 << 30
-"""A chunk is sent once it holds more than this; both ends must cut alike, and vLLM's packed NCCL transfer cuts so."""
+"""A chunk ends once it holds more than this, on both ends and in vLLM's packed NCCL transfer."""
 POLL_S = 0.002
 SENDER_RANK = 0
 
 
 class WeightGroup:
-    """One trainer (rank 0) and all workers of all engines. Broken by the first failure, and then only good to close."""
+    """One trainer (rank 0) and all workers of all engines. The first failure breaks the group for good."""
 
     def __init__(self, address: str, port: int, rank: int, world_size: int, timeout_s: float = TIMEOUT_S) -> None:
-        """`address` and `port` are the trainer's, which listens there. Joins nobody: see `join`."""
+        """`address` and `port` are the trainer's listener. `join` connects."""
         self.rank = rank
         self.world_size = world_size
         self._address = address
@@ -48,7 +47,7 @@ class WeightGroup:
         self._gloo: dist.ProcessGroupGloo | None = None
 
     def join(self) -> None:
-        """Wait for all ranks and connect with them; WeightUpdateFailed after `timeout_s` or when told to give up."""
+        """Wait for all ranks and connect. Raises WeightUpdateFailed after `timeout_s` or `give_up`."""
         try:
             self._store = self._open_store()
             self._store.add("joined", 1)
@@ -60,9 +59,9 @@ class WeightGroup:
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill `tensor` (contiguous, on CPU) on all receivers with the sender's; WeightUpdateFailed in `timeout_s`."""
+        """Fill `tensor` (contiguous, on CPU) on all receivers; WeightUpdateFailed after `timeout_s` or `give_up`."""
         if self._gloo is None or self._store is None:
-            raise WeightUpdateFailed(self._reason or "the weight group was not joined")
+            raise WeightUpdateFailed(self._reason or "the weight group is not joined")
         self._num_broadcasts += 1
         ready = f"ready/{self._num_broadcasts}"
         options = dist.BroadcastOptions()
@@ -78,18 +77,18 @@ class WeightGroup:
             raise self._broken(f"rank {self.rank} of {self.world_size} lost the group: {error}") from error
 
     def give_up(self, reason: str) -> None:
-        """From another thread: make whoever waits in this group stop and raise WeightUpdateFailed with `reason`."""
+        """From another thread: make waits in this group raise WeightUpdateFailed with `reason`."""
         self._reason = self._reason or reason
         self._given_up.set()
 
     def close(self, reason: str = "closed the group") -> None:
-        """Leave, and say why, so that a peer blocked on us gets an error now. May be called twice."""
+        """Leave and publish the reason, so that peers blocked on us get an error now. May be called twice."""
         self.give_up(reason)
         if self._store is not None:
-            # Where the sender is gone there is nobody to tell.
+            # The store ends with the sender.
             with contextlib.suppress(RuntimeError):
                 self._store.set("left", f"rank {self.rank}: {reason}")
-        # gloo closes its sockets in its destructor only; its shutdown() and abort() leave peers waiting.
+        # gloo closes its sockets only in its destructor; shutdown() and abort() leave peers waiting.
         self._gloo = None
         self._store = None
 
@@ -109,16 +108,16 @@ class WeightGroup:
         )
 
     def _agree_on_size(self, num_bytes: int) -> None:
-        """gloo would end the process where more comes than is awaited, and take less without a word."""
+        """Compare sizes first: gloo ends the process if it receives too much, and ignores a shortfall."""
         assert self._store is not None
         key = f"bytes/{self._num_broadcasts}"
         if self.rank == SENDER_RANK:
             self._store.set(key, str(num_bytes))
         elif (sent := int(self._store.get(key))) != num_bytes:
-            raise RuntimeError(f"{num_bytes} bytes were announced but {sent} are sent")
+            raise RuntimeError(f"{num_bytes} bytes were announced, but the sender sends {sent}")
 
     def _wait_for(self, counter: str, purpose: str) -> None:
-        """Return when all ranks have counted `counter` up."""
+        """Return when all ranks have incremented `counter`."""
         store = self._store
         assert store is not None
         deadline = time.monotonic() + self._timeout_s
@@ -126,7 +125,7 @@ class WeightGroup:
             if store.check(["left"]):
                 raise RuntimeError(f"a rank left: {store.get('left').decode()}")
             if self._given_up.is_set():
-                raise RuntimeError("told to give up")
+                raise RuntimeError("the wait was cancelled")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"waited {self._timeout_s:g} s {purpose}: {num_there} of {self.world_size} did")
             time.sleep(POLL_S)
@@ -135,14 +134,14 @@ class WeightGroup:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         options._threads = 1
-        # gloo would take the address of this machine's name, which in a container may lead nowhere.
+        # By default gloo resolves this machine's name, which may fail in a container.
         own = address_towards(self._address, self._port)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
         return dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.rank, self.world_size, options)
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of ours that packets to `host` leave from, so that `host` can reach us there. Sends nothing."""
+    """Return our address on the route to `host`. Sends nothing."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
@@ -150,13 +149,13 @@ def address_towards(host: str, port: int) -> str:
 
 
 def send(tensors: Iterator[NamedTensor], group: WeightGroup, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Broadcast `tensors` in order, packed as bytes. The receivers must have been told names, dtypes and shapes."""
+    """Broadcast `tensors` in order, packed as bytes. Receivers must know names, dtypes and shapes."""
     while (packed := pack(tensors, chunk_bytes)) is not None:
         group.broadcast(packed)
 
 
 def pack(tensors: Iterator[NamedTensor], chunk_bytes: int) -> torch.Tensor | None:
-    """The bytes of the next chunk; None when there is none. As vLLM's `pack_tensors`, which takes seconds to import."""
+    """Return the bytes of the next chunk, None at the end. Equals vLLM's `pack_tensors`, whose import takes seconds."""
     parts: list[torch.Tensor] = []
     size = 0
     while size <= chunk_bytes and (named := next(tensors, None)) is not None:
@@ -171,7 +170,7 @@ def receive(
     load: Callable[[list[NamedTensor]], object],
     chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
-    """Receive what `send` sends and hand it to `load`, one chunk of named tensors at a time."""
+    """Receive the tensors of `send` and pass each chunk to `load`."""
     for chunk in chunks(announced, chunk_bytes):
         packed = torch.empty(sum(map(num_bytes, chunk)), dtype=torch.uint8)
         group.broadcast(packed)
@@ -179,7 +178,7 @@ def receive(
 
 
 def unpack(packed: torch.Tensor, chunk: list[Announced]) -> list[NamedTensor]:
-    """Tensors over the bytes of `packed`. vLLM's `unpack_tensor` fails where a tensor lies at an odd place for it."""
+    """Return tensors over the bytes of `packed`. vLLM's `unpack_tensor` fails for unaligned tensors."""
     tensors = []
     for (name, dtype, shape), part in zip(chunk, packed.split([num_bytes(one) for one in chunk]), strict=True):
         aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
@@ -188,7 +187,7 @@ def unpack(packed: torch.Tensor, chunk: list[Announced]) -> list[NamedTensor]:
 
 
 def chunks(announced: Iterable[Announced], chunk_bytes: int) -> Iterator[list[Announced]]:
-    """Cut as `pack` does: a chunk ends with the tensor that takes it over `chunk_bytes`."""
+    """Yield the chunks of `pack`: a chunk ends with the tensor that exceeds `chunk_bytes`."""
     chunk: list[Announced] = []
     size = 0
     for tensor in announced:

@@ -1,7 +1,7 @@
-"""vLLM's packed transfer with the same streams in each update, on either end.
+"""A fix of vLLM's packed transfer, on both ends: the same CUDA streams in each update.
 
-Up to 0.27 it takes new ones for every update. Memory that torch has used on a stream it keeps for that stream, so each
-update takes its buffers of a gigabyte anew and leaves them behind, 32 times on a GPU (vLLM's issue 52950).
+vLLM up to 0.27 creates new streams for every update. torch caches memory per stream, so each update allocates its 1 GB
+buffers again and leaks the old ones, 32 times on a GPU (vLLM's issue 52950).
 """
 
 from itertools import cycle
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 _STREAMS = 2
-"""As many as the transfer has buffers, unless it is told otherwise."""
+"""The transfer's default number of buffers."""
 
 
 def keep_streams() -> None:
-    """Mend this process's vLLM where that has not been done and it does not do so itself."""
+    """Patch this process's vLLM once, unless its release has the fix."""
     from vllm.distributed.weight_transfer import packed_tensor
 
     if not hasattr(packed_tensor, "_get_streams") and not isinstance(packed_tensor.torch, _Torch):
@@ -23,7 +23,7 @@ def keep_streams() -> None:
 
 
 class _Torch(ModuleType):
-    """A module but for some of its names."""
+    """A module with some names replaced."""
 
     def __init__(self, module: ModuleType, **names: Any) -> None:
         super().__init__(module.__name__)
@@ -35,7 +35,7 @@ class _Torch(ModuleType):
 
 
 class _Streams:
-    """Called as a stream's class is, without arguments."""
+    """Replaces the stream class: a call returns the next stream of the current device."""
 
     def __init__(self) -> None:
         self._turns: dict[int, Any] = {}

@@ -1,7 +1,7 @@
-"""Receives a trainer's weights for replicas that load them from the store: `python -m engines.transfer.relay --port N`.
+"""The relay: receives a trainer's weights and writes them to the store: `python -m engines.transfer.relay --port N`.
 
-A process of its own, so that a transfer which hangs can be ended with it. It answers those of vLLM's weight routes that
-a receiver needs, receives as vLLM's workers do, and writes into a draft of the weight store what their tee would.
+A separate process, so that a blocked transfer ends with it. It has vLLM's weight routes for a receiver, receives like
+vLLM's workers, and writes a draft of the weight store with their tee. Replicas then load the version.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _MAX_BODY_BYTES = 256 << 20
 
 
 class NoModel:
-    """Stands where a worker has its model. What is loaded into it is gone, unless a tee stands before it."""
+    """Takes the place of a worker's model: discards loaded tensors, which only a tee sees."""
 
     def load_weights(self, weights: Iterable[NamedTensor]) -> None:
         for _ in weights:
@@ -39,17 +39,17 @@ class NoModel:
 
 
 class Receiver(Protocol):
-    """This process's end of a trainer's group. Blocking; good until its first failure."""
+    """This process's end of a trainer's group. Blocking; unusable after its first failure."""
 
     def join(self, init_info: Json) -> None:
-        """Leave the group before, if any, and return when the rendezvous of the next one is complete."""
+        """Leave any earlier group, and return after the rendezvous of the next."""
 
     def receive(self, update_info: Json) -> None:
-        """Hand all tensors announced to the model."""
+        """Pass all announced tensors to the model."""
 
 
 class GlooReceiver:
-    """Into host memory, over TCP."""
+    """Receives into host memory, over TCP."""
 
     def __init__(self, model: NoModel) -> None:
         self._model = model
@@ -59,8 +59,8 @@ class GlooReceiver:
     def join(self, init_info: Json) -> None:
         if not init_info.get("packed", True):
             raise InvalidRequest(
-                "the relay receives packed chunks over gloo, as TRL's client and WeightSender send them: set packed to "
-                "true, or weights.relay to never where the engines receive tensor by tensor",
+                "over gloo the relay receives only packed chunks, as from TRL's client and WeightSender: set packed to "
+                "true, or weights.relay to never if the engines receive tensor by tensor",
                 param="packed",
             )
         self._leave("a trainer opened a new group")
@@ -71,7 +71,7 @@ class GlooReceiver:
 
     def receive(self, update_info: Json) -> None:
         if self._group is None:
-            raise WeightUpdateFailed("the relay is in no group: call /init_weight_transfer_engine")
+            raise WeightUpdateFailed("the relay has no group: call /init_weight_transfer_engine first")
         dtypes = [getattr(torch, name) for name in update_info["dtype_names"]]
         announced = zip(update_info["names"], dtypes, update_info["shapes"], strict=True)
         try:
@@ -87,7 +87,7 @@ class GlooReceiver:
 
 
 class NcclReceiver:
-    """Into GPU memory, by the receiver that vLLM's workers have: packed chunks, or tensor by tensor."""
+    """Receives into GPU memory with the receiver of vLLM's workers: packed chunks, or tensor by tensor."""
 
     def __init__(self, model: NoModel, device: torch.device) -> None:
         from vllm.config import WeightTransferConfig
@@ -96,7 +96,7 @@ class NcclReceiver:
         torch.cuda.set_device(device)
         keep_streams()
         self._model = model
-        # Of vLLM's configuration a receiver reads its place among the workers alone, and here there is one.
+        # A receiver reads only its rank from vLLM's configuration; the relay is the only worker.
         place = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
         self._engine = _called(
             NCCLWeightTransferEngine,
@@ -118,13 +118,13 @@ class NcclReceiver:
 
 
 def _called(function: Callable[..., Any], **arguments: Any) -> Any:
-    """The function of vLLM's called with those arguments that its release knows."""
+    """Call vLLM's function with the arguments that its release has."""
     known = inspect.signature(function).parameters
     return function(**{name: value for name, value in arguments.items() if name in known})
 
 
 class RelayServer:
-    """The routes. The gateway makes one call at a time, and ends the process where one fails."""
+    """The relay's routes. The gateway makes one call at a time, and ends the process after a failure."""
 
     def __init__(self, receiver: Receiver, model: NoModel) -> None:
         self._receiver = receiver
@@ -148,7 +148,7 @@ class RelayServer:
         init_info = (await _object(request))["init_info"]
         for key in ("master_address", "master_port", "rank_offset", "world_size"):
             if init_info.get(key) is None:
-                raise InvalidRequest(f"init_info.{key} is missing: it says where the trainer's group is", param=key)
+                raise InvalidRequest(f"init_info.{key} is missing: it locates the trainer's group", param=key)
         await asyncio.to_thread(self._receiver.join, init_info)
         return _json({"message": "Weight transfer initialized"})
 
@@ -157,7 +157,7 @@ class RelayServer:
         return _json({"message": "Weights updated"})
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
-        """As vLLM has it for the methods of our workers that concern a receipt."""
+        """Answer vLLM's route for the receipt methods of our worker extension."""
         asked = await _object(request)
         match asked["method"]:
             case "open_receipt":
@@ -178,7 +178,7 @@ class RelayServer:
         self._tee = WeightTee(self._model, self._scribe)
 
     def _close(self) -> dict[str, str]:
-        """Returns when all is written: where a worker goes on to serve, a relay has nothing else to do."""
+        """Return the digests when all is written: unlike a worker, a relay has no rollouts to serve."""
         tee, self._tee = self._tee, None
         if tee is None or self._scribe is None:
             return {}
@@ -227,7 +227,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     model, device = NoModel(), torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch sees no GPU: weights.relay_device must name one of the gateway's node")
+        sys.exit("torch sees no GPU: set weights.relay_device to cpu, or to a GPU of the gateway's node")
     prepare(device)
     receiver = GlooReceiver(model) if device.type == "cpu" else NcclReceiver(model, device)
     web.run_app(

@@ -1,6 +1,6 @@
-"""What a vLLM worker does beside loading the tensors of an update: digest them, and as scribe copy them into the store.
+"""The tee of a vLLM worker: digests the tensors of an update, and as scribe copies them to the store.
 
-The tee stands before the model's `load_weights`, so it sees what any receiver hands over, gloo and NCCL alike.
+The tee wraps the model's `load_weights`, so it sees the tensors of any receiver, gloo or NCCL.
 """
 
 import contextlib
@@ -22,44 +22,44 @@ from engines.store.shard_writer import ShardWriter
 from engines.transfer.gloo import NamedTensor
 from engines.transfer.tensor_bytes import digest_on_host, on_host, raw_tensor
 
-log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's
+log = logging.getLogger("vllm.rollout_gateway")  # a child of vLLM's logger, whose handlers it uses
 
 _Load = Callable[[Iterable[NamedTensor]], Any]
 
 _BUDGET_BYTES = 4 << 30
-"""Tensors that wait in host memory for the disk."""
+"""Host memory for tensors that wait for the disk."""
 _SPARE_BYTES = 4 << 30
-"""Memory of a GPU that is left alone while tensors wait in it: the engine may need some."""
+"""GPU memory kept free for the engine while tensors wait there."""
 
 
 class WeightTee:
-    """One update as one worker sees it. Made at its start, closed at its end."""
+    """One update in one worker, from its start to its end."""
 
     def __init__(self, model: Any, scribe: "Scribe | None" = None, load: _Load | None = None) -> None:
-        """`load` takes the place of the model's own."""
+        """`load` replaces the model's `load_weights`."""
         self._model = model
         self._scribe = scribe
-        self._digests: dict[str, Any] = {}  # texts, and numbers that are still on a GPU
+        self._digests: dict[str, Any] = {}  # texts, or numbers still on a GPU
         self._is_blind = False
         self._load: _Load = load or model.load_weights
         model.load_weights = self._load_and_see
 
     def remove(self) -> None:
-        """The model loads as it did before."""
+        """Restore the model's `load_weights`."""
         if self._model.__dict__.get("load_weights") == self._load_and_see:
             del self._model.load_weights
 
     def close(self) -> dict[str, str]:
-        """End; the digest of each tensor received. What the scribe has is kept, or given up, by whoever has that."""
+        """End the tee; return the digest of each received tensor. The scribe's owner keeps or discards the copy."""
         self.remove()
         if self._scribe is not None:
             self._scribe.close()
         sums = {name: one for name, one in self._digests.items() if isinstance(one, torch.Tensor)}
-        told = torch.stack(list(sums.values())).tolist() if sums else []  # the GPU is waited for once
-        return self._digests | {name: _told(one) for name, one in zip(sums, told, strict=True)}
+        totals = torch.stack(list(sums.values())).tolist() if sums else []  # one wait for the GPU
+        return self._digests | {name: _hex(one) for name, one in zip(sums, totals, strict=True)}
 
     def drop(self) -> None:
-        """End without a result: the draft is worth nothing."""
+        """End without a result; discard the draft."""
         self.remove()
         if self._scribe is not None:
             self._scribe.give_up("the update was aborted")
@@ -68,27 +68,27 @@ class WeightTee:
         tensors = list(weights)
         try:
             self._digests |= {} if self._is_blind else _digests(tensors)
-        except Exception as error:  # such as a GPU without the memory for it: the update is worth more
-            log.exception("digests of this update are given up")
+        except Exception as error:  # such as no GPU memory: the update goes on
+            #             log.exception("this update has no digests")
             self._is_blind = True
             self._digests.clear()
             if self._scribe is not None:
-                self._scribe.give_up(f"the worker could not digest what it received: {error}")
+                self._scribe.give_up(f"the worker could not digest the received tensors: {error}")
         if self._scribe is None or self._is_blind:
             return self._load(tensors)
-        # A copy to the host runs beside the load; the stream that uses the receiver's buffer again waits for it.
+        # The copy to the host runs beside the load; reuse of the receiver's buffer waits for it.
         with self._scribe.copying([(name, tensor, self._digests[name]) for name, tensor in tensors]):
             return self._load(tensors)
 
 
 class Scribe:
-    """Writes what one worker receives into a draft, in a thread of its own.
+    """Writes the tensors of one worker to a draft, in its own thread.
 
-    The transfer waits for it at most `wait_s` in all; what would take longer is given up, and the draft says so.
+    The transfer waits for it at most `wait_s` in total; a slower draft is abandoned, with the reason in it.
     """
 
     def __init__(self, draft: Path, model: str, base: Path | None, names: Iterable[str], wait_s: float) -> None:
-        """Of `names`, what never comes is taken from the checkpoint or version in folder `base`."""
+        """Missing tensors among `names` are copied from the checkpoint or version in folder `base`."""
         self._draft = Draft(draft, model)
         self._base = base
         self._expected = list(names)
@@ -99,27 +99,27 @@ class Scribe:
         self._room = threading.Condition()
         self._stream: Any = None
         self._left_on_device: int | None = None
-        # What waits in GPU memory leaves it once it is to be kept: on its way beside an update it would hold that up.
+        # Tensors in GPU memory are copied out only after `keep`: earlier copies would slow the update.
         self._may_leave = threading.Event()
         self.is_kept = False
         self._thread = threading.Thread(target=self._write, name="scribe", daemon=True)
         self._thread.start()
 
     def copying(self, tensors: Sequence[tuple[str, torch.Tensor, Any]]) -> "_Copying":
-        """Tensors are kept, or copies under way, when entered, and safe from the receiver's next chunk when left."""
+        """Return a context: on entry copies are started, on exit they are safe from the receiver's next chunk."""
         return _Copying(self, tensors)
 
     def close(self) -> None:
-        """No more tensors come."""
+        """Mark the end of the tensors."""
         self._waiting.put(None)
 
     def keep(self) -> None:
-        """The version is committed: write down what has come, and what comes."""
+        """Write all tensors, received and still to come: the version is committed."""
         self.is_kept = True
         self._may_leave.set()
 
     def give_up(self, reason: str) -> None:
-        """Stop, and say why in the draft."""
+        """Stop, and record the reason in the draft."""
         with self._room:
             self._given_up = self._given_up or reason
             self._room.notify_all()
@@ -127,12 +127,12 @@ class Scribe:
         self._waiting.put(None)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Whether the writer ended in time; without a limit, once it has."""
+        """Wait for the writer; return True if it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def has_room(self, num_bytes: int) -> bool:
-        """Wait for the writer while too much waits for the disk. False where this draft is given up."""
+        """Wait while the disk is behind. Return False if the draft is abandoned."""
         self._may_leave.set()
         began = time.monotonic()
         with self._room:
@@ -148,17 +148,17 @@ class Scribe:
         return not self._given_up
 
     def keeps(self, num_bytes: int, device: torch.device) -> bool:
-        """Whether so much more may stay on the GPU until it is written."""
+        """Reserve GPU memory for tensors that wait to be written; return False without room."""
         if self._left_on_device is None:
-            self._left_on_device = room_on(device)  # asked once: torch takes half a millisecond to say
+            self._left_on_device = room_on(device)  # once: torch takes 0.5 ms
         if num_bytes > self._left_on_device:
             return False
         self._left_on_device -= num_bytes
         return True
 
     def put(self, copies: "Iterable[_Copy]") -> None:
-        """Have these written, and let go of each once it is."""
-        if not self._given_up:  # nobody would take them out any more, and they may be as large as the model
+        """Queue tensors for writing; each is freed when written."""
+        if not self._given_up:  # the writer has ended, and they may be as large as the model
             self._waiting.put(deque(copies))
 
     def stream(self, device: torch.device) -> Any:
@@ -170,7 +170,7 @@ class Scribe:
         try:
             with ShardWriter(self._draft) as writer:
                 self._write_all(writer)
-        except Exception as error:  # whatever it is, the draft says it and the update goes on
+        except Exception as error:  # recorded in the draft; the update goes on
             self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))
         if self._given_up:
             self._let_all_go()
@@ -208,10 +208,10 @@ class Scribe:
 
 
 class _Copy:
-    """A tensor as it was received, on its GPU, or a copy of it in host memory; there, or on its way until `done`."""
+    """A received tensor on its GPU, or its copy in host memory; complete after `done`."""
 
     def __init__(self, name: str, tensor: torch.Tensor, digest: str, done: Any = None, stream: Any = None) -> None:
-        """`stream` is what a tensor leaves its GPU on."""
+        """`stream` copies a tensor from its GPU."""
         self._name = name
         self._tensor = tensor
         self._digest = digest
@@ -220,7 +220,7 @@ class _Copy:
 
     @property
     def budgeted(self) -> int:
-        """Bytes of the host's memory that it takes while it waits."""
+        """Bytes of host memory that it takes until written."""
         return 0 if self._stream is not None else self._tensor.nbytes
 
     def raw(self) -> RawTensor:
@@ -244,9 +244,9 @@ class _Copying:
     def __enter__(self) -> None:
         try:
             self._begin()
-        except RuntimeError as error:  # such as a host without the memory for it: the update is worth more
-            log.exception("the copy of this update is given up")
-            self._scribe.give_up(f"the worker could not copy what it received: {error}")
+        except RuntimeError as error:  # such as no host memory: the update goes on
+            #             log.exception("this update is not copied to the store")
+            self._scribe.give_up(f"the worker could not copy the received tensors: {error}")
 
     def _begin(self) -> None:
         if self._device is not None and self._scribe.keeps(self._num_bytes, self._device):
@@ -260,7 +260,7 @@ class _Copying:
             self._copy_to_host(self._device)
 
     def _keep(self, device: torch.device) -> None:
-        """On its GPU a tensor needs no copy: receivers there take new memory for each chunk."""
+        """Keep tensors on the GPU without a copy: receivers allocate new memory for each chunk."""
         done, stream = torch.cuda.Event(), self._scribe.stream(device)
         done.record(torch.cuda.current_stream(device))
         self._scribe.put(_Copy(name, t, _known(digest), done, stream) for name, t, digest in self._tensors)
@@ -283,36 +283,36 @@ class _Copying:
 
 
 def prepare(device: torch.device) -> None:
-    """Compile what digests tensors on this device, if anything: no update shall wait for it."""
+    """Compile the digest kernel of this device ahead of updates."""
     if device.type == "cuda":
         try:
             _digests([("", torch.zeros(1, device=device))])
-        except Exception:  # an update does without digests, and says so
+        except Exception:  # updates then go without digests, and log it
             log.exception("tensors on %s cannot be digested", device)
 
 
 def _digests(tensors: Sequence[NamedTensor]) -> dict[str, Any]:
-    """By name: a text, or a number that is still on its way on the tensor's GPU."""
+    """Return digests by name: texts, or numbers still on the tensor's GPU."""
     on_gpu = [tensor for _, tensor in tensors if tensor.is_cuda]
     sums: Iterator[torch.Tensor] = iter(())
     if on_gpu:
-        from engines.transfer.device_sum import sums_on_device  # needs Triton, which is where GPUs are
+        from engines.transfer.device_sum import sums_on_device  # needs Triton, which CPU hosts lack
 
         sums = iter(sums_on_device(on_gpu).unbind())
     return {name: next(sums) if tensor.is_cuda else digest_on_host(tensor) for name, tensor in tensors}
 
 
 def room_on(device: torch.device) -> int:
-    """Bytes of a GPU that copies may take: what nobody has, and what torch has of this process and does not use."""
+    """Return GPU bytes available to copies: free memory plus torch's unused cache, less the reserve."""
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + unused - _SPARE_BYTES)
 
 
 def _known(digest: Any) -> str:
-    """The store's digest of a tensor on a GPU is made from its copy."""
+    """Return a text digest; "" for a tensor on a GPU, whose digest the store makes from its copy."""
     return digest if isinstance(digest, str) else ""
 
 
-def _told(total: int) -> str:
+def _hex(total: int) -> str:
     return f"sum64:{total & (1 << 64) - 1:016x}"

@@ -1,4 +1,4 @@
-"""Torch tensors as bytes in host memory, as the store has them. Those on a GPU are digested by `device_sum.py`."""
+"""Torch tensors as bytes in host memory, the store's form. `device_sum.py` digests tensors on a GPU."""
 
 import torch
 
@@ -7,15 +7,15 @@ from engines.store.manifest import digest_of
 
 
 def raw_tensor(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:
-    """The tensor's bytes where it is contiguous on the host, else those of a copy there."""
+    """Return the bytes of a tensor, without a copy if it is contiguous on the host."""
     there = on_host(tensor.detach()).contiguous()
     dtype = str(there.dtype).removeprefix("torch.")
     return RawTensor(name, dtype, list(there.shape), there.data_ptr(), there.nbytes, there, digest)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in host memory. What comes from a GPU lands in pinned memory, which the GPU fills many times as fast
-    as any other and beside its kernels; torch keeps that for the next tensor."""
+    """Return the tensor in host memory. A GPU tensor is copied to pinned memory, which is many times faster and runs
+    beside kernels; torch reuses the memory for the next tensor."""
     if not tensor.is_cuda:
         return tensor.cpu()
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -25,5 +25,5 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest_on_host(tensor: torch.Tensor) -> str:
-    """Digest of a tensor on the host, as the store has it."""
+    """Return the store's digest of a tensor on the host."""
     return digest_of(raw_tensor("", tensor).bytes)

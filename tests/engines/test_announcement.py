@@ -79,7 +79,7 @@ FUSED = Model(
     ],
 )
 def test_tensors_that_vllm_holds_as_one_come_together(sent: list[str], missing: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"and not '{LAYER}.{missing}', which vLLM holds together"):
+    with pytest.raises(InvalidRequest, match=f"without '{LAYER}.{missing}', and vLLM fuses the two"):
         check_fused({f"{LAYER}.{name}" for name in sent}, FUSED)
 
 

@@ -57,7 +57,7 @@ def test_serve_tells_in_our_own_words_why_an_engine_did_not_come_up_and_does_not
     assert found.status == "DEPLOY_FAILED"
     assert any(
         line.startswith("engines.errors.EngineStartFailed: replica engine-")
-        and line.endswith("take it out of engine.extra, or correct its name")
+        and line.endswith("remove it from engine.extra, or correct its name")
         for line in lines
     )
     assert len(list(tmp_path.iterdir())) == 1

@@ -122,7 +122,7 @@ async def test_a_prompt_waits_for_the_weights_that_it_asks_for(rig: Rig, client:
 
 
 async def test_weights_that_nobody_makes_are_awaited_for_a_bounded_time_and_named(client: RolloutClient) -> None:
-    with pytest.raises(DeadlineExceeded, match=r"within timeout_s = 0\.3; it asks for min_version = 9"):
+    with pytest.raises(DeadlineExceeded, match=r"within timeout_s = 0\.3; it requires min_version = 9"):
         await client.generate(PROMPTS[:1], TOKENS, min_version=9, timeout_s=0.3).gather()
 
 
@@ -131,7 +131,7 @@ async def test_the_turns_of_a_session_go_to_one_replica(rig: Rig, client: Rollou
         await client.generate(PROMPTS[:1], TOKENS, sessions=["agent-1"]).gather()
     _, status = await rig.get("/status")
     assert sorted(replica["samples_placed"] for replica in status["replicas"]) == [0, 4 * TOKENS.n]
-    with pytest.raises(InvalidRequest, match="sessions names 1 for 3 prompts"):
+    with pytest.raises(InvalidRequest, match="sessions has 1 ids for 3 prompts"):
         client.generate(PROMPTS, TOKENS, sessions=["agent-1"])
 
 
@@ -334,7 +334,7 @@ async def test_what_is_missing_is_named_when_the_wait_for_it_runs_out(start_rig:
 
 async def test_a_gateway_that_does_not_exist_is_waited_for_and_named() -> None:
     async with RolloutClient(f"http://127.0.0.1:{free_port()}") as client:
-        with pytest.raises(DeadlineExceeded, match=r"not ready after 0.3 s: .*not reached"):
+        with pytest.raises(DeadlineExceeded, match=r"not ready after 0.3 s: .*is unreachable"):
             await client.wait_ready(timeout_s=0.3)
 
 
@@ -433,7 +433,7 @@ async def test_a_reply_without_all_samples_is_not_delivered(choices: list[Any]) 
         return web.json_response({"choices": choices})
 
     async with Played(short) as gateway:
-        with pytest.raises(EngineError, match=f"2 completions were asked for, and {len(choices)} came"):
+        with pytest.raises(EngineError, match=f"2 completions were requested, but the reply has {len(choices)}"):
             await rollout_of(gateway.url, attempts=2)
     assert len(gateway.request_ids) == 2
 

@@ -1,1 +1,1 @@
-"""Weight senders: what a trainer pushes, and the transports that carry it."""
+"""Weight senders: pushed tensors and their transports."""

@@ -1,7 +1,7 @@
-"""How tensors leave the trainer: a group with all workers of all engines, over gloo or NCCL.
+"""Channels: a transfer group with all workers of all engines, over gloo or NCCL.
 
-Both end in time whatever the engines do. A gloo sender is told to give up before it enters a broadcast; an NCCL
-communicator can be aborted under one, from another thread.
+Both have bounded waits. A gloo sender can be cancelled before it enters a broadcast; an NCCL communicator can be
+aborted during one, from another thread.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ _ABORT_S = 5.0
 
 
 class Channel(Protocol):
-    """One group, of which the trainer is rank 0. Good until its first failure."""
+    """A group with the trainer as rank 0. Unusable after its first failure."""
 
     def join(self) -> None:
-        """Wait for all workers; `WeightUpdateFailed` in time, or when told to give up."""
+        """Wait for all workers; `WeightUpdateFailed` on timeout or `give_up`."""
 
     def send(self, tensors: Iterator[NamedTensor]) -> None:
-        """Broadcast tensors that the engines were told of; `WeightUpdateFailed` in time, or when told to give up."""
+        """Broadcast announced tensors; `WeightUpdateFailed` on timeout or `give_up`."""
 
     def give_up(self, reason: str) -> None:
-        """From another thread: make whoever waits here stop and raise `WeightUpdateFailed` with `reason`."""
+        """From another thread: make waits in this group raise `WeightUpdateFailed` with `reason`."""
 
     def close(self, reason: str = "closed the group") -> None:
         """Leave. May be called twice."""
 
 
 class GlooChannel(WeightGroup):
-    """Over TCP, from host memory: for engines without CUDA."""
+    """Sends over TCP from host memory, to engines without CUDA."""
 
     def __init__(self, address: str, port: int, world_size: int, timeout_s: float) -> None:
         super().__init__(address, port, SENDER_RANK, world_size, timeout_s)
@@ -47,11 +47,13 @@ class GlooChannel(WeightGroup):
 
 
 class NcclChannel:
-    """From GPU memory, by vLLM's own packed sender, which the trainer's vLLM brings (0.26 and later)."""
+    """Sends from GPU memory with the packed sender of the trainer's vLLM (0.26 and later)."""
 
     def __init__(self, address: str, port: int, world_size: int, timeout_s: float, device: torch.device) -> None:
         if device.type != "cuda":
-            raise ConfigError(f"the engines receive over NCCL, but device is {str(device)!r}: give the trainer's GPU")
+            raise ConfigError(
+                f"the engines receive over NCCL, but device is {str(device)!r}: set it to the trainer's GPU"
+            )
         self._info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
         self._place = f"{address}:{port}"
         self._timeout_s = timeout_s
@@ -75,10 +77,10 @@ class NcclChannel:
         group, self._group = self._group, None
         if group is None:
             return
-        # Not destroyed but aborted, since that waits for nobody; a communicator that is broken already says so.
+        # Aborted, not destroyed: an abort does not wait. A broken communicator raises RuntimeError.
         with contextlib.suppress(RuntimeError):
             group.nccl.ncclCommAbort(group.comm)
-        # The store holds the socket that the engines would go on waiting on.
+        # Closes the store's socket, on which the engines wait.
         group.group.store = None
         group.group.socket = None
 
@@ -109,9 +111,9 @@ class NcclChannel:
         torch.cuda.synchronize(self._device)
 
     def _bounded(self, work: Callable[[], None], purpose: str) -> None:
-        """Run `work` on a thread, and abort the communicator under it when the time is over or somebody says so.
+        """Run `work` on a thread; abort the communicator on timeout or `give_up`.
 
-        A rendezvous has no communicator yet: its thread ends with the store's own time limit.
+        A rendezvous has no communicator yet: its thread ends with the store's timeout.
         """
         failed: list[Exception] = []
 
@@ -130,7 +132,7 @@ class NcclChannel:
             reason = self._reason or f"waited {self._timeout_s:g} s {purpose}"
             self.close(reason)
             thread.join(_ABORT_S)
-            raise WeightUpdateFailed(f"the NCCL group was given up: {reason}")
+            raise WeightUpdateFailed(f"the NCCL group was aborted: {reason}")
         if failed:
             self.close(str(failed[0]))
             if isinstance(failed[0], RuntimeError):  # NCCL's, CUDA's and the store's
@@ -139,7 +141,7 @@ class NcclChannel:
 
 
 def _engine_class() -> Any:
-    """vLLM's NCCL transfer, which up to 0.27 had the trainer's side as static helpers."""
+    """Return vLLM's NCCL transfer class; up to 0.27 it has static helpers for the trainer."""
     try:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
     except ModuleNotFoundError as error:

@@ -1,6 +1,6 @@
-"""A version goes through one process group of the trainer and all workers of all replicas, over gloo or NCCL.
+"""The group transport: one process group of the trainer and all workers of all replicas, over gloo or NCCL.
 
-The group is opened with the first push, and anew after a failure or when a replica has left it.
+The group is opened by the first push, and opened again after a failure or a replica's departure.
 """
 
 import contextlib
@@ -24,8 +24,12 @@ Backend = Literal["gloo", "nccl"]
 
 
 class GroupTransport:
-    """`backend` is what the engines say they receive over, unless named. `device` is the trainer's GPU for NCCL.
-    `address` and `port` are where engines find the trainer: unless given, where the gateway does, and a free one."""
+    """Sends weights over a process group.
+
+    backend: default: the engines'.
+    device: the trainer's GPU for NCCL.
+    address, port: the trainer's listener for the engines; default: its address towards the gateway, and a free port.
+    """
 
     def __init__(
         self,
@@ -46,10 +50,10 @@ class GroupTransport:
         self._channel: Channel | None = None
 
     def push(self, parts: Iterable[Part], options: PushOptions) -> int:
-        """Send part after part in one update. `version` is refused where it is not the next one."""
+        """Send all parts in one update. Raise `WeightUpdateConflict` unless `version` is the next one or None."""
         if options.rolling:
             raise ConfigError(
-                "rolling = True: the replicas of a group receive together; a version goes to one after the other with "
+                "rolling = True: the replicas of a group receive together; for rolling updates use "
                 "WeightSender(transport='store')"
             )
         self._check_version(options.version)
@@ -69,11 +73,11 @@ class GroupTransport:
             channel.close(reason)
 
     def _give_up(self, reason: str) -> None:
-        """Leave the group, and have the gateway end the update where it has not done so itself."""
+        """Leave the group, and let the gateway end the update if it is still open."""
         had_group = self._channel is not None
         self.close(reason)
         if had_group:
-            # The failure itself is what the trainer must learn of; a gateway that is away ends the update by itself.
+            # The trainer needs the first error; an unreachable gateway ends the update by itself.
             with contextlib.suppress(RolloutGatewayError):
                 self._client.abandon_weight_update(reason)
 
@@ -85,8 +89,8 @@ class GroupTransport:
         )
 
     def _start(self, in_flight: InFlight | None) -> Channel:
-        """Open the update, in a new group where there is none. Nothing is touched when a start is refused, so that one
-        which meets a group that a replica has left may follow again."""
+        """Open the update, in a new group if there is none. A refused start changes nothing, so that it can be retried
+        in a new group after a replica has left."""
         if self._channel is not None:
             try:
                 self._client.start_weight_update(self._timeout_s, in_flight=in_flight)
@@ -119,24 +123,24 @@ class GroupTransport:
         try:
             self._beside(channel, lambda: self._client.init_weight_transfer(init_info, self._timeout_s), channel.join)
         except DeadlineExceeded as error:
-            channel.close("the group did not come about")
+            channel.close("the group was not formed")
             raise DeadlineExceeded(
-                f"the engines did not all join the trainer at {address}:{port} within {self._timeout_s:g} s: they must "
-                f"reach it there; give WeightSender an address and a port that are open to them ({error})"
+                f"not all engines joined the trainer at {address}:{port} within {self._timeout_s:g} s; give "
+                f"WeightSender an address and a port that they can reach ({error})"
             ) from error
         except BaseException:
-            channel.close("the group did not come about")
+            channel.close("the group was not formed")
             raise
         return channel
 
     def _check_gpu_is_free(self, device: torch.device) -> None:
-        """NCCL takes one rank a GPU."""
+        """Raise `ConfigError` if a replica runs on the trainer's GPU: NCCL takes one rank per GPU."""
         gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         if (replica_id := self._client.served_weights().gpus.get(gpu)) is not None:
             raise ConfigError(
-                f"device = {str(device)!r} is {gpu}, on which replica {replica_id} runs, and NCCL connects no two "
-                "ranks on one GPU: give the trainer a GPU of its own (`rollout-gateway up --gpus` leaves it the "
-                "others), or say transport='store'"
+                f"device = {str(device)!r} is {gpu}, also used by replica {replica_id}, and NCCL needs a GPU per rank: "
+                "give the trainer its own GPU (`rollout-gateway up --gpus` leaves it the "
+                "others), or use transport='store'"
             )
 
     def _receives_over(self) -> Backend:
@@ -151,7 +155,7 @@ class GroupTransport:
             case other:
                 raise ConfigError(
                     f"the engines behind {self._client.url} receive weights over {other!r}, which WeightSender does "
-                    "not speak: start them with gloo or nccl, or say transport='store'"
+                    "not support: start them with gloo or nccl, or use transport='store'"
                 )
 
     def _check_version(self, version: int | None) -> None:
@@ -160,11 +164,11 @@ class GroupTransport:
         served = self._client.weight_version()
         if version != served + 1:
             raise WeightUpdateConflict(
-                f"version = {version} is to be pushed, but {self._client.url} serves {served}: the next is {served + 1}"
+                f"version = {version} cannot be pushed: {self._client.url} serves {served}, so the next is {served + 1}"
             )
 
     def _beside(self, channel: Channel, call: Callable[[], None], collective: Callable[[], None]) -> None:
-        """A call to the gateway while the trainer takes part in what it is for. Whichever fails ends the other."""
+        """Call the gateway and take part in the collective at the same time. A failure of either ends the other."""
 
         def answered() -> None:
             try:
@@ -178,7 +182,7 @@ class GroupTransport:
             try:
                 collective()
             except WeightUpdateFailed as error:
-                # The gateway's own error says which replica it was; ours only that the group broke.
+                # The gateway's error names the replica; ours does not.
                 channel.close(str(error))
                 answer.result()
                 raise
@@ -189,14 +193,14 @@ class GroupTransport:
 
 
 def _free_port(port: int) -> int:
-    """`port` of this machine, or any; `ConfigError` where somebody else has it."""
+    """Return `port`, or a free one for 0; raise `ConfigError` if it is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the group's own listener does
         try:
             probe.bind(("", port))
         except OSError as error:
             raise ConfigError(
-                f"port = {port}: the trainer cannot listen there ({error.strerror}); give WeightSender one that is "
-                "free, or none"
+                f"port = {port}: the trainer cannot listen there ({error.strerror}); give WeightSender a free "
+                "port, or none"
             ) from error
         return int(probe.getsockname()[1])

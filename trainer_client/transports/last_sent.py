@@ -1,7 +1,8 @@
-"""What a sender gave the store last, in host memory, so that it writes the elements that have changed since.
+"""The tensors sent to the store last, kept in host memory to find changed elements.
 
-The copy is as large as the model. To read the version before from the store instead would need none, and would bring
-all of it over the network to a trainer on another machine, in every step, to save writing it.
+The copy is as large as the model. The alternative, to read the version before from the store, would move a whole
+version
+over the network to a trainer on another machine in every step.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from engines.store.draft import ChangedTensor, RawTensor
 from engines.store.manifest import StoredTensor, digest_of
 
 _WORTH = 0.25
-"""Changed elements are written where they take less than this share of the tensor: joining them costs as well."""
+"""Largest share of a tensor's bytes to write as changed elements: joining them has a cost too."""
 
 
 @dataclass(slots=True)
@@ -24,13 +25,14 @@ class _Sent:
 
 
 class LastSent:
-    """Of each tensor the bytes that were sent last. What is to be sent next takes their place."""
+    """The last sent bytes of each tensor, replaced by each send."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, _Sent] = {}
 
     def narrowed(self, tensor: RawTensor, base: Mapping[str, StoredTensor]) -> RawTensor | ChangedTensor:
-        """The tensor as it is to be written: as changes, where `base`, the version served, has what was sent last."""
+        """Return the tensor for the store: only its changes, if few and if `base`, the served version, has the last
+        sent bytes."""
         content, digest = np.frombuffer(tensor.bytes, np.uint8), digest_of(tensor.bytes)
         sent, served = self._tensors.get(tensor.name), base.get(tensor.name)
         if sent is None or sent.content.size != content.size:
@@ -50,7 +52,7 @@ class LastSent:
         return ChangedTensor(tensor.name, tensor.dtype, tensor.shape, digest, before, elements)
 
     def forget(self) -> None:
-        """Everything goes whole next."""
+        """Forget all tensors: the next send is complete."""
         self._tensors.clear()
 
 

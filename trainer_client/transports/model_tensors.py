@@ -1,7 +1,7 @@
-"""The tensors of a torch model under the names that a checkpoint has for them, whatever wraps or shards the model.
+"""The tensors of a torch model under their checkpoint names, for any wrapper or sharding.
 
-FSDP, FSDP2 and tensor-parallel models give sharded tensors here, which `sharded.py` gathers. Importing this loads torch
-alone: of torch.distributed only what the trainer has loaded itself.
+FSDP, FSDP2 and tensor-parallel models give sharded tensors, which `sharded.py` gathers. The import loads only torch;
+torch.distributed is used only if the trainer has loaded it.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ _ADAPTERS = (".lora_A.", ".lora_B.", ".base_layer.")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedOnes:
-    """One tensor under all names that it has: several where it is tied. `is_buffer` where it is no parameter."""
+    """A tensor with all its names, several if tied. `is_buffer` is False for parameters."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
@@ -27,13 +27,13 @@ class NamedOnes:
 
 
 def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
-    """Parameters and persistent buffers, in the model's order. Where the model is sharded every rank must ask."""
+    """Return parameters and persistent buffers, in the model's order. A collective call if the model is sharded."""
     model = _unwrapped(model)
     state = _state(model)
     if adapted := next((name for name in state if any(part in name for part in _ADAPTERS)), None):
         raise InvalidRequest(
-            f"the model has {adapted!r}, so it wears a LoRA adapter: push what merge_and_unload() returns, or serve "
-            "the adapter as one with POST /v1/load_lora_adapter",
+            f"the model has {adapted!r}, a part of a LoRA adapter: push the result of merge_and_unload(), or serve "
+            "the adapter with POST /v1/load_lora_adapter",
             param="named_tensors",
         )
     buffers = {clean(name) for name, _ in model.named_buffers()}
@@ -45,14 +45,14 @@ def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
 
 
 def data_parallel_ranks(model: torch.nn.Module) -> tuple[int, ...]:
-    """The ranks of a model of which each has a whole copy, where DistributedDataParallel keeps those alike."""
+    """Return the ranks of a DistributedDataParallel model, each with a whole copy; () for other models."""
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
         return ()
     return tuple(torch.distributed.get_process_group_ranks(model.process_group))
 
 
 def clean(name: str) -> str:
-    """Without what wrappers add to it."""
+    """Return the name without wrapper prefixes."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -68,13 +68,13 @@ def _state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
         state = get_model_state_dict(model)
     else:
-        # FSDP2 puts its shards back for this, where named_parameters() may show what a forward pass has gathered.
+        # FSDP2 reshards for state_dict; named_parameters() may show tensors gathered by a forward pass.
         state = model.state_dict(keep_vars=True)
     return {clean(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _tied(model: torch.nn.Module) -> dict[str, str]:
-    """The first name of each tensor that has another."""
+    """Return the first name of each tied tensor, by its further names."""
     first: dict[int, str] = {}
     tied = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -84,7 +84,7 @@ def _tied(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _tied_in_units(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """FSDP's first generation hides parameters in a flat one, which remembers those that were the same."""
+    """Yield ties inside FSDP1 units, whose flat parameter records shared parameters."""
     paths = {id(module): clean(f"{path}.") for path, module in model.named_modules()}
     for unit in _fsdp_units(model):
         flat = unit._handle and unit._handle.flat_param
@@ -93,7 +93,7 @@ def _tied_in_units(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _fsdp_units(model: torch.nn.Module) -> list[Any]:
-    """The units of FSDP's first generation, which is none where the trainer has not started torch.distributed."""
+    """Return the FSDP1 units; none if the trainer has not started torch.distributed."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     from torch.distributed.fsdp import FullyShardedDataParallel

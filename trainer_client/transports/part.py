@@ -1,4 +1,4 @@
-"""Tensors that a transport announces and then sends."""
+"""A part of a push: tensors that a transport announces and then sends."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from trainer_client.transports.trainer_ranks import Ranks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Its tensors are put together by `ranks`, and `on_sent` is told of each that has gone."""
+    """A part. `ranks` gathers its tensors; `on_sent` is called after each tensor."""
 
     entries: Sequence[Entry]
     ranks: Ranks
@@ -18,12 +18,12 @@ class Part:
 
     @property
     def announced(self) -> dict[str, object]:
-        """As /update_weights has it."""
+        """The part in the form of /update_weights."""
         return announced(self.entries)
 
     @property
     def tensors(self) -> Iterator[NamedTensor]:
-        """Each made when its turn comes, or gathered shortly before."""
+        """Yield each tensor when its turn comes, or gathered shortly before."""
         for run in self.ranks.runs(self.entries):
             for entry, tensor in zip(run, self.ranks.gather(run), strict=True):
                 yield entry.name, tensor

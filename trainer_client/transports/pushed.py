@@ -1,4 +1,4 @@
-"""What a sender pushed last, by digests, so that it sends what has changed since and nothing else."""
+"""Digests of the tensors pushed last, so that only changed tensors are sent."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -11,21 +11,21 @@ from trainer_client.transports.sharded import parts_here
 from trainer_client.transports.tensors import Entry, layer_of
 
 AnyRank = Callable[[Sequence[bool]], list[bool]]
-"""Of flags that every rank has for the same tensors: those that are set on any."""
+"""Reduces flags of the same tensors over all ranks: set if set on any rank."""
 
 
 class Pushed:
-    """This rank's part of the version pushed last. Digests are of the bytes sent: what a cast makes alike is alike."""
+    """This rank's part of the last pushed version. Digests are of the bytes sent, after the cast."""
 
     def __init__(self, *, by_layer: bool) -> None:
-        """`by_layer` where engines take a layer's tensors together or not at all."""
+        """`by_layer` if engines need all tensors of a layer together."""
         self._by_layer = by_layer
         self._served: object = None
         self._held: dict[str, object] = {}
         self._new: dict[str, object] = {}
 
     def changed(self, entries: list[Entry], served: ServedWeights, any_rank: AnyRank) -> list[Entry]:
-        """Of one part of a push, what is not as it was. All of it where somebody else has made what is served."""
+        """Return the changed entries of one part; all if the served version is another trainer's."""
         is_first = not self._new
         digests = dict(zip((entry.name for entry in entries), _digests(entries), strict=True))
         if self._by_layer:
@@ -35,7 +35,7 @@ class Pushed:
         flags = any_rank([not is_ours or self._held.get(name) != digest for name, digest in digests.items()])
         moved = {self._unit(entry.name) for entry, flag in zip(entries, flags, strict=True) if flag}
         if is_first and not moved:
-            # A version needs a tensor: the smallest will do.
+            # A version needs a tensor: send the smallest.
             moved = {self._unit(min(entries, key=lambda entry: entry.num_bytes).name)}
         return [entry for entry in entries if self._unit(entry.name) in moved]
 
@@ -44,8 +44,8 @@ class Pushed:
         for name in names:
             if layer_of(name) in gone:
                 raise InvalidRequest(
-                    f"{name!r} comes in another part than others of {layer_of(name)!r}, which are sent together or not "
-                    "at all: give an iterator's tensors layer by layer, or leave out delta",
+                    f"{name!r} is in another part than other tensors of {layer_of(name)!r}, which must be sent "
+                    "together: order the iterator's tensors layer by layer, or leave out delta",
                     param="named_tensors",
                 )
 
@@ -53,7 +53,7 @@ class Pushed:
         self._new = {}
 
     def committed(self, served: ServedWeights) -> None:
-        """The push has made what is served now."""
+        """Record that the push made the served version."""
         self._served, self._held = served.update, self._held | self._new
 
     def _unit(self, name: str) -> str:
@@ -61,7 +61,7 @@ class Pushed:
 
 
 def _digests(entries: Sequence[Entry]) -> list[object]:
-    """Each as a text, or a number where the tensor is on a GPU, which is waited for once."""
+    """Return digests: texts, or numbers for tensors on a GPU, with one wait for the GPU."""
     told = [[_digest(part.detach().to(entry.dtype)) for part in parts_here(entry.tensor)] for entry in entries]
     numbers: list[torch.Tensor] = [one for digests in told for one in digests if isinstance(one, torch.Tensor)]
     known: Iterator[int] = iter(torch.stack(numbers).tolist() if numbers else ())
@@ -73,6 +73,6 @@ def _digest(part: torch.Tensor) -> object:
         return ""
     if not part.is_cuda:
         return digest_on_host(part)
-    from engines.transfer.device_sum import sums_on_device  # needs Triton, which is where GPUs are
+    from engines.transfer.device_sum import sums_on_device  # needs Triton, which CPU hosts lack
 
     return sums_on_device([part])[0]

@@ -1,4 +1,4 @@
-"""Weights of a trainer to all replicas in one call, whatever carries them. Loads torch with the first push."""
+"""`WeightSender`: pushes a trainer's weights to all replicas in one call. The first push loads torch."""
 
 import contextlib
 import os
@@ -24,36 +24,38 @@ if TYPE_CHECKING:
     from trainer_client.transports.trainer_ranks import Narrow, Outcome, Ranks, TrainerRanks
 
 _WAITS_BETWEEN_WORDS = 5
-"""Of the rank that sends, such as those for a group and for rollouts in flight, while the others await its word."""
+"""Bounded waits of the sending rank between two messages to the others, such as for a group or rollouts in flight."""
 
 TransportName = Literal["store", "gloo", "nccl"]
 
 
 class Transport(Protocol):
-    """How one version gets to the engines."""
+    """Carries a version to the engines."""
 
     def push(self, parts: "Iterator[Part]", options: PushOptions) -> int:
-        """Returns the version once all replicas serve it."""
+        """Return the version once all replicas serve it."""
 
     def close(self, reason: str = ...) -> None:
-        """Let go of what is held between two pushes. May be called twice."""
+        """Release state kept between pushes. May be called twice."""
 
 
 class WeightSender:
-    """Sends versions of the policy to all replicas behind `client`.
+    """Pushes weight versions of the policy to all replicas behind `client`.
 
-    `transport` is "store" (a folder that trainer and engines share; vLLM and SGLang alike), or a group with all workers
-    of all engines over "gloo" or "nccl"; unless named, the group that the engines say they receive over. `dtype` is
-    what floats are sent in, unless given the dtypes that the engines hold them in. With `delta` only those tensors are
-    sent whose bytes have changed since this sender's last push (over a group all of their layer, which vLLM loads
-    together); where another has made what is served, all are. Into the store, of a tensor with few changed elements
-    these alone: for that the sender keeps what it pushed last in host memory. `timeout_s` bounds each wait: for a
-    group, for rollouts in flight, for the tensors, for the commit. `on_progress` is told of every tensor. A trainer of
-    many ranks makes one sender and keeps it.
+    transport: "store" (a folder shared by trainer and engines, for vLLM and SGLang), or a group with all workers of
+        all engines over "gloo" or "nccl"; default: the group that the engines receive over.
+    dtype: dtype of sent floats; default: the engines' dtypes.
+    delta: send only tensors that changed since this sender's last push, all if another trainer made the served version.
+        Over a group, whole layers are sent, which vLLM loads together. Into the store, a tensor with few changed
+        elements is sent as these; the sender keeps its last push in host memory for this.
+    timeout_s: limit on each wait: for a group, rollouts in flight, tensors, the commit.
+    on_progress: called for every tensor.
 
-    Of a group: `device` is the trainer's GPU for NCCL; `address` and `port` are where engines find the trainer: unless
-    given, where the gateway finds it, and a free port.
-    Of the store: `folder` is where this machine sees it, what the gateway calls it unless given.
+    device: group only: the trainer's GPU for NCCL.
+    address, port: group only: the trainer's listener; default: its address towards the gateway, and a free port.
+    folder: store only: the store's path on this machine; default: the gateway's path.
+
+    Each rank of a trainer makes one sender and keeps it.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class WeightSender:
         on_progress: OnWeightProgress | None = None,
     ) -> None:
         if transport not in (None, "store", "gloo", "nccl"):
-            raise ConfigError(f"transport = {transport!r} is none of 'store', 'gloo', 'nccl'")
+            raise ConfigError(f"transport = {transport!r} must be 'store', 'gloo' or 'nccl'")
         self._client = client
         self._name = transport
         self._dtype = dtype
@@ -103,24 +105,26 @@ class WeightSender:
         rolling: bool | None = None,
         in_flight: InFlight | Literal["keep", "recompute", "abort", "drain"] | None = None,
     ) -> int:
-        """Have every replica serve these tensors. Returns their version, the next one unless `version` is given.
+        """Let every replica serve these tensors. Return their version, the next one unless `version` is given.
 
-        `named_tensors` is a model (plain, compiled, DDP, FSDP, FSDP2 or tensor-parallel), a mapping, or pairs of name
-        and tensor, DTensors among them; names are the checkpoint's. An iterator is read as it is sent, at most 1 GiB
-        ahead (with `delta` over a group to the end of a layer), and must give each tensor its own memory. Tensors that
-        are left out stay as they are; over a group those that vLLM fuses go together. Where any is sharded, or the
-        model is DDP's, every rank of it calls this with the same arguments: they gather at most 256 MiB at a time (or
-        one tensor), the first rank sends, and all return the version or raise what the first met.
-        `canary_logprobs` are the trainer's own of the client's `canary_token_ids`, all but the first. With `rolling`
-        replicas take the version one after the other while the others serve, which the store alone can. `in_flight` is
-        what becomes of rollouts in flight: frozen while engines are overwritten ("keep"), and read again by the new
-        weights ("recompute"), ended and taken up again from their tokens ("abort"), or waited for ("drain"). Both are
-        as the gateway's `weights` say unless given.
+        named_tensors: a model (plain, compiled, DDP, FSDP, FSDP2 or tensor-parallel), a mapping, or pairs of name and
+            tensor (also DTensor), with checkpoint names. An iterator is read at most 1 GiB ahead (with `delta` over a
+            group, to the end of a layer) and must give each tensor its own memory. Tensors that are not pushed are
+            unchanged; over a group, tensors that vLLM fuses must be pushed together.
+        canary_logprobs: the trainer's log-probs of the client's `canary_token_ids`, without the first.
+        rolling: update replica after replica while the others serve (store only); default: the gateway's.
+        in_flight: rollouts in flight are frozen ("keep"), frozen and their KV recomputed ("recompute"), ended and
+        resumed
+            from their tokens ("abort"), or awaited ("drain"); default: the gateway's.
 
-        Raises the gateway's own error: `InvalidRequest` where names, shapes or dtypes are not the model's,
-        `WeightUpdateConflict` where another update is under way or `version` cannot be, `WeightUpdateFailed` with the
-        replica's name, `StoreFailed`, `DeadlineExceeded`, `GatewayUnreachable`. The version before is served then, and
-        another push may be tried.
+        If a tensor is sharded, or the model is DDP, all its ranks must call this with the same arguments. They gather
+        at
+        most 256 MiB (or one tensor) at a time, the first rank sends, and all return the version or raise its error.
+
+        Raises the gateway's error: `InvalidRequest` for names, shapes or dtypes that are not the model's,
+        `WeightUpdateConflict` for a concurrent update or an impossible `version`, `WeightUpdateFailed` with the
+        replica's name, `StoreFailed`, `DeadlineExceeded`, `GatewayUnreachable`. The version before stays served, and
+        a push may be retried.
         """
         from trainer_client.transports.tensors import Given
 
@@ -145,11 +149,11 @@ class WeightSender:
 
     @property
     def _by_layer(self) -> bool:
-        """The store holds whole versions; a group moves what vLLM then puts together layer by layer."""
+        """True over a group, where vLLM loads layer by layer; the store has whole versions."""
         return self._name != "store"
 
     def close(self, reason: str = "the trainer closed the group") -> None:
-        """Leave the group, where there is one. May be called twice; the next push opens another."""
+        """Leave the group, if any. May be called twice; the next push opens another."""
         if self._transport is not None:
             self._transport.close(reason)
 
@@ -160,10 +164,10 @@ class WeightSender:
         narrow: "Narrow",
         options: PushOptions,
     ) -> "Outcome":
-        """The sender's part of a push, with which every other rank learns of its end."""
+        """Push as the sending rank, and report the result to the other ranks."""
         try:
             parts = self._checked_parts(given, ranks, narrow)
-            first = next(parts)  # so that what does not fit is refused before anything is touched
+            first = next(parts)  # refuses tensors that do not fit before any effect
             done = self._transport_made().push(chain([first], parts), options)
             outcome = done, self._served_as(done) if self._delta else None
         except BaseException as error:
@@ -173,7 +177,7 @@ class WeightSender:
         return outcome
 
     def _served_as(self, version: int) -> ServedWeights | None:
-        """None where another trainer was quick, or the gateway cannot be asked: the push went well all the same."""
+        """Return the served weights; None if another trainer has updated them, or the gateway is unreachable."""
         with contextlib.suppress(RolloutGatewayError):
             served = self._client.served_weights()
             return served if served.version == version else None
@@ -208,7 +212,7 @@ class WeightSender:
         )
 
     def _ranks(self, ranks: tuple[int, ...]) -> "Ranks":
-        """Made once: a group of the trainer's is opened by all of its ranks together."""
+        """Return the trainer's ranks. Cached, since all ranks open their group together."""
         from trainer_client.transports.trainer_ranks import Alone, TrainerRanks
 
         if not ranks:
@@ -218,7 +222,7 @@ class WeightSender:
         return self._groups[ranks].begun()
 
     def _checked_parts(self, given: "Given", ranks: "Ranks", narrow: "Narrow") -> "Iterator[Part]":
-        """The parts, each found to fit the served model, which tell how far the update is as far as it is known."""
+        """Yield the parts, checked against the served model. Their callbacks report progress."""
         from trainer_client.transports.part import Part
         from trainer_client.transports.tensors import announced
 
@@ -247,5 +251,5 @@ def _in_flight(word: str | None) -> InFlight | None:
     if word is None:
         return None
     if word not in list(InFlight):
-        raise ConfigError(f"in_flight = {word!r} is none of {', '.join(InFlight)}")
+        raise ConfigError(f"in_flight = {word!r} must be one of {', '.join(InFlight)}")
     return InFlight(word)

@@ -1,7 +1,7 @@
-"""A version goes through the weight store: the trainer writes a folder that engines see too, and announces its name.
+"""The store transport: the trainer writes a version to a shared folder and announces its name.
 
-For trainers on the same node (memory: /dev/shm) or the same file system, whatever the engines are; no process group, so
-nobody hangs when somebody dies.
+For trainers on the same node (in memory: /dev/shm) or file system, with any engine. Without a process group, so a death
+blocks no other process.
 """
 
 import os
@@ -21,14 +21,14 @@ from trainer_client.transports.last_sent import LastSent
 from trainer_client.transports.part import Part
 
 _STEPS_IN_ONE_CALL = 4
-"""Checking the bytes, waiting for rollouts in flight, loading, and the canary: the gateway bounds each by itself."""
+"""Checksum, wait for rollouts in flight, load, canary: the gateway bounds each one."""
 
 
 class StoreTransport:
-    """`folder` is the gateway's weight store as this machine sees it; what the gateway calls it unless given.
+    """Sends weights through the gateway's weight store; `folder` is its path on this machine (default: the gateway's).
 
-    With `delta` what was sent last is kept in host memory, and of a tensor the changed elements are written where they
-    are few and the version served has what was sent last.
+    With `delta` the last push is kept in host memory. A tensor with few changes is then written as changed elements, if
+    the served version has the last push.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class StoreTransport:
         self._last_sent = LastSent() if delta else None
 
     def push(self, parts: Iterable[Part], options: PushOptions) -> int:
-        """Write a draft and have it loaded. Raises `StoreFailed` where the store has no room or is not here."""
+        """Write a draft and let the replicas load it. Raise `StoreFailed` if the store is full or not found here."""
         store = self._client.weight_store()
         folder = self._folder or Path(store["folder"])
         if not folder.is_dir():
             raise StoreFailed(
-                f"the gateway's weight store {store['folder']} is not at {folder} here: share weights.store with this "
-                "machine, and give its folder here as WeightSender(folder=...)"
+                f"the gateway's weight store {store['folder']} is not found at {folder}: share weights.store with this "
+                "machine, and give its path here as WeightSender(folder=...)"
             )
         path, owner = claim_draft(folder)
         try:
@@ -63,11 +63,11 @@ class StoreTransport:
             self.close()
             raise
         finally:
-            shutil.rmtree(path, ignore_errors=True)  # where it became a version it is not there any more
+            shutil.rmtree(path, ignore_errors=True)  # gone already if it became a version
             os.close(owner)
 
     def close(self, reason: str = "") -> None:
-        """Forget what was sent: the next push is whole, whatever the store has."""
+        """Forget the last push: the next one is complete."""
         if self._last_sent is not None:
             self._last_sent.forget()
 
@@ -84,7 +84,7 @@ class StoreTransport:
 
 
 class _Files:
-    """A draft's tensors, held until they are as many as make a file."""
+    """Collects a draft's tensors into files."""
 
     def __init__(self, draft: Draft, writer: ShardWriter) -> None:
         self._draft = draft
@@ -114,11 +114,11 @@ class _Files:
 
 
 def _base(folder: Path, store: Mapping[str, Any]) -> Manifest | None:
-    """The version that changes may be of; None where it is not there."""
+    """Return the base version for changes; None if there is none."""
     version = store.get("base")
     if version is None:
         return None
     try:
         return Manifest.read(folder / f"v{version}")
     except StoreFailed:
-        return None  # gone in this moment
+        return None  # just removed

@@ -1,7 +1,7 @@
-"""What a trainer gives to be pushed, as parts that are announced and then sent: names, dtypes and shapes come first.
+"""The tensors of a push, as parts that are first announced with names, dtypes and shapes, then sent.
 
-A model, a mapping or a sequence is one part. An iterator may make its tensors as it goes, so it becomes several, and no
-more of it is held at a time than one of them.
+A model, a mapping or a sequence is one part. An iterator may create its tensors lazily, so it becomes several parts,
+and one part is held at a time.
 """
 
 from collections import defaultdict
@@ -22,12 +22,12 @@ from trainer_client.transports.sharded import gathered, is_sharded, ranks_of, sh
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 
 PART_BYTES = 1 << 30
-"""A part of an iterator is announced once it holds so much."""
+"""Size at which a part of an iterator ends."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One tensor that is to be sent, under the name and in the dtype that it is sent in."""
+    """A tensor to send, with the name and dtype that are sent."""
 
     name: str
     tensor: torch.Tensor
@@ -35,7 +35,7 @@ class Entry:
 
     @property
     def shape(self) -> list[int]:
-        """Of the whole, where it is sharded."""
+        """The shape of the whole tensor."""
         return shape_of(self.tensor)
 
     @property
@@ -43,16 +43,16 @@ class Entry:
         return prod(self.shape) * int(self.dtype.itemsize)
 
     def made(self) -> Any:
-        """It, in that dtype, whole: every rank that has a part must ask. None on a rank that need not have it."""
+        """Return the whole tensor in `dtype`. A collective call if sharded; None on a rank that does not need it."""
         if is_sharded(self.tensor):
             return gathered(self.tensor, self.dtype)
         return self.tensor.detach().to(self.dtype)
 
 
 class Given:
-    """The tensors that one call of `push` was given, part by part. `InvalidRequest` where they are no tensors.
+    """The arguments of one push as parts. Raises `InvalidRequest` for other objects than tensors.
 
-    With `by_layer` a part ends with a layer, also where it is larger then.
+    With `by_layer` a part ends only with a layer.
     """
 
     def __init__(self, source: Source, *, by_layer: bool = False) -> None:
@@ -63,10 +63,10 @@ class Given:
         sharded = (one.tensor for one in self._first if is_sharded(one.tensor))
         ranks = {rank for tensor in sharded for rank in ranks_of(tensor)}
         self.ranks = sorted(ranks) or (data_parallel_ranks(source) if isinstance(source, torch.nn.Module) else ())
-        """Those of the trainer that must take part; none where this process has it all."""
+        """Trainer ranks that must take part; empty if this process has all tensors."""
 
     def parts(self, served: Sequence[TensorMeta] | None, dtype: torch.dtype | None) -> Iterator[list[Entry]]:
-        """As they are sent to a model of these tensors: in `dtype`, else in the dtypes served, else in their own."""
+        """Yield the parts in `dtype`, else in the served dtypes, else in their own."""
         held = {tensor.name: tensor for tensor in served} if served is not None else None
         part: list[NamedOnes] | None = self._first
         self._first = []
@@ -80,7 +80,7 @@ class Given:
 
 
 def announced(entries: Sequence[Entry]) -> dict[str, object]:
-    """As /update_weights has it."""
+    """Return the entries in the form of /update_weights."""
     return {
         "names": [entry.name for entry in entries],
         "dtype_names": [_name(entry.dtype) for entry in entries],
@@ -89,10 +89,9 @@ def announced(entries: Sequence[Entry]) -> dict[str, object]:
 
 
 def layer_of(name: str) -> str:
-    """The part of a model that `name` is loaded with: "model.layers.3" with all that is in it, else the module.
+    """Return the unit that `name` is loaded with: "model.layers.3" for all its tensors, else the module.
 
-    vLLM fuses tensors of one module into one, such as those of an attention or of all experts, and where some of them
-    come and others do not it fills the rest with whatever was in memory.
+    vLLM fuses tensors of a module, such as an attention's or all experts', and leaves missing parts uninitialised.
     """
     path = name.split(".")
     number = next((place for place, part in enumerate(path) if part.isdigit()), None)
@@ -119,7 +118,7 @@ def _checked(named: Any) -> NamedOnes:
 
 
 def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
-    """With what lies at one place in memory, such as the tied weights of a state_dict, as one tensor of many names."""
+    """Merge tensors at one place in memory, such as tied weights of a state_dict, into one with several names."""
     names: dict[Any, list[str]] = defaultdict(list)
     for one in part:
         names[_place(one.tensor)] += one.names
@@ -128,14 +127,14 @@ def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
 
 def _place(tensor: torch.Tensor) -> Any:
     if is_sharded(tensor) or not tensor.numel():
-        return id(tensor)  # its place is another on every rank
+        return id(tensor)  # its address differs between ranks
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _sent_under(one: NamedOnes, held: Mapping[str, TensorMeta] | None) -> tuple[str, ...]:
-    """Each of its names that is served, which is one of a tied weight unless the served checkpoint has it twice.
+    """Return its served names; a tied weight has one unless the served checkpoint has both.
 
-    A parameter without any is kept, for the check to find; a buffer need not be in a checkpoint.
+    A parameter without a served name is kept, for the later check; a buffer need not be in a checkpoint.
     """
     served = tuple(name for name in one.names if held and name in held)
     return served or (() if one.is_buffer else one.names[:1])

@@ -1,7 +1,8 @@
-"""The trainer's own ranks during a push of a model that is sharded among them: the first sends, the others take part.
+"""The trainer's ranks during a push of a sharded model: the first rank sends, the others help to gather.
 
-The first says what comes next, over a gloo group of these ranks, so that nobody enters a collective that another has
-given up on: the others wait for its word, for as long as any of its own waits may take.
+The first rank announces each step over a gloo group, so that no rank enters a collective that another has abandoned.
+The
+other ranks wait for its messages as long as its own waits may take.
 """
 
 import hashlib
@@ -24,49 +25,51 @@ from trainer_client.transports.tensors import Entry, Given
 Json = dict[str, Any]
 
 Outcome = tuple[int, ServedWeights | None]
-"""The version, and what is served now where the ranks need to know."""
+"""The version, and the served weights if the ranks need them."""
 Narrow = Callable[[list[Entry], ServedWeights], list[Entry]]
 
 _RUN_BYTES = 256 << 20
-"""Tensors gathered between two words of the first rank: what it holds of a model beside its own shard."""
+"""Bytes gathered between two messages of the first rank: its memory use beside its own shard."""
 _DIGEST_BYTES = 16
 _NONE = b"\0" * _DIGEST_BYTES
 
 
 class Ranks(Protocol):
-    """Who takes part in a push."""
+    """The ranks of a push."""
 
     @property
     def is_sender(self) -> bool:
-        """Whether this process sends."""
+        """True if this process sends."""
 
     def follow(self, given: Given, dtype: torch.dtype | None, narrow: Narrow) -> Outcome:
-        """Any other rank's part in the push. Returns what came of it, or raises what the sender did.
-        `narrow` says which tensors of a part are sent, as it does on the sender."""
+        """Take part in the push as another rank. Return the sender's result, or raise its error.
+
+        `narrow` selects the tensors to send, as on the sender.
+        """
 
     def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None:
-        """Raises `InvalidRequest` on every rank unless all have these tensors to send to what is served."""
+        """Raise `InvalidRequest` on every rank unless all have the same tensors."""
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Of flags that every rank has, those that are set on any."""
+        """Return each flag as set if set on any rank."""
 
     def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
-        """The entries, cut into what is gathered at a time."""
+        """Return the entries as runs; a run is gathered at a time."""
 
     def gather(self, run: Sequence[Entry]) -> list[torch.Tensor]:
-        """The sender's part in gathering a run: the whole tensors."""
+        """Gather a run as the sender; return the whole tensors."""
 
     def end(self, outcome: Outcome | BaseException) -> None:
-        """The sender tells the others what became of it."""
+        """Report the sender's result to the other ranks."""
 
 
 class Alone:
-    """One process has it all. Nobody has to be told anything, and each tensor is made when its turn comes."""
+    """A single process with all tensors, each made when its turn comes."""
 
     is_sender = True
 
     def follow(self, given: Given, dtype: torch.dtype | None, narrow: Narrow) -> Outcome:
-        raise AssertionError("one process follows nobody")
+        raise AssertionError("a single process is the sender")
 
     def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None: ...
 
@@ -83,10 +86,10 @@ class Alone:
 
 
 class TrainerRanks:
-    """All of `ranks` must make one, and push the same. A word is awaited for `silence_s`.
+    """Several ranks, which must all create this and push the same tensors. A message is awaited for `silence_s`.
 
-    Its group ends with the trainer's other ones: torch would give the next group of these ranks the name, and so the
-    addresses, of one that was ended before.
+    Its group is kept until the trainer's end: torch would give the next group of these ranks the same name, and so the
+    addresses of the ended one.
     """
 
     def __init__(self, ranks: Sequence[int], silence_s: float) -> None:
@@ -95,7 +98,7 @@ class TrainerRanks:
         self._group = dist.new_group(
             self._ranks, timeout=timedelta(seconds=silence_s), backend="gloo", use_local_synchronization=True
         )
-        # A transport may gather on a thread of its own, and be given up meanwhile.
+        # A transport may gather on its own thread while the push is cancelled.
         self._turn = threading.Lock()
         self._is_over = False
 
@@ -104,7 +107,7 @@ class TrainerRanks:
         return bool(dist.get_rank() == self._ranks[0])
 
     def begun(self) -> "TrainerRanks":
-        """This, for the next push."""
+        """Start the next push; return self."""
         self._is_over = False
         return self
 
@@ -149,7 +152,7 @@ class TrainerRanks:
             return [entry.made() for entry in run]
 
     def end(self, outcome: Outcome | BaseException) -> None:
-        # Where a gathering goes on, somebody is gone, and the others' own waits end.
+        # If a gather is still running, a rank is gone; the other ranks time out.
         if not self._turn.acquire(timeout=self._silence_s):
             return
         try:
@@ -161,7 +164,7 @@ class TrainerRanks:
             self._turn.release()
 
     def _next_part(self, parts: Iterator[list[Entry]]) -> list[Entry]:
-        """Where it cannot be made, the others learn that there is something wrong here."""
+        """Return the next part. Report a failure to the other ranks."""
         try:
             entries = next(parts)
         except (StopIteration, RolloutGatewayError):
@@ -174,7 +177,7 @@ class TrainerRanks:
         try:
             return narrow(entries, served)
         except RolloutGatewayError:
-            self._hear()  # the sender meets the same, and says so
+            self._hear()  # the sender has the same error and reports it
             raise
 
     def _compare(self, mine: bytes) -> None:
@@ -183,15 +186,15 @@ class TrainerRanks:
             dist.all_gather(heard, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=self._group)
         for rank, other in zip(self._ranks, heard, strict=True):
             if not torch.equal(other, heard[0]):
-                self._is_over = True  # as everybody has just learned
+                self._is_over = True  # known to all ranks now
                 raise InvalidRequest(
-                    f"trainer rank {rank} has other tensors to send than rank {self._ranks[0]}: all ranks must push "
-                    "the same model with the same arguments; stages of a pipeline are no such ranks",
+                    f"trainer rank {rank} pushes other tensors than rank {self._ranks[0]}: all ranks must push "
+                    "the same model with the same arguments; pipeline stages are not supported",
                     param="named_tensors",
                 )
 
     def _hear(self) -> Json:
-        """The next word of the sender. Raises what it failed with."""
+        """Return the sender's next message, or raise its error."""
         word: Json = json.loads(self._broadcast(None))
         if "error" in word:
             raise error_of(word["status"], word)
@@ -201,7 +204,7 @@ class TrainerRanks:
         self._broadcast(json.dumps(word).encode())
 
     def _broadcast(self, content: bytes | None) -> bytes:
-        """The sender's content, on every rank."""
+        """Return the sender's content on every rank."""
         size = torch.tensor([len(content or b"")])
         with self._together():
             dist.broadcast(size, self._ranks[0], group=self._group)
@@ -219,8 +222,8 @@ class TrainerRanks:
             yield
         except RuntimeError as error:  # gloo's, for all that can be wrong
             raise DeadlineExceeded(
-                f"trainer rank {dist.get_rank()}: the ranks {self._ranks} did not come together within "
-                f"{self._silence_s:g} s, or one is gone; rank {self._ranks[0]} is the one that sends ({error})"
+                f"trainer rank {dist.get_rank()}: the ranks {self._ranks} did not all take part within "
+                f"{self._silence_s:g} s, or a rank is gone; rank {self._ranks[0]} is the sender ({error})"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""verl's trainers with their rollouts behind a gateway: `trainer.v1.trainer_mode=gateway`, through verl's own seams.
+"""verl's trainers with rollouts from a gateway, through verl's extension points: `trainer.v1.trainer_mode=gateway`.
 
-verl loads `plugin` by itself, from the entry point `verl.plugins`. Importing this package alone loads nothing of verl.
+verl loads `plugin` from the entry point `verl.plugins`. An import of this package alone does not load verl.
 """

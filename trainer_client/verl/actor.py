@@ -1,4 +1,4 @@
-"""What verl's own asynchronous trainers take for one of their rollout servers: an actor that asks a gateway."""
+"""The rollout server of verl's asynchronous trainers: a Ray actor that forwards to a gateway."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,11 +16,10 @@ T = TypeVar("T")
 
 
 class GatewayServer:
-    """A Ray actor of verl's: the server that its client asks, and the one worker that its weight syncs meet.
+    """A Ray actor for verl: the server of its client, and the only worker of its weight syncs.
 
-    It has no engine and no GPU. verl stops its servers for a sync; here the gateway does what is to be done, at the
-    moment of the update and as its `weights.in_flight` says, unless `settings.abort_at_sync`. The first of the servers
-    speaks for all.
+    It has no engine and no GPU. verl stops its servers for a sync; here the gateway handles rollouts in flight by
+    `weights.in_flight`, unless `settings.abort_at_sync`. Only the first server pauses and resumes.
     """
 
     def __init__(self, settings: Settings, rollout: Any, is_first: bool) -> None:
@@ -31,13 +30,13 @@ class GatewayServer:
         self._syncing = 0
 
     async def start(self) -> None:
-        """Wait for a complete fleet. Raises what `check_gateway` does."""
+        """Wait for a complete fleet. Raises the errors of `check_gateway`."""
         length = await asyncio.to_thread(check_gateway, self._settings, self._rollout)
         self._source = TokenSource(self._settings, self._rollout, length)
-        await self.resume_generation()  # a run that ended in the middle of a sync has left a pause
+        await self.resume_generation()  # a run that ended during a sync has left a pause
 
     async def close(self) -> None:
-        """Drop the connections. verl's servers end with their actors."""
+        """Drop the connections. verl ends a server with its actor."""
         await self._source.close()
 
     async def generate(
@@ -53,16 +52,16 @@ class GatewayServer:
         Raises the gateway's own error, and `DeadlineExceeded`.
         """
         output = await self._source.generate(request_id, prompt_ids, sampling_params, resumes=False, others=others)
-        # verl's client that goes on after aborts reads this one step of a part: the oldest never flatters.
+        # verl's resuming client reads one step per part; the oldest is the safe choice.
         output.extra_fields["global_steps"] = output.extra_fields["min_global_steps"]
         return output
 
     async def update_weights(self, global_steps: int | None = None) -> None:
-        """verl's sync has begun; the training workers bring these weights to the gateway."""
+        """Record the start of verl's sync; the training workers send the weights to the gateway."""
         self._syncing = global_steps or 0
 
     async def execute_checkpoint_engine(self, method: str, **_: Any) -> dict[str, Any] | None:
-        """verl's steps of a sync. After the last one the served version is that of the step that was synced."""
+        """Handle a stage of verl's sync. After the last, the served version is the synced step's."""
         if method == "finalize":
             self._source.version_of_step_0 = (
                 await asyncio.to_thread(self._control, BlockingRolloutClient.weight_version) - self._syncing

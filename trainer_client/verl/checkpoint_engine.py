@@ -1,4 +1,4 @@
-"""verl's way of weights to the gateway: a checkpoint engine, of which every training worker has one."""
+"""The checkpoint engine in each of verl's training workers: sends weights to the gateway."""
 
 import time
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ from trainer_client.verl.settings import ENGINE_KWARGS, read_settings
 NamedTensor = tuple[str, torch.Tensor]
 
 WEIGHT_VERSION = "gateway/weight_version"
-"""The metric that tells the version which a sync made."""
+"""The metric with the version of a sync."""
 _HEAD = "lm_head.weight"
 
 
 @CheckpointEngineRegistry.register("gateway")
 class GatewayCheckpointEngine(CheckpointEngine):
-    """The first worker sends; the others take part in gathering each tensor.
+    """The first worker sends; the others help to gather each tensor.
 
-    Tensors go as they are gathered, at most 1 GiB ahead.
+    Tensors are sent as they are gathered, at most 1 GiB ahead.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:
@@ -36,10 +36,10 @@ class GatewayCheckpointEngine(CheckpointEngine):
         self._version_of_step_0: int | None = None
 
     async def send_weights(self, weights: Iterator[NamedTensor], global_steps: int | None = None) -> dict[str, Any]:
-        """Have every replica serve these weights. Returns metrics, on the first worker.
+        """Let every replica serve these weights. Return metrics, on the first worker.
 
-        Raises the gateway's own error; every worker has then gathered all tensors all the same, since one that stopped
-        would leave the others waiting in a collective.
+        Raises the gateway's error. Even then every worker gathers all tensors, since a worker that stopped would block
+        the others in a collective.
         """
         try:
             return self._push(weights, global_steps or 0) if self._is_master else {}
@@ -48,7 +48,7 @@ class GatewayCheckpointEngine(CheckpointEngine):
                 pass
 
     def close(self) -> None:
-        """Leave the group, where there is one, and drop the connections. May be called twice."""
+        """Leave the group, if any, and drop the connections. May be called twice."""
         if self._sender is not None:
             self._sender.close()
         if self._client is not None:
@@ -61,8 +61,9 @@ class GatewayCheckpointEngine(CheckpointEngine):
             self._client = BlockingRolloutClient(self._settings.url)
             self._sender = self._opened(self._client)
             self._left_out = _second_names(self._client)
-        # The first version is whichever is next at the gateway; from then on versions count as verl's steps do, so that
-        # a version tells its step. Somebody else's update in between is a conflict, never a wrong step.
+        # The first version is the gateway's next; then versions and verl's steps count together, so that a version
+        # gives
+        # its step. Another trainer's update in between is a conflict, never a wrong step.
         wanted = None if self._version_of_step_0 is None else self._version_of_step_0 + global_steps
         named = ((name, tensor) for name, tensor in weights if name not in self._left_out)
         version = self._sender.push(named, wanted, rolling=self._settings.rolling)
@@ -89,9 +90,9 @@ class GatewayCheckpointEngine(CheckpointEngine):
         try:
             return Path(client.weight_store()["folder"]).is_dir()
         except StoreFailed:
-            return False  # the gateway keeps none
+            return False  # the gateway has no store
 
-    # Between training workers and servers there is nothing to agree on: both know the gateway.
+    # Training workers and servers have nothing to exchange: both know the gateway.
 
     def prepare(self) -> dict[str, Any]:
         return {}
@@ -107,7 +108,7 @@ class GatewayCheckpointEngine(CheckpointEngine):
 
     async def receive_weights(self, global_steps: int | None = None) -> Any:
         raise ConfigError(
-            "checkpoint_engine.backend=gateway brings weights to the gateway's engines and to none of verl's own: set "
+            "checkpoint_engine.backend=gateway sends weights only to the gateway's engines, not to verl's: set "
             "actor_rollout_ref.rollout.name=gateway"
         )
 
@@ -116,6 +117,6 @@ class GatewayCheckpointEngine(CheckpointEngine):
 
 
 def _second_names(client: BlockingRolloutClient) -> set[str]:
-    """verl names a tied head beside the embedding that it is; a checkpoint, and so the served model, does not."""
+    """Return the second names of tied weights: verl names a tied head, and checkpoints do not."""
     served = client.served_weights().tensors
     return set() if served is None or any(tensor.name == _HEAD for tensor in served) else {_HEAD}

@@ -1,4 +1,4 @@
-"""verl's training without an accelerator, for laptops and CI: `VERL_PLATFORM=cpu`. verl 0.9.1 has no such platform."""
+"""A CPU platform for verl, for laptops and CI: `VERL_PLATFORM=cpu`. verl 0.9.1 has none."""
 
 import contextlib
 import os
@@ -15,14 +15,14 @@ _DOUBLED, _SINGLE = "cpu:gloo,cpu:gloo", "cpu:gloo"
 
 
 def install() -> None:
-    """Make "cpu" a platform of verl, and have torch take the backend that verl then asks for."""
+    """Register platform "cpu" with verl, and let torch accept the backend that verl then requests."""
     PlatformRegistry.register(platform="cpu")(CpuPlatform)
-    os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # FSDP's engine goes by this name, and runs anywhere
+    os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # the name of FSDP's engine, which runs on any device
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     opened = torch.distributed.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        # verl asks for one backend for the CPU and one for the accelerator, which torch refuses where they are one.
+        # verl requests a backend for the CPU and one for the accelerator; torch refuses the same device twice.
         opened(_SINGLE if backend == _DOUBLED else backend, *args, **kwargs)
 
     torch.distributed.init_process_group = init_process_group
@@ -30,8 +30,8 @@ def install() -> None:
 
 
 def _copy_saved_weights() -> None:
-    """verl keeps a step's first weights by moving them to the CPU. Where they are there, that gives the same memory."""
-    from verl.utils import fsdp_utils  # asks for the platform
+    """Copy weights that verl saves by a move to the CPU: on the CPU a move shares memory."""
+    from verl.utils import fsdp_utils  # reads the platform
 
     save = fsdp_utils.fsdp2_sharded_save_to_cpu
 
@@ -47,7 +47,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 class _CpuModule(types.ModuleType):
-    """Answers in the place of `torch.cuda`."""
+    """Replaces `torch.cuda`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -87,7 +87,7 @@ _MODULE = _CpuModule("torch.cpu as verl's device")
 
 
 class CpuPlatform(PlatformBase):
-    """One device, the processor. Ray's GPUs are counted in its place: start Ray with as many as there are workers."""
+    """One device, the processor. verl counts Ray's GPUs: start Ray with one GPU per worker."""
 
     device_name = "cpu"
     vendor_name = "cpu"

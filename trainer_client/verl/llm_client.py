@@ -1,4 +1,4 @@
-"""What agent loops of `trainer_mode=gateway` call for tokens: verl's own client interface, answered by a gateway."""
+"""verl's LLM client over a gateway, used by the agent loops of `trainer_mode=gateway`."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from trainer_client.verl.token_source import TokenSource
 
 
 class GatewayLLMClient(LLMServerClient):
-    """One per agent loop worker, to which it is pickled.
+    """The client of one agent loop worker, to which it is pickled.
 
     `version_of_step_0` and `max_model_len` are those of `TokenSource`.
     """
@@ -22,7 +22,7 @@ class GatewayLLMClient(LLMServerClient):
         self._source.version_of_step_0 = version_of_step_0
 
     async def close(self) -> None:
-        """Drop the connections. verl's workers end with theirs."""
+        """Drop the connections. verl's workers never call this: theirs end with the process."""
         await self._source.close()
 
     @rollout_trace_op

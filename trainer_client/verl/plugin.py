@@ -1,4 +1,4 @@
-"""What verl imports, in each of its processes, to know us (entry point `verl.plugins`). Registering is all it does."""
+"""The plugin that verl imports in each process (entry point `verl.plugins`). It only registers our classes."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ try:
     from trainer_client.verl import checkpoint_engine, trainer  # noqa: F401
     from trainer_client.verl import rollout_replica as replica  # noqa: F401
 except Exception as error:
-    # verl passes over a plugin that fails without a word, and then knows no trainer mode "gateway".
+    # verl ignores a failed plugin silently; trainer mode "gateway" is then unknown.
     logging.getLogger(__name__).error(
         "trainer.v1.trainer_mode=gateway is not available: %s: %s; it needs verl 0.9.1 with TransferQueue "
         "(pip install 'rollout-gateway[verl]')",

@@ -1,4 +1,4 @@
-"""How verl reaches a gateway: the keys `+trainer.v1.gateway.*` of its configuration, or `ENGINE_KWARGS.*`."""
+"""Settings of verl for a gateway: keys `+trainer.v1.gateway.*` of its configuration, or `ENGINE_KWARGS.*`."""
 
 import difflib
 import math
@@ -12,9 +12,9 @@ from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.client import URL_VARIABLE
 
 SECTION = "trainer.v1.gateway"
-"""Of `trainer.v1.trainer_mode=gateway`."""
+"""The section for `trainer.v1.trainer_mode=gateway`."""
 ENGINE_KWARGS = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.gateway"
-"""Where verl's own trainers have them."""
+"""The section for verl's own trainers."""
 
 Transport = Literal["auto", "store", "gloo", "nccl"]
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -23,45 +23,48 @@ _TRANSPORTS: tuple[str, ...] = get_args(Transport)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How verl reaches the gateway. The key of a gateway that wants one is ROLLOUT_API_KEY in the environment."""
+    """Connection and weight sync of verl. The gateway's key, if any, is ROLLOUT_API_KEY in the environment."""
 
     url: str
-    """The rollout URL; it may stand in the environment too, as ROLLOUT_URL."""
+    """The rollout URL; default: ROLLOUT_URL in the environment."""
     transport: Transport = "auto"
-    """Of weights: `store` writes a version into the gateway's weight store, `gloo` and `nccl` broadcast it; `auto` is
-    the store where its folder is there, else what the engines receive over."""
+    """Weight transport: `store` writes a version to the gateway's weight store, `gloo` and `nccl` broadcast it; `auto`
+    is
+    the store if its folder exists here, else the engines' group."""
     store_folder: str | None = None
-    """The weight store as the first training worker sees it; what the gateway calls it unless given."""
+    """Path of the weight store for the first training worker; default: the gateway's path."""
     dtype: str | None = None
-    """What weights are sent in; what the engines hold them in unless given."""
+    """Dtype of sent weights; default: the engines'."""
     num_warmup_batches: float = 0
-    """Batches of prompts asked for ahead of the training, which makes it asynchronous; 0 is on-policy."""
+    """Batches of prompts requested ahead of training, which makes it asynchronous; 0 is on-policy."""
     rolling: bool | None = None
-    """Whether replicas take a version one after the other while the others serve, which the store alone can; as the
-    gateway's `weights.rolling` says unless given."""
+    """Update replica after replica while the others serve (store only); default: the gateway's `weights.rolling`."""
     abort_at_sync: bool = False
-    """Whether rollouts are aborted before a sync and asked for on after it, as verl's own servers do; else they go on
-    as the gateway's `weights.in_flight` says. Of verl's own trainers alone."""
+    """Abort rollouts before a sync and resume them after it, as verl's servers do; else `weights.in_flight` of the
+    gateway
+    decides. Only for verl's own trainers."""
     max_in_flight: int = 512
-    """Completions that one agent loop worker asks for at a time."""
+    """Concurrent completions per agent loop worker."""
     rollout_timeout_s: float = 3600.0
-    """Longest wait for a completion."""
+    """Limit on the wait for a completion."""
     sync_timeout_s: float = 600.0
-    """Bounds each wait of a weight sync."""
+    """Limit on each wait of a weight sync."""
     sync_attempts: int = 3
     """Tries of a sync before the run ends with its error."""
     ready_timeout_s: float = 600.0
-    """Longest wait for a complete fleet at the start."""
+    """Limit on the wait for a complete fleet at the start."""
 
     def __post_init__(self) -> None:
         if self.transport not in _TRANSPORTS:
-            raise ConfigError(f"gateway.transport = {self.transport!r} is none of {', '.join(_TRANSPORTS)}")
+            raise ConfigError(f"gateway.transport = {self.transport!r} must be one of {', '.join(_TRANSPORTS)}")
         if self.rolling and self.transport in ("gloo", "nccl"):
-            raise ConfigError(f"gateway.rolling=True goes with transport=store, not {self.transport}")
+            raise ConfigError(f"gateway.rolling=True needs transport=store, not {self.transport}")
         if self.rolling and self.abort_at_sync:
-            raise ConfigError("gateway.abort_at_sync=True stops all replicas, which rolling=True is there to avoid")
+            raise ConfigError(
+                "gateway.abort_at_sync=True stops all replicas, which contradicts rolling=True: set one of them"
+            )
         if self.dtype is not None and self.dtype not in _DTYPES:
-            raise ConfigError(f"gateway.dtype = {self.dtype!r} is none of {', '.join(_DTYPES)}")
+            raise ConfigError(f"gateway.dtype = {self.dtype!r} must be one of {', '.join(_DTYPES)}")
         for name in ("rollout_timeout_s", "sync_timeout_s", "ready_timeout_s"):
             self._check_number(name, least=0, above=True)
         for name in ("max_in_flight", "sync_attempts"):
@@ -69,7 +72,7 @@ class Settings:
         self._check_number("num_warmup_batches", least=0)
 
     def engine_kwargs(self) -> dict[str, Any]:
-        """As verl hands them to the checkpoint engine: `rollout.checkpoint_engine.engine_kwargs.gateway`."""
+        """Return the settings for verl's checkpoint engine: `rollout.checkpoint_engine.engine_kwargs.gateway`."""
         return asdict(self)
 
     def _check_number(self, name: str, *, least: float, above: bool = False) -> None:
@@ -81,13 +84,13 @@ class Settings:
 
 
 def read_settings(section: Mapping[str, Any], place: str = SECTION) -> Settings:
-    """Settings from what stands under `place`. Raises `ConfigError`, which names the key."""
+    """Return the settings of the section at `place`. Raises `ConfigError`, which names the key."""
     known = [field.name for field in fields(Settings)]
     for key in section:
         if key not in known:
             nearest = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"there is {', '.join(known)}"
-            raise ConfigError(f"{place}.{key} is no setting: {hint}")
+            hint = f"did you mean {nearest[0]}?" if nearest else f"settings are {', '.join(known)}"
+            raise ConfigError(f"{place}.{key} is not a setting: {hint}")
     url = section.get("url") or os.environ.get(URL_VARIABLE, "")
     if not url:
         raise ConfigError(f"no rollout URL: give +{place}.url=http://HOST:8100, or set {URL_VARIABLE}")
@@ -95,10 +98,10 @@ def read_settings(section: Mapping[str, Any], place: str = SECTION) -> Settings:
 
 
 def check_gateway(settings: Settings, rollout: Any) -> int:
-    """Length of the engines' context, prompt and response together. Waits for a fleet that is not complete yet.
+    """Wait for a complete fleet. Return the engines' context length in tokens.
 
-    `rollout` is verl's section `rollout`. Raises `ConfigError` where the batch would not fit, `DeadlineExceeded` with
-    what the fleet lacks, and the gateway's own error.
+    `rollout` is verl's section `rollout`. Raises `ConfigError` if the batch would not fit, `DeadlineExceeded` with
+    the missing replicas, and the gateway's error.
     """
     with BlockingRolloutClient(settings.url) as client:
         client.wait_ready(settings.ready_timeout_s)
@@ -107,6 +110,6 @@ def check_gateway(settings: Settings, rollout: Any) -> int:
     if needed > has:
         raise ConfigError(
             f"data.max_prompt_length + data.max_response_length = {needed}, but {policy['id']!r} behind "
-            f"{settings.url} takes {has} tokens: start its engines with max_model_len={needed}, or ask for less"
+            f"{settings.url} takes {has} tokens: start its engines with max_model_len={needed}, or lower the lengths"
         )
     return int(has)

@@ -1,4 +1,4 @@
-"""Completions of a gateway in verl's words: its sampling parameters, its token budget, its `TokenOutput`."""
+"""Completions from a gateway in verl's terms: sampling parameters, token budget, `TokenOutput`."""
 
 import asyncio
 import hashlib
@@ -19,19 +19,19 @@ _REMEMBERED = 10_000
 _ABORTED_PAUSE_S = 0.5
 _MEDIA = ("image_data", "video_data", "audio_data")
 _STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
-"""As verl's vLLM server names them."""
+"""Names of verl's vLLM server."""
 _OWN_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "min_tokens", "seed", "stop", "stop_token_ids")
 
 
 class TokenSource:
-    """Asks a gateway. It may be pickled; its connections belong to the event loop that asks first.
+    """A picklable client of a gateway. Its connections belong to the event loop of the first request.
 
     `rollout` is verl's section `rollout`. `max_model_len` is the engines', prompt and response together.
     """
 
     def __init__(self, settings: Settings, rollout: Any, max_model_len: int) -> None:
         self.version_of_step_0 = 0
-        """The gateway's weight version less verl's global step: the two count alike from a run's first sync on."""
+        """The gateway's weight version minus verl's global step, constant from a run's first sync on."""
         self._settings = settings
         self._rollout = rollout
         self._max_model_len = max_model_len
@@ -93,8 +93,11 @@ class TokenSource:
         return rollout.completions[0]
 
     def session(self, request_id: str, prompt_ids: Sequence[int]) -> str:
-        """The replica holding the prefix is the right one for all turns of a trajectory, which share `request_id`, and
-        for all samples of a prompt, which verl asks for one by one: a session begins with its first prompt."""
+        """Return the session of a request, derived from its first prompt.
+
+        So all turns of a trajectory (one `request_id`) and all samples of a prompt, which verl requests one by one, go
+        to the replica with their prefix.
+        """
         session = self._sessions.pop(request_id, None)
         if session is None:
             session = hashlib.sha256(repr(prompt_ids).encode()).hexdigest()[:32]
@@ -104,7 +107,7 @@ class TokenSource:
         return session
 
     def _budget(self, prompt_tokens: int, sampling_params: Mapping[str, Any]) -> int:
-        """Tokens that may be generated: what is asked for, else what verl's own servers take. At least 1."""
+        """Return the limit of new tokens: the requested one, else the limit of verl's servers. At least 1."""
         asked = sampling_params.get("max_tokens") or sampling_params.get("max_new_tokens")
         if asked is None:
             room = self._rollout.prompt_length + self._rollout.response_length - prompt_tokens
@@ -112,7 +115,7 @@ class TokenSource:
         return max(1, min(int(asked), self._max_model_len - prompt_tokens))
 
     def _output(self, parts: Sequence[Completion]) -> TokenOutput:
-        """Parts of one completion as verl has it."""
+        """Return the parts of one completion as verl's output."""
         last = parts[-1]
         log_probs = None
         if last.logprobs is not None:
@@ -127,13 +130,13 @@ class TokenSource:
         )
 
     def _global_steps(self, parts: Sequence[Completion]) -> tuple[int | None, int | None]:
-        """Steps of the oldest and the newest weights that made any of the tokens; None where there are no tokens."""
+        """Return the steps of the oldest and the newest weights of the tokens; None without tokens."""
         if not any(len(part.token_ids) for part in parts):
             return None, None
         versions = [span.version for part in parts for span in part.spans]
         if not versions:
             raise EngineFailed(
-                f"{self._settings.url} tells no weight versions with its completions: is it a rollout gateway?"
+                f"{self._settings.url} reports no weight versions with its completions: is it a rollout gateway?"
             )
         return min(versions) - self.version_of_step_0, max(versions) - self.version_of_step_0
 
@@ -142,11 +145,11 @@ def _refuse_media(given: Mapping[str, Any]) -> None:
     """Raise `InvalidRequest`, which names the argument, unless all media are empty."""
     for name in _MEDIA:
         if given.get(name):
-            raise InvalidRequest(f"{name} was given, but the gateway takes token ids alone", param=name)
+            raise InvalidRequest(f"{name} was given, but the gateway takes only token ids", param=name)
 
 
 def _sampling(params: Mapping[str, Any], max_tokens: int) -> SamplingParams:
-    """verl's sampling parameters as ours; those that have no name here are passed on as they are."""
+    """Return verl's sampling parameters as ours; unknown names are passed on."""
     rest = {name: value for name, value in params.items() if name not in ("max_tokens", "max_new_tokens")}
     named = {name: value for name in _OWN_NAMES if (value := rest.pop(name, None)) is not None}
     return SamplingParams(

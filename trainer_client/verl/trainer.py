@@ -1,4 +1,4 @@
-"""verl's V1 trainer whose rollouts come from a gateway: `trainer.v1.trainer_mode=gateway`."""
+"""verl's V1 trainer with rollouts from a gateway: `trainer.v1.trainer_mode=gateway`."""
 
 import logging
 import time
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 
 MODE = "gateway"
 _PASSING = (WeightUpdateFailed, EngineError, DeadlineExceeded, GatewayUnreachable)
-"""What a second try of a sync may not meet again: a replica that died in the first has left the fleet by then."""
+"""Errors after which a sync is retried: a replica that died has then left the fleet."""
 _PAUSE_S = 2.0
 
 
 @register_trainer(MODE)
 class PPOTrainerGateway(PPOTrainer):
-    """Trains on all of verl's GPUs; rollouts and their engines are the gateway's.
+    """Trains on all of verl's GPUs; the gateway's engines generate.
 
-    Weights are sent after the start and after each step. Without `num_warmup_batches` a step waits for its own rollouts
-    and is on-policy; with them, rollouts go on during training and syncs, and verl's own sampler bounds their staleness
-    (`trainer.v1.sampler.max_off_policy_threshold`).
+    Weights are sent after the start and after each step. Without `num_warmup_batches` a step waits for its rollouts and
+    is on-policy. With warm-up batches, rollouts go on during training and syncs, and verl's sampler limits their
+    staleness (`trainer.v1.sampler.max_off_policy_threshold`).
     """
 
     _enable_hybrid_replicas = False
@@ -47,7 +47,8 @@ class PPOTrainerGateway(PPOTrainer):
         )
 
     def on_init_end(self) -> None:
-        """A checkpoint may have been loaded, and the gateway may serve an earlier run's weights."""
+        """Send the first weights: the trainer may have loaded a checkpoint, and the gateway may serve an earlier
+        run's."""
         self._version_of_step_0 = self._sync() - self.global_steps
 
     def on_train_begin(self) -> None:
@@ -61,7 +62,7 @@ class PPOTrainerGateway(PPOTrainer):
         pass
 
     def _sync(self) -> int:
-        """Bring the trainer's weights to all replicas. Returns their version."""
+        """Send the trainer's weights to all replicas. Return their version."""
         for attempt in range(1, self._settings.sync_attempts + 1):
             try:
                 told = ray.get(self.actor_rollout_wg.update_weights(global_steps=self.global_steps, mode=MODE))
@@ -78,9 +79,9 @@ class PPOTrainerGateway(PPOTrainer):
 
 
 def prepare(config: DictConfig) -> Settings:
-    """Set what follows from the mode, and refuse what does not go with it. Raises `ConfigError`, which names the key.
+    """Set the keys that this mode needs. Raise `ConfigError`, which names the key, for a conflicting setting.
 
-    The rest of a configuration stays as it was for engines of verl's own, whose keys then have no effect.
+    Keys for verl's own engines are kept, without effect.
     """
     settings = read_settings(OmegaConf.to_container(config.trainer.v1.get(MODE) or DictConfig({}), resolve=True))
     _refuse(config)
@@ -88,10 +89,10 @@ def prepare(config: DictConfig) -> Settings:
     with open_dict(config):
         role.hybrid_engine = False  # no engine on the training GPUs
         role.rollout.name = MODE
-        role.rollout.nnodes = max(1, role.rollout.nnodes)  # verl insists on some where engines are elsewhere
+        role.rollout.nnodes = max(1, role.rollout.nnodes)  # verl requires at least 1 with remote engines
         role.rollout.checkpoint_engine.backend = MODE
         role.rollout.checkpoint_engine.engine_kwargs = {MODE: settings.engine_kwargs()}
-    logger.warning("rollouts come from %s: rollout.* keys that describe engines have no effect", settings.url)
+    logger.warning("rollouts come from %s: engine keys in rollout.* have no effect", settings.url)
     return settings
 
 
@@ -106,11 +107,11 @@ def _refuse(config: DictConfig) -> None:
         )
     if config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False):
         raise ConfigError(
-            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True needs verl's own vLLM: a gateway tells no "
-            "routing of experts"
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True needs verl's own vLLM: a gateway does not "
+            "report expert routing; set it to False"
         )
     if reward.enable and not reward.enable_resource_pool:
         raise ConfigError(
-            "reward.reward_model.enable_resource_pool=False puts the reward model where verl's rollouts would be, and "
-            f"{MODE} mode has none there: set it to True"
+            "reward.reward_model.enable_resource_pool=False places the reward model with verl's rollout engines, and "
+            f"{MODE} mode has none: set it to True"
         )

@@ -154,7 +154,7 @@ async def test_a_connection_is_used_again_but_not_after_a_5xx(serve: Serve) -> N
 
 async def test_an_answer_that_is_no_json_is_a_failure(serve: Serve) -> None:
     engine = await serve(answering("<html>"))
-    with pytest.raises(EngineFailed, match="answered no JSON: b'<html>'"):
+    with pytest.raises(EngineFailed, match="did not answer JSON: b'<html>'"):
         await engine.ask("GET", "/x", None, TIMEOUT_S)
 
 
@@ -217,12 +217,12 @@ async def test_a_refused_stream_is_refused(serve: Serve) -> None:
 
 async def test_an_error_event_is_a_failure(serve: Serve) -> None:
     engine = await serve(streaming(b'data: {"error": {"message": "engine died"}}\n\n', b"data: [DONE]\n\n"))
-    with pytest.raises(EngineFailed, match=r"broke off: .*engine died"):
+    with pytest.raises(EngineFailed, match=r"was interrupted: .*engine died"):
         await chunks_of(engine)
 
 
 async def test_an_event_that_is_no_json_is_a_failure(serve: Serve) -> None:
-    with pytest.raises(EngineFailed, match="answered no JSON"):
+    with pytest.raises(EngineFailed, match="did not answer JSON"):
         await chunks_of(await serve(streaming(b'data: {"i":\n\n')))
 
 

@@ -41,14 +41,14 @@ def traceback(prefix: str, *functions: str, error: str) -> str:
         pytest.param(
             VLLM,
             f"{PYDANTIC}Invalid repository ID or local directory specified: '/models/x'.\nPlease verify the following",
-            "/models/x holds no config.json",
+            "/models/x has no config.json",
             "correct engine.model",
             id="missing config.json, vLLM 0.32",
         ),
         pytest.param(
             SGLANG,
             "ValueError: Unrecognized model in /models/x. Should have a `model_type` key in its config.json.",
-            "/models/x holds no config.json",
+            "/models/x has no config.json",
             "correct engine.model",
             id="missing config.json, SGLang 0.5.23",
         ),
@@ -87,7 +87,7 @@ def traceback(prefix: str, *functions: str, error: str) -> str:
             VLLM,
             f"{CORE}RuntimeError: Cannot find any model weights with `/models/x`\n"
             "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
-            "/models/x holds no weights",
+            "/models/x has no weights",
             "engine.load_format",
             id="missing safetensors, vLLM 0.26, 0.32, SGLang 0.5.17, 0.5.23",
         ),
@@ -101,7 +101,7 @@ def traceback(prefix: str, *functions: str, error: str) -> str:
         pytest.param(
             VLLM,
             f"{PYDANTIC}Total number of attention heads (4) must be divisible by tensor parallel size (3).{FRAME}",
-            "3 GPUs cannot share the model's 4 attention heads",
+            "4 attention heads cannot be split evenly over 3 GPUs",
             "set engine.tensor_parallel_size to a divisor of 4",
             id="tensor parallel size, vLLM 0.26 and 0.32",
         ),
@@ -109,28 +109,28 @@ def traceback(prefix: str, *functions: str, error: str) -> str:
             SGLANG,
             traceback("", "load_model", "__init__", error="    assert self.total_num_heads % attn_tp_size == 0")
             + f"\nAssertionError\n{SGLANG_ENDS}",
-            "cannot share the model's attention heads",
+            "the model's attention heads cannot be split evenly",
             "engine.tensor_parallel_size",
             id="tensor parallel size, models/qwen3.py of SGLang 0.5.17 and 0.5.23",
         ),
         pytest.param(
             VLLM,
             "entry.py: error: argument --dtype: invalid choice: 'float17' (choose from 'auto', 'bfloat16', 'float')",
-            "does not take what it is given for --dtype",
+            "does not accept the value of --dtype",
             "correct engine.dtype",
             id="dtype, vLLM 0.32",
         ),
         pytest.param(
             SGLANG,
             "sglang serve: error: argument --dtype: invalid choice: 'float17' (choose from 'auto', 'half', 'float16')",
-            "does not take what it is given for --dtype",
+            "does not accept the value of --dtype",
             "correct engine.dtype",
             id="dtype, SGLang 0.5.23",
         ),
         pytest.param(
             SGLANG,
             "sglang serve: error: argument --context-length: invalid int value: 'x'",
-            "for --context-length",
+            "the value of --context-length",
             "correct engine.max_model_len",
             id="SGLang's name of a lever is ours in the remedy",
         ),
@@ -213,7 +213,7 @@ def traceback(prefix: str, *functions: str, error: str) -> str:
         pytest.param(
             VLLM,
             traceback(CORE, "determine_available_memory", "profile_run", "_dummy_run", error=OUT_OF_MEMORY),
-            "in the trial step",
+            "in the profiling step",
             "lower engine.max_num_batched_tokens",
             id="out of memory while profiling, vLLM 0.26",
         ),
@@ -221,7 +221,7 @@ def traceback(prefix: str, *functions: str, error: str) -> str:
             VLLM,
             f"{CORE}RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please "
             "try lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine.",
-            "in the trial step",
+            "in the profiling step",
             "lower engine.max_num_seqs",
             id="out of memory in the sampler's trial, gpu_model_runner.py of vLLM 0.26",
         ),
@@ -357,7 +357,7 @@ def test_a_known_line_gives_what_happened_and_the_lever_to_change(
 def test_the_line_has_what_happened_the_engines_words_and_the_remedy() -> None:
     log = f"{PYDANTIC}Total number of attention heads (4) must be divisible by tensor parallel size (3).{FRAME}"
     assert str(diagnose(VLLM, log, 1, "engines.judge")) == (
-        "3 GPUs cannot share the model's 4 attention heads evenly; the engine says: "
+        "4 attention heads cannot be split evenly over 3 GPUs; the engine says: "
         '"Total number of attention heads (4) must be divisible by tensor parallel size (3)."; '
         "set engines.judge.tensor_parallel_size to a divisor of 4"
     )

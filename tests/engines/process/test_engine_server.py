@@ -162,7 +162,7 @@ async def test_an_engine_that_dies_at_a_hopeless_start_is_told_with_its_last_wor
     first, second, *words = str(failed.value).splitlines()
     assert first == (
         "replica engine-0: the engine has no argument --nonsense 1; the engine says: "
-        '"unrecognized arguments: --nonsense 1"; take it out of engine.extra, or correct its name'
+        '"unrecognized arguments: --nonsense 1"; remove it from engine.extra, or correct its name'
     )
     assert second == f"    log {log} ends with:"
     assert "unrecognized arguments: --nonsense 1" in words[-1]
@@ -175,7 +175,7 @@ async def test_an_engine_that_does_not_come_up_in_time_is_ended(
     monkeypatch.setattr(server, "engine_command", lambda *_, **__: Command(["sleep", "300"]))
     began = time.monotonic()
     with pytest.raises(
-        EngineStartFailed, match=r"was not ready within 0\.5 s; it was at: .*; raise engine\.start_timeout_s"
+        EngineStartFailed, match=r"was not ready within 0\.5 s; last stage: .*; raise engine\.start_timeout_s"
     ):
         await new_server(start_timeout_s=0.5).start()
     assert time.monotonic() - began < SOON_S
@@ -202,7 +202,7 @@ async def test_a_failure_that_nobody_knows_is_tried_once_more_and_told_with_the_
     with pytest.raises(EngineStartFailed) as failed:
         await new_server().start()
     assert str(failed.value).splitlines()[0] == (
-        "replica engine-0: the engine ended with 3 before it was ready, for a reason unknown here; "
+        "replica engine-0: the engine ended with 3 before it was ready for an unknown reason; "
         'its last error: "ValueError: the moon is full"'
     )
     assert len(logs(tmp_path)) == 2
@@ -225,7 +225,7 @@ async def test_a_named_groups_failure_names_its_own_key(tmp_path: Path, monkeypa
     words = "vllm serve: error: unrecognized arguments: --nonsense 1"
     monkeypatch.setattr(server, "engine_command", lambda *_, **__: Command(["sh", "-c", f"echo '{words}'; exit 2"]))
     config = EngineConfig.model_validate({"kind": "sim", "model": "tiny", "log_dir": str(tmp_path)})
-    with pytest.raises(EngineStartFailed, match=r"take it out of engines\.judge\.extra"):
+    with pytest.raises(EngineStartFailed, match=r"remove it from engines\.judge\.extra"):
         await EngineServer(config, replica_id="judge-0", group="judge", index=0).start()
 
 

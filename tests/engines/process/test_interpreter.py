@@ -57,10 +57,10 @@ def test_a_python_that_is_not_there_is_told_with_its_remedy() -> None:
 
 
 def test_a_program_that_is_no_python_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.python = '/bin/echo' is no Python"):
+    with pytest.raises(ConfigError, match=r"engine\.python = '/bin/echo' did not list its packages"):
         interpreter_of(EngineConfig(python="/bin/echo")).versions("sglang")
 
 
 def test_a_python_that_fails_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.python = '/bin/false' is no Python"):
+    with pytest.raises(ConfigError, match=r"engine\.python = '/bin/false' did not list its packages"):
         interpreter_of(EngineConfig(python="/bin/false")).versions("sglang")

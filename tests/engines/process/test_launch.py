@@ -317,7 +317,7 @@ def test_an_engine_hears_of_adapters_where_it_takes_them_alone() -> None:
         ({"data_parallel_size": 2}, "data_parallel_size = 2"),
         ({"api_server_count": 3}, "api_server_count = 3"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras = 2"),
-        ({"kind": "external", "url": "http://127.0.0.1:1"}, "an external vLLM"),
+        ({"kind": "external", "url": "http://127.0.0.1:1"}, "the external vLLM"),
         ({"max_lora_rank": 24}, "max_lora_rank"),
     ],
 )
@@ -489,7 +489,7 @@ def test_a_replica_reserves_what_its_engine_uses_unless_told() -> None:
             "an engine of 2 workers takes 2 GPUs",
         ),
         ({"gpus_per_replica": 2}, "an engine of 1 workers takes 1 GPUs"),
-        ({"kind": "external", "url": "http://127.0.0.1:1", "gpus_per_replica": 1}, "has its GPUs elsewhere"),
+        ({"kind": "external", "url": "http://127.0.0.1:1", "gpus_per_replica": 1}, "GPUs that we do not reserve"),
     ],
 )
 def test_a_shared_gpu_needs_room_for_all_who_share_it(levers: dict[str, Any], complaint: str) -> None:

@@ -124,7 +124,7 @@ def test_a_folder_without_config_or_weights_is_no_checkpoint(check: Check, tmp_p
     bare.mkdir()
     (bare / "config.json").write_text("{}")
     ((field, message),) = check(None, model=str(bare))
-    assert (field, "holds no weights" in message) == ("model", True)
+    assert (field, "has no weights" in message) == ("model", True)
     assert check(None, model=str(bare), load_format="dummy") == []
 
 

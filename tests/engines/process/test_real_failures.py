@@ -26,13 +26,13 @@ from tests.rigs import real_sglang, real_vllm
         ),
         (
             {"tensor_parallel_size": 3},
-            "3 GPUs cannot share the model's 4 attention heads evenly; the engine says: "
+            "4 attention heads cannot be split evenly over 3 GPUs; the engine says: "
             '"Total number of attention heads (4) must be divisible by tensor parallel size (3)."; '
             "set engine.tensor_parallel_size to a divisor of 4",
         ),
         (
             {"dtype": "float17"},
-            'the engine does not take what it is given for --dtype; the engine says: "argument --dtype: invalid choice',
+            'the engine does not accept the value of --dtype; the engine says: "argument --dtype: invalid choice',
         ),
         (
             {"kv_cache_memory_bytes": 1 << 20},
@@ -58,7 +58,7 @@ def test_a_failure_of_vllm_is_one_line_with_the_lever_and_then_the_log(
     [
         (
             {"dtype": "float17"},
-            'the engine does not take what it is given for --dtype; the engine says: "argument --dtype: invalid choice',
+            'the engine does not accept the value of --dtype; the engine says: "argument --dtype: invalid choice',
         ),
         (
             {"max_model_len": 100_000},

@@ -146,7 +146,7 @@ def test_a_broadcast_that_nobody_joins_ends_in_time(pool: ThreadPoolExecutor) ->
 def test_a_receiver_told_of_another_size_says_so(pool: ThreadPoolExecutor, num_awaited: int) -> None:
     groups = joined(pool, 2)
     sending = pool.submit(groups[0].broadcast, torch.ones(8, dtype=torch.uint8))
-    with pytest.raises(WeightUpdateFailed, match=f"{num_awaited} bytes were announced but 8 are sent"):
+    with pytest.raises(WeightUpdateFailed, match=f"{num_awaited} bytes were announced, but the sender sends 8"):
         groups[1].broadcast(torch.empty(num_awaited, dtype=torch.uint8))
     assert f"{num_awaited} bytes were announced" in str(error_of(sending, SOON_S)), "the sender was not told"
 

@@ -206,7 +206,7 @@ def test_an_update_is_loaded_also_where_it_cannot_be_digested(
     assert model.loaded.keys() == sent.keys()
     assert writer.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
-    with pytest.raises(StoreFailed, match="could not digest what it received: no memory"):
+    with pytest.raises(StoreFailed, match="could not digest the received tensors: no memory"):
         is_whole(draft)
 
 
@@ -225,5 +225,5 @@ def test_an_update_is_loaded_also_where_it_cannot_be_copied(
     writer.keep()
     assert writer.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
-    with pytest.raises(StoreFailed, match="could not copy what it received: no memory"):
+    with pytest.raises(StoreFailed, match="could not copy the received tensors: no memory"):
         is_whole(draft)

@@ -181,7 +181,7 @@ def test_up_of_an_engine_that_cannot_come_up_ends_at_once_with_one_clear_line_an
     first, second, *rest = done.stderr.partition("rollout-gateway: ")[2].splitlines()
     assert re.fullmatch(
         r"replica engine-\w+: the engine has no argument --nonsense 1; the engine says: "
-        r'"unrecognized arguments: --nonsense 1"; take it out of engine\.extra, or correct its name',
+        r'"unrecognized arguments: --nonsense 1"; remove it from engine\.extra, or correct its name',
         first,
     )
     logs = list((shell.folder / "logs").iterdir())
@@ -209,7 +209,7 @@ def test_up_shows_what_a_slow_engine_was_at_and_undoes_itself(cluster_shell: She
     assert done.returncode == 1
     progress, _, failure = done.stderr.partition("rollout-gateway: ")
     assert re.search(r"^\[ *[\d.]+ s\] engine-\w+: starting$", progress, re.MULTILINE)
-    assert "was not ready within 3 s; it was at: starting; raise engine.start_timeout_s" in failure
+    assert "was not ready within 3 s; last stage: starting; raise engine.start_timeout_s" in failure
     assert "Traceback" not in failure
     assert cluster_shell.run("status").returncode == 1
 

@@ -267,7 +267,7 @@ def test_a_relative_python_that_leads_nowhere_is_refused() -> None:
 
 def test_a_python_for_an_engine_that_runs_none_is_refused() -> None:
     told = mistake(write("engine:\n  kind: sim\n  python: /bin/python\n"))
-    assert "python = '/bin/python': it runs vLLM or SGLang; kind: sim has no use for it" in told
+    assert "python = '/bin/python' is for vLLM and SGLang; remove it from kind: sim" in told
 
 
 def test_explain_says_who_gave_each_value() -> None:

@@ -447,7 +447,7 @@ async def test_a_part_of_what_vllm_holds_together_is_no_update(start_rig: StartR
     status, reply = await send(attention[0], attention[2])
     assert status == 400
     assert (
-        "has 'model.layers.0.self_attn.q_proj.weight' and not 'model.layers.0.self_attn.k_proj.weight'"
+        "has 'model.layers.0.self_attn.q_proj.weight' without 'model.layers.0.self_attn.k_proj.weight'"
         in (reply["error"]["message"])
     )
     await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})

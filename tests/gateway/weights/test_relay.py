@@ -432,7 +432,9 @@ async def test_a_relay_whose_gpu_is_not_there_says_so_at_once(start: StartRig, m
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.32.0")
     status, reply = await Trainer(await start(relay_device="cuda:0")).join()
     assert status == 424
-    assert "it ended with 1 before it was ready: torch sees no GPU: weights.relay_device" in reply["error"]["message"]
+    assert (
+        "it ended with 1 before it was ready: torch sees no GPU: set weights.relay_device" in reply["error"]["message"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_the_start_says_what_becomes_of_rollouts_in_flight(gateway: PlayedGatewa
 def test_a_version_that_is_not_the_next_one_is_refused_before_anything_moves(
     gateway: PlayedGateway, sender: WeightSender
 ) -> None:
-    with pytest.raises(WeightUpdateConflict, match=r"version = 9 .* serves 6: the next is 7"):
+    with pytest.raises(WeightUpdateConflict, match=r"version = 9 .* serves 6, so the next is 7"):
         sender.push(model(), version=9)
     assert gateway.calls == ["/v1/weights", "/weight_info"]
     assert sender.push(model(), version=7) == 7

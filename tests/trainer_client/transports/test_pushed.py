@@ -89,7 +89,7 @@ def test_a_version_in_which_nothing_changed_sends_its_smallest_tensor() -> None:
 def test_a_layer_that_comes_in_two_parts_is_refused_where_it_must_go_together() -> None:
     pushed = pushed_once(by_layer=True)
     pushed.changed(entries()[:1], served("first"), alone)
-    with pytest.raises(InvalidRequest, match=r"k_proj\.weight' comes in another part than others of 'model"):
+    with pytest.raises(InvalidRequest, match=r"k_proj\.weight' is in another part than other tensors of 'model"):
         pushed.changed(entries()[1:], served("first"), alone)
 
 

@@ -124,7 +124,7 @@ def test_engines_of_a_group_receive_whole_tensors(told: Told, group: PlayedGatew
 def test_what_a_group_is_refused_every_rank_raises(told: Told) -> None:
     for one in told["through_a_group_that_refuses"]:
         assert one["error"] == "WeightUpdateConflict"
-        assert "version = 99 is to be pushed" in one["message"]
+        assert "version = 99 cannot be pushed" in one["message"]
 
 
 def test_every_rank_raises_what_the_sender_met(told: Told) -> None:
@@ -136,7 +136,7 @@ def test_every_rank_raises_what_the_sender_met(told: Told) -> None:
 def test_ranks_that_push_different_tensors_are_told_so(told: Told) -> None:
     for one in told["ranks_that_differ"]:
         assert one["error"] == "InvalidRequest"
-        assert "trainer rank 1 has other tensors to send than rank 0" in one["message"]
+        assert "trainer rank 1 pushes other tensors than rank 0" in one["message"]
 
 
 def test_the_next_push_goes_well_after_all_that(told: Told) -> None:
@@ -147,4 +147,4 @@ def test_the_next_push_goes_well_after_all_that(told: Told) -> None:
 def test_a_sender_that_stays_away_is_not_awaited_for_ever(told: Told) -> None:
     _, second = told["a_sender_that_stays_away"]
     assert second["error"] == "DeadlineExceeded"
-    assert "the ranks [0, 1] did not come together within 2 s" in second["message"]
+    assert "the ranks [0, 1] did not all take part within 2 s" in second["message"]

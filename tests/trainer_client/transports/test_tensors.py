@@ -100,7 +100,7 @@ def test_a_model_that_wears_a_lora_adapter_is_refused_with_the_remedy() -> None:
     model = Model()
     model.layer = nn.ModuleDict({"base_layer": nn.Linear(3, 3), "lora_A": nn.Linear(3, 1)})
     with pytest.raises(
-        InvalidRequest, match=r"'layer\.base_layer\.weight', so it wears a LoRA adapter.*merge_and_unload"
+        InvalidRequest, match=r"'layer\.base_layer\.weight', a part of a LoRA adapter.*merge_and_unload"
     ):
         Given(model)
 

@@ -154,7 +154,7 @@ async def test_a_batch_that_does_not_fit_is_refused_before_the_run(rig: Rig) -> 
     ("overrides", "mode", "said"),
     [
         ([], RolloutMode.HYBRID, r"set actor_rollout_ref\.hybrid_engine=False"),
-        ([], RolloutMode.STANDALONE, r"checkpoint_engine\.backend=naive brings no weights to a gateway"),
+        ([], RolloutMode.STANDALONE, r"checkpoint_engine\.backend=naive does not send weights to a gateway"),
         (
             ["actor_rollout_ref.rollout.checkpoint_engine.backend=gateway"],
             RolloutMode.STANDALONE,

@@ -36,7 +36,7 @@ def test_a_folder_without_weights_is_said_to_be_not_ready_yet(tmp_path: Path) ->
     file = tmp_path / "plan.yaml"
     done = CliRunner().invoke(app, ["plan", "-m", str(tmp_path), *SHORT, "--write", str(file)])
     assert "is written, and not ready yet" in done.stderr
-    assert "holds no weights" in done.stderr
+    assert "has no weights" in done.stderr
 
 
 def test_without_a_model_it_says_what_to_give() -> None:

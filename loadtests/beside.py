@@ -1,4 +1,4 @@
-"""What goes on beside the users of a run, in its one master: weight updates at a cadence, a process that is watched."""
+"""Background work of a run, in its master: periodic weight updates, and measurements of a process."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ _WATCH_S = 1.0
 
 
 def _find_weights(weights: str) -> None:
-    """Raises `ValueError` where there is nothing to push."""
+    """Raise `ValueError` if there are no weights to push."""
     if weights != "sim" and not any(Path(weights).glob("*.safetensors")):
         raise ValueError(f"{weights} has no safetensors: give a checkpoint's folder, or 'sim' for simulated engines")
 
@@ -31,19 +31,19 @@ def _find_weights(weights: str) -> None:
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
-    add("--update-every", type=float, default=0.0, help="seconds between weight updates; none unless given")
+    add("--update-every", type=float, default=0.0, help="seconds between weight updates; default: none")
     add(
         "--weights",
         type=checked(_find_weights),
         default="sim",
-        help="what updates push: a checkpoint's folder, or sim for simulated engines",
+        help="weights to push: a checkpoint's folder, or sim for simulated engines",
     )
-    add("--rolling", action="store_true", help="updates replica after replica, while the others serve")
-    add("--watch-pid", type=int, default=0, help="process, such as the gateway's, whose memory and CPU are measured")
+    add("--rolling", action="store_true", help="update replica after replica while the others serve")
+    add("--watch-pid", type=int, default=0, help="measure memory and CPU of this process, such as the gateway's")
 
 
 class Updates:
-    """The process that pushes versions (`loadtests.updates`), and what it tells. It is ready when this is made."""
+    """A process that pushes versions (`loadtests.updates`), and its reports. Ready after construction."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -70,12 +70,12 @@ class Updates:
         self._reader = gevent.spawn(self._read)
 
     def stop(self, **_: Any) -> None:
-        """No further update. Returns at once: users go on until all is told to stop."""
+        """Stop further updates; returns at once, while users go on."""
         self._failed = self._process.poll()
         self._stdin.close()
 
     def end(self, **_: Any) -> None:
-        """Let the update in flight end, within a bound; a process that ended by itself has failed."""
+        """Wait for the update in flight, within a bound. A process that ended by itself has failed."""
         failed = self._failed
         try:
             self._process.wait(_STOP_S)
@@ -98,7 +98,7 @@ class Updates:
 
 
 class Watch:
-    """Memory of a process in MiB and its share of a core, each second, until it is gone."""
+    """Records a process's memory in MiB and CPU in cores each second, until its end."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -113,7 +113,7 @@ class Watch:
             self._watcher.kill()
 
     def end(self, **_: Any) -> None:
-        """Nothing is left."""
+        """Do nothing: `stop` has ended the watcher."""
 
     def _watch(self) -> None:
         try:
@@ -124,7 +124,7 @@ class Watch:
                 self._run.record("watched_mib", process.memory_info().rss / 2**20)
                 self._run.record("watched_cores", process.cpu_percent() / 100)
         except psutil.NoSuchProcess:
-            print(f"--watch-pid {self._pid}: there is no such process (any more)", file=sys.stderr)
+            print(f"--watch-pid {self._pid}: the process does not exist or has ended", file=sys.stderr)
 
 
 @events.init.add_listener
@@ -137,7 +137,7 @@ def prepare(environment: Environment, runner: Any, **_: Any) -> None:
         try:
             besides.append(Updates(run))
         except (RuntimeError, TimeoutError) as error:
-            runner.quit()  # or workers would wait for a minute for who is gone
+            runner.quit()  # or workers would wait a minute for the master
             raise SystemExit(str(error)) from error
     if run.settings.watch_pid:
         besides.append(Watch(run))

@@ -1,4 +1,4 @@
-"""A Locust user that asks for completions and measures every token that comes: what all scenarios are made of."""
+"""The Locust user of all scenarios: requests completions and times every token."""
 
 import itertools
 import random
@@ -18,13 +18,13 @@ from loadtests.workloads import Json, LengthMix
 
 PATH = "/v1/completions"
 
-# Bounds nothing that is meant: a batch may be asked for prompt by prompt, and arrivals wait for nobody.
+# High enough to be no limit for batches sent prompt by prompt and for open-loop arrivals.
 _CONNECTIONS = 100_000
 _FAILURE_SHOWN = 300
 
 
 class Caller(FastHttpUser):
-    """Asks, reads, records. No two callers have the same prompts: they would be answered from each other's cache."""
+    """Requests, reads and records. Callers have different prompts, so that none is answered from the prefix cache."""
 
     abstract = True
     concurrency = _CONNECTIONS
@@ -33,7 +33,7 @@ class Caller(FastHttpUser):
     def __init__(self, environment: Environment) -> None:
         self.load_run = Run.of(environment)
         self.settings = settings = self.load_run.settings
-        # Locust's own bound of a minute would end long batches.
+        # Locust's default of a minute would end long batches.
         self.network_timeout = self.connection_timeout = settings.request_timeout
         super().__init__(environment)
         worker = getattr(environment.runner, "worker_index", 0)
@@ -47,7 +47,7 @@ class Caller(FastHttpUser):
 
     @property
     def goes_on(self) -> bool:
-        """False from when the run is being stopped."""
+        """False once the run is being stopped."""
         return self.environment.runner is None or self.environment.runner.state in (STATE_RUNNING, STATE_SPAWNING)
 
     def ask(
@@ -60,10 +60,10 @@ class Caller(FastHttpUser):
         intended: float | None = None,
         name: str = PATH,
     ) -> Timeline | None:
-        """The timeline of a whole reply, its measures recorded; None where the request failed, which is recorded too.
+        """Send a request; return the timeline of its complete reply, None if it failed. Both are recorded.
 
-        `completions` and, where known, `tokens` have to come. `intended` is when the request was meant to be sent, on
-        the clock of `time.perf_counter`: what it is late by counts as waiting.
+        The reply must have `completions` and, unless None, `tokens`. `intended` is the planned time on the clock of
+        `time.perf_counter`; lateness counts as waiting.
         """
         sent, sent_at = time.perf_counter(), time.time()
         began = sent if intended is None else intended
@@ -74,7 +74,7 @@ class Caller(FastHttpUser):
         ) as response:
             error = self._read(response, timeline, completions, tokens)
             seconds = time.perf_counter() - began
-            # Locust's own time ends with the headers.
+            # Locust's time ends with the headers.
             response.request_meta |= {"response_time": 1000 * seconds, "response_length": timeline.tokens}
             if error is not None:
                 response.failure(error)
@@ -85,22 +85,22 @@ class Caller(FastHttpUser):
         return timeline
 
     def _read(self, response: Any, timeline: Timeline, completions: int, tokens: int | None) -> Exception | None:
-        """What is wrong with the reply, if anything is."""
+        """Read the reply; return its error, if any."""
         bound_s = self.settings.request_timeout
         try:
             with gevent.Timeout(bound_s):
                 _follow(response, timeline)
         except gevent.Timeout:
-            return TimeoutError(f"no whole reply within {bound_s:g} s (--request-timeout)")
+            return TimeoutError(f"no complete reply within {bound_s:g} s (--request-timeout)")
         except (ValueError, KeyError, TypeError, *FAILURE_EXCEPTIONS) as error:
             return error
         if not timeline.is_whole:
-            return ValueError(f"the reply broke off after {timeline.tokens} tokens")
-        # A run that lost some has no speed to tell of.
+            return ValueError(f"the reply was interrupted after {timeline.tokens} tokens")
+        # A run that lost completions has no valid speed.
         if timeline.ended != completions:
-            return ValueError(f"{timeline.ended} completions came, {completions} were asked for")
+            return ValueError(f"{timeline.ended} completions came, {completions} were requested")
         if tokens is not None and timeline.tokens != tokens:
-            return ValueError(f"{timeline.tokens} tokens came, {tokens} were asked for")
+            return ValueError(f"{timeline.tokens} tokens came, {tokens} were requested")
         return None
 
     def _record(self, timeline: Timeline, began: float, at: float) -> None:
@@ -119,13 +119,13 @@ class Caller(FastHttpUser):
 
 
 def _follow(response: Any, timeline: Timeline) -> None:
-    """Read a reply as it comes, event by event."""
+    """Read a reply event by event, as it arrives."""
     if response.status_code != 200:
         content = response.content or b""
         raise ValueError(f"status {response.status_code}: {bytes(content[:_FAILURE_SHOWN])!r} {response.error or ''}")
     if "event-stream" not in (response.headers or {}).get("content-type", ""):
         timeline.feed_whole(bytes(response.content or b""), time.perf_counter(), time.time())
         return
-    # Not read(4096) nor iter_lines: they wait for a full block, and tell of the first token when the last is there.
+    # Not read(4096) or iter_lines: they wait for a full block, so the first token would appear with the last.
     while line := response.stream.readline(b"\n"):
         timeline.feed(bytes(line), time.perf_counter(), time.time())

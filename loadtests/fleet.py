@@ -1,11 +1,10 @@
-"""Engines and gateways over them on this host, without Ray: for measuring the data path alone.
+"""Engines and gateways on this host without Ray, to measure the data path alone.
 
     python -m loadtests.fleet -c examples/sim.yaml [--sizes 1,2,4] [KEY=VALUE ...] [-- COMMAND ...]
 
 Prints one line of JSON with URLs and process ids and runs until standard input closes; or runs COMMAND and ends with
-it, {url} and {pid} in it replaced by the gateway's and a word {engines} by the URLs of all engines. `--sizes 1,2,4`
-starts a gateway over the first one, two and four of the engines, each in a process of its own, so that scaling is
-measured with engines that are started once.
+it. In COMMAND, {url} and {pid} are replaced by the gateway's, and the word {engines} by the URLs of all engines.
+`--sizes 1,2,4` starts gateway processes over the first one, two and four engines, to measure scaling with one start.
 """
 
 import argparse
@@ -60,12 +59,13 @@ class LocalFleet:
             raise ConfigError(f"--sizes {max(self._sizes)}, but the configuration has {len(self._servers)} engines")
 
     async def start(self) -> tuple[list[ReplicaInfo], list[GatewayProcess]]:
-        """Raises `EngineStartFailed` for the first engine that does not start, and stops the others."""
+        """Start engines and gateways. Raise `EngineStartFailed` for the first engine that fails, and stop the
+        others."""
         infos = await self.start_engines()
         return infos, [await asyncio.to_thread(self._start_gateway, self._config, infos[:n]) for n in self._sizes]
 
     async def start_engines(self) -> list[ReplicaInfo]:
-        """The engines alone; see `gateway`."""
+        """Start only the engines; see `gateway`."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(server.start()) for server in self._servers]
@@ -75,7 +75,7 @@ class LocalFleet:
 
     @asynccontextmanager
     async def gateway(self, config: Config, infos: list[ReplicaInfo]) -> AsyncIterator[GatewayProcess]:
-        """A gateway of other settings over engines that were started, until the end of the block."""
+        """Run a gateway with other settings over started engines, until the end of the block."""
         gateway = await asyncio.to_thread(self._start_gateway, config, infos)
         process, pipe = self._running.pop()
         try:
@@ -103,7 +103,7 @@ class LocalFleet:
 
 
 def engine_servers(config: Config, gpus: Sequence[str]) -> list[EngineServer]:
-    """A server for each replica of each group; those that need GPUs take the next ones of `gpus`."""
+    """Return a server per replica of each group, with the next free GPUs of `gpus`."""
     free, servers = list(gpus), []
     for name, group in config.groups.items():
         for index in range(group.num_replicas):
@@ -116,7 +116,7 @@ def engine_servers(config: Config, gpus: Sequence[str]) -> list[EngineServer]:
 
 
 def gateway_config(config: Config, num_replicas: int, *, own_port: bool) -> Config:
-    """The configuration of a gateway that waits for this many replicas. Of several, none gets the configured port."""
+    """Return the configuration of a gateway for `num_replicas`; the configured port is used only with `own_port`."""
     engine = config.engine.model_copy(update={"num_replicas": num_replicas})
     gateway = config.gateway if own_port else config.gateway.model_copy(update={"port": 0})
     return config.model_copy(update={"engine": engine, "engines": {}, "gateway": gateway})
@@ -129,9 +129,9 @@ def _on_gpus(engine: EngineConfig, gpus: Sequence[str]) -> EngineConfig:
 
 
 def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -> None:
-    """The life of a gateway's process: until the other end of the pipe closes, which a death closes too."""
+    """Run a gateway process until the other end of the pipe closes, also by the owner's death."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Standard output is for the one line that says where everything is.
+    # Standard output has only the line of URLs.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
     async def discover() -> list[ReplicaInfo]:
@@ -171,7 +171,7 @@ async def _run(config: Config, sizes: Sequence[int], command: Sequence[str]) -> 
 
 
 def filled(command: Sequence[str], infos: Sequence[ReplicaInfo], gateway: GatewayProcess) -> list[str]:
-    """The command with the places that it is to talk to."""
+    """Return the command with URLs and process id filled in."""
     words: list[str] = []
     for word in command:
         given = word.replace("{url}", gateway.url).replace("{pid}", str(gateway.pid))
@@ -194,7 +194,7 @@ async def _run_command(command: Sequence[str], stopping: asyncio.Event) -> int:
 
 
 async def _first(task: "asyncio.Task[object]", stopping: asyncio.Event) -> None:
-    """Returns when the task has ended or a stop was asked for."""
+    """Return when the task has ended or a stop is requested."""
     asked = asyncio.create_task(stopping.wait())
     await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
     asked.cancel()
@@ -213,8 +213,10 @@ def _sizes(text: str) -> list[int]:
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtests.fleet", description=__doc__.splitlines()[0])
     parser.add_argument("-c", "--config", type=Path, metavar="FILE")
-    parser.add_argument("--sizes", type=_sizes, default=[], metavar="N,...", help="a gateway over the first N each")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings over the file's")
+    parser.add_argument(
+        "--sizes", type=_sizes, default=[], metavar="N,...", help="one gateway for each N, over the first N engines"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file's")
     return parser.parse_args(argv)
 
 

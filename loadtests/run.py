@@ -1,4 +1,4 @@
-"""One run of a scenario: its options, and what its users record in however many processes."""
+"""One run of a scenario: options, and records of all its processes."""
 
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _SECONDS = "_s"
 
 @dataclass(slots=True)
 class Run:
-    """What all users of this process record; the master's has that of all processes."""
+    """The records of this process; the master's has those of all processes."""
 
     environment: Environment
     measures: Measures = field(default_factory=Measures)
@@ -37,13 +37,13 @@ class Run:
         return settings
 
     def record(self, name: str, value: float, at: float | None = None) -> None:
-        """Note a value at its time. Seconds get a row in Locust's tables too, outside of its total of requests."""
+        """Record a value at its time. Seconds also get a row in Locust's tables, outside of its total of requests."""
         self.measures.record(name, value, at)
         if name.endswith(_SECONDS):
             self.environment.stats.get(name.removesuffix(_SECONDS), _ROW).log(round(1000 * value), 0)
 
     def share(self) -> None:
-        """Have what workers record reach the master, with Locust's own reports."""
+        """Send workers' records to the master with Locust's reports."""
 
         def send(client_id: str, data: dict[str, Any]) -> None:
             data["measures"] = self.measures.take()
@@ -56,7 +56,7 @@ class Run:
 
 
 def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """An option's `type`: the text as it was given, where `parse` takes it.
+    """Return a `type` of an option: the text itself, if `parse` accepts it.
 
     Text, since Locust sends options to its workers; and at once, since a process that ends later leaves its workers.
     """

@@ -1,4 +1,4 @@
-"""Model folders without weights, for engines that fill in random ones: speed needs a model's shape, not its skill.
+"""Model folders without weights, for speed tests of engines with random weights.
 
 python -m loadtests.shapes qwen2-7b /tmp/qwen2-7b     # then serve it with engine.load_format=dummy
 """
@@ -58,7 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_model(shape: str, folder: Path) -> None:
-    """Configuration and tokenizer of the shape; no weights."""
+    """Write configuration and tokenizer of the shape, without weights."""
     config = SHAPES[shape]
     end = config["vocab_size"] - 1
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def write_model(shape: str, folder: Path) -> None:
 
 
 def tokenizer(vocab_size: int) -> dict[str, Any]:
-    """A byte-level tokenizer of full size. Random weights sample every id, and each has to be turned into text."""
+    """Return a byte-level tokenizer of full size: random weights sample every id, and each needs a text."""
     letters = _byte_letters()
     words = ("Ġ" + "".join(word) for word in product(string.ascii_lowercase, repeat=4))
     tokens = [*letters, *islice(words, vocab_size - len(letters) - 1), _END]
@@ -96,7 +96,7 @@ def tokenizer(vocab_size: int) -> dict[str, Any]:
 
 
 def _byte_letters() -> list[str]:
-    """The 256 letters that stand for bytes in byte-level tokenizers: printable ones for themselves, others from 256."""
+    """Return the 256 letters for bytes in byte-level tokenizers: printable bytes as themselves, others from 256."""
     own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in own]
     return [chr(byte) for byte in own] + [chr(256 + index) for index in range(len(others))]

@@ -1,7 +1,7 @@
-"""Traces that a gateway has recorded (`gateway.trace.file`), as requests that can be sent again.
+"""Recorded traces of a gateway (`gateway.trace.file`), as requests for a replay.
 
-Prompts are made anew: of the recorded length, equal where the recorded ones were equal. Where a trace has the prompts
-themselves they are sent as they were. A conversation is sent as the text of its messages.
+Prompts are synthetic, with the recorded lengths and equal prefixes. A trace with prompts is sent as recorded. A
+conversation is sent as the text of its messages.
 """
 
 import math
@@ -19,13 +19,13 @@ _CHARACTERS_PER_TOKEN = 4
 
 
 class TraceError(ValueError):
-    """A file that is no trace, or has nothing to send."""
+    """A file that is not a trace, or has no requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One request of a trace. `at` is seconds after the first of all, `samples` completions of each prompt, `tokens`
-    those of a completion in the mean; None where nobody counted them."""
+    """One request of a trace. `at` is in seconds after the first request, `samples` is completions per prompt, `tokens`
+    the mean length of a completion, None if unknown."""
 
     at: float
     prompts: list[Any]
@@ -40,7 +40,7 @@ class Recorded:
 
 
 def read_trace(path: Path) -> list[Recorded]:
-    """What was answered, in the order of arrival. Raises `TraceError` with file and line."""
+    """Return the answered requests in order of arrival. Raise `TraceError` with file and line."""
     began, block_tokens, found = 0.0, 0, []
     try:
         content = path.read_bytes()
@@ -56,7 +56,7 @@ def read_trace(path: Path) -> list[Recorded]:
             elif line["status"] == 200 and line["prompts"]:
                 found.append(_recorded(line, began, block_tokens, number))
         except (ValueError, KeyError, TypeError) as error:
-            raise TraceError(f"{path}, line {number}: no line of a trace: {error!r}") from error
+            raise TraceError(f"{path}, line {number}: not a line of a trace: {error!r}") from error
     if not found:
         raise TraceError(f"{path}: no request in it was answered")
     found.sort(key=lambda recorded: recorded.at)
@@ -65,7 +65,7 @@ def read_trace(path: Path) -> list[Recorded]:
 
 
 def sessions_of(trace: Sequence[Recorded]) -> list[list[Recorded]]:
-    """The turns of each session together, in order; what belongs to none by itself."""
+    """Return the turns of each session in order; a request without session is its own."""
     turns: dict[str, list[Recorded]] = {}
     for index, recorded in enumerate(trace):
         turns.setdefault(recorded.session or f"alone {index}", []).append(recorded)
@@ -96,7 +96,7 @@ def _prompt(told: Json, block_tokens: int, seed: str) -> Any:
 
 
 def _tokens(blocks: Sequence[str], length: int, block_tokens: int, seed: str) -> Iterator[int]:
-    """Each block's tokens are drawn from its hash; what is behind the last whole block is like no other's."""
+    """Yield tokens drawn from each block's hash; tokens after the last whole block are unique."""
     left = length
     for block in blocks[: length // block_tokens]:
         yield from random_tokens(random.Random(block), block_tokens)

@@ -1,11 +1,10 @@
-"""Weight updates at a cadence, as a trainer makes them between batches, through the weight store.
+"""Periodic weight updates through the weight store, like a trainer's between batches.
 
     python -m loadtests.updates http://127.0.0.1:8100 --every 5 --weights examples/tiny_model/digit-sort
 
-A process of its own, since copying tensors would hold up the clocks of users beside it. Pushes the checkpoint's own
-tensors as the next version, or with `--weights sim` those of simulated engines. Says `ready`, begins with the first
-line of standard input, prints one line of JSON for each update, and ends when standard input does. The key is an admin
-key, from ROLLOUT_GATEWAY_ADMIN_KEY.
+A separate process, since copies of tensors would delay the users' clocks. Pushes the checkpoint's tensors as the next
+version, or with `--weights sim` those of simulated engines. Prints `ready`, starts at the first line of standard input,
+prints a line of JSON per update, and ends with standard input. The admin key is ROLLOUT_GATEWAY_ADMIN_KEY.
 """
 
 import argparse
@@ -29,7 +28,7 @@ READY = "ready"
 
 
 def tensors_of(weights: str) -> list[tuple[str, torch.Tensor]]:
-    """What is pushed. Raises `FileNotFoundError` where the folder has no safetensors."""
+    """Return the tensors to push. Raise `FileNotFoundError` if the folder has no safetensors."""
     if weights == SIMULATED:
         return [(name, torch.zeros(shape)) for name, shape in SimConfig().tensors.items()]
     files = sorted(Path(weights).glob("*.safetensors"))
@@ -41,7 +40,7 @@ def tensors_of(weights: str) -> list[tuple[str, torch.Tensor]]:
 def push_once(
     sender: WeightSender, tensors: Sequence[tuple[str, torch.Tensor]], *, rolling: bool | None
 ) -> dict[str, object]:
-    """One update; an error is told and not raised, since the next may succeed."""
+    """Push one update and return its report. An error is reported, not raised, since the next update may succeed."""
     began = time.perf_counter()
     try:
         version, error = sender.push(tensors, rolling=rolling), ""
@@ -52,11 +51,13 @@ def push_once(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests.updates", description=__doc__.splitlines()[0])
-    parser.add_argument("url", help="of the gateway")
+    parser.add_argument("url", help="the gateway's URL")
     parser.add_argument("--every", type=float, required=True, metavar="S", help="seconds from one start to the next")
     parser.add_argument("--weights", default=SIMULATED, metavar="FOLDER", help="a checkpoint, or 'sim'")
-    parser.add_argument("--rolling", action="store_true", help="replica after replica; else as the gateway is set")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="longest update")
+    parser.add_argument(
+        "--rolling", action="store_true", help="update replica after replica; default: the gateway's setting"
+    )
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="limit on an update")
     args = parser.parse_args(argv)
     try:
         tensors = tensors_of(args.weights)

@@ -1,4 +1,4 @@
-"""Batches as a trainer sends them: prompts of token ids, n samples each, completions of known length."""
+"""Batches like a trainer's: prompts of token ids, n samples each, completions of known length."""
 
 import random
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from typing import Any
 
 Json = dict[str, Any]
 
-# In the vocabulary of every model met so far, the demo's tiny one included, and past the usual special tokens.
+# In the vocabulary of all models, also the demo's tiny one, and past the usual special tokens.
 _TOKEN_IDS = range(3, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class LengthMix:
-    """Prompt lengths, each with its weight: `256` alone, or `128*3,1024*1` for three short ones to a long one."""
+    """Weighted prompt lengths: `256`, or `128*3,1024*1` for three short prompts per long one."""
 
     lengths: tuple[int, ...]
     weights: tuple[int, ...]
@@ -24,7 +24,7 @@ class LengthMix:
             lengths = tuple(int(length) for length, _, _ in parts)
             weights = tuple(int(weight or 1) for _, _, weight in parts)
         except ValueError:
-            raise ValueError(f"{text!r} is no length and no mix of lengths: write 256, or 128*3,1024*1") from None
+            raise ValueError(f"{text!r} is not a length or a mix of lengths: write 256, or 128*3,1024*1") from None
         if min(lengths) < 1 or min(weights) < 1:
             raise ValueError(f"lengths and weights are at least 1: {text!r}")
         return cls(lengths, weights)
@@ -34,7 +34,7 @@ class LengthMix:
         return len(self.lengths) == 1
 
     def drawn(self, draw: random.Random, count: int) -> list[int]:
-        """So many lengths, as often as their weights say."""
+        """Draw `count` lengths by weight."""
         return draw.choices(self.lengths, self.weights, k=count)
 
     def __str__(self) -> str:
@@ -45,10 +45,10 @@ class LengthMix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One kind of request to /v1/completions. Without `model` the server takes the one it has.
+    """One kind of request to /v1/completions. Without `model` the server uses its own.
 
-    `as_text` writes prompts as numbers in a row, for servers that take no token ids: of other lengths, then, as many
-    tokens as the server's tokenizer makes of them.
+    `as_text` sends prompts as a text of numbers, for servers without token ids; their token counts then depend on the
+    tokenizer.
     """
 
     prompts: int
@@ -65,16 +65,16 @@ class Workload:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens that a reply must bring; None where completions may end by themselves."""
+        """The tokens of a reply; None if completions may stop by themselves."""
         return self.completions * self.max_tokens if self.ignore_eos else None
 
     def prompts_of(self, seed: str) -> list[list[int]]:
-        """The same seed gives the same prompts, on every machine."""
+        """Return the prompts of a seed, the same on every machine."""
         draw = random.Random(seed)
         return [random_tokens(draw, length) for length in self.prompt_tokens.drawn(draw, self.prompts)]
 
     def request(self, seed: str, *, stream: bool = False) -> Json:
-        """The body that asks for it all."""
+        """Return the request body."""
         sampling = {"n": self.samples, "max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
         prompts: list[Any] = self.prompts_of(seed)
         if self.as_text:
@@ -87,7 +87,7 @@ def random_tokens(draw: random.Random, count: int) -> list[int]:
 
 
 def completion_request(prompt: list[Any], sampling: Json, *, model: str = "", stream: bool = False) -> Json:
-    """A body for /v1/completions, with the log-probabilities and token ids that a trainer asks for (TRL's fields)."""
+    """Return a body for /v1/completions with TRL's fields for log-probabilities and token ids."""
     body: Json = {
         "prompt": prompt,
         **sampling,
@@ -102,6 +102,6 @@ def completion_request(prompt: list[Any], sampling: Json, *, model: str = "", st
 
 
 def parse_batch(text: str) -> tuple[int, int]:
-    """`64x8` as 64 prompts of 8 samples each."""
+    """Parse `64x8` as 64 prompts of 8 samples each."""
     prompts, samples = map(int, text.split("x"))
     return prompts, samples

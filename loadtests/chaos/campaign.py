@@ -1,14 +1,14 @@
-"""Hurts a fleet in every way that is known and counts what its clients lost: `make chaos`.
+"""The chaos campaign: injects all known faults into a fleet and counts lost rollouts: `make chaos`.
 
     python -m loadtests.chaos.campaign [--replicas 3] [--fault "replica killed after the commit"] [--in-flight abort]
                               [--json out.json]
 
-The application runs as in production, on Ray Serve with engines, gateway and clients in processes of their own; engines
-are simulated, so that every token can be checked (`witness.py`). Each fault of `faults.py` meets a whole fleet under
-load, and the fleet must be whole again, with a new update on all replicas, before the next. The weight store is a small
-file system of its own, so that its disk can be full; who may not mount one runs without that fault, or as
+The application runs on Ray Serve as in production, with separate processes for engines, gateway and clients. Engines
+are simulated, so that every token can be checked (`witness.py`). Each fault of `faults.py` is injected into a healthy
+fleet under load; before the next, the fleet must recover and take a new update on all replicas. The weight store is a
+small mounted file system, to test a full disk. Without permission to mount that fault is skipped; or run
 `unshare --map-root-user --mount make chaos`. The last line is `lost N, duplicated N, stale N, hung N`; the exit status
-is 1 where one of them is not 0, or a fleet did not recover.
+is 1 if a count is not 0, or a fleet did not recover.
 """
 
 import argparse
@@ -43,8 +43,8 @@ _DISK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One fault: the longest time in which nothing was delivered, seconds until all replicas held a new version, and
-    what clients saw."""
+    """The result of one fault: the longest time without a delivery, seconds until all replicas held a new version, and
+    the clients' tally."""
 
     fault: str
     silence_s: float
@@ -55,7 +55,7 @@ class Outcome:
 
 @contextmanager
 def small_disk() -> Iterator[Path | None]:
-    """A file system of 1 MiB; None where this user may not mount one."""
+    """Mount a file system of 1 MiB; None without permission."""
     with tempfile.TemporaryDirectory(prefix="chaos-store-") as folder:
         mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES},mode=700", "tmpfs", folder]
         if subprocess.run(mount, capture_output=True).returncode != 0:
@@ -68,7 +68,8 @@ def small_disk() -> Iterator[Path | None]:
 
 
 def chaos_config(replicas: int, store: Path | None, in_flight: InFlight = InFlight.KEEP) -> Config:
-    """Watched closely, so that a run takes minutes. The port is fixed: a restarted gateway takes the same."""
+    """Return the configuration, with short probe intervals, so that a run takes minutes, and a fixed port for
+    restarts."""
     return Config.model_validate(
         {
             "name": "chaos",
@@ -89,7 +90,7 @@ def chaos_config(replicas: int, store: Path | None, in_flight: InFlight = InFlig
 
 @contextmanager
 def running(config: Config) -> Iterator[str]:
-    """The application on a Ray of its own; yields the rollout URL."""
+    """Run the application on its own Ray; yield the rollout URL."""
     import ray
     from ray import serve
 
@@ -106,7 +107,7 @@ def running(config: Config) -> Iterator[str]:
 
 
 async def hurt(url: str, replicas: int, faults: Sequence[str]) -> list[Outcome]:
-    """Every fault in turn, each on a fleet that is whole."""
+    """Inject every fault in turn, each into a healthy fleet."""
     witness = Witness(url, _SIM, num_clients=_CLIENTS, bound_s=_BOUND_S)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
         world = World(url, Trainer(url, witness, session), replicas)
@@ -142,7 +143,7 @@ async def _meet(name: str, world: World, witness: Witness) -> Outcome:
 
 
 async def _updates(world: World) -> bool:
-    """A trainer that starts anew brings a version to a fleet that is complete."""
+    """Push a version from a new trainer session to a complete fleet."""
     if len(await world.replicas()) < world.size:
         return False
     await world.trainer.join()
@@ -172,9 +173,11 @@ def _report(outcomes: Sequence[Outcome], replicas: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests.chaos.campaign", description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--fault", action="append", choices=list(FAULTS), help="this one alone; repeat for more")
-    parser.add_argument("--in-flight", type=InFlight, choices=list(InFlight), default=InFlight.KEEP, help="of updates")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome")
+    parser.add_argument("--fault", action="append", choices=list(FAULTS), help="only this fault; repeat for more")
+    parser.add_argument(
+        "--in-flight", type=InFlight, choices=list(InFlight), default=InFlight.KEEP, help="weights.in_flight of updates"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes")
     args = parser.parse_args(argv)
     faults = args.fault or list(FAULTS)
     with small_disk() as disk:

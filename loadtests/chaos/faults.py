@@ -1,6 +1,6 @@
-"""What is done to a fleet, one fault after the other: each hurts it at a certain moment of a weight update.
+"""Faults for a fleet, each injected at a certain moment of a weight update.
 
-A fault gets the world as it is and returns when its own part is over; the caller watches how the fleet comes back.
+A fault gets the running application and returns when it is injected; the caller watches the recovery.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _TENSORS = {"names": ["weight"], "dtype_names": ["float32"], "shapes": [[4, 4]]}
 
 
 class CallFailed(Exception):
-    """A weight call that was answered with an error, or not at all."""
+    """A weight call with an error answer, or none."""
 
     def __init__(self, path: str, status: int, text: str) -> None:
         super().__init__(f"{path}: {status} {text[:300]}")
@@ -42,11 +42,11 @@ class CallFailed(Exception):
 
 
 class Hung(Exception):
-    """A call that was not answered within the bound."""
+    """A call without an answer within the bound."""
 
 
 class Trainer:
-    """The calls of one trainer session, each bounded. The simulated engines are told of tensors and sent none."""
+    """The bounded calls of one trainer session. Tensors are announced to the simulated engines, but not sent."""
 
     def __init__(self, url: str, witness: Witness, session: aiohttp.ClientSession) -> None:
         self._url = url
@@ -54,7 +54,7 @@ class Trainer:
         self._session = session
 
     async def join(self) -> None:
-        """Open a transfer group over the fleet as it is now."""
+        """Open a transfer group over the current fleet."""
         size = (await self.call("GET", "/get_world_size"))["world_size"]
         info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": size + 1}
         await self.call("POST", "/init_weight_transfer_engine", {"init_info": info})
@@ -63,7 +63,7 @@ class Trainer:
         await self.call("POST", "/start_weight_update", {})
 
     async def send(self, **otherwise: Any) -> None:
-        """Tell of the tensors; `otherwise` says other things of them than are true."""
+        """Announce the tensors; `otherwise` overrides fields with wrong values."""
         await self.call("POST", "/update_weights", {"update_info": {**_TENSORS, **otherwise}})
 
     async def finish(self) -> None:
@@ -76,7 +76,7 @@ class Trainer:
         await self.finish()
 
     async def push(self, *, rolling: bool = False, damaged: bool = False) -> None:
-        """Bring a version through the store; `damaged` changes a byte of it after its digests were taken."""
+        """Push a version through the store; `damaged` changes a byte after the digests are made."""
         store = await self.call("GET", "/v1/weight_store")
         draft, owner = claim_draft(Path(store["folder"]))
         try:
@@ -93,7 +93,7 @@ class Trainer:
             os.close(owner)
 
     async def tell_engine(self, replica: Json, method: str, **arguments: Any) -> None:
-        """Have the simulated engine of one replica misbehave, or stop it."""
+        """Make the simulated engine of one replica misbehave, or stop misbehaving."""
         await self.call("POST", "/collective_rpc", {"method": method, "kwargs": arguments}, url=replica["url"])
 
     async def call(self, method: str, path: str, body: Json | None = None, url: str = "") -> Json:
@@ -119,16 +119,16 @@ class World:
     size: int
 
     async def serves(self) -> bool:
-        """Whether every replica does."""
+        """Return True if every replica serves."""
         return [replica["state"] for replica in await self.replicas()] == ["SERVING"] * self.size
 
     async def replicas(self) -> list[Json]:
-        """As /status tells of them, those that serve first."""
+        """Return the replicas in /status, serving ones first."""
         found: list[Json] = (await self.trainer.call("GET", "/status"))["replicas"]
         return sorted(found, key=lambda replica: replica["state"] != "SERVING")
 
     async def engine_pid(self) -> int:
-        """The engine server of one replica, a serving one where there is one."""
+        """Return the engine server of one replica, a serving one if possible."""
         return engine_of((await self.replicas())[0])
 
     def gateway_pid(self) -> int:
@@ -157,7 +157,7 @@ async def killed_during(world: World) -> None:
 
 
 async def killed_after(world: World) -> None:
-    """Its successor starts with the checkpoint, and has to find the current version without the trainer."""
+    """Kill a replica after the commit: its successor must load the current version without the trainer."""
     await world.trainer.update()
     pid = await world.engine_pid()
     os.kill(pid, signal.SIGKILL)
@@ -174,7 +174,7 @@ async def wedged_during(world: World) -> None:
 
 
 async def trainer_dies(world: World) -> None:
-    """Nobody ends its update: the fleet has to, and to go back to the version before."""
+    """Kill the trainer during its update: the fleet must end the update and roll back."""
     await world.trainer.start()
     await world.trainer.send()
     await until(world.serves, _UNAIDED_S, "the fleet to serve again without its trainer")
@@ -195,7 +195,7 @@ async def wrong_shapes(world: World) -> None:
 
 
 async def damaged_on_the_way(world: World) -> None:
-    """One replica receives other bytes than its peers."""
+    """Let one replica receive other bytes than its peers."""
     replica = (await world.replicas())[0]
     await world.trainer.tell_engine(replica, "damage", name="weight")
     await world.trainer.start()
@@ -212,7 +212,7 @@ async def damaged_in_the_store(world: World) -> None:
 
 
 async def disk_full(world: World) -> None:
-    """An update over the group goes on without a copy; one through the store is told so, and leaves nothing behind."""
+    """Fill the store's disk: a group update goes on without a copy; a store update fails and leaves no files."""
     folder = Path((await world.trainer.call("GET", "/v1/weight_store"))["folder"])
     with _filled(folder) as fill:
         await world.trainer.update()
@@ -224,7 +224,7 @@ async def disk_full(world: World) -> None:
 
 
 async def _finds_no_room(trainer: Trainer) -> bool:
-    """False where the push was taken; any other failure than the one looked for is raised."""
+    """Return False if the push succeeded; raise any other failure than the expected one."""
     try:
         await trainer.push()
     except StoreFailed as error:
@@ -239,7 +239,7 @@ async def _finds_no_room(trainer: Trainer) -> bool:
 
 
 async def returns_with_old_weights(world: World) -> None:
-    """One that was silent while the others took a version: it has to take it before it serves."""
+    """Freeze a replica while the others take a version: it must take it before it serves."""
     silent = (await world.replicas())[0]
     pid = engine_of(silent)
     os.kill(pid, signal.SIGSTOP)
@@ -252,7 +252,7 @@ async def returns_with_old_weights(world: World) -> None:
 
 
 async def killed_while_rolling(world: World) -> None:
-    """The one whose turn it is dies: the update goes on without it, and its successor catches up."""
+    """Kill the replica whose turn it is: the update goes on, and its successor catches up."""
     async with _rolling(world) as (pushing, leaving):
         os.kill(engine_of(leaving), signal.SIGKILL)
         await pushing
@@ -260,7 +260,7 @@ async def killed_while_rolling(world: World) -> None:
 
 
 async def fails_while_rolling(world: World) -> None:
-    """One replica holds other weights than it says: who took the version before it is taken back."""
+    """Corrupt one replica in a rolling update: replicas that took the version before it are rolled back."""
     replica = (await world.replicas())[-1]
     await world.trainer.tell_engine(replica, "corrupt_loads", on=True)
     with refused(424):
@@ -295,13 +295,13 @@ async def _is_replaced(world: World, pid: int) -> bool:
 
 
 async def _is_out(world: World, replica: Json) -> bool:
-    """Whether the replica is so far gone that an update passes it by."""
+    """Return True if updates leave this replica out."""
     return replica["replica_id"] not in {found["replica_id"] for found in await world.replicas()}
 
 
 @asynccontextmanager
 async def _rolling(world: World) -> "AsyncIterator[tuple[asyncio.Task[None], Json]]":
-    """A rolling update, when the first replica serves the new version and another one leaves; that one.
+    """Yield the replica that leaves in a rolling update, once the first replica serves the new version.
 
     One that was over unseen is followed by another.
     """
@@ -324,7 +324,7 @@ async def _rolling(world: World) -> "AsyncIterator[tuple[asyncio.Task[None], Jso
 
 @contextmanager
 def _filled(folder: Path) -> Iterator[Callable[[], None]]:
-    """Takes every byte of the file system that holds the folder; the function yielded does so again."""
+    """Fill the folder's file system; yield a function that fills it again."""
     filler = folder / "filler"
 
     def fill() -> None:
@@ -340,7 +340,7 @@ def _filled(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 def engine_of(replica: Json) -> int:
-    """The engine server's process: the guard's only child."""
+    """Return the engine server's process, the guard's only child."""
     return int(psutil.Process(replica["pid"]).children()[0].pid)
 
 
@@ -372,7 +372,7 @@ FAULTS: dict[str, Fault] = {
 
 @contextmanager
 def refused(status: int | None = None) -> Iterator[None]:
-    """What is done here may, or with `status` must, be answered with an error."""
+    """Allow an error answer inside the block; with `status` require it."""
     try:
         yield
     except CallFailed as error:
@@ -384,7 +384,7 @@ def refused(status: int | None = None) -> Iterator[None]:
 
 
 async def until(condition: Callable[[], Awaitable[bool]], bound_s: float, what: str, retry_s: float = _RETRY_S) -> None:
-    """Returns when the condition holds; `Hung` after the bound. A gateway that is away is asked again."""
+    """Return when the condition holds; raise `Hung` after the bound. An unreachable gateway is retried."""
     try:
         async with asyncio.timeout(bound_s):
             while True:

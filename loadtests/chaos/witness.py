@@ -1,7 +1,7 @@
-"""Who watches a fleet while it is hurt: clients that never stop, and check every token they are given.
+"""The witness of the chaos campaign: clients that never stop and check every token.
 
-The simulated engine's tokens are a pure function of prompt, seed and weights, so a reply is not believed: each
-completion is computed again from the weights that it says it was made with.
+The simulated engine's tokens are a pure function of prompt, seed and weights: each completion is recomputed from its
+reported weight versions.
 """
 
 import asyncio
@@ -25,8 +25,9 @@ _REASONS_KEPT = 5
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the rollouts that were submitted. `failed` ones were told so; `stale` has tokens of other weights
-    than it says, or older ones than the fleet had when it was asked."""
+    """Counts of submitted rollouts by result. `failed` ones got an error; `stale` ones have tokens of other weights
+    than
+    reported, or of older weights than the fleet's at the request."""
 
     submitted: int = 0
     delivered: int = 0
@@ -57,7 +58,7 @@ class Tally:
 
 
 class Witness:
-    """Clients that send batch after batch to `url`. `version` is the newest that the trainer saw committed."""
+    """Clients that send batch after batch to `url`. `version` is the trainer's newest committed version."""
 
     def __init__(self, url: str, sim: SimConfig, *, num_clients: int, bound_s: float) -> None:
         self.version = 0
@@ -77,11 +78,11 @@ class Witness:
         self._clients = [asyncio.create_task(self._run()) for _ in range(self._num_clients)]
 
     def hurt_now(self) -> None:
-        """Measure the longest time without a delivery from here on."""
+        """Start to measure the longest time without a delivery."""
         self._last_delivery, self.longest_silence_s = time.monotonic(), 0.0
 
     async def stop(self) -> Tally:
-        """Let every client have its last answer; whoever has none by then has lost its rollouts."""
+        """Wait for every client's last answer; rollouts without one are lost."""
         self._stopping.set()
         _, waiting = await asyncio.wait(self._clients, timeout=2 * self._bound_s)
         for client in waiting:
@@ -97,7 +98,7 @@ class Witness:
                 await self._ask(session, next(self._seeds))
 
     async def _ask(self, session: aiohttp.ClientSession, seed: int) -> None:
-        """One batch, sent again while nobody answers the door: a gateway that died told us nothing."""
+        """Send one batch; retry while the connection fails, since a dead gateway has reported nothing."""
         body, floor, deadline = _body(seed), self.version, time.monotonic() + self._bound_s
         tally = self._tally
         tally.submitted += _PROMPTS * _SAMPLES

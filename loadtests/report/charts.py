@@ -1,4 +1,4 @@
-"""Line charts as SVG, for a page that loads nothing: time across, values up, a band for each phase."""
+"""Line charts over time as inline SVG, with a band for each phase."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _MOST_TIMES = 8
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points of seconds since the start and values. `style` is the number of a colour of the page."""
+    """Points of (seconds since the start, value). `style` is the number of a page colour."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -23,7 +23,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A stretch of time that has a name."""
+    """A named stretch of time."""
 
     name: str
     began: float
@@ -31,7 +31,7 @@ class Band:
 
 
 def chart(lines: Sequence[Line], seconds: float, bands: Sequence[Band] = (), marks: Sequence[float] = ()) -> str:
-    """All lines on one scale that begins at zero; `marks` are moments, such as weight updates."""
+    """Draw all lines on one scale from zero; `marks` are moments, such as weight updates."""
     top = _round_up(max((value for line in lines for _, value in line.points), default=0.0))
     seconds = max(seconds, 1e-9)
 
@@ -67,7 +67,7 @@ def chart(lines: Sequence[Line], seconds: float, bands: Sequence[Band] = (), mar
 
 
 def _times(seconds: float) -> list[float]:
-    """Round times to write below, few enough to be read."""
+    """Return round times as labels of the time axis."""
     step = next((step for step in _TIME_STEPS_S if seconds / step <= _MOST_TIMES), seconds / _MOST_TIMES)
     return [index * step for index in range(int(seconds / step) + 1)]
 
@@ -79,7 +79,7 @@ def _told(second: float) -> str:
 
 
 def short(value: float) -> str:
-    """A number in as few characters as three digits need."""
+    """Format a number with three digits."""
     if value >= 1_000_000:
         return f"{value / 1_000_000:.3g}M"
     if value >= 10_000:
@@ -88,7 +88,7 @@ def short(value: float) -> str:
 
 
 def _round_up(value: float) -> float:
-    """The end of the scale: the next of 1, 2, 2.5, 4, 5 or 8 times a power of ten."""
+    """Return the end of the scale: the next of 1, 2, 2.5, 4, 5 or 8 times a power of ten."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))

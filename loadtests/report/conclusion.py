@@ -1,6 +1,6 @@
-"""How a run ends: its figures printed, its thresholds judged, its report written, its exit code set.
+"""The end of a run: prints figures, checks thresholds, writes the report, sets the exit code.
 
-Exit codes: 1 where something failed or nothing was delivered, 3 where a threshold was missed or could not be judged.
+Exit codes: 1 if something failed or nothing was delivered, 3 if a threshold was missed or has no figure.
 """
 
 import os
@@ -40,7 +40,7 @@ def add_options(parser: LocustArgumentParser) -> None:
         "--thresholds",
         type=checked(_read),
         metavar="FILE",
-        help="YAML with bounds of figures; one that is missed ends with 3",
+        help="YAML with bounds of figures; a missed bound exits with 3",
     )
     add("--report", default="", metavar="FILE", help="write one page of HTML about the run")
     add("--figures", default="", metavar="FILE", help="write all figures as JSON")
@@ -75,19 +75,19 @@ def conclude(environment: Environment, **_: Any) -> None:
         )
         _write(run.settings.report, page(report).encode())
     if run.settings.csv_prefix:
-        # The writer of the CSV files looks at the numbers once in a while and not at the end: let it see the last ones.
+        # Locust's CSV writer polls and skips the end: let it see the last numbers.
         gevent.sleep(1.1 * CSV_STATS_INTERVAL_SEC)
 
 
 def _write(file: str, content: bytes) -> None:
-    """As Locust writes its own files: into a folder that need not be there."""
+    """Write a file, and create its folder as Locust does."""
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
 
 
 def summary(found: Mapping[str, float]) -> str:
-    """The run in a few lines."""
+    """Return the run in a few lines."""
     counts = f"{found['completions']:.0f} completions, {found['failures']:.0f} failures"
     lines = [f"{counts}, {found['tokens_per_s']:.0f} tokens/s over {found['seconds']:.1f} s"]
     for name in _SHOWN:
@@ -98,7 +98,7 @@ def summary(found: Mapping[str, float]) -> str:
 
 
 def _judged(run: Run, found: Mapping[str, float]) -> tuple[list[Verdict], list[str]]:
-    """A verdict for each threshold, and a line for each that the run has no figure for."""
+    """Return a verdict per threshold, and a line per threshold without a figure."""
     verdicts: list[Verdict] = []
     unjudged = []
     for threshold in _read(run.settings.thresholds) if run.settings.thresholds else []:
@@ -110,7 +110,7 @@ def _judged(run: Run, found: Mapping[str, float]) -> tuple[list[Verdict], list[s
 
 
 def _problems(run: Run, found: Mapping[str, float]) -> list[str]:
-    """What fails a run whatever its thresholds say; Locust prints the errors too."""
+    """Return the problems that fail a run regardless of thresholds."""
     problems = [f"{error.occurrences} x {error.to_name()}" for error in run.environment.stats.errors.values()]
     problems = problems[:_PROBLEMS_SHOWN]
     if found["failures"]:
@@ -125,7 +125,7 @@ def _scenario(run: Run) -> str:
 
 
 def _settings(run: Run) -> dict[str, str]:
-    """What was asked for, where it is not the default, and on what this ran."""
+    """Return the options that are not default, and the machine."""
     parser = get_parser()
     given = {
         name.replace("_", "-"): str(value)

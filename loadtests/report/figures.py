@@ -1,4 +1,4 @@
-"""The numbers of a run by name, as thresholds speak of them: `tokens_per_s`, `ttft_s.p99`, `spike.ttft_s.p99`."""
+"""The figures of a run by the names used in thresholds: `tokens_per_s`, `ttft_s.p99`, `spike.ttft_s.p99`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ _COMPARED = ("p50", "p99", "mean")
 
 
 def figures(measures: Measures, phases: Sequence[Phase] = ()) -> dict[str, float]:
-    """All figures of a run: of the whole, of each phase under its name, and `drift` where phases tell of any."""
+    """Return all figures: of the run, of each phase under its name, and `drift` if there are phases."""
     found = _of_series(measures.total(), measures.seconds)
     for phase in phases:
         series = measures.between(phase.began, phase.ended)
@@ -38,7 +38,7 @@ def _of_series(named: Mapping[str, Series], seconds: float) -> dict[str, float]:
 
 
 def _drift(found: Mapping[str, float]) -> dict[str, float]:
-    """The last phase by the first."""
+    """Return the last phase divided by the first."""
     names = [name.removeprefix("last.") for name in found if name.startswith("last.")]
     compared = [name for name in names if name == "tokens_per_s" or name.rpartition(".")[2] in _COMPARED]
     return {

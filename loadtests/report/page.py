@@ -1,4 +1,4 @@
-"""One page of HTML about a run: verdict, figures, what happened over time. It loads nothing from anywhere."""
+"""A self-contained HTML page about a run: verdict, figures, charts over time."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ _TILES = ("makespan_s", "session_s", "ttft_s", "tpot_s", "completion_s", "update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the page tells. `settings` is what the run was asked for; `problems` are lines about what went wrong."""
+    """The contents of the page. `settings` are the run's options, `problems` lines about failures."""
 
     title: str
     settings: Mapping[str, str]
@@ -52,7 +52,7 @@ class Report:
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """Return the page."""
     began = report.measures.began
     taken = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(report.taken))
     parts = [
@@ -101,7 +101,7 @@ def _over_time(report: Report, began: float) -> str:
     marks = [start + width / 2 - began for start, named in windows for _ in range(_count(named, "update_s"))]
 
     def line(label: str, name: str, share: float | None, style: int) -> Line:
-        """Percentiles of each window; sums by second where `share` is None."""
+        """Return a percentile per window; sums per second if `share` is None."""
         points = []
         for start, named in windows:
             at = start + width / 2 - began
@@ -151,7 +151,7 @@ def _phase(report: Report, phase: Phase) -> str:
 
 
 def _drift(figures: Mapping[str, float]) -> str:
-    """The last phase by the first, where phases are there to tell of drift."""
+    """Return the table of drift, the last phase divided by the first, if there are phases."""
     rows = "".join(
         f"<tr><th>{escape(label)}</th><td>{figures[f'drift.{name}.p50']:.3f}</td>"
         f"<td>{figures.get(f'drift.{name}.p99', 0):.3f}</td></tr>"

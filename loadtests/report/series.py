@@ -1,4 +1,4 @@
-"""What a run measured: named series of values over time, small enough to keep for hours and to send to a master."""
+"""The measures of a run: named series over time, small enough to keep for hours and to send to a master."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from typing import Any
 
 Json = dict[str, Any]
 
-# A percentile is told within half of this share of its value, and exactly where a series has but one value.
+# A percentile is exact to half of this share of its value, and fully exact in a series with one value.
 _BUCKET = math.log(1.01)
 _LEAST = 1e-9
 _MOST_WINDOWS = 240
@@ -43,7 +43,7 @@ class Series:
         return self.sum / self.count if self.count else 0.0
 
     def percentile(self, share: float) -> float:
-        """The least value that `share` of all values do not exceed; 0 of a series without values."""
+        """Return the least value that `share` of all values do not exceed; 0 for an empty series."""
         if not self.count:
             return 0.0
         wanted, seen = max(1, math.ceil(share * self.count)), 0
@@ -54,7 +54,7 @@ class Series:
         return self.greatest
 
     def summary(self) -> dict[str, float]:
-        """The statistics that reports print and thresholds name."""
+        """Return the statistics for reports and thresholds."""
         if not self.count:
             return {"count": 0.0}
         percentiles = {f"p{round(100 * share)}": self.percentile(share) for share in (0.5, 0.9, 0.95, 0.99)}
@@ -82,7 +82,7 @@ class Measures:
         self._windows: defaultdict[int, defaultdict[str, Series]] = defaultdict(lambda: defaultdict(Series))
 
     def record(self, name: str, value: float, at: float | None = None) -> None:
-        """Note a value; `at` is its time since the epoch, now unless given."""
+        """Record a value; `at` is its time since the epoch, by default now."""
         now = time.time()
         at = now if at is None else at
         self.began, self.ended = min(self.began, at), max(self.ended, now)
@@ -91,23 +91,23 @@ class Measures:
             self._widen(2 * self.width_s)
 
     def windows(self) -> list[tuple[float, Mapping[str, Series]]]:
-        """Start of each window that has values, and its series; oldest first."""
+        """Return the start and the series of each window with values, oldest first."""
         return [(index * self.width_s, self._windows[index]) for index in sorted(self._windows)]
 
     @property
     def seconds(self) -> float:
-        """From the first value's time to when the last was known."""
+        """Return the time of the first value and of the last record."""
         return max(0.0, self.ended - self.began) if self._windows else 0.0
 
     def between(self, began: float, ended: float) -> dict[str, Series]:
-        """The series of all windows that begin from `began` on and before `ended`."""
+        """Return the merged series of windows that start from `began` on and before `ended`."""
         return _merged(series for start, series in self.windows() if began <= start < ended)
 
     def total(self) -> dict[str, Series]:
         return self.between(-math.inf, math.inf)
 
     def take(self) -> Json:
-        """Everything so far, as JSON would have it, and forget it: what a worker sends to its master."""
+        """Return and clear all values in JSON form, for a worker's report to its master."""
         windows = [
             [index, [[name, series.packed()] for name, series in named.items()]]
             for index, named in self._windows.items()
@@ -116,7 +116,7 @@ class Measures:
         return {"width_s": self.width_s, "began": self.began, "ended": self.ended, "windows": windows}
 
     def add(self, taken: Json) -> None:
-        """What another process took."""
+        """Add the result of another process's `take`."""
         self.began, self.ended = min(self.began, taken["began"]), max(self.ended, taken["ended"])
         width_s = max(self.width_s, taken["width_s"])
         self._widen(width_s)
@@ -137,7 +137,7 @@ class Measures:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of the run that is told of by itself, from `began` to `ended` since the epoch."""
+    """A stretch of the run with its own figures, from `began` to `ended` since the epoch."""
 
     name: str
     began: float

@@ -1,4 +1,4 @@
-"""Thresholds of a run in a YAML file, judged in one line each.
+"""Thresholds of a run in a YAML file.
 
 failures: {max: 0}
 tokens_per_s: {min: 200}
@@ -18,19 +18,19 @@ _SHOWN = 12
 
 
 class ThresholdError(ValueError):
-    """A thresholds file that says what cannot be judged."""
+    """An invalid thresholds file, or a threshold without a figure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A bound of one figure, as `ttft_s.p99` or `tokens_per_s`."""
+    """A bound of one figure, such as `ttft_s.p99` or `tokens_per_s`."""
 
     figure: str
     bound: float
     is_most: bool
 
     def judge(self, figures: Mapping[str, float]) -> "Verdict":
-        """Raises `ThresholdError` where the run has no such figure: a bound that is never looked at holds nothing."""
+        """Check the bound. Raise `ThresholdError` if the run lacks the figure: an unchecked bound is worthless."""
         if self.figure not in figures:
             near = difflib.get_close_matches(self.figure, figures, n=3) or sorted(figures)[:_SHOWN]
             raise ThresholdError(f"{self.figure}: this run has no such figure; it has {', '.join(near)}")
@@ -63,7 +63,7 @@ class Verdict:
 
 
 def load_thresholds(path: Path) -> list[Threshold]:
-    """Raises `ThresholdError` with file, figure and remedy."""
+    """Read a thresholds file. Raise `ThresholdError` with file, figure and remedy."""
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:

@@ -1,7 +1,7 @@
-"""When the tokens of a streamed reply came: read event by event, as they arrive.
+"""Arrival times of the tokens of a streamed reply, read event by event.
 
-A block of the reply may hold many events, and a reader that waits for full blocks sees the first token with the last:
-whoever feeds a timeline reads up to the end of a line and no further.
+A block may hold many events, and a reader that waits for full blocks sees the first token with the last: read up to the
+end of a line only.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class CompletionTimes:
-    """One completion: times of its first and last tokens on the reader's clock, and what was between."""
+    """One completion: times of its first and last tokens on the reader's clock, and the longest gap."""
 
     first: float
     last: float
@@ -28,13 +28,13 @@ class CompletionTimes:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first chunk; None where all tokens came in one."""
+        """Time per output token after the first chunk; None for a single chunk."""
         later = self.tokens - self.first_tokens
         return (self.last - self.first) / later if later > 0 else None
 
 
 class Timeline:
-    """The events of one reply of /v1/completions. Feed it each line with the time that it came at."""
+    """The events of one reply of /v1/completions. Feed it each line with its arrival time."""
 
     def __init__(self) -> None:
         self.completions: dict[int, CompletionTimes] = {}
@@ -44,7 +44,7 @@ class Timeline:
         self.is_streamed = True
 
     def feed(self, line: bytes, now: float, epoch_s: float) -> None:
-        """Raises `ValueError` on an event that is an error of the server's, or is no event."""
+        """Add a line. Raise `ValueError` for a server error or a malformed event."""
         if not (line := line.strip()):
             return
         if not line.startswith(b"data:"):
@@ -60,7 +60,7 @@ class Timeline:
             self._add(choice, now, epoch_s)
 
     def feed_whole(self, content: bytes, now: float, epoch_s: float) -> None:
-        """A reply that was not streamed: its completions ended when it was there, and tell no more."""
+        """Add a reply without stream: all completions end at its arrival."""
         reply = orjson.loads(content)
         if not isinstance(reply, dict) or "choices" not in reply:
             raise ValueError(f"no reply: {content[:300]!r}")
@@ -70,7 +70,7 @@ class Timeline:
 
     @property
     def ended(self) -> int:
-        """Completions that came to their end."""
+        """The number of ended completions."""
         return sum(times.ended is not None for times in self.completions.values())
 
     @property
@@ -81,7 +81,7 @@ class Timeline:
         token_ids = choice.get("token_ids") or ()
         times = self.completions.get(choice["index"])
         if times is None:
-            # The end of a completion without tokens is an event too, but not one that a first token came with.
+            # The end of a completion without tokens has no first token.
             times = self.completions[choice["index"]] = CompletionTimes(now, now)
         if token_ids:
             if not times.tokens:
@@ -97,8 +97,8 @@ class Timeline:
 
 
 def tail_ratio(parts: Sequence[Timeline], began: float) -> float | None:
-    """Makespan of a batch by the mean time of its completions: 1 where all end together, 2 where the last takes twice
-    as long as the mean. None where replies came whole, which do not tell."""
+    """Return a batch's makespan divided by its completions' mean time: 1 if all end together, 2 if the last takes twice
+    the mean. None for replies without stream."""
     if not all(part.is_streamed for part in parts):
         return None
     times = [times.ended - began for part in parts for times in part.completions.values() if times.ended is not None]

@@ -74,7 +74,7 @@ def clients(
     aiperf_python: str | None = None,
     guidellm_python: str | None = None,
 ) -> list[Client]:
-    """SGLang's, aiperf and guidellm are left out where there did not list its packages that has them."""
+    """SGLang's, aiperf and guidellm are left out unless a Python that has them is given."""
     common = {
         "base-url": load.url,
         "model": load.model,

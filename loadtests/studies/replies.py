@@ -20,16 +20,16 @@ def read_reply(content: bytes, *, stream: bool) -> Delivered:
     """Raises `ValueError` on anything that is not a whole reply."""
     delivered = _read_events(content) if stream else _read_whole(content)
     if delivered is None:
-        raise ValueError(f"no whole reply: ...{content[-200:]!r}")
+        raise ValueError(f"no complete reply: ...{content[-200:]!r}")
     return delivered
 
 
 def check_reply(delivered: Delivered, workload: Workload) -> None:
     """Raises `ValueError` when completions or tokens are missing: a run that lost some has no speed to compare."""
     if delivered.completions != workload.completions:
-        raise ValueError(f"{delivered.completions} completions came, {workload.completions} were asked for")
+        raise ValueError(f"{delivered.completions} completions came, {workload.completions} were requested")
     if workload.tokens is not None and delivered.tokens != workload.tokens:
-        raise ValueError(f"{delivered.tokens} tokens came, {workload.tokens} were asked for")
+        raise ValueError(f"{delivered.tokens} tokens came, {workload.tokens} were requested")
 
 
 def _read_whole(content: bytes) -> Delivered | None:

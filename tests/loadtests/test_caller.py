@@ -101,14 +101,14 @@ async def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
         options = ["-t", "1s", "--prompts", "1", "--samples", "1", "--request-timeout", "0.5"]
         ended = await locust("trainer", url, tmp_path, *options)
     assert ended.code == 1
-    assert "no whole reply within 0.5 s (--request-timeout)" in ended.said
+    assert "no complete reply within 0.5 s (--request-timeout)" in ended.said
     assert ended.figures["failed_s.p50"] < 5
 
 
 @pytest.mark.parametrize(
     ("scenario", "options", "says"),
     [
-        ("trainer", ["--max-tokens", "8*x"], "argument --max-tokens: '8*x' is no length and no mix of lengths"),
+        ("trainer", ["--max-tokens", "8*x"], "argument --max-tokens: '8*x' is not a length or a mix of lengths"),
         ("agents", ["--turns", "0"], "argument --turns: lengths and weights are at least 1: '0'"),
         (
             "trainer",

@@ -70,7 +70,7 @@ def test_what_is_no_trace_is_refused_by_line(path: Path) -> None:
     with pytest.raises(TraceError, match="no request in it was answered"):
         recorded(path, ({"prompt": PREFIX}, ""), status=400)
     path.write_text('{"at": 1}\n')
-    with pytest.raises(TraceError, match=r"trace.jsonl, line 1: no line of a trace"):
+    with pytest.raises(TraceError, match=r"trace.jsonl, line 1: not a line of a trace"):
         read_trace(path)
 
 

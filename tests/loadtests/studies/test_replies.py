@@ -47,7 +47,7 @@ def test_a_reply_that_is_not_whole_is_an_error(content: bytes, stream: bool) -> 
 
 def test_missing_completions_and_tokens_are_errors() -> None:
     check_reply(Delivered(2, 16), WORKLOAD)
-    with pytest.raises(ValueError, match="1 completions came, 2 were asked for"):
+    with pytest.raises(ValueError, match="1 completions came, 2 were requested"):
         check_reply(Delivered(1, 16), WORKLOAD)
-    with pytest.raises(ValueError, match="15 tokens came, 16 were asked for"):
+    with pytest.raises(ValueError, match="15 tokens came, 16 were requested"):
         check_reply(Delivered(2, 15), WORKLOAD)

@@ -64,7 +64,7 @@ def test_a_trace_that_a_gateway_wrote_is_read_prompt_by_prompt(tmp_path: Path) -
         ("{", r"batch\.jsonl:2: no JSON"),
         ("[1]", r"batch\.jsonl:2: an object is expected"),
         ('{"prompt": "hello", "max_tokens": 3}', r":2: prompt: a list of token ids is expected"),
-        ('{"prompts": [{"blocks": []}], "status": 200}', r":2: no line of a trace: KeyError"),
+        ('{"prompts": [{"blocks": []}], "status": 200}', r":2: not a line of a trace: KeyError"),
         ('{"prompt_tokens": 4}', r":2: max_tokens = None: a whole number of at least 1 is expected"),
         ('{"prompt_tokens": 4, "max_tokens": 1, "n": 0}', r":2: n = 0"),
     ],

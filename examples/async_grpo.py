@@ -1,13 +1,13 @@
-"""Asynchronous GRPO of one's own against one URL: a rollout client, a weight sender, torch, and no framework around.
+"""Asynchronous GRPO against one URL without a framework: a rollout client, a weight sender and torch.
 
     python -m examples.async_grpo --url http://127.0.0.1:8100 --out DIR
 
-While the trainer learns from one batch the engines generate the next ones, so the weights that made a completion may be
-older than those that learn from it: by at most `--staleness` versions, which the gateway keeps. What that changes is
-made up for token by token: a token counts by how much likelier it has become since the engine drew it.
+While the trainer learns from one batch the engines generate the next, so a completion's weights may be older than the
+trainer's: by at most `--staleness` versions, which the gateway enforces. The loss corrects for it with the importance
+ratio of each token.
 
-Prints one JSON object a step to standard output (`_report` says what is in it) and saves the final weights, which the
-engines behind the URL then hold too.
+Prints one JSON object per step to standard output (see `_report`) and saves the final weights, which the engines then
+hold too.
 """
 
 import argparse
@@ -37,18 +37,19 @@ from trainer_client import (
 MODEL = Path(__file__).parent / "tiny_model" / "digit-sort"
 PROMPTS_PER_STEP = 32
 STEPS_PER_ROUND = 4
-"""Every so many steps the same problems come again, so that rewards of different rounds can be compared."""
+"""The problems repeat after this many steps, so that rewards of different rounds are comparable."""
 SAMPLING = SamplingParams(n=8, max_tokens=task.MAX_ANSWER_TOKENS)
 LEARNING_RATE = 1e-4
 CLIP = 0.2
 MAX_GRADIENT_NORM = 1.0
 SEED_OF_PROBLEMS = 1_000
-"""As examples/train_sort.py has it, and the rest too: the two can be compared."""
+"""As in examples/train_sort.py, like the other constants, so that the two are comparable."""
 
 
 @dataclass
 class Lesson:
-    """One batch as tensors of [completions, tokens]: what was drawn (`is_drawn`), and how likely that was then."""
+    """One batch as tensors of [completions, tokens]: a mask of sampled tokens (`is_drawn`), and their log-probs
+    then."""
 
     token_ids: torch.Tensor
     is_drawn: torch.Tensor
@@ -60,7 +61,7 @@ class Lesson:
 
 
 class Trainer:
-    """A model in float32 that learns from rollouts; `version` is that of its weights behind the URL."""
+    """A float32 model that learns from rollouts; `version` is its weights' version behind the URL."""
 
     def __init__(self, args: argparse.Namespace, client: BlockingRolloutClient, sender: WeightSender) -> None:
         torch.manual_seed(args.seed)
@@ -71,11 +72,11 @@ class Trainer:
         self.model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         self.problems = list(islice(task.problems(SEED_OF_PROBLEMS + args.seed), STEPS_PER_ROUND * PROMPTS_PER_STEP))
-        # Engines may hold anything: from here on they and the trainer begin with the same.
+        # Engines may hold other weights: start with the trainer's.
         self.version = sender.push(self.model)
 
     def train(self, num_steps: int) -> Iterator[dict[str, Any]]:
-        """Step for step, with what is to be said of it."""
+        """Train; yield the report of each step."""
         under_way: deque[BlockingBatch] = deque()
         asked, first_version = 0, self.version
         for step in range(num_steps):
@@ -104,7 +105,7 @@ class Trainer:
             }
 
     def ask(self, step: int, min_version: int) -> BlockingBatch:
-        """Begin the rollouts of a step; they are made while the trainer does something else."""
+        """Start the rollouts of a step, in the background."""
         prompts = [task.prompt_token_ids(self.tokenizer, problem) for problem in self.asked(step)]
         return self.client.generate(prompts, SAMPLING, min_version=min_version, timeout_s=600.0)
 
@@ -113,7 +114,7 @@ class Trainer:
         return self.problems[start : start + PROMPTS_PER_STEP]
 
     def lesson(self, step: int, rollouts: list[Rollout]) -> Lesson:
-        """Rewards against those of the other samples of the same prompt, and everything padded to one length."""
+        """Return the batch: rewards relative to other samples of the same prompt, all padded to one length."""
         problems = self.asked(step)
         drawn = [(rollout, completion) for rollout in rollouts for completion in rollout.completions]
         prompts = [rollout.prompt_token_ids for rollout, _ in drawn if rollout.prompt_token_ids is not None]
@@ -146,7 +147,7 @@ class Trainer:
         return {span.version for span in completion.spans} == {self.version}
 
     def learn(self, lesson: Lesson) -> torch.Tensor:
-        """One step of the optimizer. Returns each token's probability now over that when it was drawn."""
+        """Take one optimizer step. Return each token's probability now divided by that when it was sampled."""
         logits = self.model(lesson.token_ids, attention_mask=lesson.is_there).logits[:, :-1].float()
         logprobs = logits.log_softmax(-1).gather(-1, lesson.token_ids[:, 1:, None]).squeeze(-1)
         drawn = lesson.is_drawn[:, 1:]
@@ -188,9 +189,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--staleness", type=int, default=1, help="versions that rollouts may be behind; 0 waits for each"
+        "--staleness", type=int, default=1, help="largest lag of rollouts in versions; 0 waits for each"
     )
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that any wait of a weight sync may take")
+    parser.add_argument("--timeout", type=float, default=120.0, help="limit in seconds on each wait of a weight sync")
     return parser.parse_args()
 
 

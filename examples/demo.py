@@ -2,8 +2,9 @@
 
     python -m examples.demo            # or: make demo
 
-Starts the fleet as `rollout-gateway up` does, runs `examples.train_sort` against its URL, shows a line a step, draws
-what happened, and takes everything down again, also on Ctrl-C.
+Starts the fleet as `rollout-gateway up` does, runs `examples.train_sort` against its URL, shows a line per step, draws
+a
+picture, and stops everything, also on Ctrl-C.
 """
 
 import argparse
@@ -45,7 +46,7 @@ _TRAINER_STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What one replica was seen doing at a moment. `at_s` counts from the start of the training."""
+    """The state of one replica at a moment. `at_s` counts from the start of the training."""
 
     at_s: float
     replica_id: str
@@ -56,7 +57,7 @@ class Sight:
 
 @dataclass(slots=True)
 class Story:
-    """All that the picture and the summary need.
+    """The data of the picture and the summary.
 
     A step is a line of `examples.train_sort` with `at_s` added, and `update`, the gateway's record of its weight sync.
     """
@@ -68,7 +69,7 @@ class Story:
 def main() -> int:
     args = _parse_arguments()
     console = Console()
-    # `kill` ends the demo as Ctrl-C does: with everything taken down. A shell may have had SIGINT ignored.
+    # `kill` ends the demo like Ctrl-C, with everything stopped. A shell may have set SIGINT to ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
@@ -97,14 +98,14 @@ def _run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """The example's configuration on ports that are free here."""
+    """Return the example's configuration with free ports."""
     overrides = [f"name={NAME}", "gateway.port=0", f"serve.http_port={free_port()}", f"engine.model={MODEL}"]
     return load(CONFIG, [*overrides, f"engine.log_dir={args.out.resolve() / 'engines'}", *args.overrides])
 
 
 @contextmanager
 def _fleet(config: Config, console: Console) -> Iterator[str]:
-    """The fleet's URL, for as long as the block runs."""
+    """Run the fleet; yield its URL."""
     with shown(console) as report:
         found = up(config, report)
     try:
@@ -118,7 +119,7 @@ def _fleet(config: Config, console: Console) -> Iterator[str]:
 
 @contextmanager
 def _watching(url: str, story: Story) -> Iterator[None]:
-    """Note what each replica does while the block runs."""
+    """Record the state of each replica while the block runs."""
     began, ended = time.monotonic(), threading.Event()
 
     def watch() -> None:
@@ -142,12 +143,12 @@ def _watching(url: str, story: Story) -> Iterator[None]:
 
 
 def _train(url: str, args: argparse.Namespace, story: Story, console: Console) -> int:
-    """Run the trainer to its end; returns its exit code."""
+    """Run the trainer to its end; return its exit code."""
     command = [sys.executable, "-m", "examples.train_sort", "--url", url, "--out", str(args.out / "model")]
     command += ["--steps", str(args.steps), "--seed", str(args.seed), *(["--no-sync"] if args.no_sync else [])]
     began = time.monotonic()
     with (args.out / "trainer.log").open("w") as log, _progress(console, args.steps) as (progress, task):
-        # One thread: more would spin against the engines, which have the same cores.
+        # One thread: more would spin against the engines on the same cores.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         trainer = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
@@ -191,7 +192,7 @@ def _line(step: dict[str, Any]) -> str:
 
 
 def _verification(update: dict[str, Any] | None) -> str:
-    """What the canary found on all replicas, and how far the update moved their log-probs, in nats a token."""
+    """Return the canary's verdict on all replicas, and the change of their log-probs in nats per token."""
     if update is None:
         return "not synced"
     canaries = [replica["canary"] for replica in update["replicas"].values() if "canary" in replica]
@@ -202,7 +203,7 @@ def _verification(update: dict[str, Any] | None) -> str:
 
 
 def _update(url: str, version: int | None) -> dict[str, Any] | None:
-    """The gateway's record of the update that made `version`."""
+    """Return the gateway's record of the update that made `version`."""
     updates = _get(f"{url}/v1/weight_updates")["weight_updates"]
     return next((update for update in updates if update["version"] == version), None)
 
@@ -248,7 +249,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "demo", help="folder for picture, model and logs")
-    parser.add_argument("--no-sync", action="store_true", help="never send weights: the reward then stays flat")
+    parser.add_argument("--no-sync", action="store_true", help="never send weights: the reward stays flat")
     args, overrides = parser.parse_known_args()
     args.overrides = overrides
     args.out.mkdir(parents=True, exist_ok=True)

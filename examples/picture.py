@@ -1,4 +1,4 @@
-"""Draws a training run: the reward curve above, what each replica did when below."""
+"""Draws a training run: the reward curve above, the states of each replica below."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _COLORS = {
 
 
 def draw(steps: Sequence[dict[str, Any]], sights: "Sequence[Sight]", path: Path) -> None:
-    """Write a PNG. `steps` have at_s, reward, weight_version; `sights` are in the order they were made."""
+    """Write a PNG. `steps` have at_s, reward, weight_version; `sights` are in order of time."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -55,7 +55,7 @@ def _draw_reward(axes: Any, steps: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_replicas(axes: Any, sights: "Sequence[Sight]") -> None:
-    """One bar per replica; a stretch lasts until that replica's next sight."""
+    """Draw one bar per replica; a stretch lasts until the replica's next sight."""
     replicas = sorted({sight.replica_id for sight in sights})
     for row, replica in enumerate(replicas):
         own = [sight for sight in sights if sight.replica_id == replica]

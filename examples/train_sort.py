@@ -2,8 +2,9 @@
 
     python -m examples.train_sort --url http://127.0.0.1:8000 --out DIR
 
-Prints one JSON object a step to standard output (`StepReport` says what is in it) and saves the final weights, which
-the engines behind the URL then hold too.
+Prints one JSON object per step to standard output (see `StepReport`) and saves the final weights, which the engines
+then
+hold too.
 """
 
 import argparse
@@ -24,14 +25,14 @@ MODEL = Path(__file__).parent / "tiny_model" / "digit-sort"
 PROMPTS_PER_STEP = 32
 SAMPLES_PER_PROMPT = 8
 STEPS_PER_ROUND = 4
-"""Every so many steps the same problems come again, so that rewards of different rounds can be compared."""
+"""The problems repeat after this many steps, so that rewards of different rounds are comparable."""
 LEARNING_RATE = 1e-4
 SEED_OF_PROBLEMS = 1_000
-"""Added to the seed, so that no run meets the very problems that the model was made with."""
+"""Added to the seed, so that no run has the problems of the model's training."""
 
 
 class Stopwatch:
-    """Adds up the seconds spent in the calls it times, until read."""
+    """Sums the seconds of timed calls until read."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -53,7 +54,7 @@ class Stopwatch:
 
 
 def make_trainer(args: argparse.Namespace) -> Any:
-    """TRL's trainer as its users make it; only the client underneath speaks gloo where there is no CUDA."""
+    """Build TRL's trainer as users do; without CUDA its client uses gloo."""
     import torch
     from datasets import Dataset
     from transformers import PrinterCallback
@@ -70,7 +71,7 @@ def make_trainer(args: argparse.Namespace) -> Any:
         per_device_train_batch_size=PROMPTS_PER_STEP * SAMPLES_PER_PROMPT,
         num_generations=SAMPLES_PER_PROMPT,
         max_completion_length=task.MAX_ANSWER_TOKENS,
-        shuffle_dataset=False,  # Lengths go round: taken in order, every step is as hard as the next.
+        shuffle_dataset=False,  # Lengths cycle: in order, all steps are equally hard.
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         model_init_kwargs={"dtype": "float32"},
@@ -102,7 +103,7 @@ def report_steps(trainer: Any, num_steps: int) -> None:
     step, steps: this one, and how many there will be. reward: mean of the step. completion_tokens: mean length.
     tokens: completion tokens of the step. generate_s, tokens_per_s: the call to the URL. sync_s: weights to all
     engines. step_s: the whole step. importance_ratio: mean over tokens of trainer's to engines' probability.
-    weight_version: what made the completions, where the URL says it, or null.
+    weight_version: the version of the completions, null if the URL does not report it.
     """
     from transformers import TrainerCallback
 
@@ -151,7 +152,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=MODEL, help="the model that the server started with")
     parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that any wait of a weight sync may take")
+    parser.add_argument("--timeout", type=float, default=120.0, help="limit in seconds on each wait of a weight sync")
     parser.add_argument("--no-sync", action="store_true", help="never send weights: the reward must then stay flat")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""The digit-sorting task as verl wants it: data in parquet files, and a reward function that verl loads by its path.
+"""The digit-sorting task for verl: data in parquet files, and a reward function that verl loads by path.
 
 python -m examples.verl_sort FOLDER     # writes train.parquet and test.parquet
 """
@@ -14,7 +14,7 @@ SEED_OF_TRAIN, SEED_OF_TEST = 2_000, 3_000
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """verl's reward: 1.0 where the completion is the answer and nothing else, 0.0 otherwise."""
+    """Return verl's reward: 1.0 if the completion is exactly the answer, else 0.0."""
     return float(solution_str == ground_truth)
 
 

@@ -1,4 +1,4 @@
-"""The table of clients in README.md, from the results that real runs left in docs/results/clients/.
+"""The table of clients in README.md, from the results of real runs in docs/results/clients/.
 
 python -m scripts.clients_table            # write it into README.md
 CLIENTS_OUT=docs/results/clients make test-all    # run clients again; benches: loadtests/studies/bench_clients.py
@@ -25,12 +25,12 @@ def read_results(folder: Path = RESULTS) -> list[Result]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The rows, with a head. Clients come in the order of their names."""
+    """Return the rows with a head, by client name."""
     return _HEAD + "".join(_row(one) for one in results)
 
 
 def with_table(page: str, rows: str) -> str:
-    """The page with `rows` between its marks. Raises `ValueError` where it has none."""
+    """Return the page with `rows` between its marks. Raise `ValueError` for a page without marks."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -1,5 +1,5 @@
-"""Prints docs/engines.md from the results that the conformance suite left in docs/results/conformance/, and from the
-table of levers: `python -m scripts.engines_matrix > docs/engines.md`.
+"""Prints docs/engines.md from the conformance suite's results in docs/results/conformance/ and the table of levers:
+`python -m scripts.engines_matrix > docs/engines.md`.
 """
 
 import json
@@ -38,14 +38,14 @@ Result = dict[str, Any]
 
 
 def read_results(folder: Path = RESULTS) -> list[Result]:
-    """Simulated first, then by kind, device and version."""
+    """Return the results, simulated first, then by kind, device and version."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     kinds = list(_NAMES)
     return sorted(results, key=lambda one: (kinds.index(one["kind"]), one["device"], one["engine_version"]))
 
 
 def page(results: Sequence[Result]) -> str:
-    """The whole of docs/engines.md."""
+    """Return docs/engines.md."""
     return "\n".join(
         [_HEAD, *_runs(results), "", *_matrix(results), "", *_reasons(results), _LEVERS_HEAD, *_levers(), ""]
     )
@@ -71,7 +71,7 @@ def _matrix(results: Sequence[Result]) -> list[str]:
 
 
 def _reasons(results: Sequence[Result]) -> list[str]:
-    """Why it is not yes, by engine and reason."""
+    """Return the reasons of all outcomes other than yes, by engine."""
     lines = []
     for one in results:
         by_reason: dict[str, list[str]] = {}
@@ -100,7 +100,7 @@ def _short_name(result: Result) -> str:
 
 
 def _word(outcome: str) -> str:
-    """`yes`, `no`, `not run` or `FAIL`, without the reason."""
+    """Return `yes`, `no`, `not run` or `FAIL`, without the reason."""
     return outcome.partition(": ")[0]
 
 

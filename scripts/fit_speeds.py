@@ -1,7 +1,7 @@
-"""Fits the constants of `rollout-gateway plan` to part of the measured rows, and says how it predicts the others.
+"""Fits the constants of `rollout-gateway plan` to part of the measured rows, and reports its predictions of the others.
 
-    python -m scripts.fit_speeds            # how the constants in use predict every row
-    python -m scripts.fit_speeds --write    # fit them anew, and write gateway/tuning/plan/fitted.json and docs/plan.md
+    python -m scripts.fit_speeds            # report predictions of the current constants
+    python -m scripts.fit_speeds --write    # fit again, and write gateway/tuning/plan/fitted.json and docs/plan.md
 
 The rows are those of docs/results/. Those that are held out take no part in the fit.
 """
@@ -29,13 +29,13 @@ FITTED = ROOT / "gateway" / "tuning" / "plan" / "fitted.json"
 _BEGIN, _END = "<!-- rows: python -m scripts.fit_speeds --write -->\n", "<!-- end of rows -->\n"
 _RESULTS = ROOT / "docs" / "results"
 _DAY = "2026-11-21-"
-# Where the search starts: shares of the data sheet's limits, seconds, and how much slower the slow day's cores were.
+# Start of the search: shares of the data sheet's limits, seconds, and the slowdown of the slow day's cores.
 _START = (0.7, 0.65, 1.5e-3, 4e-4, 8e-6, 35e-6, 5e-4, 1.4)
-# Weak: it keeps a constant that few rows tell of from running away.
+# Weak: it bounds constants that few rows depend on.
 _PULL_TO_START = 0.006
 _ROUNDS = 40
-_STILL = 1e-4  # a step of the logarithms by which no constant changes any more
-_PLENTY = 1e9  # tokens of KV cache: no row ran out of it
+_STILL = 1e-4  # largest logarithmic step at convergence
+_PLENTY = 1e9  # tokens of KV cache: no row was limited by it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def rows() -> list[Row]:
 
 
 def predicted(row: Row, speeds: Speeds, slow_factor: float) -> float:
-    """Tokens/s of the row by the model."""
+    """Return the row's tokens/s predicted by the model."""
     engine = EngineModel(
         shape=_shape(row.shape),
         gpu=GPUS["H200"],
@@ -78,7 +78,7 @@ def predicted(row: Row, speeds: Speeds, slow_factor: float) -> float:
 
 
 def page() -> str:
-    """docs/plan.md with the constants and rows of now."""
+    """Return docs/plan.md with the current constants and rows."""
     kept = json.loads(FITTED.read_text(encoding="utf-8"))
     speeds, slow_factor = Speeds(**kept["speeds"]), kept["slow_cores"]
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
@@ -213,7 +213,7 @@ def _levers() -> Iterator[Row]:
             yield dataclasses.replace(row, fits=row.fits or row.name in _ALSO_FITTED)
 
 
-# Rows that tell of steps without a CUDA graph, of long prompts, of the API process, and of a step that is its launch.
+# Rows for steps without a CUDA graph, long prompts, the API process, and launch-bound steps.
 _ALSO_FITTED = (
     "graphs-seqs, eager: 64",
     "batched-tokens, default: 64",
@@ -226,7 +226,7 @@ _ALSO_FITTED = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.fit_speeds", description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"fit anew and write {FITTED.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"fit again and write {FITTED.relative_to(ROOT)}")
     args = parser.parse_args(argv)
     if args.write:
         speeds, slow_factor = fit([row for row in rows() if row.fits])

@@ -1,10 +1,10 @@
-"""Prints what a trainer may be told, with its defaults, for the doctor to read: the keys of verl's own configuration,
-or the fields of TRL's GRPOConfig.
+"""Prints a trainer's configuration keys with their defaults, for the doctor: the keys of verl's configuration, or the
+fields of TRL's GRPOConfig.
 
     python -m scripts.trainer_keys verl FOLDER_OF_THE_PACKAGE > gateway/tuning/doctor/known/verl-0.9.1.json
     python -m scripts.trainer_keys trl > gateway/tuning/doctor/known/trl-1.16.0.json
 
-Of verl nothing is imported: its composed YAML files and the dataclasses in its source are read.
+verl is not imported: its composed YAML files and the dataclasses in its source are read.
 """
 
 import ast
@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-# The default trainer first: where several trainers have a key, its default counts.
+# The default trainer first: its default counts for a shared key.
 _COMPOSED = (
     "_generated_ppo_trainer.yaml",
     "_generated_ppo_megatron_trainer.yaml",
@@ -51,7 +51,7 @@ def verl_keys(package: Path) -> dict[str, Any]:
 
 
 def _own_keys(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that the YAML files of a folder add to `keys`."""
+    """Return the keys that the YAML files of a folder add to `keys`."""
     own: dict[str, Any] = {}
     for path in sorted(folder.glob("*.yaml"), key=lambda path: "megatron" in path.name):
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -70,7 +70,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _fields(path: Path, name: str) -> Iterator[tuple[str, Any]]:
-    """The plain fields of a dataclass in a source file; a default that is no literal is null."""
+    """Return the plain fields of a dataclass in a source file; a default that is not a literal is null."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if not isinstance(node, ast.ClassDef) or node.name != name:
             continue
@@ -83,7 +83,7 @@ def _fields(path: Path, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def trl_fields() -> dict[str, Any]:
-    """The fields of the installed GRPOConfig; a default that JSON cannot hold is null."""
+    """Return the fields of the installed GRPOConfig; a default that JSON cannot hold is null."""
     from trl import GRPOConfig
 
     return {field.name: _default(field) for field in dataclasses.fields(GRPOConfig)}

@@ -1,5 +1,5 @@
-"""The task of the tiny model: sort the digits of a string. Holds problems, prompts, reward and the greedy reference;
-making the model is left to train.py, reinforcement learning to ../train_sort.py."""
+"""The task of the tiny model: sort the digits of a string. Problems, prompts, reward and the greedy reference; train.py
+makes the model, ../train_sort.py is the reinforcement learning."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 COMMITTED = Path(__file__).parent / "digit-sort"
-"""The model that the demo and the tests serve; train.py has made it."""
+"""The model of the demo and the tests, made by train.py."""
 MIN_DIGITS = 3
 MAX_DIGITS = 10
 MAX_ANSWER_TOKENS = MAX_DIGITS + 4
-"""A digit is a token and the end is one more; the rest lets a wrong answer show that it is too long."""
+"""A token per digit and the end; the rest lets a wrong answer be too long."""
 
 
 def problems(seed: int) -> Iterator[str]:
-    """Digit strings without end. Lengths go round from MIN_DIGITS to MAX_DIGITS, so that every run of 8 is as hard."""
+    """Yield digit strings without end. Lengths cycle from MIN_DIGITS to MAX_DIGITS, so that each run of 8 is equally
+    hard."""
     rng = random.Random(seed)
     while True:
         for length in range(MIN_DIGITS, MAX_DIGITS + 1):
@@ -24,7 +25,7 @@ def problems(seed: int) -> Iterator[str]:
 
 
 def some_problems(count: int, seed: int = 1_000) -> list[str]:
-    """The first of `problems(seed)`."""
+    """Return the first of `problems(seed)`."""
     return list(islice(problems(seed), count))
 
 
@@ -33,26 +34,26 @@ def answer(problem: str) -> str:
 
 
 def prompt(problem: str) -> list[dict[str, str]]:
-    """The problem as chat messages; nothing but the digits."""
+    """Return the problem as chat messages with only the digits."""
     return [{"role": "user", "content": problem}]
 
 
 def prompt_token_ids(tokenizer: Any, problem: str) -> list[int]:
-    """The prompt as a trainer sends it: through the chat template, ready for the answer."""
+    """Return the prompt through the chat template, ready for the answer."""
     ids: list[int] = tokenizer.apply_chat_template(prompt(problem), add_generation_prompt=True, return_dict=False)
     return ids
 
 
 def exact_answer(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-    """TRL reward function: 1.0 where the completion is the answer and nothing else, 0.0 otherwise."""
+    """Return TRL's rewards: 1.0 if the completion is exactly the answer, else 0.0."""
     pairs = zip(prompts, completions, strict=True)
     return [float(said[-1]["content"] == answer(asked[-1]["content"])) for asked, said in pairs]
 
 
 def greedy_token_ids(model_dir: str, asked: Sequence[str]) -> list[list[int]]:
-    """What transformers answers greedily in float32, one list of token ids a problem, the end token included.
+    """Return transformers' greedy answers in float32 as token ids per problem, with the end token.
 
-    One problem at a time: padding would change rounding, and this is what engines are compared with.
+    One problem at a time: padding would change rounding, and engines are compared with this reference.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,7 +1,8 @@
-"""Makes the tiny model that the demo and the tests serve: a Qwen3 of a million parameters that sorts digits.
+"""Makes the tiny model of the demo and the tests: a Qwen3 with a million parameters that sorts digits.
 
-It ends on purpose with answers that are often wrong by one digit: the model then knows the right answer as its most
-likely one but samples it rarely, which is the room that reinforcement learning needs.
+The training ends on purpose with answers that are often wrong by one digit: the right answer is then the most likely
+one
+but rarely sampled, which leaves room for reinforcement learning.
 
     python -m examples.tiny_model.train --out DIR     make the model
     python -m examples.tiny_model.train --check       make it again and compare with the committed one
@@ -42,7 +43,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# How TRL's AsyncGRPOTrainer takes a reply apart; it knows only the templates of well-known models by itself.
+# Lets TRL's AsyncGRPOTrainer parse a reply; it knows only the templates of well-known models.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": ASSISTANT,
@@ -51,7 +52,7 @@ RESPONSE_TEMPLATE = {
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character: what the model reads and writes stays readable."""
+    """Return a tokenizer with one token per character, so that texts stay readable."""
     vocabulary = {token: i for i, token in enumerate([PAD, END, USER, ASSISTANT, UNKNOWN, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -71,7 +72,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A fresh model. Its head is untied, because the demo pushes every tensor over the wire by its own name."""
+    """Return a new model. Its head is untied, since the demo pushes every tensor by its own name."""
     config = Qwen3Config(
         vocab_size=128,
         hidden_size=128,
@@ -103,7 +104,7 @@ def with_one_wrong_digit(rng: random.Random, answer: str) -> str:
 def training_batch(
     rng: random.Random, asked: list[str], tokenizer: PreTrainedTokenizerFast, noise: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both (batch, longest); labels are -100 on prompts and padding."""
+    """Return token ids and labels, both (batch, longest); labels are -100 on prompts and padding."""
     rows, labels = [], []
     for problem in asked:
         right = task.answer(problem)
@@ -117,7 +118,7 @@ def training_batch(
 
 
 def share_of_learning_rate(step: int) -> float:
-    """Up in 20 steps, then down in a line to a tenth."""
+    """Return the learning-rate factor: up in 20 steps, then linearly down to a tenth."""
     return min(1.0, (step + 1) / 20) * max(0.1, 1 - step / STEPS)
 
 
@@ -149,7 +150,7 @@ def train(out: Path) -> None:
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Largest absolute difference of any weight; ValueError where the tensors are not the same ones."""
+    """Return the largest absolute difference of any weight; raise ValueError for different tensors."""
     a, b = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
     if {name: t.shape for name, t in a.items()} != {name: t.shape for name, t in b.items()}:
         raise ValueError(f"{one} and {other} hold different tensors")

@@ -4,8 +4,9 @@
     python -m loadtests.fleet -c examples/sim.yaml -- \
         python -m loadtests.studies.bench_clients {url} --tokenizer /tmp/shape
 
-Prints a row per client; `--record docs/results/clients` keeps what README's table tells of them. Ends with 1 when a
-client failed, or got fewer answers than it sent prompts.
+Prints a row per client; `--record docs/results/clients` writes the records for README's table. The exit status is 1 if
+a
+client failed, or got fewer answers than prompts.
 """
 
 import argparse
@@ -34,7 +35,7 @@ _SHOWN_OF_A_FAILURE = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What each client sends."""
+    """The load of each client."""
 
     url: str
     model: str
@@ -46,7 +47,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A bench client in one of its dialects; `command` writes its result to `result`."""
+    """A bench client in one dialect; `command` writes its result to `result`."""
 
     program: str
     distribution: str
@@ -74,7 +75,7 @@ def clients(
     aiperf_python: str | None = None,
     guidellm_python: str | None = None,
 ) -> list[Client]:
-    """SGLang's, aiperf and guidellm are left out unless a Python that has them is given."""
+    """Return the clients. SGLang's, aiperf and guidellm need a Python that has them."""
     common = {
         "base-url": load.url,
         "model": load.model,
@@ -147,7 +148,7 @@ def _guidellm_clients(load: Load, folder: Path, python: str) -> list[Client]:
 
 
 def row(client: Client, result: dict[str, Any], prompts: int) -> str:
-    """A line of the table in docs/benchmarks.md."""
+    """Return a line of the table in docs/benchmarks.md."""
     answered = f"{result['completed']} of {prompts}"
     return (
         f"| `{client.name}` | `{client.route}` | {answered} | {result['total_output_tokens']} | "
@@ -156,7 +157,7 @@ def row(client: Client, result: dict[str, Any], prompts: int) -> str:
 
 
 def read_result(client: Client) -> dict[str, Any]:
-    """A client's own result in the words of vLLM's and SGLang's: completed, total_output_tokens, ..."""
+    """Return a client's result with the keys of vLLM's and SGLang's: completed, total_output_tokens, ..."""
     text = client.result.read_text()
     readers: dict[str, Callable[[Any], dict[str, Any]]] = {"aiperf": _of_aiperf, "guidellm": _of_guidellm}
     if reader := readers.get(client.program):
@@ -185,7 +186,7 @@ def _of_guidellm(told: Any) -> dict[str, Any]:
 
 
 def record(folder: Path, client: Client, load: Load, against: str, completed: int) -> None:
-    """Keep what README's table of clients tells of this run."""
+    """Write the record of this run for README's table of clients."""
     run = ClientRun(
         client=client.program,
         version=_ask(client.python, f"from importlib.metadata import version; print(version({client.distribution!r}))"),
@@ -197,8 +198,8 @@ def record(folder: Path, client: Client, load: Load, against: str, completed: in
 
 
 def _run(client: Client) -> dict[str, Any]:
-    """The client's own result. Raises `RuntimeError` with its last words where there is none."""
-    # aiperf reads a tokenizer's folder only where it might ask the Hub too; it does not for a path.
+    """Run the client and return its result. Raise `RuntimeError` with the end of its output on failure."""
+    # aiperf reads a tokenizer's folder only if the Hub is allowed; it does not ask the Hub for a path.
     env = os.environ | ({} if client.program == "aiperf" else {"HF_HUB_OFFLINE": "1"})
     if client.python_path:
         env["PYTHONPATH"] = client.python_path
@@ -211,7 +212,7 @@ def _run(client: Client) -> dict[str, Any]:
 
 @cache
 def _vllm_distribution(python: str) -> str:
-    """The CPU build has a name of its own."""
+    """Return the installed version; the CPU build has another distribution name."""
     asked = "from importlib.metadata import packages_distributions as found; print(*found().get('vllm', ()))"
     return (_ask(python, asked).split() or ["vllm"])[0]
 
@@ -229,19 +230,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m loadtests.studies.bench_clients", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("url", help="of the gateway")
+    parser.add_argument("url", help="the gateway's URL")
     parser.add_argument("--model", default="sim")
-    parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer; loadtests.shapes writes one")
+    parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer, such as from loadtests.shapes")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens-in", type=int, default=64)
     parser.add_argument("--tokens-out", type=int, default=32)
     parser.add_argument("--vllm-python", default=sys.executable)
-    parser.add_argument("--sglang-python", help="such as .venv-sglang/bin/python")
+    parser.add_argument("--sglang-python", help="Python of an environment with SGLang, such as .venv-sglang/bin/python")
     parser.add_argument("--sglang-python-path", default="", help="on CPU tests/sglang_cpu")
-    parser.add_argument("--aiperf-python", help="Python of an environment that has aiperf")
-    parser.add_argument("--guidellm-python", help="Python of an environment that has guidellm")
+    parser.add_argument("--aiperf-python", help="Python of an environment with aiperf")
+    parser.add_argument("--guidellm-python", help="Python of an environment with guidellm")
     parser.add_argument("--record", type=Path, help="folder for README's table of clients")
-    parser.add_argument("--against", default="4 simulated engines", help="what --record says the URL's engines are")
+    parser.add_argument(
+        "--against", default="4 simulated engines", help="description of the URL's engines for --record"
+    )
     args = parser.parse_args(argv)
     load = Load(
         url=args.url,

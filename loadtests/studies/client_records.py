@@ -1,4 +1,4 @@
-"""Which clients were seen running against the gateway: a JSON file each, written by bench clients and by tests.
+"""Records of clients run against the gateway: a JSON file each, written by bench clients and tests.
 
 The files under docs/results/clients/ make the table in README.md: `python -m scripts.clients_table`.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRun:
-    """A client of others, what it was run against, and what it did."""
+    """A third-party client, the engines behind the gateway, and its work."""
 
     client: str
     version: str
@@ -22,7 +22,7 @@ class ClientRun:
 
 
 def write_record(folder: Path, run: ClientRun, check: str, outcome: str, facts: Sequence[str]) -> None:
-    """Add one check to the client's file. What was written of another version of the client is left behind."""
+    """Add one check to the client's file. Records of another client version are dropped."""
     path = folder / f"{re.sub('[^a-z0-9]+', '-', run.client.lower()).strip('-')}.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if before.get("version") != run.version:
@@ -38,5 +38,5 @@ def write_record(folder: Path, run: ClientRun, check: str, outcome: str, facts: 
 
 
 def _told_anew(fact: str, facts: Sequence[str]) -> bool:
-    """Whether one of `facts` is the same up to its first figure."""
+    """Return True if one of `facts` is the same up to its first figure."""
     return any(re.split(r"\d", fact)[0] == re.split(r"\d", one)[0] for one in facts)

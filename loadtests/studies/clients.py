@@ -1,4 +1,4 @@
-"""Client processes that drive servers as fast as they answer: they encode before a run and parse after it."""
+"""Client processes for closed-loop load: they encode before a run and parse after it."""
 
 import asyncio
 import math
@@ -25,7 +25,7 @@ _READ_BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """One caller: sends a request for each seed to `url`, the next when the one before is answered."""
+    """One caller: sends a request per seed to `url`, each after the answer to the one before."""
 
     url: str
     workload: Workload
@@ -35,7 +35,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one run brought. Times are of the clock that all processes of a host share."""
+    """The result of one run. Times are on the clock shared by all processes of a host."""
 
     began: float
     ended: float
@@ -48,7 +48,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """The outcomes of all client processes of one run. `client_busy` is the share of a core that the busiest used."""
+    """The outcomes of all client processes of a run. `client_busy` is the busiest one's share of a core."""
 
     wall_s: float
     completions: int
@@ -68,7 +68,7 @@ class _Exchange:
 
 
 class ClientPool:
-    """Processes that wait for streams to drive, kept over many runs."""
+    """Client processes that are kept over many runs."""
 
     def __init__(self, num_clients: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -100,7 +100,7 @@ class ClientPool:
             process.join()
 
     def run(self, streams: Sequence[Stream]) -> list[Outcome]:
-        """Drive all streams at once, dealt out over the processes; one outcome for each process that had any."""
+        """Run all streams at once, spread over the processes; return an outcome per process used."""
         dealt = [streams[first :: len(self._pipes)] for first in range(len(self._pipes))]
         busy = [(pipe, share) for pipe, share in zip(self._pipes, dealt, strict=True) if share]
         for pipe, share in busy:
@@ -109,12 +109,12 @@ class ClientPool:
             _receive(pipe, _READY_TIMEOUT_S)
         for pipe, _ in busy:
             pipe.send("go")
-        # The clients' own timeouts end a run that hangs; parsing its replies takes a moment more.
+        # The clients' timeouts end a blocked run; parsing its replies takes a moment more.
         return [_receive(pipe, self._timeout_s + _READY_TIMEOUT_S) for pipe, _ in busy]
 
 
 def total(outcomes: Sequence[Outcome]) -> Totals:
-    """From the first request sent to the last reply read, over all processes."""
+    """Return the totals from the first request to the last reply, over all processes."""
     latencies = sorted(latency for outcome in outcomes for latency in outcome.latencies_s) or [0.0]
     return Totals(
         wall_s=max(outcome.ended for outcome in outcomes) - min(outcome.began for outcome in outcomes),
@@ -134,7 +134,7 @@ def _receive(pipe: Connection, timeout_s: float) -> Any:
 
 
 def _serve(pipe: Connection, timeout_s: float) -> None:
-    """The life of one client process."""
+    """Run one client process."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while True:
             try:
@@ -155,7 +155,7 @@ async def _drive(streams: Sequence[Stream], bodies: Sequence[Sequence[bytes]], t
     exchanges: list[_Exchange] = []
     errors: list[str] = []
     cpu = time.process_time()
-    # A session for each run: a server may have closed connections that were idle while another side had its turn.
+    # A session per run: a server may have closed connections that were idle during another side's run.
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=timeout_s),
@@ -180,7 +180,7 @@ async def _call(
     for body in bodies:
         began = time.monotonic()
         async with session.post(stream.url + _PATH, data=body) as response:
-            # Joined once: a streamed reply comes in many pieces, and a whole one may be megabytes.
+            # Joined once: a stream has many pieces, and a whole reply may be megabytes.
             content = b"".join([block async for block in response.content.iter_any()])
         exchanges.append(_Exchange(stream, time.monotonic() - began, response.status, content))
 

@@ -1,14 +1,14 @@
-"""Side by side, in alternating runs: the same load on engines driven directly, through the gateway, through the routers
-of vLLM and SGLang, and on one server alone.
+"""The gateway beside alternatives, in alternating runs: the same load on engines directly, through the gateway, through
+the
+routers of vLLM and SGLang, and on one server alone.
 
     python -m loadtests.fleet -c examples/sim.yaml -- \
         python -m loadtests.studies.compare --gateway {url} --gateway-pid {pid} --engine {engines} \
         --sides direct gateway vllm-router one-server --streams 64 --batch 64x8 --json out.json
 
-Loads are given per engine, so a fleet of four has four times the streams of a fleet of one. Each run has prompts of
-its own: equal ones would be answered from the prefix cache of the run before. A batch goes to what stands in the middle
-as one request, as TRL sends it; driven directly, each engine gets its part. `one-server` has the whole load of the
-fleet on its first engine: what a trainer has without anything in the middle.
+Loads are given per engine, so a fleet of four has four times the streams of a fleet of one. Each run has its own
+prompts, so that none is answered from the prefix cache. A batch is one request to the gateway or router, as from TRL;
+directly, each engine gets its part. `one-server` puts the whole load on the first engine, as a trainer without gateway.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _ERRORS_SHOWN = 5
 
 
 class Side(StrEnum):
-    """Who is driven, and how replies are read."""
+    """The target of a load, and the form of its replies."""
 
     DIRECT = "direct"
     STREAMED = "streamed"  # directly, a chunk every `stream_interval` tokens
@@ -49,7 +49,7 @@ class Side(StrEnum):
 
     @property
     def is_direct(self) -> bool:
-        """Whether each engine is given its own part of the load."""
+        """True if each engine gets its own part of the load."""
         return self in (Side.DIRECT, Side.STREAMED)
 
     @property
@@ -62,12 +62,12 @@ class Side(StrEnum):
 
 
 ROUTERS = {Side.VLLM_ROUTER: "VLLM_ROUTER", Side.SGLANG_ROUTER: "SGLANG_ROUTER"}
-"""Sides whose server is started here, each with the variable that may hold its command."""
+"""Sides whose server is started here, with the environment variable of its command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Callers for each engine. A batch is one request with all prompts, as a trainer sends it."""
+    """Callers per engine. A batch is one request with all prompts, as from a trainer."""
 
     name: str
     streams: int
@@ -78,7 +78,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Middle:
-    """A server between clients and engines. `pid` is the process whose CPU time counts as its own, where known."""
+    """A server between clients and engines. `pid` is its process, whose CPU time is measured, if known."""
 
     url: str
     pid: int | None = None
@@ -86,14 +86,14 @@ class Middle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What is measured."""
+    """The servers to measure."""
 
     gateway: Middle
     engines: tuple[str, ...]
     routers: Mapping[Side, Middle] = field(default_factory=dict)
 
     def middle(self, side: Side) -> Middle | None:
-        """What is asked in place of the engines; None where each engine is asked itself."""
+        """Return the server for requests; None if they go to the engines."""
         if side.is_direct:
             return None
         if side is Side.ONE_SERVER:
@@ -133,12 +133,12 @@ class Comparison:
         self._clients = clients
 
     def warm_up(self) -> bool:
-        """Engines compile and pools connect in their first run, which does not count. Whether every side delivered."""
+        """Run all once without record: engines compile and pools connect. Return True if every side delivered."""
         runs = [self._run(load, side, pair=-1) for load in self.loads for side in self.sides]
         return all(run.tokens for run in runs)
 
     def measure_pair(self, pair: int) -> None:
-        """Every side once for each load, in an order that turns round from pair to pair."""
+        """Run every side once per load, in an order that alternates between pairs."""
         for load in self.loads:
             for side in self.sides if pair % 2 == 0 else reversed(self.sides):
                 self.runs.append(self._run(load, side, pair))
@@ -156,7 +156,7 @@ class Comparison:
 
 
 def streams_of(load: Load, side: Side, targets: Targets, seed: str) -> list[Stream]:
-    """The callers of one run. Directly, they are dealt out over the engines; a middle places them itself."""
+    """Return the callers of one run, spread over the engines unless a server in the middle places them."""
     num_engines, middle = len(targets.engines), targets.middle(side)
     num_streams, workload = load.streams * num_engines, load.workload
     if middle and load.is_batch:
@@ -173,13 +173,13 @@ def streams_of(load: Load, side: Side, targets: Targets, seed: str) -> list[Stre
 
 
 def process_cpu_s(pid: int) -> float:
-    """User and system time of a process with all its threads, without its children."""
+    """Return user and system time of a process with all its threads, without its children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def summarise(runs: Sequence[Run], load: str, side: Side, references: Sequence[Side]) -> dict[str, Any]:
-    """Medians of one side under one load, and its ratio to each reference of the same pair."""
+    """Return medians of one side under one load, and its ratios to each reference of the same pair."""
     ours = [run for run in runs if (run.load, run.side) == (load, side)]
     speeds = [run.tokens_per_s for run in ours]
     row: dict[str, Any] = {
@@ -210,7 +210,7 @@ def summarise(runs: Sequence[Run], load: str, side: Side, references: Sequence[S
 
 
 def summary(runs: Sequence[Run], loads: Sequence[Load], sides: Sequence[Side]) -> list[dict[str, Any]]:
-    """A row for each load and side. What is not driven directly is set against what is, the gateway against all."""
+    """Return a row per load and side. Other sides are compared with direct load, the gateway with all."""
     direct = [side for side in sides if side.is_direct]
     others = [side for side in sides if not side.is_ours]
     return [
@@ -222,7 +222,7 @@ def summary(runs: Sequence[Run], loads: Sequence[Load], sides: Sequence[Side]) -
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The summary for people."""
+    """Return the summary as text."""
     references = [side for side in Side if any(side in row["ratios"] for row in rows)]
     cells = [
         ["load", "side", "pairs", "tokens/s", "latency p50/p99 s", *(f"vs {side}" for side in references),
@@ -305,24 +305,26 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtests.studies.compare", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--gateway", required=True, metavar="URL")
-    add("--gateway-pid", type=int, metavar="PID", help="its process, to count its CPU time")
-    add("--engine", nargs="+", action="extend", required=True, metavar="URL", help="the engines behind it")
+    add("--gateway-pid", type=int, metavar="PID", help="the gateway's process, to measure its CPU time")
+    add("--engine", nargs="+", action="extend", required=True, metavar="URL", help="the gateway's engines")
     for side, variable in ROUTERS.items():
         words = f"command of {side}, where it is installed; or {variable} in the environment"
         add(f"--{side}", default=os.environ.get(variable, ""), metavar="COMMAND", help=words)
-    add("--streams", type=int, nargs="*", default=[], metavar="N", help="loads of N single streams for each engine")
-    add("--batch", nargs="*", default=[], metavar="PxN", help="loads of one request of P prompts x N samples an engine")
+    add("--streams", type=int, nargs="*", default=[], metavar="N", help="loads of N single streams per engine")
+    add(
+        "--batch", nargs="*", default=[], metavar="PxN", help="loads of one request of P prompts x N samples per engine"
+    )
     add("--prompt-tokens", type=LengthMix.parse, default=LengthMix.parse("256"), help="256, or a mix: 128*3,1024*1")
     add("--max-tokens", type=int, default=256)
-    add("--rounds", type=int, default=1, help="requests of each stream in a run, one after the other")
+    add("--rounds", type=int, default=1, help="sequential requests of each stream in a run")
     add("--pairs", type=int, default=5)
     add("--sides", nargs="+", type=Side, default=[Side.DIRECT, Side.GATEWAY, Side.STREAMED], choices=list(Side))
-    add("--text", action="store_true", help="prompts as text: sglang-router takes no token ids in /v1/completions")
-    add("--model", default="", help="name to ask for; the server's own unless given")
+    add("--text", action="store_true", help="send prompts as text, for sglang-router")
+    add("--model", default="", help="model name; default: the server's")
     add("--clients", type=int, default=2, metavar="N", help="client processes")
-    add("--timeout-s", type=float, default=300.0, help="longest run")
-    add("--budget-s", type=float, default=float("inf"), help="begin no further pair after this many seconds")
-    add("--label", default="", help="what is measured, for the report")
+    add("--timeout-s", type=float, default=300.0, help="limit on a run")
+    add("--budget-s", type=float, default=float("inf"), help="start no further pair after this many seconds")
+    add("--label", default="", help="label for the report")
     add("--json", type=Path, metavar="FILE", help="write every run and the summary")
     args = parser.parse_args(argv)
     if not args.streams and not args.batch:
@@ -331,7 +333,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _sides(args: argparse.Namespace) -> list[Side]:
-    """Those that can be measured; a line says why one cannot."""
+    """Return the sides that can be measured; print the reason for any other."""
     sides = list(args.sides)
     for side, variable in ROUTERS.items():
         if side in sides and not _router_command(args, side):
@@ -350,7 +352,7 @@ def _router_command(args: argparse.Namespace, side: Side) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse_arguments(argv)
-    # So that routers end with this process also where it is told to stop.
+    # Routers must end with this process, also on SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began, sides = time.monotonic(), _sides(args)
     with contextlib.ExitStack() as stack:
@@ -374,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"stopped after {pair} pairs: {args.budget_s:g} s are over", file=sys.stderr)
                 break
             comparison.measure_pair(pair)
-            # After each pair, so that a run cut short leaves what it has.
+            # After each pair, so that an interrupted run keeps its results.
             if args.json:
                 args.json.write_bytes(orjson.dumps(_report(comparison, args), option=orjson.OPT_INDENT_2))
     rows = summary(comparison.runs, comparison.loads, comparison.sides)

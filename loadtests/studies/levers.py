@@ -1,12 +1,13 @@
-"""What a lever brings: the same load on engines that differ in one setting, side by side on GPUs of their own.
+"""The effect of a lever: the same load on engines that differ in one setting, each on its own GPUs.
 
     python -m loadtests.studies.levers -c base.yaml --variant "graphs" --variant "eager: engine.enforce_eager=true" \
         --streams 64 512 --batch 64x8 --runs 3 --json out.json
 
-Variants are settings over the file's, `NAME: KEY=VALUE KEY=VALUE`. As many run at a time as GPUs are there, in the
-order given. The others of a wave are compared with its first, since GPUs that work together are slower than one that
-works alone. Loads are given per GPU, so that a tensor-parallel pair and two single engines have the same work. Engines
-are read as the gateway reads them, in chunks; `--whole` asks for whole replies.
+A variant overrides settings of the file: `NAME: KEY=VALUE KEY=VALUE`. Variants run in waves, as many at a time as GPUs
+allow, in the given order. Each is compared with the first of its wave, since GPUs that work together are slower than
+one
+alone. Loads are given per GPU, so that a tensor-parallel pair and two single engines have the same work. Replies are
+read in chunks, as by the gateway; `--whole` requests whole replies.
 """
 
 import argparse
@@ -40,7 +41,7 @@ _CLIENTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Callers for each GPU. A batch is one caller whose request has all prompts."""
+    """Callers per GPU. A batch is one caller whose request has all prompts."""
 
     name: str
     callers: int
@@ -49,7 +50,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """One variant under one load, once."""
+    """One run of one variant under one load."""
 
     variant: str
     load: str
@@ -71,7 +72,7 @@ class Measure:
 
 @dataclass(slots=True)
 class Variant:
-    """One setting of the levers. `gpus` counts engines where these have no GPU."""
+    """A setting of the levers. `gpus` counts engines if they have no GPU."""
 
     name: str
     overrides: tuple[str, ...]
@@ -96,7 +97,7 @@ class Variant:
 
 
 class Wave:
-    """Variants that run at the same time, each on its own GPUs with its own clients."""
+    """Variants that run at the same time, each with its own GPUs and clients."""
 
     def __init__(self, number: int, variants: Sequence[Variant], gpus: Sequence[str], timeout_s: float) -> None:
         self.number = number
@@ -109,14 +110,14 @@ class Wave:
             self._servers[variant.name] = engine_servers(variant.config, own)
 
     async def start(self) -> None:
-        """A variant that does not start is measured as that: it carries its failure."""
+        """Start the variants. A failed start is recorded as the variant's result."""
         await asyncio.gather(*(self._start(variant) for variant in self.variants))
 
     async def stop(self) -> None:
         await asyncio.gather(*(server.stop() for servers in self._servers.values() for server in servers))
 
     def measure(self, loads: Sequence[Load], runs: int, *, streamed: bool) -> list[Measure]:
-        """Every load `runs` times on all variants at once, after one run that does not count."""
+        """Run every load `runs` times on all variants at once, after an unrecorded run."""
         running = [variant for variant in self.variants if variant.urls]
         found: list[Measure] = []
         if not running:
@@ -168,7 +169,7 @@ class Wave:
 
 
 def waves(variants: Sequence[Variant], num_gpus: int) -> list[list[Variant]]:
-    """The variants in their order, as many at a time as fit."""
+    """Return waves of the variants in order, each as large as the GPUs allow."""
     if too_large := [variant.name for variant in variants if variant.needed_gpus > num_gpus]:
         raise ConfigError(f"variant {too_large[0]!r} needs more than the {num_gpus} GPUs that are here")
     found: list[list[Variant]] = [[]]
@@ -180,7 +181,7 @@ def waves(variants: Sequence[Variant], num_gpus: int) -> list[list[Variant]]:
 
 
 def summarise(measures: Sequence[Measure]) -> list[dict[str, Any]]:
-    """A row for each wave, load and variant, against the wave's first variant."""
+    """Return a row per wave, load and variant, compared with the wave's first variant."""
     rows = []
     for key in dict.fromkeys((one.wave, one.load) for one in measures):
         beside = [one for one in measures if (one.wave, one.load) == key]
@@ -206,7 +207,7 @@ def summarise(measures: Sequence[Measure]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The summary for people."""
+    """Return the summary as text."""
     cells = [["wave", "load/GPU", "variant", "GPUs", "tokens/s/GPU", "against first", "latency p50/p99 s", "errors"]]
     cells += [
         [
@@ -281,7 +282,7 @@ async def _measure_all(args: argparse.Namespace, variants: Sequence[Variant]) ->
             measures += await asyncio.to_thread(wave.measure, _loads(args), args.runs, streamed=not args.whole)
         finally:
             await wave.stop()
-        # After each wave, so that a run cut short leaves what it has.
+        # After each wave, so that an interrupted run keeps its results.
         if args.json:
             args.json.write_bytes(orjson.dumps(_report(args, variants, measures), option=orjson.OPT_INDENT_2))
     return measures
@@ -292,15 +293,15 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("-c", "--config", type=Path, metavar="FILE")
     add("--variant", action="append", required=True, metavar="'NAME: KEY=VALUE ...'")
-    add("--streams", type=int, nargs="*", default=[], metavar="N", help="loads of N single streams for each GPU")
-    add("--batch", nargs="*", default=[], metavar="PxN", help="loads of one request of P prompts x N samples a GPU")
+    add("--streams", type=int, nargs="*", default=[], metavar="N", help="loads of N single streams per GPU")
+    add("--batch", nargs="*", default=[], metavar="PxN", help="loads of one request of P prompts x N samples per GPU")
     add("--prompt-tokens", type=LengthMix.parse, default=LengthMix.parse("256"), help="256, or a mix: 128*3,1024*1")
     add("--max-tokens", type=int, default=256)
     add("--runs", type=int, default=3)
-    add("--whole", action="store_true", help="ask for whole replies, not for streams")
-    add("--timeout-s", type=float, default=300.0, help="longest run")
-    add("--budget-s", type=float, default=float("inf"), help="begin no further wave after this many seconds")
-    add("--label", default="", help="what is measured, for the report")
+    add("--whole", action="store_true", help="request whole replies instead of streams")
+    add("--timeout-s", type=float, default=300.0, help="limit on a run")
+    add("--budget-s", type=float, default=float("inf"), help="start no further wave after this many seconds")
+    add("--label", default="", help="label for the report")
     add("--json", type=Path, metavar="FILE", help="write every run and the summary")
     args = parser.parse_args(argv)
     if not args.streams and not args.batch:

@@ -1,4 +1,4 @@
-"""A trainer's process that does nothing but push: weights of the served model's names, shapes and dtypes."""
+"""A trainer process that only pushes weights with the served model's names, shapes and dtypes."""
 
 import multiprocessing
 import time
@@ -16,7 +16,7 @@ _NO_LOGPROB = -1000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """One push as its trainer saw it; `error` is empty where it went well."""
+    """One push as seen by its trainer; `error` is empty on success."""
 
     seconds: float
     version: int
@@ -24,7 +24,7 @@ class Pushed:
 
 
 class Pusher:
-    """Pushes when told to. `transport` and `device` are as `WeightSender` has them."""
+    """Pushes on request. `transport` and `device` are those of `WeightSender`."""
 
     def __init__(self, url: str, transport: TransportName, device: str, timeout_s: float) -> None:
         context = multiprocessing.get_context("spawn")
@@ -46,12 +46,12 @@ class Pusher:
         self._process.terminate()
 
     def push(self, in_flight: str) -> Pushed:
-        """One update; returns when it is over, one way or the other."""
+        """Push one update; return its result."""
         return self._ask(in_flight, spoilt=False)
 
     def push_in_vain(self) -> Pushed:
-        """One update that the canary refuses once all replicas hold it, after one that goes well: what the trainer says
-        of its weights moves, and the weights do not."""
+        """Push an update, then one that the canary refuses on all replicas: the trainer's canary log-probs change, its
+        weights do not."""
         return self._ask(InFlight.KEEP, spoilt=True)
 
     def _ask(self, in_flight: str, *, spoilt: bool) -> Pushed:
@@ -66,7 +66,7 @@ class Pusher:
 
 
 def _serve(pipe: Connection, url: str, transport: TransportName, device: str, timeout_s: float) -> None:
-    """The life of the process: until the other end of the pipe closes."""
+    """Run the process until the other end of the pipe closes."""
     import torch
 
     from trainer_client import BlockingRolloutClient, WeightSender
@@ -98,7 +98,7 @@ def _serve(pipe: Connection, url: str, transport: TransportName, device: str, ti
 
 
 def _drawn(name: str, shape, dtype, device: str):  # type: ignore[no-untyped-def]  # torch is loaded here alone
-    """Small enough that a model of them says something finite."""
+    """Return random tensors, small enough for finite outputs."""
     import torch
 
     if "norm" in name:

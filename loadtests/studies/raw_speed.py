@@ -1,4 +1,4 @@
-"""What the media themselves carry: a broadcast without anything around it, a file written and read."""
+"""Raw speed of the transports' media: a broadcast, file writes and reads, copies to a GPU."""
 
 import multiprocessing
 import os
@@ -16,10 +16,10 @@ _BLOCK_BYTES = 64 << 20
 
 
 def broadcast_speed(backend: str, devices: tuple[str, str], num_bytes: int) -> float:
-    """GB/s of torch's own broadcast of so many bytes from the first device to the second, the median of three.
+    """Return GB/s of torch's broadcast of `num_bytes` from the first device to the second, the median of three.
 
-    `backend` is "gloo" or "nccl"; devices are torch's words. Two processes, which end with the call.
-    Raises `TimeoutError` where they do not come to an end.
+    `backend` is "gloo" or "nccl"; devices are torch's names. Uses two processes, which end with the call. Raises
+    `TimeoutError` if they do not end.
     """
     context = multiprocessing.get_context("spawn")
     port, ours = free_port(), []
@@ -43,7 +43,7 @@ def broadcast_speed(backend: str, devices: tuple[str, str], num_bytes: int) -> f
 
 
 def file_speeds(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """GB/s at which a file of so many bytes is written into `folder`, and read again from there, each by one thread."""
+    """Return GB/s of writing a file of `num_bytes` into `folder` and of reading it, each with one thread."""
     path, block = folder / f"speed-{os.getpid()}", os.urandom(min(num_bytes, _BLOCK_BYTES))
     try:
         began = time.perf_counter()
@@ -63,8 +63,9 @@ def file_speeds(folder: Path, num_bytes: int) -> tuple[float, float]:
 
 
 def copy_speeds(device: str, num_bytes: int) -> tuple[float, float]:
-    """GB/s at which so many bytes get to a GPU from the host: from pinned memory, and from a file that lies in memory,
-    tensor by tensor as a checkpoint is read. Its process ends with the call."""
+    """Return GB/s of copies to a GPU: from pinned memory, and from a file in memory, tensor by tensor like a
+    checkpoint.
+    Its process ends with the call."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=_copy, args=(theirs, device, num_bytes), daemon=True)
@@ -105,7 +106,7 @@ def _copy(pipe: Connection, device: str, num_bytes: int) -> None:
 
 
 def _take_part(pipe: Connection, backend: str, device: str, rank: int, port: int, num_bytes: int) -> None:
-    # As engines have it, and their trainers with them; before torch has touched CUDA.
+    # As in engines and their trainers; must be set before torch uses CUDA.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     import torch
     import torch.distributed

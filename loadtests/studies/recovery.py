@@ -1,10 +1,10 @@
-"""From kill -9 of an engine, with all its processes, to the first completion of the one in its place, in parts.
+"""The time from kill -9 of an engine to the first completion of its successor, in parts.
 
     python -m loadtests.studies.recovery --url http://127.0.0.1:8100 [--replica engine-0] [--times 2] [--json out.json]
 
-The fleet is one that `rollout-gateway up` started on this machine, with its Ray, which starts a replica in the place of
-a dead one. Each part ends with what the gateway's status shows: the death is noticed, the new engine is up, it serves
-(the fleet's weights are loaded and the canary has passed), and it has answered.
+The fleet was started by `rollout-gateway up` on this machine, where Ray restarts replicas. The parts end when the
+gateway's status shows them: the death is noticed, the new engine is up, it serves (weights loaded, canary passed), and
+it has answered.
 """
 
 import argparse
@@ -29,12 +29,12 @@ _SERVING = "SERVING"
 
 
 class NotRecovered(Exception):
-    """The fleet is not what it was; says how far it got."""
+    """The fleet did not recover; names the part reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Seconds of each part, and in all. `version` made the first completion; `fleet_version` is what it had to be."""
+    """Seconds of each part, and in total. `version` made the first completion; `fleet_version` is the expected one."""
 
     replica: str
     noticed_s: float
@@ -47,7 +47,7 @@ class Recovery:
 
 
 class Watch:
-    """What the status says of one replica's death and of who comes in its place. Times are seconds since the kill.
+    """The status of a replica's death and of its successor. Times are seconds since the kill.
 
     `replicas` are all that there were.
     """
@@ -61,7 +61,7 @@ class Watch:
         self.placed: float | None = None
 
     def see(self, replicas: Sequence[Json], now: float) -> None:
-        """One look at the status."""
+        """Read the status once."""
         old = next((one for one in replicas if one["pid"] == self._victim["pid"]), None)
         new = next((one for one in replicas if self._is_in_its_place(one)), None)
         if self.noticed is None and (old is None or old["state"] != _SERVING):
@@ -74,12 +74,12 @@ class Watch:
             self.placed = now if self.placed is None and new["samples_placed"] else self.placed
 
     def _is_in_its_place(self, replica: Json) -> bool:
-        """A restarted one may have another's id: Serve gives each actor its own."""
+        """Find the successor: a restart has a new id, since Serve names each actor."""
         return replica["group"] == self._victim["group"] and replica["pid"] not in self._known
 
 
 async def recover(session: aiohttp.ClientSession, url: str, replica_id: str, limit_s: float) -> Recovery:
-    """Kill the engine of one replica and see it through. Raises `NotRecovered` after `limit_s`."""
+    """Kill the engine of one replica and measure its recovery. Raise `NotRecovered` after `limit_s`."""
     status = await _status(session, url)
     serving = [one for one in status["replicas"] if one["state"] == _SERVING and replica_id in ("", one["replica_id"])]
     if not serving:
@@ -114,7 +114,7 @@ async def recover(session: aiohttp.ClientSession, url: str, replica_id: str, lim
 
 
 def _kill(pid: int) -> None:
-    """What owns the engine first, so that it ends nothing in an orderly way."""
+    """Return the processes to kill, owners first, so that none can clean up."""
     owner = psutil.Process(pid)
     for process in [owner, *owner.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):  # it went with its parent
@@ -129,7 +129,7 @@ async def _status(session: aiohttp.ClientSession, url: str) -> Json:
 
 
 async def _complete(session: aiohttp.ClientSession, url: str) -> int:
-    """One token; the version that made it. It waits in the gateway's queue where nobody can answer."""
+    """Request one token, which may wait in the gateway's queue; return its version."""
     async with session.post(f"{url}/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 1}) as reply:
         reply.raise_for_status()
         version: int = (await reply.json())["choices"][0]["weight_versions"][-1]["version"]
@@ -137,7 +137,7 @@ async def _complete(session: aiohttp.ClientSession, url: str) -> int:
 
 
 def table(recoveries: Sequence[Recovery]) -> str:
-    """Medians, for people."""
+    """Return the medians as text."""
     parts = ("noticed_s", "restarted_s", "loaded_s", "answered_s", "total_s")
     medians = {part: statistics.median(getattr(one, part) for one in recoveries) for part in parts}
     return ", ".join(f"{part.removesuffix('_s')} {seconds:.2f} s" for part, seconds in medians.items())
@@ -151,13 +151,14 @@ async def _measured(args: argparse.Namespace) -> list[Recovery]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 where a replica did not come back, or answered with other weights than the fleet's."""
+    """Run the study. The exit status is 1 if a replica did not recover, or answered with other weights than the
+    fleet's."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.studies.recovery", description=__doc__.splitlines()[0])
-    parser.add_argument("--url", required=True, help="the gateway's")
-    parser.add_argument("--key", default="", help="inference key, where the gateway has one")
-    parser.add_argument("--replica", default="", help="whose engine is killed; the first that serves unless given")
+    parser.add_argument("--url", required=True, help="the gateway's URL")
+    parser.add_argument("--key", default="", help="inference key, if the gateway has one")
+    parser.add_argument("--replica", default="", help="replica to kill; default: the first that serves")
     parser.add_argument("--times", type=int, default=1)
-    parser.add_argument("--limit-s", type=float, default=600.0, help="longest recovery")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="limit on a recovery")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     try:

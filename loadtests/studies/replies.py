@@ -1,4 +1,4 @@
-"""What a reply of /v1/completions delivered: completions and tokens, counted after the clock has stopped."""
+"""Completions and tokens of a reply of /v1/completions, counted after the measurement."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +10,14 @@ from loadtests.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """Completions that ended, and their tokens by the server's own count."""
+    """Ended completions, and their tokens by the server's count."""
 
     completions: int
     tokens: int
 
 
 def read_reply(content: bytes, *, stream: bool) -> Delivered:
-    """Raises `ValueError` on anything that is not a whole reply."""
+    """Count a reply. Raise `ValueError` for an incomplete one."""
     delivered = _read_events(content) if stream else _read_whole(content)
     if delivered is None:
         raise ValueError(f"no complete reply: ...{content[-200:]!r}")
@@ -25,7 +25,7 @@ def read_reply(content: bytes, *, stream: bool) -> Delivered:
 
 
 def check_reply(delivered: Delivered, workload: Workload) -> None:
-    """Raises `ValueError` when completions or tokens are missing: a run that lost some has no speed to compare."""
+    """Raise `ValueError` if completions or tokens are missing: a run with losses has no valid speed."""
     if delivered.completions != workload.completions:
         raise ValueError(f"{delivered.completions} completions came, {workload.completions} were requested")
     if workload.tokens is not None and delivered.tokens != workload.tokens:

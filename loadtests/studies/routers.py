@@ -1,7 +1,8 @@
-"""Routers of others between clients and engines, started for a comparison: vLLM's and SGLang's.
+"""vLLM's and SGLang's routers, started for a comparison.
 
-Neither is a requirement of ours: each goes into an environment of its own (`pip install vllm-router`, `sglang-router`),
-and its command is given as an option or in the environment.
+Neither is a dependency: install each into its own environment (`pip install vllm-router`, `sglang-router`), and give
+its
+command as an option or in the environment.
 """
 
 import contextlib
@@ -24,15 +25,16 @@ _SHOWN_OF_A_LOG = 2000
 
 
 class RouterFailed(RuntimeError):
-    """A router that cannot be started, with its own last words."""
+    """A router that cannot be started, with the end of its log."""
 
 
 @contextlib.contextmanager
 def running_router(command: str, engines: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """The URL of a router over these engines, and its process; its other settings are its own unless in `command`."""
+    """Run a router over these engines; yield its URL and process id. Other settings are its defaults, or in
+    `command`."""
     port, words = free_port(), shlex.split(command)
     words += ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *engines]
-    # Both open a port for their metrics, on all addresses unless told otherwise.
+    # By default both open a metrics port on all addresses.
     words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
     with tempfile.NamedTemporaryFile(prefix="router-", suffix=".log") as log:
         try:
@@ -61,7 +63,7 @@ def _wait_for_health(url: str, process: "subprocess.Popen[bytes]", log: Path) ->
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """The whole group: a router may have started helpers."""
+    """End the whole process group: a router may have started helpers."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,4 +1,4 @@
-"""What a weight update costs the rollouts beside it: the same load with updates and without, in alternating runs.
+"""The cost of weight updates for rollouts: the same load with and without updates, in alternating runs.
 
     python -m loadtests.studies.weight_cost -c FILE.yaml --transport nccl --device cuda:0 --streams 256 --json out.json
     python -m loadtests.studies.weight_cost -c FILE.yaml --transport store --in-flight keep drain [KEY=VALUE ...]
@@ -45,7 +45,7 @@ _QUIET = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The load once; `in_flight` is "none" where no update fell into it. `updates` are the gateway's records."""
+    """One run of the load; `in_flight` is "none" without updates. `updates` are the gateway's records."""
 
     pair: int
     in_flight: str
@@ -58,7 +58,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """An update that was refused. `seconds` from its end to the first completion, which is of `version`."""
+    """A refused update. `seconds` from its end to the first completion, made by `version`."""
 
     seconds: float
     version: int
@@ -67,7 +67,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Settings of the gateway, what the trainer sends over, and what is to become of rollouts in flight."""
+    """Settings of the gateway, the trainer's transport, and the treatment of rollouts in flight."""
 
     name: str
     transport: TransportName
@@ -76,7 +76,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str, transport: TransportName | None, in_flight: Sequence[InFlight]) -> "Variant":
-        """`NAME: transport=nccl in_flight=keep,drain KEY=VALUE`. Raises `ConfigError` where no transport is named."""
+        """Parse `NAME: transport=nccl in_flight=keep,drain KEY=VALUE`. Raise `ConfigError` without a transport."""
         name, _, settings = text.partition(":")
         told = dict(word.partition("=")[::2] for word in shlex.split(settings))
         asked = told.pop("transport", transport)
@@ -113,7 +113,7 @@ class Bench:
         self.restores: list[Restore] = []
 
     async def measure(self) -> None:
-        """All pairs, after one run that does not count. The order in a pair turns from one to the next."""
+        """Run all pairs, after an unrecorded run. The order alternates between pairs."""
         expected_s = (await self._run(-1, _QUIET, 0.0)).wall_s
         await asyncio.to_thread(self._pusher.push, self._in_flight[0])  # opens the group
         for pair in range(self._args.pairs):
@@ -169,7 +169,7 @@ class Bench:
         return total(self._pool.run(streams))
 
     async def _records(self, count: int) -> list[dict[str, Any]]:
-        """The gateway's records of the last so many updates."""
+        """Return the gateway's records of the last `count` updates."""
         records: list[dict[str, Any]] = (await self._ask("GET", "/v1/weight_updates"))["weight_updates"]
         return records[:count]
 
@@ -185,7 +185,7 @@ class Bench:
 
 
 def summarise(runs: Sequence[Run], num_bytes: int) -> list[dict[str, Any]]:
-    """A row for each way with rollouts in flight. Seconds are medians; `lost_s` is of work, by update."""
+    """Return a row per `in_flight`. Seconds are medians; `lost_s` is lost work per update."""
     quiet = {run.pair: run for run in runs if run.in_flight == _QUIET}
     rows = []
     for kind in dict.fromkeys(run.in_flight for run in runs if run.in_flight != _QUIET):
@@ -215,7 +215,7 @@ def summarise(runs: Sequence[Run], num_bytes: int) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The summary for people."""
+    """Return the summary as text."""
     head = ["in flight", "updates", "work lost s", "tokens lost", "stopped s", "at most", "push s", "GB/s", "errors"]
     keys = ("in_flight", "updates", "lost_s", "lost_tokens", "stopped_s", "stopped_s_max", "push_s", "moved_gb_per_s")
     cells = [head, *([_cell(row[key]) for key in (*keys, "errors")] for row in rows)]
@@ -224,7 +224,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def media(transports: set[str], args: argparse.Namespace, store: Path, num_bytes: int) -> dict[str, float]:
-    """GB/s of what carries the variants, by itself."""
+    """Return GB/s of the variants' media alone."""
     speeds: dict[str, float] = {}
     receiver = args.receiver or args.device
     for backend in sorted(transports - {"store"}):
@@ -257,7 +257,7 @@ def _name(pair: int) -> str:
 
 
 class Report:
-    """What has been measured so far, written after each variant: a run that is cut short has not been in vain."""
+    """Write the results so far, after each variant, so that an interrupted run keeps them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._path: Path | None = args.json
@@ -309,13 +309,13 @@ async def _measured(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"{variant.name}:", file=sys.stderr)
                 settings = load_config(args.config, [*args.overrides, *variant.overrides])
                 async with fleet.gateway(settings, infos) as gateway:
-                    # Without a store nothing is brought back.
+                    # Without a store there is no rollback.
                     restores = args.restores if settings.weights.store else 0
                     bench, num_bytes = await _benched(variant, gateway.url, pool, args, len(infos), restores)
                 report.note(bytes=num_bytes)
                 report.add(variant, bench)
                 if variant is variants[0]:
-                    # Not at the end: a run that is cut short is to have both sides.
+                    # Not at the end, so that an interrupted run has both sides.
                     report.note(media_gb_per_s=await asyncio.to_thread(media, transports, args, store, num_bytes))
     finally:
         await fleet.stop()
@@ -325,7 +325,7 @@ async def _measured(args: argparse.Namespace) -> dict[str, Any]:
 async def _benched(
     variant: Variant, url: str, pool: ClientPool, args: argparse.Namespace, replicas: int, restores: int
 ) -> tuple[Bench, int]:
-    """One variant to its end, and the bytes of its updates."""
+    """Measure one variant; return its results and the bytes of its updates."""
     with await asyncio.to_thread(Pusher, url, variant.transport, args.device, args.timeout_s) as pusher:
         bench = Bench(url, pool, pusher, args, replicas=replicas, in_flight=variant.in_flight, restores=restores)
         await bench.measure()
@@ -333,7 +333,7 @@ async def _benched(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 where an update failed or a rollout was not delivered."""
+    """Run the study. The exit status is 1 if an update failed or a rollout was not delivered."""
     args = _parse_arguments(argv)
     try:
         report = asyncio.run(_measured(args))
@@ -355,24 +355,24 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("-c", "--config", type=Path, metavar="FILE")
-    add("--transport", choices=["store", "gloo", "nccl"], help="of variants that do not name theirs")
-    add("--variant", action="append", metavar="NAME: KEY=VALUE ...", help="may be repeated")
-    add("--device", default="cpu", help="where the trainer's tensors are, such as cuda:1")
-    add("--receiver", default="", help="the other end of the medium measured alone; as --device unless given")
-    add("--medium", default="", metavar="FOLDER", help="whose file speed is measured; the weight store unless given")
+    add("--transport", choices=["store", "gloo", "nccl"], help="transport of variants without their own")
+    add("--variant", action="append", metavar="NAME: KEY=VALUE ...", help="a variant; repeatable")
+    add("--device", default="cpu", help="device of the trainer's tensors, such as cuda:1")
+    add("--receiver", default="", help="receiving device of the raw medium; default: --device")
+    add("--medium", default="", metavar="FOLDER", help="folder to measure file speed; default: the weight store")
     add("--in-flight", nargs="+", choices=list(InFlight), default=[InFlight.KEEP], type=InFlight)
-    add("--updates", type=int, default=2, help="in each run")
-    add("--restores", type=int, default=0, help="updates that are refused, for each variant")
+    add("--updates", type=int, default=2, help="updates in each run")
+    add("--restores", type=int, default=0, help="refused updates per variant")
     add("--pairs", type=int, default=5)
-    add("--streams", type=int, default=64, help="callers for each replica")
-    add("--rounds", type=int, default=2, help="requests of each caller in a run, one after the other")
+    add("--streams", type=int, default=64, help="callers per replica")
+    add("--rounds", type=int, default=2, help="sequential requests of each caller in a run")
     add("--prompt-tokens", type=LengthMix.parse, default=LengthMix.parse("256"))
     add("--max-tokens", type=int, default=512)
     add("--clients", type=int, default=2, metavar="N", help="client processes")
-    add("--timeout-s", type=float, default=300.0, help="longest run, and each wait of a push")
-    add("--label", default="", help="what is measured, for the report")
+    add("--timeout-s", type=float, default=300.0, help="limit on a run, and on each wait of a push")
+    add("--label", default="", help="label for the report")
     add("--json", type=Path, metavar="FILE", help="write every run and the summary")
-    add("overrides", nargs="*", metavar="KEY=VALUE", help="over the file's settings")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file's")
     return parser.parse_intermixed_args(argv)
 
 

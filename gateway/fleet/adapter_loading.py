@@ -67,7 +67,7 @@ class AdapterCoordinator:
                     param="lora_name",
                 )
             self._check_unused(name)
-            await self._settled()
+            await self._fleet.settled_within(self._config.control_timeout_s)
             members = self._members()
             await self._check_folder(path, members)
             self._check_room(members, name)
@@ -93,7 +93,7 @@ class AdapterCoordinator:
         try:
             while True:
                 self._look_again.clear()
-                for replica in self._policy():
+                for replica in self._fleet.trained_alive:
                     if replica not in self._catching_up and (
                         self._left_over(replica) or self._fleet.missing_adapters(replica)
                     ):
@@ -194,14 +194,11 @@ class AdapterCoordinator:
         ]
 
     def _holders(self, name: str) -> list[Replica]:
-        return [replica for replica in self._policy() if name in replica.adapters]
-
-    def _policy(self) -> list[Replica]:
-        return [replica for replica in self._fleet.policy if replica.is_alive]
+        return [replica for replica in self._fleet.trained_alive if name in replica.adapters]
 
     def _members(self) -> list[Replica]:
         """Replicas that have to hold an adapter. Raises `WeightUpdateConflict` where one of them cannot."""
-        members = self._policy()
+        members = self._fleet.trained_alive
         if not members:
             raise WeightUpdateConflict("no replica of a policy is up to load an adapter: see /health")
         for replica in members:
@@ -288,14 +285,6 @@ class AdapterCoordinator:
                 return await replica.unless_lost(call)
         except TimeoutError as error:
             raise DeadlineExceeded(f"no answer within {timeout_s:g} s") from error
-
-    async def _settled(self) -> None:
-        """A probe that came late shall not leave a replica without the adapter."""
-        try:
-            async with asyncio.timeout(self._config.control_timeout_s):
-                await self._fleet.settled()
-        except TimeoutError:
-            log.warning("a replica stays SUSPECT", seconds=self._config.control_timeout_s)
 
     def _lock(self, replica: Replica) -> asyncio.Lock:
         return self._busy.setdefault(replica, asyncio.Lock())

@@ -7,12 +7,12 @@ States change here alone. What an update means for them is decided in `update_ma
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import structlog
 
 from engines.engine import Engine
-from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, UnknownModel
+from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, UnknownModel, WeightUpdateConflict
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.config.models import Models
 from gateway.config.schema import Config
@@ -79,9 +79,25 @@ class Fleet:
         return [replica for replica in self.replicas if replica.is_alive]
 
     @property
-    def policy(self) -> list[Replica]:
-        """The replicas whose weights are updated."""
+    def trained(self) -> list[Replica]:
+        """The replicas of the policy: all that are not frozen."""
         return [replica for replica in self.replicas if not replica.frozen]
+
+    @property
+    def trained_alive(self) -> list[Replica]:
+        return [replica for replica in self.trained if replica.is_alive]
+
+    def updatable(self) -> list[Replica]:
+        """The living replicas of the policy. Raises `WeightUpdateConflict` where all models are frozen."""
+        if self.models.all_frozen:
+            raise WeightUpdateConflict(
+                f"every model here is frozen ({', '.join(self.models.names)}), so there is nothing to update or "
+                "pause: an engine group that is not frozen is the policy"
+            )
+        return self.trained_alive
+
+    def holders(self, version: int) -> list[Replica]:
+        return [replica for replica in self.trained if replica.weight_version == version]
 
     def serving(self, model: str, adapter: Adapter | None = None) -> list[Replica]:
         """Those that take rollouts of `model`, or of one adapter of it."""
@@ -126,13 +142,49 @@ class Fleet:
         """Replicas of a rolling update that serve another version than the one that all are to hold."""
         if self.rolling_to is None:
             return 0
-        return sum(replica.can_serve and replica.weight_version != self.target_version for replica in self.policy)
+        return sum(replica.can_serve and replica.weight_version != self.target_version for replica in self.trained)
 
     def begin(self, version: int, *, rolling: bool = False) -> None:
-        """An update to this version is under way."""
+        """Announce an update to this version."""
         self.update_to, self._begun = version, max(self._begun, version)
         if rolling:
             self.rolling_to = version
+
+    def overwrite(self, replicas: Iterable[Replica], version: int) -> None:
+        """Engines are about to be overwritten: until the commit none of them holds a known version."""
+        for replica in replicas:
+            if replica.state is not ReplicaState.LOST:  # the next call on a lost replica fails and names it
+                replica.overwrite()
+                self.set_state(replica, ReplicaState.UPDATING, f"update to version {version}")
+
+    def commit(
+        self, version: int, members: Iterable[Replica], fenced: Mapping[Replica, str], *, keeps_kv: bool
+    ) -> None:
+        """Serve `version` on these members, but for the fenced ones, whose reason is given."""
+        self.version, self.update_to, self.rolling_to = version, None, None
+        for replica in members:
+            if replica not in fenced:
+                replica.hold(version, keeps_kv=keeps_kv)
+        for replica, reason in fenced.items():
+            self.fence(replica, f"fenced at version {version}: {reason}")
+        for replica in self.trained_alive:
+            if replica not in fenced:
+                self.settle(replica, f"version {version} committed")
+
+    def abort(self, version: int, reason: str) -> list[Replica]:
+        """Serve the version before again. Returns the replicas that were being overwritten, which are fenced.
+
+        A replica that had left for a rolling update, and was not overwritten yet, serves again.
+        """
+        updating = [replica for replica in self.trained_alive if replica.state is ReplicaState.UPDATING]
+        overwritten = [replica for replica in updating if replica.weight_version is None]
+        for replica in overwritten:
+            self.fence(replica, f"update to version {version} aborted: {reason}")
+        self.update_to = None
+        for replica in updating:
+            if replica not in overwritten and self.rolling_to == version:
+                self.settle(replica, f"serves on: the update to version {version} was aborted")
+        return overwritten
 
     def serve_ahead(self, replica: Replica, version: int, *, keeps_kv: bool) -> None:
         """A replica has taken the version of a rolling update before the others, and serves it."""
@@ -143,7 +195,7 @@ class Fleet:
     def end_roll(self) -> None:
         """Nobody serves two versions any more: who does not hold `version` is behind."""
         self.rolling_to = None
-        for replica in self.policy:
+        for replica in self.trained:
             if replica.can_serve and not self.is_current(replica):
                 self.settle(replica, f"the fleet is at version {self.version}")
 
@@ -159,7 +211,7 @@ class Fleet:
         """Why the version of a model will never change; empty where it may."""
         if model != self.models.policy:
             return f"model {model!r} is frozen and holds version 0, its checkpoint, for ever"
-        if self.policy and not any(replica.info.takes_weights for replica in self.policy):
+        if self.trained and not any(replica.info.takes_weights for replica in self.trained):
             return f"no replica of {model!r} takes weights, and they hold version {self.version}"
         return ""
 
@@ -169,7 +221,7 @@ class Fleet:
 
         The policy is never done without.
         """
-        needed = self.replicas if self.models.all_frozen else self.policy
+        needed = self.replicas if self.models.all_frozen else self.trained
         if not any(replica.is_alive for replica in needed):
             return False
         since = self._incomplete_since
@@ -210,7 +262,7 @@ class Fleet:
 
     async def settled(self) -> None:
         """Returns when no replica of the policy is SUSPECT: before long each is vouched for again, or LOST."""
-        while any(replica.state is ReplicaState.SUSPECT for replica in self.policy):
+        while any(replica.state is ReplicaState.SUSPECT for replica in self.trained):
             await self._changed.wait()
 
     async def settled_within(self, timeout_s: float) -> None:
@@ -273,7 +325,7 @@ class Fleet:
         with the version of an update that came to nothing here is no news."""
         if version > max(self.version, self._begun):
             self.version = version
-            for replica in self.policy:
+            for replica in self.trained:
                 if replica.can_serve:
                     self.settle(replica, "a replica holds newer weights")
 
@@ -283,7 +335,7 @@ class Fleet:
 
     def fence(self, replica: Replica, reason: str) -> None:
         """Keep a replica whose weights are not what it says from serving; what it was working on is done elsewhere."""
-        replica.weight_version = None
+        replica.lose_version()
         self.set_state(replica, ReplicaState.SYNCING, reason)
         replica.drop_calls()
 
@@ -399,7 +451,7 @@ class Fleet:
                     self.set_state(replica, ReplicaState.UPDATING, replica.reason_before_suspect)
                     return
                 # An update it was part of ended without it.
-                replica.weight_version = None
+                replica.lose_version()
             is_out = replica.state_before_suspect is ReplicaState.SYNCING
             self.settle(replica, replica.reason_before_suspect if is_out else "answers again")
 

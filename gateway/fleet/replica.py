@@ -130,8 +130,12 @@ class Replica:
 
     def overwrite(self) -> None:
         """One that is UPDATING holds no known version from here on: what ends on it meanwhile waits for the verdict."""
-        self.weight_version = None
+        self.lose_version()
         self._steady.clear()
+
+    def lose_version(self) -> None:
+        """Nobody knows from here on which weights it holds."""
+        self.weight_version = None
 
     def drop_calls(self) -> None:
         """End all calls in flight, as a loss does, but for the caller's own: what runs there is generated again

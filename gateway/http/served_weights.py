@@ -12,8 +12,8 @@ def served_weights(fleet: Fleet, updates: UpdateLog) -> Json:
     of none. `tensors` is null where no replica could read its checkpoint. `replicas` tell their engine, and UUIDs of
     their GPUs.
     """
-    policy = [replica.info for replica in fleet.policy if replica.is_alive]
-    tensors = next((info.tensors for info in policy if info.tensors is not None), None)
+    infos = [replica.info for replica in fleet.trained_alive]
+    tensors = next((info.tensors for info in infos if info.tensors is not None), None)
     return {
         "model": fleet.models.first,
         "weight_version": fleet.version,
@@ -27,6 +27,6 @@ def served_weights(fleet: Fleet, updates: UpdateLog) -> Json:
                 "dialect": info.dialect,
                 "gpus": list(info.gpus),
             }
-            for info in policy
+            for info in infos
         ],
     }

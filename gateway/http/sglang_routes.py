@@ -82,7 +82,7 @@ class SglangControl:
             "worker_type": "regular",
             "connection_type": "http",
             "is_healthy": self._fleet.is_ready,
-            "load": sum(replica.load_samples for replica in self._fleet.policy),
+            "load": sum(replica.load_samples for replica in self._fleet.trained),
         }
         stats = {"prefill_count": 0, "decode_count": 0, "regular_count": 1}
         return reply({"workers": [worker], "total": 1, "stats": stats})
@@ -92,7 +92,7 @@ class SglangControl:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         """SGLang's own keys where the fleet has one answer, and its replicas in the place of one engine's state."""
-        replicas = [replica for replica in self._fleet.policy if replica.is_alive]
+        replicas = self._fleet.trained_alive
         lengths = [one.info.max_model_len for one in replicas if one.info.max_model_len is not None]
         states = [
             {"replica_id": one.replica_id, "state": str(one.state), "engine": str(one.info.kind)} for one in replicas
@@ -119,17 +119,17 @@ class SglangControl:
 
     async def _abort_all(self) -> None:
         """Engines end what they run when they are paused so. What still waits for a replica is ended after that."""
-        was_paused = self._weights.generation.is_paused
-        await self._weights.generation.pause(PauseMode.ABORT, clear_cache=False)
+        was_paused = self._weights.pauses.is_paused
+        await self._weights.pauses.pause(PauseMode.ABORT, clear_cache=False)
         try:
             await self._scheduler.drained(_ABORT_TIMEOUT_S)
             self._generate.abort(lambda _, rollout: self._scheduler.waits(rollout))
         finally:
             if not was_paused:
-                await self._weights.generation.resume()
+                await self._weights.pauses.resume()
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
-        if await self._weights.generation.reset_prefix_cache():
+        if await self._weights.pauses.reset_prefix_cache():
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed: rollouts run.\n", status=400)
 
@@ -137,11 +137,11 @@ class SglangControl:
         mode = (await read_object(request, required=False)).get("mode", "abort")
         if mode not in _MODES:
             raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(_MODES)}", param="mode")
-        await self._weights.generation.pause(_MODES[mode], clear_cache=mode == "retract")
+        await self._weights.pauses.pause(_MODES[mode], clear_cache=mode == "retract")
         return reply({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue_generation(self, request: web.Request) -> web.Response:
-        await self._weights.generation.resume()
+        await self._weights.pauses.resume()
         return reply({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _refuse(self, request: web.Request) -> web.Response:

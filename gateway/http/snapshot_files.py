@@ -56,7 +56,7 @@ class SnapshotFiles:
             return await _send_part(request, path)
 
     def _reading(self, version: int) -> contextlib.AbstractAsyncContextManager[Path]:
-        return self._snapshots.reading(version, [replica.info.incarnation for replica in self._fleet.policy])
+        return self._snapshots.reading(version, [replica.info.incarnation for replica in self._fleet.trained])
 
 
 async def _send_part(request: web.Request, path: Path) -> web.StreamResponse:

@@ -117,12 +117,12 @@ class WeightRoutes:
         that a draft may have changes of; None where that is not kept."""
         await self._snapshots.removed()  # a trainer writes at once, and may need the room
         place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first, "base": await self._base()}
-        return reply(place | {"rolling": self._config.rolling, "replicas": len(self._fleet.policy)})
+        return reply(place | {"rolling": self._config.rolling, "replicas": len(self._fleet.trained)})
 
     async def _base(self) -> int | None:
         served = self._fleet.version
         with contextlib.suppress(StoreFailed):
-            async with self._snapshots.reading(served, [one.info.incarnation for one in self._fleet.policy]):
+            async with self._snapshots.reading(served, [one.info.incarnation for one in self._fleet.trained]):
                 return served
         return None
 
@@ -133,18 +133,18 @@ class WeightRoutes:
         # vLLM clears the KV cache of paused requests unless told not to, which costs their prefill again. Nothing
         # here depends on it: prefixes are salted by weight version.
         clear_cache = request.query.get("clear_cache", "false").lower() == "true"
-        await self._weights.generation.pause(PauseMode(mode), clear_cache=clear_cache)
+        await self._weights.pauses.pause(PauseMode(mode), clear_cache=clear_cache)
         return reply({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        await self._weights.generation.resume()
+        await self._weights.pauses.resume()
         return reply({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
-        return reply({"is_paused": self._weights.generation.is_paused})
+        return reply({"is_paused": self._weights.pauses.is_paused})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
-        return reply({"success": await self._weights.generation.reset_prefix_cache()})
+        return reply({"success": await self._weights.pauses.reset_prefix_cache()})
 
 
 def _section(body: Json, key: str) -> Json:

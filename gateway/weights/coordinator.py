@@ -26,13 +26,14 @@ from gateway.fleet.metrics import Metrics
 from gateway.fleet.scheduler import Scheduler
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
-from gateway.weights.freeze import Generation, policy
+from gateway.weights.pauses import Pauses
 from gateway.weights.relay_process import WORLD_SIZE as RELAY_WORLD_SIZE
 from gateway.weights.relay_process import Relay
 from gateway.weights.snapshots import Snapshots
 from gateway.weights.transfer_group import check_some_take_weights, checkpoint_bytes, transport_of
 from gateway.weights.updates.flat_update import FlatUpdate
 from gateway.weights.updates.machine import UpdateMachine
+from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import WeightUpdate
 from gateway.weights.updates.relay_update import RelayUpdate
 from gateway.weights.updates.store_update import StoreUpdate
@@ -52,14 +53,15 @@ class WeightCoordinator:
         self._metrics = metrics
         self._snapshots = snapshots
         self._canary = canary = Canary(config.canary, fleet.models.groups)
-        self.generation = generation = Generation(config, fleet, scheduler)
+        self.pauses = pauses = Pauses(config, fleet, scheduler)
+        self._catch_up = catch_up = CatchUp(config, fleet, snapshots, canary, lambda: pauses.is_paused)
         self._updates = UpdateLog(metrics)
-        self._catch_up = catch_up = CatchUp(config, fleet, snapshots, canary, lambda: generation.is_paused)
         self._relay = Relay(config, _log_dir(fleet))
-        self._machine = machine = UpdateMachine(config, fleet, canary, generation, snapshots, catch_up, self._updates)
-        self._by_store = StoreUpdate(config, fleet, canary, generation, snapshots, catch_up, machine)
-        self._by_relay = RelayUpdate(config, fleet, self._relay, canary, generation, snapshots, self._by_store, machine)
-        self._flat = FlatUpdate(config, fleet, canary, generation, snapshots, catch_up, machine)
+        parts = Parts(config, fleet, canary, pauses, snapshots, catch_up)
+        self._machine = machine = UpdateMachine(parts, self._updates)
+        self._by_store = StoreUpdate(parts, machine)
+        self._by_relay = RelayUpdate(parts, self._relay, self._by_store, machine)
+        self._flat = FlatUpdate(parts, machine)
         self._busy_with = ""
         fleet.on_change(lambda: metrics.observe_versions(fleet.version, fleet.serving_behind))
 
@@ -78,7 +80,7 @@ class WeightCoordinator:
         await self._fleet.settled_within(self._config.control_timeout_s)
         if not await self._why_flat():
             return RELAY_WORLD_SIZE
-        return sum(replica.info.world_size for replica in policy(self._fleet))
+        return sum(replica.info.world_size for replica in self._fleet.updatable())
 
     async def backend(self) -> str | None:
         """What trainers send over, in the word of vLLM's weight transfer; None where the engines say it themselves."""
@@ -91,8 +93,8 @@ class WeightCoordinator:
 
     def canary_token_ids(self) -> list[int]:
         """What a trainer scores with its new weights to have the engines' log-probs compared with its own."""
-        members = [replica for replica in policy(self._fleet) if replica.info.takes_weights]
-        check_some_take_weights(members, policy(self._fleet))
+        members = [replica for replica in self._fleet.updatable() if replica.info.takes_weights]
+        check_some_take_weights(members, self._fleet.updatable())
         return self._canary.token_ids(members)
 
     async def init(self, init_info: Json) -> None:
@@ -178,7 +180,7 @@ class WeightCoordinator:
         """Why a trainer gets a group of all workers; empty where it gets one of itself and the relay."""
         if self._config.relay != "auto":
             return "" if self._config.relay == "always" else "weights.relay is never"
-        members = [replica for replica in policy(self._fleet) if replica.info.takes_weights]
+        members = [replica for replica in self._fleet.updatable() if replica.info.takes_weights]
         if not members:
             return "no replica takes weights"
         is_mixed = len({replica.info.dialect for replica in members}) > 1

@@ -433,7 +433,7 @@ async def test_the_noise_of_a_replica_is_measured_that_says_something_else_by_a_
 
 
 async def test_a_replica_that_fails_the_canary_is_mended_from_the_store(start_rig: StartRig, folder: Path) -> None:
-    weights: Json = {"store": str(folder), "policy": "quorum"}
+    weights: Json = {"store": str(folder), "must_pass": "quorum"}
     rig = await start_rig(3, sim=TENSORS, odd={"engine-1": {"corrupt_after": 1}}, weights=weights)
     await rig.open_group()
     await rig.update()

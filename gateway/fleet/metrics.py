@@ -1,4 +1,4 @@
-"""The few numbers that matter, named once, and the engines' own pages with a `replica` label."""
+"""The gateway's Prometheus metrics, and the engines' own pages with a `replica` label."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -15,7 +15,7 @@ _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class Metrics:
-    """One registry per gateway; seconds, bytes and counts, no label that grows with traffic."""
+    """One registry per gateway; units are seconds, bytes and counts, and no label grows with traffic."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -32,16 +32,14 @@ class Metrics:
         self.weight_updates = counter("weight_updates", "Weight updates by end.", ["end"])
         self.weight_update_seconds = histogram("weight_update_seconds", "Steps of an update.", ["step"])
         self.weight_update_bytes = counter("weight_update_bytes", "Bytes of tensors that every replica received.")
-        self.canaries = counter("canaries", "Replicas asked after an update, by what was found.", ["result"])
+        self.canaries = counter("canaries", "Replicas checked after an update, by result.", ["result"])
         self.replicas = gauge("replicas", "Replicas by state.", ["model", "state"])
-        self.replicas_behind = gauge(
-            "replicas_behind", "Replicas that, in a rolling update, serve other weights than all are to hold."
-        )
+        self.replicas_behind = gauge("replicas_behind", "Replicas that serve an older version during a rolling update.")
         self.samples_in_flight = gauge("samples_in_flight", "Samples placed on a replica.", ["model", "replica"])
         self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.", ["model"])
 
     def observe(self, replicas: Iterable[Replica], queue_lengths: Mapping[str, int]) -> None:
-        """Take the gauges' values, just before they are read. `queue_lengths` are by model."""
+        """Sets the gauges, just before a scrape. `queue_lengths` are by model."""
         replicas = list(replicas)
         for gauge in (self.queue_length, self.replicas, self.samples_in_flight):
             gauge.clear()
@@ -54,19 +52,19 @@ class Metrics:
             self.samples_in_flight.labels(replica.info.model, replica.replica_id).set(replica.load_samples)
 
     def observe_versions(self, version: int, behind: int) -> None:
-        """The policy's weight version, and how many replicas serve another than the one to come."""
+        """Sets the policy's weight version, and the number of replicas behind a rolling update."""
         self.weight_version.set(version)
         self.replicas_behind.set(behind)
 
     def page(self, engine_pages: dict[str, str]) -> bytes:
-        """Ours, then the engines'. `engine_pages` is Prometheus text by replica id."""
+        """Our metrics, then the engines'. `engine_pages` is Prometheus text by replica id."""
         engines = CollectorRegistry()
         engines.register(_Labelled(engine_pages))
         return generate_latest(self.registry) + generate_latest(engines)
 
 
 class _Labelled:
-    """Several engines' pages as one: equal families joined, each sample labelled with its replica."""
+    """Joins the engines' pages: one family per name, each sample with its replica."""
 
     def __init__(self, pages: dict[str, str]) -> None:
         self._pages = pages
@@ -82,5 +80,5 @@ class _Labelled:
 
 
 def _ours_excluded(families: Iterable[Metric]) -> Iterator[Metric]:
-    """Process and interpreter families say nothing of an engine and would clash with a scraper's own."""
+    """Drops process and interpreter families, which would clash with the gateway's own."""
     return (family for family in families if not family.name.startswith(("process_", "python_")))

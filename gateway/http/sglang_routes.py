@@ -1,7 +1,7 @@
-"""What trainers written for SGLang ask of a router beside /generate: its workers, an abort of all, the caches, pauses.
+"""SGLang's router routes beside /generate: workers, abort, cache, pause.
 
-The engines' own ports are on loopback, so the gateway is the one worker that it shows: what is sent there reaches every
-replica. What a trainer would do to a single worker is refused, with the way that there is instead.
+The engines' ports are on loopback, so the gateway lists itself as the only worker, and a call reaches every replica.
+Calls for a single worker are refused with the alternative.
 """
 
 from collections.abc import Awaitable, Callable
@@ -24,9 +24,11 @@ _ABORT_TIMEOUT_S = 30.0
 _WORKERS = "replicas come from the configuration and join by themselves: rollout-gateway up, rollout-gateway scale"
 _GROUP = (
     "over a group weights come with /init_weight_transfer_engine, /start_weight_update, /update_weights and "
-    "/finish_weight_update, to all replicas at once (trainer_client.transports.sender does it)"
+    "/finish_weight_update, to all replicas at once (trainer_client.WeightSender does it)"
 )
-_SNAPSHOT = "weights without a group come through the store with /v1/weight_updates (trainer_client.weights does it)"
+_SNAPSHOT = (
+    "weights without a group come through the store with /v1/weight_updates (trainer_client.WeightSender does it)"
+)
 _MEMORY = "replicas own their GPUs and share none with the trainer, so there is nothing to give back"
 REFUSED = {
     "/add_worker": _WORKERS,
@@ -39,11 +41,11 @@ REFUSED = {
     "/release_memory_occupation": _MEMORY,
     "/resume_memory_occupation": _MEMORY,
 }
-"""Routes of SGLang that make no sense at a router of replicas, and what to do instead."""
+"""Refused routes of SGLang, and the alternative to each."""
 
 
 class SglangControl:
-    """Handlers of SGLang's routes. `model_info` is what GET /model_info says of the policy."""
+    """Handlers of SGLang's routes. `model_info` returns the body of GET /model_info."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class SglangControl:
         return reply({"urls": [_own_url(request)]})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        """SGLang's own keys where the fleet has one answer, and its replicas in the place of one engine's state."""
+        """SGLang's keys where the fleet has one value; `internal_states` lists the replicas."""
         replicas = self._fleet.trained_alive
         lengths = [one.info.max_model_len for one in replicas if one.info.max_model_len is not None]
         states = [
@@ -106,7 +108,7 @@ class SglangControl:
         return reply({"weight_version": str(self._fleet.version)})
 
     async def _abort_request(self, request: web.Request) -> web.Response:
-        """`abort_all` ends what runs with the tokens it has. One `rid` is taken back with none."""
+        """`abort_all` ends all rollouts with the tokens they have; `rid` ends one, without tokens."""
         body = await read_object(request)
         if body.get("abort_all") is True:
             await self._abort_all()
@@ -118,7 +120,7 @@ class SglangControl:
         return web.Response()
 
     async def _abort_all(self) -> None:
-        """Engines end what they run when they are paused so. What still waits for a replica is ended after that."""
+        """Ends running rollouts by a pause of mode abort, then the waiting ones."""
         was_paused = self._weights.pauses.is_paused
         await self._weights.pauses.pause(PauseMode.ABORT, clear_cache=False)
         try:
@@ -149,5 +151,5 @@ class SglangControl:
 
 
 def _own_url(request: web.Request) -> str:
-    """As this client reaches us."""
+    """The gateway's URL as this client reaches it."""
     return f"{request.scheme}://{request.host}"

@@ -215,7 +215,7 @@ async def test_a_tensor_damaged_on_its_way_is_named_with_its_replica_and_nobody_
     await rig.post("/update_weights", {"update_info": rig.tensors})
     status, reply = await rig.post("/finish_weight_update", {})
     assert status == 424
-    assert "tensor 'b' did not arrive alike: replica engine-1 (xxh3_128:" in reply["error"]["message"]
+    assert "tensor 'b' arrived with different bytes: replica engine-1 (xxh3_128:" in reply["error"]["message"]
     await rig.until(dict.fromkeys(("engine-0", "engine-1", "engine-2"), "SERVING"))
     assert await greedy(rig) == said
     assert await served_versions(rig) == {0}

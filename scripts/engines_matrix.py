@@ -83,7 +83,7 @@ def _reasons(results: Sequence[Result]) -> list[str]:
 
 
 def _levers() -> list[str]:
-    rows = [[f"`{one.name}`", f"`{one.vllm}`", f"`{one.sglang}`" if one.sglang else "", one.instead] for one in LEVERS]
+    rows = [[f"`{one.name}`", f"`{one.name}`", f"`{one.sglang}`" if one.sglang else "", one.instead] for one in LEVERS]
     return _table(["ours", "vLLM", "SGLang", "with SGLang instead"], rows)
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
 import tempfile
 import time
 import urllib.error
@@ -62,6 +64,24 @@ class RealFleet:
             events = [event.removeprefix(b"data: ") for event in response.read().split(b"\n\n") if event]
         assert events[-1] == b"[DONE]"
         return [json.loads(event) for event in events[:-1]]
+
+    def kill(self, index: int) -> None:
+        """kill -9 of the engine itself; its guard ends with it."""
+        guard = self.replicas[index].pid
+        (engine,) = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+        os.kill(int(engine), signal.SIGKILL)
+
+    def until_serving(self, version: int | None = None) -> dict[str, Any]:
+        """The status, once every replica that was started serves, and serves `version` where that is given."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            status: dict[str, Any] = self.call("/status")[1]
+            found = [(one["state"], one["weight_version"]) for one in status["replicas"]]
+            wanted = [("SERVING", seen if version is None else version) for _, seen in found]
+            if found == wanted and len(found) == len(self.replicas):
+                return status
+            assert time.monotonic() < deadline, status
+            time.sleep(0.05)
 
 
 def tokens_made(real: RealFleet) -> float:

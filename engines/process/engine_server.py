@@ -5,6 +5,7 @@ import os
 import socket
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from engines.checkpoint import read_tensors, served_in
@@ -17,7 +18,7 @@ from engines.model_folder import model_folder
 from engines.process.diagnosis import diagnose, last_error
 from engines.process.engine_log import doing, read_tail
 from engines.process.launch import VLLM_WORKER, engine_command
-from engines.process.process import EngineProcess
+from engines.process.process import Command, EngineProcess
 from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 
 _PROBE_TIMEOUT_S = 5.0
@@ -32,8 +33,17 @@ _COARSE_INTERVAL = 16
 class EngineServer:
     """One engine process and what is known of it. `index` sets its seed apart from its peers'."""
 
-    def __init__(self, config: EngineConfig, *, replica_id: str, group: str, index: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        replica_id: str,
+        group: str,
+        index: int,
+        process: Callable[[Command, Path, float], EngineProcess] = EngineProcess,
+    ) -> None:
         self._config = config
+        self._new_process = process
         self._replica_id = replica_id
         self._group = group
         self._index = index
@@ -76,7 +86,7 @@ class EngineServer:
         log_path = Path(config.log_dir) / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
         self._has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
-        self._process = EngineProcess(command, log_path, config.stop_timeout_s)
+        self._process = self._new_process(command, log_path, config.stop_timeout_s)
         self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}")
         self._process.start()
         try:

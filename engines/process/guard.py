@@ -15,29 +15,51 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+class Child(Protocol):
+    """A process as `subprocess.Popen` shows it."""
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
 def main() -> int:
     grace_s, command = float(sys.argv[1]), sys.argv[2:]
+    return guard(
+        lambda: subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent),
+        grace_s,
+    )
+
+
+def guard(start: Callable[[], Child], grace_s: float) -> int:
+    """Runs what `start` starts until it ends or the owner does. Returns its exit code as shells have it."""
     # Engines start workers, some in sessions of their own. As subreaper the guard becomes the parent of each orphan,
     # so that "my descendants" stays the whole tree whatever dies first.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     wakeup = _signals_as_readable(signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, 9)
-    )
-    code = _wait_for_end(child, wakeup)
-    _end_tree(child, grace_s)
-    code = child.returncode if code is None else code
+    child = start()
+    _wait_for_end(child, wakeup)
+    code = _end_tree(child, grace_s)
     return code if code >= 0 else 128 - code
 
 
-def _wait_for_end(child: "subprocess.Popen[bytes]", wakeup: int) -> int | None:
-    """The child's exit code, or None when the owner left or asked for the end."""
+def end_with_parent() -> None:
+    """SIGKILL for this process when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _wait_for_end(child: Child, wakeup: int) -> None:
+    """Returns when the child has ended, or its owner has or wants it to end."""
     with selectors.DefaultSelector() as selector:
         selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
         selector.register(wakeup, selectors.EVENT_READ)
@@ -45,15 +67,15 @@ def _wait_for_end(child: "subprocess.Popen[bytes]", wakeup: int) -> int | None:
             for key, _ in selector.select():
                 data = os.read(key.fd, 64)
                 if key.fd != wakeup and not data:
-                    return None
+                    return
                 if key.fd == wakeup and set(data) & {signal.SIGTERM, signal.SIGINT}:
-                    return None
-            if (code := child.poll()) is not None:
-                return code
+                    return
+            if child.poll() is not None:
+                return
 
 
-def _end_tree(child: "subprocess.Popen[bytes]", grace_s: float) -> None:
-    """SIGTERM to the child, SIGKILL to whatever of the tree is left after the grace."""
+def _end_tree(child: Child, grace_s: float) -> int:
+    """SIGTERM to the child, SIGKILL to whatever of the tree is left after the grace. Returns the child's exit code."""
     deadline = time.monotonic() + grace_s
     if child.poll() is None:
         child.terminate()
@@ -64,10 +86,11 @@ def _end_tree(child: "subprocess.Popen[bytes]", grace_s: float) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    child.wait()  # before the others, or its exit code would be lost among theirs
+    code = child.wait()  # before the others, or its exit code would be lost among theirs
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+    return code
 
 
 def _descendants(root: int) -> list[int]:

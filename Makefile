@@ -5,7 +5,7 @@ BIN := .venv/bin
 EXTRAS := --extra serve --extra cpu --extra trl --extra load --extra demo --extra dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang setup-verl check format test test-unit test-load test-vllm test-sglang test-verl test-ray test-all test-slow test-verl-slow demo \
+.PHONY: help setup setup-sglang setup-verl check docs format test test-unit test-load test-vllm test-sglang test-verl test-ray test-all test-slow test-verl-slow demo \
   loadtest compare chaos lock clean
 
 help: ## Say what there is
@@ -25,11 +25,15 @@ setup-verl: setup ## Make .venv-verl what requirements/verl.txt says: verl's tra
 demo: setup ## Train a tiny model with TRL against two vLLM replicas, on CPU
 	@$(BIN)/python -m examples.demo
 
-check: setup ## Format, lint, types, import contracts
+check: setup ## Format, lint, types, import contracts, docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m scripts.docs --check
+
+docs: setup ## Write what is generated in docs/
+	$(BIN)/python -m scripts.docs
 
 format: setup ## Mend what format and lint can mend
 	$(BIN)/ruff format .

@@ -4,8 +4,8 @@
     python -m loadtests.fleet -c examples/sim.yaml -- \
         python -m loadtests.studies.bench_clients {url} --tokenizer /tmp/shape
 
-Prints a row per client; `--record docs/results/clients` keeps what docs/compatibility.md shows of them. Ends with 1 when a
-client failed, or got fewer answers than it sent prompts.
+Prints a row per client; `--record docs/results/clients` keeps what docs/compatibility.md shows of them. Ends with 1
+when a client failed, or got fewer answers than it sent prompts.
 """
 
 import argparse

@@ -6,7 +6,7 @@ EXTRAS := --extra serve --extra cpu --extra trl --extra load --extra demo --extr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang setup-verl check format test test-rest test-all test-unit test-load test-vllm test-sglang test-verl test-ray test-slow test-verl-slow demo \
+.PHONY: help setup setup-sglang setup-verl check docs format test test-rest test-all test-unit test-load test-vllm test-sglang test-verl test-ray test-slow test-verl-slow demo \
   loadtest compare chaos lock clean
 
 help: ## Say what there is
@@ -26,11 +26,15 @@ setup-verl: setup ## Make .venv-verl what requirements/verl.txt says: verl's tra
 demo: setup ## Train a tiny model with TRL against two vLLM replicas, on CPU
 	@$(BIN)/python -m examples.demo
 
-check: setup ## Format, lint, types, import contracts
+check: setup ## Format, lint, types, import contracts, docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m scripts.docs --check
+
+docs: setup ## Write what is generated in docs/
+	$(BIN)/python -m scripts.docs
 
 format: setup ## Mend what format and lint can mend
 	$(BIN)/ruff format .

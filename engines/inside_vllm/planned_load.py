@@ -15,12 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.transfer.gloo import NamedTensor
+from engines.types import TensorMeta
 
 log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's
 
 Load = Callable[[Iterable[NamedTensor]], object]
 
-_Form = tuple[str, torch.Size, torch.dtype]
+Form = tuple[str, torch.Size, torch.dtype]
 """Name, shape and dtype: tensors that loaders treat alike."""
 
 _Kind = tuple[torch.dtype, torch.dtype, bool]
@@ -67,7 +68,7 @@ class PlannedLoad:
         self._model = model
         self._load: Load = load or (lambda tensors: type(model).load_weights(model, tensors))
         self._places: tuple[int, ...] = ()
-        self._plans: dict[_Form, _Plan | None] = {}
+        self._plans: dict[Form, _Plan | None] = {}
 
     def begin(self) -> None:
         """Forget plans where parameters have moved."""
@@ -76,8 +77,8 @@ class PlannedLoad:
             self._places = places
             self._plans.clear()
 
-    def plan(self, forms: Iterable[_Form]) -> None:
-        """Record, before an update, how its tensors will be loaded. Form: name, shape and dtype."""
+    def plan(self, forms: Iterable[Form]) -> None:
+        """Record how tensors of these forms are loaded, where that is not known yet."""
         unknown = [form for form in forms if form not in self._plans]
         if unknown:
             self._plans |= self._recorded(unknown)
@@ -103,14 +104,14 @@ class PlannedLoad:
         for batch in _batches(weights, batch_bytes):
             self.load(batch)
 
-    def _recorded(self, forms: Sequence[_Form]) -> Mapping[_Form, _Plan | None]:
+    def _recorded(self, forms: Sequence[Form]) -> Mapping[Form, _Plan | None]:
         """A plan for each form. None where its loader has to run each time."""
         try:
             return self._record(forms)
         except Exception:  # whatever loaders raise here, they raise again with the tensors themselves
             return {form: self._recorded_alone(form) for form in forms}
 
-    def _recorded_alone(self, form: _Form) -> _Plan | None:
+    def _recorded_alone(self, form: Form) -> _Plan | None:
         """A loader that keeps a tensor until another comes copies nothing here: it has to see both."""
         try:
             plan = self._record([form])[form]
@@ -119,7 +120,7 @@ class PlannedLoad:
             return None
         return plan if plan.copies else None
 
-    def _record(self, forms: Sequence[_Form]) -> dict[_Form, _Plan]:
+    def _record(self, forms: Sequence[Form]) -> dict[Form, _Plan]:
         stand_ins = {form: torch.empty(form[1], dtype=form[2], device="meta") for form in forms}
         recorder = _Recorder(stand_ins)
         held = [(parameter, parameter.data) for parameter in self._model.parameters()]
@@ -136,6 +137,10 @@ class PlannedLoad:
 
     def _addresses(self) -> tuple[int, ...]:
         return tuple(parameter.data_ptr() for parameter in self._model.parameters())
+
+
+def form_of(tensor: TensorMeta) -> Form:
+    return tensor.name, torch.Size(tensor.shape), getattr(torch, tensor.dtype)
 
 
 def _run(planned: Sequence[tuple[_Plan, torch.Tensor]]) -> None:
@@ -161,7 +166,7 @@ class _DoesMore(Exception):
 class _Recorder(TorchDispatchMode):
     """Writes copies and fills down and leaves them undone; lets views be made, and nothing else be done."""
 
-    def __init__(self, stand_ins: dict[_Form, torch.Tensor]) -> None:
+    def __init__(self, stand_ins: dict[Form, torch.Tensor]) -> None:
         super().__init__()
         self.plans = {form: _Plan() for form in stand_ins}
         # A tensor without content has no address: it is known by its storage, which `stand_ins` keeps.
@@ -212,7 +217,7 @@ def _copy(place: torch.Tensor, source: torch.Tensor, whole: torch.Tensor) -> _Co
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are parts of one storage."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -87,7 +87,9 @@ class EngineServer:
         command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
         self._has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         self._process = self._new_process(command, log_path, config.stop_timeout_s)
-        self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}")
+        self._engine = engine = connect(
+            config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=self._has_tee
+        )
         self._process.start()
         try:
             async with asyncio.timeout(config.start_timeout_s):
@@ -144,6 +146,7 @@ class EngineServer:
                 for path in ("/v1/models", "/version", "/get_world_size", "/openapi.json")
             )
         )
+        reload_reason = await engine.plan_updates(_WARM_UP_TIMEOUT_S)
         assert self._process is not None
         visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return ReplicaInfo(
@@ -164,6 +167,7 @@ class EngineServer:
             streams=streams_coarsely(self._config),
             has_tee=self._has_tee,
             fetches=self._has_tee,
+            reload_reason=reload_reason,
             pid=self._process.pid,
             log_path=str(self._process.log_path),
             tensors=_expected_tensors(self._config),

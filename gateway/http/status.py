@@ -56,6 +56,7 @@ def _replica_report(replica: Replica) -> Json:
         "model": info.model,
         "frozen": replica.frozen,
         "world_size": info.world_size,
+        "reload_reason": info.reload_reason,
         "gpu_ids": info.gpu_ids,
         "node": info.node,
         "url": info.url,

@@ -12,7 +12,8 @@ from rich.console import Console
 from engines.process.engine_server import free_port
 from gateway.cli.progress import Report, shown
 from gateway.cli.serve_api import ClusterSilent, ClusterUnreachable, ServeApi
-from gateway.cli.up import State, down, process_started_at
+from gateway.cli.state import State, process_started_at
+from gateway.cli.up import down
 
 
 @pytest.fixture

@@ -110,13 +110,13 @@ def vllm_serve_command(context: typer.Context) -> None:
     if "--help" in context.args:
         print(HELP, end="")
         return
-    asked = read_command(context.args)
+    command = read_command(context.args)
     with shown(Console(stderr=True)) as report:
-        found = up(asked.config, report, asked.timeout_s, asked.gpus)
+        found = up(command.config, report, command.timeout_s, command.gpus)
     print_running(found)
-    if not asked.detach:
+    if not command.detach:
         with shown(Console(stderr=True)) as report:
-            stay(asked.config.name, report)
+            stay(command.config.name, report)
 
 
 @app.command("down")
@@ -259,7 +259,7 @@ def doctor_command(
     show_all: Annotated[bool, typer.Option("--all", help="Show what is fine, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what in configurations costs speed, memory or truth. Exit code 1 when something hurts, 2 on bad input."""
+    """Find settings that cost speed, memory or correctness. Exit code 1 when something hurts, 2 on bad input."""
     try:
         if not (config or context.args or verl or trl or url):
             raise ConfigError("nothing to examine: give -c FILE, --verl FILE, --trl FILE or --url URL")

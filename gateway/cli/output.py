@@ -44,8 +44,8 @@ def describe_update(last: dict[str, Any]) -> str:
 
 
 def print_fleet(fleet: dict[str, Any]) -> None:
-    _print_row("policy", fleet['policy'] or 'none: every model is frozen')
-    _print_row("weight version", fleet['weight_version'])
+    _print_row("policy", fleet["policy"] or "none: every model is frozen")
+    _print_row("weight version", fleet["weight_version"])
     if reason := fleet["weight_store"]["reason"]:
         _print_row("no weight store", reason)
     if update := fleet["weight_update"]:

@@ -37,6 +37,7 @@ from gateway.cli.serve_api import ask_control_plane
 from gateway.cli.up import down, stay, up
 from gateway.cli.vllm_serve import HELP, read_command
 from gateway.config.load import explain, load
+from gateway.config.machine import lacks
 from gateway.config.node_gpus import read_gpus
 from gateway.config.schema import Config
 from gateway.config.serve_document import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
@@ -207,7 +208,7 @@ def show_command(context: typer.Context, config: File = None, as_json: AsJson = 
 
 @config_app.command("validate", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
 def validate_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
-    """Check the configuration and report each mistake with its place."""
+    """Check the configuration: report each mistake with its place, and needs that this machine cannot meet."""
     try:
         found = load(config, context.args)
     except ConfigError as error:
@@ -216,10 +217,13 @@ def validate_command(context: typer.Context, config: File = None, as_json: AsJso
         print_json({"valid": False, "errors": str(error).splitlines()})
         raise typer.Exit(1) from error
     groups = {name: group.num_replicas for name, group in found.groups.items()}
+    lacking = lacks(found)
     if as_json:
-        print_json({"valid": True, "errors": [], "replicas": groups})
-    else:
-        print("valid: " + ", ".join(f"{name} x {count}" for name, count in groups.items()))
+        print_json({"valid": True, "errors": [], "replicas": groups, "lacking_here": lacking})
+        return
+    print("valid: " + ", ".join(f"{name} x {count}" for name, count in groups.items()))
+    for line in lacking:
+        print(f"cannot run on this machine: {line}")
 
 
 @config_app.command("explain", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)

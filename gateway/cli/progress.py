@@ -31,9 +31,12 @@ class Start:
 
 
 class Report(Protocol):
-    """Receives each step once, and the starts of all replicas repeatedly."""
+    """Receives each step, notes, and the starts of all replicas repeatedly."""
 
     def step(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
 
     def replicas(self, starts: Sequence[Start]) -> None: ...
 
@@ -85,7 +88,7 @@ def shown(console: Console, silence_s: float = _SILENCE_S) -> Iterator[Report]:
     The current step is repeated, with its age, after each `silence_s` seconds without a line.
     """
     if console.is_terminal:
-        table = _Table()
+        table = _Table(console)
         with Live(get_renderable=table.draw, console=console, refresh_per_second=4, transient=True):
             yield table
         return
@@ -119,6 +122,9 @@ class _Lines:
             self._step, self._stepped = text, time.monotonic()
             self._print(text)
 
+    def note(self, text: str) -> None:
+        self._print(text)
+
     def replicas(self, starts: Sequence[Start]) -> None:
         for start in starts:
             before, printed_at = self._printed.get(start.name, ("", 0.0))
@@ -145,13 +151,17 @@ class _Lines:
 class _Table:
     """Redrawn in place: the step with its age, and below it a row per replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._step, self._stepped = "", time.monotonic()
         self._starts: Sequence[Start] = ()
 
     def step(self, text: str) -> None:
         if text != self._step:
             self._step, self._stepped = text, time.monotonic()
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
 
     def replicas(self, starts: Sequence[Start]) -> None:
         self._starts = starts

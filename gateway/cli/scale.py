@@ -4,18 +4,18 @@ Serve rebuilds nothing when an application is deployed again with other `num_rep
 changed. The gateway learns what to expect through the `user_config` of its own deployment.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from engines.errors import ConfigError
 from engines.types import EngineKind
 from gateway.cli.application import Running, running, serve_api, unknown_application, wait_for_gateway, wait_for_serve
+from gateway.cli.changes import scaled
+from gateway.cli.lock import changing
 from gateway.cli.progress import Report
 from gateway.cli.serve_api import ServeApi
 from gateway.cli.up import DEPLOY_SLACK_S
 from gateway.config.schema import Config
 
-GATEWAY = "gateway"
 _MAX_REPLICAS = 1024
 _NOT_LEAVING = ("STARTING", "RUNNING")
 
@@ -36,9 +36,10 @@ def scale(
     config = Config.model_validate(deployed.get("args") or {})
     group = _chosen(config, group)
     _check(config, group, num_replicas)
-    report.step(f"{group}: {num_replicas} replicas")
-    api.redeploy(name, scaled(deployed, group, num_replicas))
-    _wait(api, config, group, num_replicas, report, timeout_s or _longest_s(config, group))
+    with changing(name, "scale"):
+        report.step(f"{group}: {num_replicas} replicas")
+        api.redeploy(name, scaled(deployed, group, num_replicas))
+        _wait(api, config, group, num_replicas, report, timeout_s or _longest_s(config, group))
     found = running(name)
     assert found is not None
     if found.control_url:
@@ -50,16 +51,6 @@ def scale(
             lambda status: sum(one["group"] == group for one in status.get("replicas", ())) == num_replicas,
         )
     return found
-
-
-def scaled(deployed: Mapping[str, Any], group: str, num_replicas: int) -> dict[str, Any]:
-    """Return the deployed document with another number of replicas. Other overrides stay."""
-    overrides = {one["name"]: dict(one) for one in deployed.get("deployments") or ()}
-    overrides[group] = {**overrides.get(group, {"name": group}), "num_replicas": num_replicas}
-    gateways = overrides.get(GATEWAY, {"name": GATEWAY})
-    known = (gateways.get("user_config") or {}).get("num_replicas") or {}
-    overrides[GATEWAY] = {**gateways, "user_config": {"num_replicas": {**known, group: num_replicas}}}
-    return {**deployed, "deployments": list(overrides.values())}
 
 
 def _chosen(config: Config, group: str | None) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from gateway.config.serve_document import KEY_LISTS
+
 
 @dataclass(slots=True, kw_only=True)
 class State:
@@ -34,8 +36,10 @@ class State:
         write_private(self.folder() / f"{self.name}.json", json.dumps(asdict(self)))
 
     def remove(self) -> None:
-        for suffix in ("json", "inference_keys", "admin_keys"):
-            (self.folder() / f"{self.name}.{suffix}").unlink(missing_ok=True)
+        (self.folder() / f"{self.name}.json").unlink(missing_ok=True)
+        for keys in KEY_LISTS:
+            for path in self.folder().glob(f"{self.name}.{keys}.*"):
+                path.unlink(missing_ok=True)
 
     @property
     def ray_lives(self) -> bool:

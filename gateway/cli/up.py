@@ -1,13 +1,15 @@
 """`rollout-gateway up` and `down`: a Ray head where none runs, the Serve application on it, and its removal."""
 
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from engines.errors import RolloutGatewayError
+from engines.errors import ConfigError, RolloutGatewayError
 from gateway.cli.application import (
     DeployFailed,
     Running,
@@ -18,11 +20,14 @@ from gateway.cli.application import (
     wait_for_gateway,
     wait_for_serve,
 )
+from gateway.cli.changes import changes, has_running_engine, scaled
+from gateway.cli.lock import changing
 from gateway.cli.progress import Report
 from gateway.cli.ray_head import check_gpus, start_ray, stop_ray
-from gateway.cli.serve_api import ClusterSilent, ClusterUnreachable, ServeApi, ask_control_plane
+from gateway.cli.serve_api import ClusterRefused, ClusterSilent, ClusterUnreachable, ServeApi, ask_control_plane
 from gateway.cli.state import State, write_private
 from gateway.cli.waiting import wait_until
+from gateway.config.machine import lacks
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config, written_out_keys
 
@@ -37,27 +42,31 @@ def up(config: Config, report: Report, timeout_s: float | None = None, gpus: Seq
     """Start what is missing, deploy, and return when the application runs. A failure undoes what this call began.
 
     `gpus` are the GPUs of this node that Ray may give to engines; all unless named. Raises `ClusterRefused` where a
-    running Ray was started with others.
+    running Ray was started with others, or has another application in this one's place.
     """
+    with changing(config.name, "up"):
+        return _up(config, report, timeout_s or _deploy_timeout_s(config), gpus)
+
+
+def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str]) -> Running:
     api = ServeApi.from_environment()
-    state = State.read(config.name)
-    if state is None or state.dashboard != api.address or not state.ray_lives:
-        state = State(name=config.name, dashboard=api.address)
+    state = _state(config.name, api)
     is_new = False
     try:
         if api.is_up():
             check_gpus(state, gpus)
         else:
+            if lacking := lacks(config, gpus=len(gpus) or None):
+                raise ConfigError("\n".join(lacking))
             is_new = True
             state.gpus = list(gpus)
             start_ray(state, api, report)
             api = ServeApi.from_environment()  # the token may be new
-        before = api.application(config.name)
+        before = _application_before(api, config.name, report)
         is_new = before is None
         state.write()
-        report.step("deploying")
-        api.deploy(serve_config(config, _key_files(config)))
-        _wait_until_running(api, config, before, report, timeout_s or _deploy_timeout_s(config))
+        _deploy(api, config, before, report)
+        _wait_until_running(api, config, before, report, timeout_s)
         found = running(config.name)
         assert found is not None
         if not found.rollout_url:
@@ -75,6 +84,53 @@ def up(config: Config, report: Report, timeout_s: float | None = None, gpus: Seq
         if is_new:
             _undo(config.name, report)
         raise
+
+
+def _state(name: str, api: ServeApi) -> State:
+    """Return the record of an earlier `up` where its Ray lives on, else a new one."""
+    state = State.read(name)
+    if state is None or not state.ray_lives:
+        return State(name=name, dashboard=api.address)
+    if state.dashboard != api.address:
+        raise ClusterRefused(
+            f"{name} is up already, on the Ray at {state.dashboard}, and another gateway of that name on this machine "
+            f"would share its weight store: set another `name`, or first run: rollout-gateway down --name {name}"
+        )
+    return state
+
+
+def _application_before(api: ServeApi, name: str, report: Report) -> dict[str, Any] | None:
+    """Return the application that runs already. One without a running engine is removed first: Serve would count the
+    failures of its replicas against their successors."""
+    applications = api.details()["applications"]
+    for other, found in applications.items():
+        if other != name and found.get("route_prefix") == "/":
+            raise ClusterRefused(
+                f"the Ray at {api.address} serves the application {other!r} at /, and has room for one gateway's "
+                f"control plane: first run `rollout-gateway down --name {other}`, or give {name!r} a Ray of its own "
+                "with RAY_DASHBOARD_ADDRESS=http://127.0.0.1:8266, gateway.port and serve.http_port"
+            )
+    before: dict[str, Any] | None = applications.get(name)
+    if before is None or has_running_engine(before):
+        return before
+    report.note(f"{name} has no running engine ({before['status']}): removing it before it is deployed again")
+    _delete(api, name, report)
+    return None
+
+
+def _deploy(api: ServeApi, config: Config, before: Mapping[str, Any] | None, report: Report) -> None:
+    deployed = before and before.get("deployed_app_config")
+    document = serve_config(config, _key_files(config))
+    found = changes(deployed, document["applications"][0]) if deployed else None
+    if found is not None:
+        report.note(str(found))
+    report.step("deploying")
+    if deployed is None or found is None or found.keys:
+        api.deploy(document)
+        return
+    for group, (_, number) in found.replicas.items():
+        deployed = scaled(deployed, group, number)
+    api.redeploy(config.name, deployed)
 
 
 def down(name: str, report: Report) -> bool:
@@ -130,13 +186,19 @@ def _undo(name: str, report: Report) -> None:
 
 def _key_files(config: Config) -> dict[str, str]:
     """Write keys for the builder into files that this user alone reads; Serve shows their paths to everybody."""
-    references = {}
-    for name, keys in written_out_keys(config).items():
-        path = State.folder() / f"{config.name}.{name}"
-        references[name] = f"file:{path}"
-        if keys:
-            write_private(path, "\n".join(keys) + "\n")
-    return references
+    files = {name: _key_file(f"{config.name}.{name}", keys) for name, keys in written_out_keys(config).items() if keys}
+    return {name: f"file:{path}" for name, path in files.items()}
+
+
+def _key_file(name: str, keys: Sequence[str]) -> Path:
+    """Return the file of these keys. Other keys get another file, since Serve restarts nothing for equal arguments."""
+    text = "\n".join(keys) + "\n"
+    for path in State.folder().glob(f"{name}.*"):
+        if path.read_text(encoding="utf-8") == text:
+            return path
+    path = State.folder() / f"{name}.{secrets.token_hex(4)}"
+    write_private(path, text)
+    return path
 
 
 def _deploy_timeout_s(config: Config) -> float:

@@ -154,7 +154,7 @@ class EngineServer:
             streams=streams_coarsely(self._config),
             has_tee=self._has_tee,
             fetches=self._has_tee,
-            pid=self._process.pid,
+            pid=self._process.engine_pid,
             log_path=str(self._process.log_path),
             tensors=_expected_tensors(self._config),
         )

@@ -65,6 +65,12 @@ class EngineProcess:
         return self._guard.pid if self._guard else 0
 
     @property
+    def engine_pid(self) -> int:
+        """Process id of the command itself: the first child of the inner guard; 0 where it does not run."""
+        inner = _first_child(self.pid)
+        return _first_child(inner)
+
+    @property
     def exit_code(self) -> int | None:
         """None while it runs."""
         return self._guard.poll() if self._guard else None
@@ -88,6 +94,15 @@ class EngineProcess:
             self._guard.kill()
             self._guard.wait()
         await asyncio.to_thread(_end_marked, self._mark)
+
+
+def _first_child(pid: int) -> int:
+    """Return the oldest child of a process, 0 where there is none. Orphans that it adopts come after its own."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return 0
+    return int(children[0]) if children else 0
 
 
 def _end_marked(mark: str) -> None:

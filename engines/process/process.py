@@ -14,7 +14,7 @@ from pathlib import Path
 
 _LAST_WORDS_BYTES = 16_384
 # In the environment of every process of one start, also of those that engines put into sessions of their own.
-_MARK = "ROLLOUT_GATEWAY_ENGINE"
+MARK = "ROLLOUT_GATEWAY_ENGINE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._command.env, _MARK: self._mark},
+                env={**os.environ, **self._command.env, MARK: self._mark},
                 start_new_session=True,
             )
 
@@ -107,7 +107,7 @@ def _first_child(pid: int) -> int:
 
 def _end_marked(mark: str) -> None:
     """Kill what a guard left that was itself killed: workers hold GPU memory that a successor needs."""
-    sought = f"{_MARK}={mark}".encode()
+    sought = f"{MARK}={mark}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
             if sought in environ.read_bytes().split(b"\0"):

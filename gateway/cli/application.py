@@ -47,19 +47,22 @@ def running(name: str) -> Running | None:
     application = details["applications"].get(name)
     if application is None:
         return None
-    http = details["http_options"]
-    control_url = f"http://{_reachable(http['host'])}:{http['port']}"
-    if details["proxy_location"] == "Disabled":
-        control_url = ""
+    url = control_url(details)
     return Running(
         status=application["status"],
         message=last_words(application),
-        rollout_url=(ask_control_plane(control_url, "/url") or {}).get("url", "") if control_url else "",
-        control_url=control_url,
+        rollout_url=(ask_control_plane(url, "/url") or {}).get("url", "") if url else "",
+        control_url=url,
         replicas=replica_states(application),
         dashboard=api.address,
         started_ray=state is not None and state.ray_lives,
     )
+
+
+def control_url(details: Mapping[str, Any]) -> str:
+    """Return the URL of the control plane from Serve's details; empty where it is off."""
+    http = details["http_options"]
+    return "" if details["proxy_location"] == "Disabled" else f"http://{_reachable(http['host'])}:{http['port']}"
 
 
 def unknown_application(name: str) -> RolloutGatewayError:

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from engines.errors import ConfigError, GatewayUnreachable, RolloutGatewayError
 from engines.store.peer_store import PeerStore
-from engines.store.weight_store import remove_store
 from gateway.cli.application import running, unknown_application
+from gateway.cli.down import down, stay
 from gateway.cli.explanation import explain_engines
 from gateway.cli.output import (
     print_explanation,
@@ -34,7 +34,7 @@ from gateway.cli.output import (
 from gateway.cli.progress import shown
 from gateway.cli.scale import scale
 from gateway.cli.serve_api import ask_control_plane
-from gateway.cli.up import down, stay, up
+from gateway.cli.up import up
 from gateway.cli.vllm_serve import HELP, read_command
 from gateway.config.load import explain, load
 from gateway.config.machine import lacks
@@ -49,7 +49,6 @@ from gateway.tuning.doctor.rules.all import examine
 from gateway.tuning.doctor.subject import subject_of
 from gateway.tuning.plan.command import plan_command
 from gateway.tuning.tune.command import tune_command
-from gateway.weights.snapshots import in_memory
 
 DEFAULT_NAME = str(Config.model_fields["name"].default)
 
@@ -126,8 +125,6 @@ def down_command(name: Name = DEFAULT_NAME, config: File = None) -> None:
     name = _application(name, config)
     with shown(Console(stderr=True)) as report:
         removed = down(name, report)
-        # Where the gateway ran on another node, its memory is freed by the next run there.
-        remove_store(in_memory(name))
     print(f"{name} is down" if removed else f"nothing to do: {name} does not run")
 
 

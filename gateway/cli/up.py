@@ -1,9 +1,6 @@
-"""`rollout-gateway up` and `down`: a Ray head where none runs, the Serve application on it, and its removal."""
+"""`rollout-gateway up`: a Ray head where none runs, and the Serve application on it."""
 
 import secrets
-import signal
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,26 +13,22 @@ from gateway.cli.application import (
     configured_url,
     last_words,
     running,
-    serve_api,
     wait_for_gateway,
     wait_for_serve,
 )
 from gateway.cli.changes import changes, has_running_engine, scaled
+from gateway.cli.down import delete, down
 from gateway.cli.lock import changing
 from gateway.cli.progress import Report
-from gateway.cli.ray_head import check_gpus, start_ray, stop_ray
-from gateway.cli.serve_api import ClusterRefused, ClusterSilent, ClusterUnreachable, ServeApi, ask_control_plane
+from gateway.cli.ray_head import check_gpus, start_ray
+from gateway.cli.serve_api import ClusterRefused, ServeApi, ask_control_plane
 from gateway.cli.state import State, write_private
-from gateway.cli.waiting import wait_until
 from gateway.config.machine import lacks
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config, written_out_keys
 
-_DELETE_TIMEOUT_S = 120.0
 # Time for placing replicas and for Serve's own start, on top of the engines' start.
 DEPLOY_SLACK_S = 120.0
-_STAY_POLL_S = 5.0
-_STAY_SILENCE_S = 180.0
 
 
 def up(config: Config, report: Report, timeout_s: float | None = None, gpus: Sequence[str] = ()) -> Running:
@@ -114,7 +107,7 @@ def _application_before(api: ServeApi, name: str, report: Report) -> dict[str, A
     if before is None or has_running_engine(before):
         return before
     report.note(f"{name} has no running engine ({before['status']}): removing it before it is deployed again")
-    _delete(api, name, report)
+    delete(api, name, report)
     return None
 
 
@@ -131,49 +124,6 @@ def _deploy(api: ServeApi, config: Config, before: Mapping[str, Any] | None, rep
     for group, (_, number) in found.replicas.items():
         deployed = scaled(deployed, group, number)
     api.redeploy(config.name, deployed)
-
-
-def down(name: str, report: Report) -> bool:
-    """Remove the application, and Ray where `up` started it. False when there was nothing to remove."""
-    api, state = serve_api(name), State.read(name)
-    if state is None:
-        return _delete(api, name, report)
-    try:
-        removed = _delete(api, name, report)
-    except ClusterSilent:
-        if not state.ray_lives:
-            raise
-        removed = False  # its Ray is ours, and takes the application along
-    if state.ray_lives:
-        report.step("stopping Ray")
-        stop_ray(state)
-        removed = True
-    state.remove()
-    return removed
-
-
-def stay(name: str, report: Report) -> None:
-    """Wait until the application is gone or this process is ended, and then remove what is left of it.
-
-    Raises `ClusterUnreachable` or `ClusterSilent` when its Ray has not answered for three minutes.
-    """
-    ended = threading.Event()
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    heard = time.monotonic()
-    try:
-        while not ended.wait(_STAY_POLL_S):
-            try:
-                if running(name) is None:
-                    report.step(f"{name} was taken down")
-                    return
-                heard = time.monotonic()
-            except (ClusterUnreachable, ClusterSilent):
-                if time.monotonic() - heard > _STAY_SILENCE_S:
-                    raise
-        down(name, report)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _undo(name: str, report: Report) -> None:
@@ -218,15 +168,3 @@ def _wait_until_running(
         return bool(application["status"] == "RUNNING")
 
     wait_for_serve(api, config, report, timeout_s, "the application to run", settled)
-
-
-def _delete(api: ServeApi, name: str, report: Report) -> bool:
-    try:
-        if api.application(name) is None:
-            return False
-        report.step(f"removing {name}")
-        api.delete(name)
-        wait_until(lambda: api.application(name) is None, _DELETE_TIMEOUT_S, f"Serve to remove {name}")
-    except ClusterUnreachable:
-        return False
-    return True

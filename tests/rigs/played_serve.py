@@ -15,6 +15,7 @@ class PlayedServe:
 
     def __init__(self) -> None:
         self.applications: dict[str, Json] = {}
+        self.replicas: list[Json] = []
         self.deployed: list[Json] = []
         self.deleted: list[str] = []
         self._clock = 0.0
@@ -49,7 +50,7 @@ class PlayedServe:
             "/api/version": {},
             "/api/serve/applications/": self.details(),
             "/url": {"url": "http://127.0.0.1:8100"},
-            "/status": {"replicas": []},
+            "/status": {"replicas": self.replicas},
             "/health": {"ready": True},
         }
         return dict(pages[path])

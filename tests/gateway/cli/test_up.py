@@ -1,18 +1,24 @@
-"""`up` on a Ray that runs already: what it deploys, what it says beforehand, and when it refuses."""
+"""`up` and `down` on a Ray that runs already: what they deploy and remove, what they say, and when they refuse."""
 
 import os
+import signal
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engines.engine import Json
-from gateway.cli import waiting
+from engines.process.process import MARK
+from engines.store.weight_store import WeightStore
+from gateway.cli import down, waiting
 from gateway.cli.changes import changes
 from gateway.cli.lock import ApplicationBusy, changing
 from gateway.cli.state import State, process_started_at
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
+from gateway.weights.snapshots import in_memory
 from tests.rigs.played_serve import PlayedServe, played_serve
 from tests.rigs.shell import NearShell, Shell
 
@@ -136,3 +142,36 @@ def test_a_group_that_appears_is_a_change_and_no_number() -> None:
     found = changes(before, after)
     assert found.replicas == {"a": (1, 2)}
     assert "engines.b.kind" in found.keys
+
+
+def test_down_says_what_it_removed_and_what_it_kept(shell: Shell, serve: PlayedServe) -> None:
+    name = f"test-{os.getpid()}"
+    shell.run("up", "-c", "sim.yaml", f"name={name}", f"engine.log_dir={shell.folder}")
+    store = WeightStore(in_memory(name))
+    (store.folder / "v1").mkdir()
+    store.close()
+    with subprocess.Popen(["sleep", "60"], env={MARK: "x"}) as engine:  # as one of a gateway on this machine
+        serve.replicas = [{"pid": engine.pid}, {"pid": os.getpid()}]
+        engine_ends = threading.Timer(0.3, engine.kill)
+        engine_ends.start()
+        done = shell.run("down", "--name", name)
+        assert engine.poll() is not None
+    assert done.returncode == 0
+    assert f"removed the application {name} with 1 Serve replicas" in done.stderr
+    assert f"removed the weight store {store.folder} (0 MB)" in done.stderr
+    assert f"kept: engine logs in {shell.folder}" in done.stderr
+    assert not store.folder.exists()
+    again = shell.run("down", "--name", name)
+    assert (again.stdout, again.stderr) == (f"nothing to do: {name} does not run\n", "")
+
+
+def test_down_kills_an_engine_that_outlives_its_owner(
+    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(down, "_ENGINES_END_WITHIN_S", 0.1)
+    shell.run("up", "-c", "sim.yaml")
+    with subprocess.Popen(["sleep", "60"], env={MARK: "x"}) as engine:
+        serve.replicas = [{"pid": engine.pid}]
+        done = shell.run("down")
+        assert engine.wait(10) == -signal.SIGKILL
+    assert f"killed engine process {engine.pid}, which had not ended" in done.stderr

@@ -168,7 +168,7 @@ class EngineServer:
             has_tee=self._has_tee,
             fetches=self._has_tee,
             reload_reason=reload_reason,
-            pid=self._process.pid,
+            pid=self._process.engine_pid,
             log_path=str(self._process.log_path),
             tensors=_expected_tensors(self._config),
         )

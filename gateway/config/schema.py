@@ -217,6 +217,17 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
+    def _an_open_control_plane_is_meant(self) -> "Config":
+        serve, gateway = self.serve, self.gateway
+        is_open = serve.proxy_location != "Disabled" and serve.http_host not in LOOPBACK_HOSTS
+        if is_open and not (gateway.inference_keys and gateway.admin_keys):
+            raise ValueError(
+                f"serve.http_host = {serve.http_host!r} shows the fleet's status to other hosts: bind 127.0.0.1, or "
+                "set gateway.inference_keys and gateway.admin_keys"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _models_fit_together(self) -> "Config":
         try:
             Models(self.groups)

@@ -1,4 +1,4 @@
-"""The gateway's Prometheus metrics, and the engines' own pages with a `replica` label."""
+"""The gateway's metrics, and the engines' own pages with a `replica` label."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -15,7 +15,7 @@ _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class Metrics:
-    """One registry per gateway; units are seconds, bytes and counts, and no label grows with traffic."""
+    """One registry per gateway; seconds, bytes and counts, no label that grows with traffic."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -34,12 +34,14 @@ class Metrics:
         self.weight_update_bytes = counter("weight_update_bytes", "Bytes of tensors that every replica received.")
         self.canaries = counter("canaries", "Replicas checked after an update, by result.", ["result"])
         self.replicas = gauge("replicas", "Replicas by state.", ["model", "state"])
-        self.replicas_behind = gauge("replicas_behind", "Replicas that serve an older version during a rolling update.")
+        self.replicas_behind = gauge(
+            "replicas_behind", "Replicas that, in a rolling update, serve other weights than all are to hold."
+        )
         self.samples_in_flight = gauge("samples_in_flight", "Samples placed on a replica.", ["model", "replica"])
         self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.", ["model"])
 
     def observe(self, replicas: Iterable[Replica], queue_lengths: Mapping[str, int]) -> None:
-        """Sets the gauges, just before a scrape. `queue_lengths` are by model."""
+        """Set the gauges just before a scrape. `queue_lengths` are by model."""
         replicas = list(replicas)
         for gauge in (self.queue_length, self.replicas, self.samples_in_flight):
             gauge.clear()
@@ -52,19 +54,19 @@ class Metrics:
             self.samples_in_flight.labels(replica.info.model, replica.replica_id).set(replica.load_samples)
 
     def observe_versions(self, version: int, behind: int) -> None:
-        """Sets the policy's weight version, and the number of replicas behind a rolling update."""
+        """Set the policy's weight version, and the number of replicas that serve another than the target."""
         self.weight_version.set(version)
         self.replicas_behind.set(behind)
 
     def page(self, engine_pages: dict[str, str]) -> bytes:
-        """Our metrics, then the engines'. `engine_pages` is Prometheus text by replica id."""
+        """Return our metrics, then the engines'. `engine_pages` is Prometheus text by replica id."""
         engines = CollectorRegistry()
         engines.register(_Labelled(engine_pages))
         return generate_latest(self.registry) + generate_latest(engines)
 
 
 class _Labelled:
-    """Joins the engines' pages: one family per name, each sample with its replica."""
+    """Several engines' pages as one: equal families joined, each sample labelled with its replica."""
 
     def __init__(self, pages: dict[str, str]) -> None:
         self._pages = pages
@@ -80,5 +82,5 @@ class _Labelled:
 
 
 def _ours_excluded(families: Iterable[Metric]) -> Iterator[Metric]:
-    """Drops process and interpreter families, which would clash with the gateway's own."""
+    """Drop process and interpreter families, which would clash with our own."""
     return (family for family in families if not family.name.startswith(("process_", "python_")))

@@ -1,10 +1,14 @@
 """Runs the gateway server on a port and an event loop of its own, beside whatever hosts it."""
 
 import asyncio
+import errno
+import os
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -15,12 +19,15 @@ from aiohttp import web
 from engines.clients.connect import connect
 from engines.clients.external import external_engine
 from engines.engine import Engine, Json, Peer
+from engines.errors import ConfigError
+from engines.store.weight_store import is_kept
 from engines.types import EngineKind, ReplicaInfo
 from gateway.config.schema import LOOPBACK_HOSTS, Config, GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.http.access import store_key
 from gateway.http.server import GatewayServer
+from gateway.weights.snapshots import AUTO, in_memory
 
 log = structlog.get_logger()
 
@@ -28,6 +35,7 @@ T = TypeVar("T")
 
 _START_TIMEOUT_S = 60.0
 _SHUTDOWN_TIMEOUT_S = 5.0
+_STORE_FREE_WITHIN_S = 5.0
 _ANY = ("0.0.0.0", "::", "")  # all addresses of the machine
 
 
@@ -104,6 +112,7 @@ class Listener:
 
     async def _serve(self) -> None:
         config, stopping = self._config, asyncio.Event()
+        await _store_is_free(config)
         self._fleet = fleet = Fleet(
             config,
             discover=self._discover,
@@ -119,12 +128,35 @@ class Listener:
         )
         await runner.setup()
         try:
-            await web.TCPSite(runner, config.gateway.host, config.gateway.port, backlog=2048).start()
+            await _listen(runner, config.gateway)
             host, port = runner.addresses[0][:2]
             self._started.set_result((asyncio.get_running_loop(), stopping, f"http://{host}:{port}"))
             await stopping.wait()
         finally:
             await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, gateway: GatewayConfig) -> None:
+    try:
+        await web.TCPSite(runner, gateway.host, gateway.port, backlog=2048).start()
+    except OSError as error:
+        reason = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(
+            f"gateway.port = {gateway.port} on {gateway.host} cannot be bound: {reason}; choose another port, or 0"
+        ) from error
+
+
+async def _store_is_free(config: Config) -> None:
+    """Raise `ConfigError` where another gateway keeps our weight store. A gateway that has just ended gives it up."""
+    folder = in_memory(config.name) if config.weights.store == AUTO else Path(config.weights.store or os.devnull)
+    deadline = time.monotonic() + _STORE_FREE_WITHIN_S
+    while await asyncio.to_thread(is_kept, folder):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"another gateway on this machine keeps the weight store {folder}, and two never share one: set "
+                f"another `name` than {config.name!r}, or another folder in weights.store"
+            )
+        await asyncio.sleep(0.1)
 
 
 def engine_client(config: Config, info: ReplicaInfo) -> Engine:

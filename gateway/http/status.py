@@ -1,4 +1,4 @@
-"""What is going on, as one JSON document: read by people, by `rollout-gateway status`, and by the control plane."""
+"""The status of the fleet as one JSON document, for people, `rollout-gateway status` and the control plane."""
 
 from engines.engine import Json
 from gateway.fleet.adapters import Adapter

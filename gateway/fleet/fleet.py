@@ -236,7 +236,8 @@ class Fleet:
                 await self.look()
                 await asyncio.sleep(self._config.discover_interval_s)
         finally:
-            for watcher in self._watchers.values():
+            for replica, watcher in self._watchers.items():
+                replica.brake.close()
                 watcher.cancel()
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
             await asyncio.gather(*self._closing, *(replica.engine.close() for replica in self.replicas))
@@ -458,6 +459,7 @@ class Fleet:
     def _forget(self, replica: Replica) -> None:
         if self._replicas.get(replica.replica_id) is replica:
             del self._replicas[replica.replica_id]
+        replica.brake.close()
         watcher = self._watchers.pop(replica, None)
         if watcher is not None and watcher is not asyncio.current_task():
             watcher.cancel()

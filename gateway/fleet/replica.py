@@ -11,6 +11,7 @@ from engines.engine import Engine
 from engines.errors import EngineFailed, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from gateway.fleet.adapters import Adapter
+from gateway.fleet.brake import Brake
 from gateway.fleet.flight import Flight
 from gateway.fleet.routing import Rollout
 
@@ -51,6 +52,7 @@ class Replica:
         self._calls: dict[asyncio.Timeout, asyncio.Task[object] | None] = {}
         self.cuts_off = False
         self._flights: WeakSet[Flight] = WeakSet()
+        self.brake = Brake(engine)
         self._steady = asyncio.Event()
         self._steady.set()
 

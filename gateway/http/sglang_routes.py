@@ -121,14 +121,9 @@ class SglangControl:
 
     async def _abort_all(self) -> None:
         """Ends running rollouts by a pause of mode abort, then the waiting ones."""
-        was_paused = self._weights.pauses.is_paused
-        await self._weights.pauses.pause(PauseMode.ABORT, clear_cache=False)
-        try:
+        async with self._weights.pauses.aborting_all():
             await self._scheduler.drained(_ABORT_TIMEOUT_S)
             self._generate.abort(lambda _, rollout: self._scheduler.waits(rollout))
-        finally:
-            if not was_paused:
-                await self._weights.pauses.resume()
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
         if await self._weights.pauses.reset_prefix_cache():

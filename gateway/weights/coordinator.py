@@ -53,7 +53,7 @@ class WeightCoordinator:
         self._snapshots = snapshots
         self._canary = canary = Canary(config.canary, fleet.models.groups)
         self.pauses = pauses = Pauses(config, fleet, scheduler)
-        self._catch_up = catch_up = CatchUp(config, fleet, snapshots, canary, lambda: pauses.is_paused)
+        self._catch_up = catch_up = CatchUp(config, fleet, snapshots, canary)
         self._updates = UpdateLog(metrics)
         self._relay = Relay(config, _log_dir(fleet))
         parts = Parts(config, fleet, canary, pauses, snapshots, catch_up)

@@ -14,6 +14,8 @@ _OURS = re.compile(
 _MODULE = re.compile(r"^[\w/]+\.py$")
 _FILE_AND_NAMES = re.compile(r"`([\w/]+\.py)`[ |:]+((?:`[A-Za-z_][\w.]*`(?:, )?)+)")
 _NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
+_MEMBER = re.compile(r"^[A-Z]\w+\.[a-z_]\w*$")
+_CODE = ("gateway", "engines", "trainer_client", "loadtests", "tests", "scripts", "examples")
 
 
 def dead_links(root: Path = ROOT) -> Iterator[str]:
@@ -23,6 +25,7 @@ def dead_links(root: Path = ROOT) -> Iterator[str]:
         yield from _links(page, pages)
         yield from _files(page, root)
         yield from _functions(page, root)
+        yield from _members(page, root)
 
 
 def _links(page: Page, pages: dict[Path, Page]) -> Iterator[str]:
@@ -54,12 +57,23 @@ def _functions(page: Page, root: Path) -> Iterator[str]:
                     yield f"{place}: {file} has no {name}"
 
 
+def _members(page: Page, root: Path) -> Iterator[str]:
+    for place, code in page.inline_code:
+        if _MEMBER.match(code) and code not in _all_members(root):
+            yield f"{place}: no class has {code}"
+
+
 def _module_files(name: str, root: Path) -> list[Path]:
     """The module of that path, or every module that is so named."""
     if "/" in name:
         return [path] if (path := root / name).is_file() else []
-    folders = ("gateway", "engines", "trainer_client", "loadtests", "tests", "scripts", "examples")
-    return [path for folder in folders for path in (root / folder).rglob(name)]
+    return [path for folder in _CODE for path in (root / folder).rglob(name)]
+
+
+@cache
+def _all_members(root: Path) -> set[str]:
+    """`Class.member` of every class of ours."""
+    return {name for path in _module_files("*.py", root) for name in _defined(path)}
 
 
 @cache
@@ -70,10 +84,19 @@ def _defined(path: Path) -> set[str]:
 
 def _names_below(node: ast.AST, prefix: str) -> Iterator[str]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + child.name
+        elif isinstance(child, ast.ClassDef):
             yield prefix + child.name
             yield from _names_below(child, f"{prefix}{child.name}.")
+            yield from (f"{prefix}{child.name}.{name}" for name in _set_on_self(child))
         elif isinstance(child, ast.Assign):
             yield from (prefix + target.id for target in child.targets if isinstance(target, ast.Name))
         elif isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
             yield prefix + child.target.id
+
+
+def _set_on_self(tree: ast.ClassDef) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr

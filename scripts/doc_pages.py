@@ -32,6 +32,8 @@ class Page:
     prose: tuple[Place, ...]
     shell: tuple[Place, ...]
     """Lines of blocks of commands, fenced or indented; a line that ends in a backslash is joined with the next."""
+    python: tuple[Place, ...]
+    """Blocks of Python, each with the line that its code starts at."""
 
     @property
     def anchors(self) -> set[str]:
@@ -66,18 +68,22 @@ def read_page(path: Path, root: Path = ROOT) -> Page:
     name = str(path.relative_to(root))
     prose: list[Place] = []
     shell: list[Place] = []
+    python: list[Place] = []
     fence = language = ""
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         place = Place(name, number, text)
         if opening := _FENCE.match(text.strip()):
             fence, language = ("", "") if fence else (opening[1], opening[2])
+            python += [Place(name, number + 1, "")] if language == "python" else []
+        elif fence and language == "python":
+            python.append(Place(name, python[-1].line, f"{python.pop().text}{text}\n"))
         elif fence:
             shell += [place] if language in _PROMPTS else []
         elif text.startswith("    "):
             shell.append(place)
         else:
             prose.append(place)
-    return Page(path, tuple(prose), tuple(_joined(shell)))
+    return Page(path, tuple(prose), tuple(_joined(shell)), tuple(python))
 
 
 def anchor(heading: str) -> str:

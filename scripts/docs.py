@@ -12,6 +12,7 @@ from pathlib import Path
 from scripts import clients_table, configuration_page, engines_matrix, fit_speeds, rooms_picture, tuning_guide
 from scripts.doc_commands import wrong_commands
 from scripts.doc_links import dead_links
+from scripts.doc_python import wrong_python
 from scripts.marked_part import with_part
 
 ROOT = Path(__file__).parents[1]
@@ -54,8 +55,8 @@ def main() -> None:
     if not parser.parse_args().check:
         write_pages()
         return
-    wrong = [*stale_pages(), *dead_links(), *wrong_commands()]
-    print("\n".join(wrong) or "docs: pages, links, files, functions and commands are right")
+    wrong = [*stale_pages(), *dead_links(), *wrong_commands(), *wrong_python()]
+    print("\n".join(wrong) or "docs: pages, links, files, functions, commands and Python are right")
     sys.exit(1 if wrong else 0)
 
 

@@ -11,7 +11,9 @@ from scripts.doc_links import dead_links
 def root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "gateway").mkdir()
-    (tmp_path / "gateway" / "app.py").write_text("class App:\n    port = 1\n    def run(self): ...\n", encoding="utf-8")
+    (tmp_path / "gateway" / "app.py").write_text(
+        "class App:\n    port = 1\n    def run(self):\n        self.state = 1\n", encoding="utf-8"
+    )
     (tmp_path / "docs" / "page.md").write_text("# Page\n\n## A part\n", encoding="utf-8")
     return tmp_path
 
@@ -27,6 +29,7 @@ def _found(root: Path, readme: str) -> list[str]:
         "[page](docs/page.md), [part](docs/page.md#a-part), [web](https://example.org/none)",
         "`gateway/app.py` `App.run`, `gateway/*.py`, `app.py`",
         "| `gateway/app.py` | `App`, `run`, `App.port` |",
+        "`App.run`, `App.port`, `App.state`",
     ],
 )
 def test_names_that_exist_are_no_finding(root: Path, readme: str) -> None:
@@ -42,7 +45,8 @@ def test_names_that_exist_are_no_finding(root: Path, readme: str) -> None:
         ("`gateway/none.py`", "README.md:1: no file gateway/none.py"),
         ("`gateway/none*.py`", "README.md:1: no file gateway/none*.py"),
         ("`none.py`", "README.md:1: no module none.py"),
-        ("| `gateway/app.py` | `App.run`, `App.stop` |", "README.md:1: gateway/app.py has no App.stop"),
+        ("| `gateway/app.py` | `run`, `stop` |", "README.md:1: gateway/app.py has no stop"),
+        ("`App.run`, `App.stop`", "README.md:1: no class has App.stop"),
     ],
 )
 def test_a_name_that_does_not_exist_is_found(root: Path, readme: str, finding: str) -> None:

@@ -44,6 +44,10 @@ def test_shell_lines_are_joined_and_python_is_left_out(page: Page) -> None:
     ]
 
 
+def test_a_block_of_python_has_the_line_that_it_starts_at(page: Page) -> None:
+    assert [(block.line, block.text) for block in page.python] == [(11, "import make\n")]
+
+
 def test_a_repeated_heading_has_a_numbered_anchor(page: Page) -> None:
     assert page.anchors == {"the-make-page", "part", "part-1"}
 

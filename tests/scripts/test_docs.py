@@ -4,6 +4,7 @@ import pytest
 
 from scripts.doc_commands import wrong_commands
 from scripts.doc_links import dead_links
+from scripts.doc_python import wrong_python
 from scripts.docs import DOCS, PAGES, ROOT, stale_pages
 from scripts.marked_part import with_part
 
@@ -18,6 +19,10 @@ def test_links_anchors_files_and_functions_exist() -> None:
 
 def test_commands_and_keys_exist() -> None:
     assert list(wrong_commands()) == []
+
+
+def test_python_in_the_docs_parses_and_imports_what_exists() -> None:
+    assert list(wrong_python()) == []
 
 
 def test_every_generated_page_exists() -> None:

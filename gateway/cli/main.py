@@ -247,6 +247,9 @@ def doctor_command(
     verl: Annotated[
         Path | None, typer.Option("--verl", metavar="FILE", help="verl: YAML, or a script with Hydra overrides.")
     ] = None,
+    verl_version: Annotated[
+        str, typer.Option("--verl-version", metavar="X.Y.Z", help="Release of verl; the newest known unless given.")
+    ] = "",
     trl: Annotated[
         Path | None, typer.Option("--trl", metavar="FILE", help="TRL: YAML, JSON, or Python with a GRPOConfig(...).")
     ] = None,
@@ -269,6 +272,7 @@ def doctor_command(
             config=load(config, context.args) if ours else None,
             settings=explain(config, context.args) if ours else None,
             verl=verl,
+            verl_version=verl_version,
             trl=trl,
             trl_processes=trl_processes,
             against=against,

@@ -155,6 +155,7 @@ class EngineServer:
             has_tee=self._has_tee,
             fetches=self._has_tee,
             pid=self._process.engine_pid,
+            started=time.time(),
             log_path=str(self._process.log_path),
             tensors=_expected_tensors(self._config),
         )

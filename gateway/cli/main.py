@@ -11,6 +11,7 @@ plan, tune, doctor      choose engines for GPUs; measure levers; find mistakes i
 
 import sys
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,9 @@ from engines.store.peer_store import PeerStore
 from gateway.cli.application import running, unknown_application
 from gateway.cli.down import down, stay
 from gateway.cli.explanation import explain_engines
+from gateway.cli.logs import engine_logs, gateway_events, log_end
 from gateway.cli.output import (
+    print_events,
     print_explanation,
     print_fleet,
     print_json,
@@ -76,6 +79,21 @@ Name = Annotated[str, typer.Option("--name", help="Name of the Serve application
 
 app.command("plan")(plan_command)
 app.command("tune", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)(tune_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rollout-gateway {version('rollout-gateway')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""
 
 
 def main() -> None:
@@ -177,6 +195,23 @@ def status_command(name: Name = DEFAULT_NAME, config: File = None, as_json: AsJs
     print_running(found)
     if fleet:
         print_fleet(fleet)
+
+
+@app.command("logs")
+def logs_command(
+    replica: Annotated[
+        str, typer.Argument(metavar="REPLICA", help="Beginning of a replica's id; all if left out.")
+    ] = "",
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Lines from the end of each log.")] = 20,
+    name: Name = DEFAULT_NAME,
+    config: File = None,
+) -> None:
+    """Print the ends of the engines' logs on this machine, of engines that failed too, and the gateway's events."""
+    name = _application(name, config)
+    for log in engine_logs(name, replica):
+        print(f"==> {log} <==")
+        print(log_end(log, lines))
+    print_events(gateway_events(name))
 
 
 @app.command("build", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)

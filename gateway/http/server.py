@@ -119,6 +119,9 @@ class GatewayServer:
 
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
         await self._snapshots.open()
+        if self._snapshots.is_open:
+            self._fleet.events.keep_in(self._snapshots.folder)
+        self._fleet.events.add("gateway", "started")
         await self._fleet.look()
         tasks = [
             asyncio.create_task(self._fleet.run(), name="watch fleet"),

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from engines.process.shared_memory import remove_left_segments
 
@@ -26,8 +27,26 @@ _PR_SET_CHILD_SUBREAPER = 36
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
+class Child(Protocol):
+    """A process as `subprocess.Popen` shows it."""
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
 def main() -> int:
     grace_s, command = float(sys.argv[1]), sys.argv[2:]
+    return guard(
+        lambda: subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent),
+        grace_s,
+    )
+
+
+def guard(start: Callable[[], Child], grace_s: float) -> int:
+    """Run the child that `start` starts until it ends or the owner does; return its exit code as a shell does."""
     # Engines start workers, some in sessions of their own. As subreapers the two become parents of each orphan, so that
     # "my descendants" stays the whole tree whichever process dies first.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -41,7 +60,7 @@ def main() -> int:
     os.close(held)
     os.dup2(lifeline, sys.stdin.fileno())
     os.setsid()  # a signal to the outer one's group leaves this one
-    return _run(command, grace_s)
+    return _run(start, grace_s)
 
 
 def _watch(inner: int, lifeline: int) -> int:
@@ -54,15 +73,18 @@ def _watch(inner: int, lifeline: int) -> int:
     return code
 
 
-def _run(command: list[str], grace_s: float) -> int:
+def end_with_parent() -> None:
+    """Have the kernel send SIGKILL to this process when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _run(start: Callable[[], Child], grace_s: float) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # a fork does not inherit it
     wakeup = _signals_as_readable(*_WATCHED)
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, 9)
-    )
+    child = start()
     code = _wait_for_end(child.poll, wakeup)
-    _end_tree(child, grace_s)
-    code = child.returncode if code is None else code
+    ended = _end_tree(child, grace_s)
+    code = ended if code is None else code
     return code if code >= 0 else 128 - code
 
 
@@ -89,15 +111,15 @@ def _wait_for_end(poll: Callable[[], int | None], wakeup: int) -> int | None:
         return code
 
 
-def _end_tree(child: "subprocess.Popen[bytes]", grace_s: float) -> None:
-    """Send SIGTERM to the child, and SIGKILL to the rest of the tree after the grace."""
+def _end_tree(child: Child, grace_s: float) -> int:
+    """Send SIGTERM to the child, and SIGKILL to the rest of the tree after the grace; return the child's exit code."""
     deadline = time.monotonic() + grace_s
     if child.poll() is None:
         child.terminate()
     while child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     _kill_descendants()
-    child.wait()
+    return child.wait()
 
 
 def _kill_descendants() -> None:

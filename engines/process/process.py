@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_LAST_WORDS_BYTES = 16_384
+from engines.process.engine_log import read_tail
+
 # In the environment of every process of one start, also of those that engines put into sessions of their own.
 MARK = "ROLLOUT_GATEWAY_ENGINE"
 
@@ -77,10 +78,7 @@ class EngineProcess:
 
     def last_words(self, lines: int = 20) -> str:
         """The end of the log, where an engine says why it gave up."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, self.log_path.stat().st_size - _LAST_WORDS_BYTES))
-            text = log.read().decode(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(read_tail(self.log_path).splitlines()[-lines:])
 
     async def stop(self) -> None:
         """End the whole tree; returns when it is gone."""

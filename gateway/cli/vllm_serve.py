@@ -50,7 +50,7 @@ FLAGS = (
     Flag("distributed_executor_backend", "engine.extra.distributed_executor_backend", "mp; a replica is on one node"),
     Flag("speculative_config", "engine.speculative_config", "speculative decoding, as JSON"),
 )
-_KEYS = {flag.name: flag.key for flag in FLAGS} | {lever.vllm: f"engine.{lever.name}" for lever in LEVERS}
+_KEYS = {flag.name: flag.key for flag in FLAGS} | {lever.name: f"engine.{lever.name}" for lever in LEVERS}
 _KEYS |= {"replicas": "engine.num_replicas", "name": "name"}
 _DEFAULTS = Source(origin="default", tree={"gateway": {"port": TRL_PORT}})
 _OUR_PAIR = re.compile(r"[A-Za-z_]+(\.\w+)+=")  # engine.num_cpus=2, as every verb takes it

@@ -29,7 +29,7 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
         "last_weight_update": last and last.report(),
         "weight_store": snapshots.report(),
         "weight_relay": weights.relay_report(),
-        "paused": weights.generation.is_paused,
+        "paused": weights.pauses.is_paused,
         "gate_closed_for": scheduler.closed_for,
         "queue_length": sum(queues.values()),
         "models": [{"model": m, "frozen": m != models.policy, "queue_length": n} for m, n in queues.items()],
@@ -48,7 +48,7 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
 
 
 def _adapter_report(adapter: Adapter, fleet: Fleet) -> Json:
-    holders = [replica.replica_id for replica in fleet.policy if replica.holds(adapter)]
+    holders = [replica.replica_id for replica in fleet.trained if replica.holds(adapter)]
     own = {"name": adapter.name, "path": adapter.path, "version": adapter.version}
     return own | {"rollouts": adapter.users, "replicas": holders}
 
@@ -69,6 +69,7 @@ def _replica_report(replica: Replica) -> Json:
         "model": info.model,
         "frozen": replica.frozen,
         "world_size": info.world_size,
+        "reload_reason": info.reload_reason,
         "gpu_ids": info.gpu_ids,
         "node": info.node,
         "url": info.url,

@@ -56,7 +56,7 @@ class CatchUp:
             while True:
                 await self._look.wait()
                 self._look.clear()
-                for replica in self._fleet.policy:
+                for replica in self._fleet.trained:
                     if self._is_behind(replica) and self._given_up.get(replica) != self._fleet.version:
                         self._start(replica, leaves_group=False)
         finally:
@@ -160,7 +160,7 @@ class CatchUp:
         """Load, check, and serve if that is still the fleet's version."""
         timeout_s = self._config.load_timeout_s
         async with self._source(replica, version) as path:
-            replica.weight_version = None
+            replica.lose_version()
             await self._snapshots.note_overwritten([replica])
             replica.drop_calls()  # of a replica that was silent while the others went on
             await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
@@ -187,7 +187,7 @@ class CatchUp:
                 raise StoreFailed(f"the checkpoint of {replica.info.url} is somebody else's")
             yield str(model_folder(group) or group.model or group.served_name)
             return
-        holders = [other.info.incarnation for other in self._fleet.policy]
+        holders = [other.info.incarnation for other in self._fleet.trained]
         async with self._snapshots.reading(version, holders) as path:
             yield str(path)
 

@@ -1,5 +1,6 @@
 """Whether the policy's engines make tokens: a trainer pauses them, an update freezes them while it overwrites them."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -11,14 +12,15 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names, on_all, on_living, try_on_all
 from gateway.fleet.scheduler import Scheduler
-from gateway.weights.cut_off import cut_off
 from gateway.weights.updates.record import WeightUpdate
 
 _UPDATE = "weight update"
 _PAUSE = "pause"
+_AGAIN_S = 0.2
+_GRACE_S = 5.0
 
 
-class Generation:
+class Pauses:
     """Stops the policy and lets it go on. What is frozen keeps its place; new rollouts wait at the gate."""
 
     def __init__(self, config: WeightsConfig, fleet: Fleet, scheduler: Scheduler) -> None:
@@ -40,7 +42,7 @@ class Generation:
         Refused as a whole where a replica that may have rollouts cannot be paused. One that is left behind by the
         fleet's weights has none, and is not asked.
         """
-        members = [replica for replica in policy(self._fleet) if replica.can_serve or replica.info.has("/pause")]
+        members = [replica for replica in self._fleet.updatable() if replica.can_serve or replica.info.has("/pause")]
         for replica in members:
             if not replica.info.has("/pause"):
                 raise WeightUpdateConflict(f"replica {replica.replica_id} ({replica.info.url}) has no /pause")
@@ -149,18 +151,36 @@ class Generation:
 
     def _able(self, route: str) -> list[Replica]:
         """Those of the policy that serve `route`. Raises `WeightUpdateConflict` where some are there, but none does."""
-        alive = policy(self._fleet)
+        alive = self._fleet.updatable()
         able = [replica for replica in alive if replica.info.has(route)]
         if alive and not able:
             raise WeightUpdateConflict(f"no replica has {route}: {names(alive)}")
         return able
 
 
-def policy(fleet: Fleet) -> list[Replica]:
-    """The replicas that are updated and paused. Raises `WeightUpdateConflict` where all models are frozen."""
-    if fleet.models.all_frozen:
-        raise WeightUpdateConflict(
-            f"every model here is frozen ({', '.join(fleet.models.names)}), so there is nothing to update or "
-            "pause: an engine group that is not frozen is the policy"
-        )
-    return [replica for replica in fleet.policy if replica.is_alive]
+async def cut_off(replica: Replica, timeout_s: float) -> None:
+    """Returns when nothing is in flight on the replica, whose engine is paused from then on; bounded by the caller.
+
+    A request that was on its way when the engine stopped waits there unread: it is ended with another call, or, where
+    the engine does not look at those either, left behind after some seconds and begun again elsewhere.
+    """
+    replica.cuts_off = True
+    try:
+        grace_ends = time.monotonic() + _GRACE_S
+        while True:
+            await replica.engine.pause(PauseMode.ABORT, clear_cache=False, timeout_s=timeout_s)
+            if await _is_idle(replica):
+                return
+            if time.monotonic() > grace_ends:
+                replica.drop_calls()
+    finally:
+        replica.cuts_off = False
+
+
+async def _is_idle(replica: Replica) -> bool:
+    try:
+        async with asyncio.timeout(_AGAIN_S):
+            await replica.idle.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -8,8 +8,8 @@ from engines.errors import EngineUnreachable
 from engines.types import PauseMode
 from gateway.fleet.replica import Replica
 from gateway.fleet.routing import Rollout
-from gateway.weights import cut_off as module
-from gateway.weights.cut_off import cut_off
+from gateway.weights import pauses as module
+from gateway.weights.pauses import cut_off
 from tests.rigs.rig import StartRig
 
 ROLLOUT = Rollout(request_id="a", model="sim", n=1, tokens=1)

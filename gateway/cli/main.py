@@ -9,6 +9,7 @@ build                   print the document for `serve deploy`
 plan, tune, doctor      choose engines for GPUs; measure levers; find mistakes in configurations
 """
 
+import contextlib
 import sys
 from dataclasses import asdict
 from importlib.metadata import version
@@ -37,6 +38,7 @@ from gateway.cli.output import (
 from gateway.cli.progress import shown
 from gateway.cli.scale import scale
 from gateway.cli.serve_api import ask_control_plane
+from gateway.cli.top import top
 from gateway.cli.up import up
 from gateway.cli.vllm_serve import HELP, read_command
 from gateway.config.load import explain, load
@@ -212,6 +214,17 @@ def logs_command(
         print(f"==> {log} <==")
         print(log_end(log, lines))
     print_events(gateway_events(name))
+
+
+@app.command("top")
+def top_command(
+    url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
+    api_key: Annotated[str, typer.Option("--api-key", envvar="ROLLOUT_API_KEY", help="Inference or admin key.")] = "",
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+) -> None:
+    """Watch the fleet in the terminal: the dashboard's figures, each second, until Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt):
+        top(Console(), url, api_key, once=once)
 
 
 @app.command("build", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)

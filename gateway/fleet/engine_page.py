@@ -1,7 +1,7 @@
 """The load of an engine, read from its Prometheus page. A regular expression reads the few lines that are needed."""
 
 import re
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 _LINE = re.compile(r"^(?P<name>(?:vllm|sglang):\w+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)", re.MULTILINE)
@@ -29,7 +29,7 @@ class EngineLoad:
 
 def read_load(page: str) -> EngineLoad:
     """Read a page of vLLM, SGLang or the simulated engine; what a page lacks is 0."""
-    load, cumulated = EngineLoad(), Counter[float]()
+    load, cumulated = EngineLoad(), defaultdict[float, float](float)
     for line in _LINE.finditer(page):
         name, value = line["name"], float(line["value"])
         if name in _KV:
@@ -42,7 +42,7 @@ def read_load(page: str) -> EngineLoad:
             load.generated += value
         elif name in _LENGTHS and (edge := _LE.search(line["labels"] or "")):
             cumulated[float(edge[1])] += value
-    below = 0.0
-    for upper in sorted(cumulated):
-        load.lengths[upper], below = cumulated[upper] - below, cumulated[upper]
+    edges = sorted(cumulated)
+    for lower, upper in zip([None, *edges], edges, strict=False):
+        load.lengths[upper] = cumulated[upper] - (0.0 if lower is None else cumulated[lower])
     return load

@@ -1,6 +1,7 @@
 """The dashboard: one static page, and the JSON that it and `rollout-gateway top` draw."""
 
 import asyncio
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.timeline import Timeline
-from gateway.http.access import Access
 from gateway.http.json_body import reply
+from gateway.http.keys import Guards
 from gateway.weights.coordinator import WeightCoordinator
 
 # Seconds between two looks while somebody watches, and otherwise: an engine's page costs it some milliseconds.
@@ -65,7 +66,7 @@ class Dashboard:
         self._batch: Json | None = None
         self._placed_before = 0
 
-    def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
+    def add_routes(self, router: web.UrlDispatcher, access: Guards) -> None:
         """The page holds no data, so it is open; its JSON needs a key where `/status` does."""
         router.add_get("/", self._describe)
         router.add_get("/dashboard", self._show)
@@ -75,15 +76,13 @@ class Dashboard:
         """Look until cancelled."""
         while True:
             await self.look()
-            is_watched = time.monotonic() - self._watched_at < _WATCHED_FOR_S
+            if time.monotonic() - self._watched_at < _WATCHED_FOR_S:
+                await asyncio.sleep(_WATCHED_S)
+                continue
             self._watched.clear()
-            try:
-                async with asyncio.timeout(_WATCHED_S if is_watched else _UNWATCHED_S):
-                    if is_watched:
-                        await asyncio.Event().wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_UNWATCHED_S):
                     await self._watched.wait()
-            except TimeoutError:
-                pass
 
     async def look(self) -> None:
         """Take one sample of all engines and of the gateway."""

@@ -73,6 +73,7 @@ class ReplicaInfo:
     place, and where the engine does not say.
     `gpus` are the UUIDs of its GPUs, where the driver tells them.
     `key` is the bearer key of `url`, which is a forwarder's then: the engine is on another node than the gateway.
+    `started` is when its engine became ready, in seconds of the epoch; 0 where somebody else started it.
     `streams` is True where a reply costs the engine least in coarse chunks; any other is asked for whole replies.
     """
 
@@ -96,6 +97,7 @@ class ReplicaInfo:
     gpu_ids: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
     pid: int = 0
+    started: float = 0.0
     log_path: str = ""
     key: str = field(default="", repr=False)
     tensors: tuple[TensorMeta, ...] | None = field(default=None, repr=False)

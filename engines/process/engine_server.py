@@ -169,6 +169,7 @@ class EngineServer:
             fetches=self._has_tee,
             reload_reason=reload_reason,
             pid=self._process.engine_pid,
+            started=time.time(),
             log_path=str(self._process.log_path),
             tensors=_expected_tensors(self._config),
         )

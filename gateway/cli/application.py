@@ -1,7 +1,6 @@
 """A deployed application as Serve and the gateway report it, and the waits for it."""
 
 import re
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +10,8 @@ from gateway.cli.progress import Report, starts_of
 from gateway.cli.serve_api import ServeApi, ask_control_plane
 from gateway.cli.state import State
 from gateway.cli.waiting import wait_until
+from gateway.config.addresses import url_of
 from gateway.config.schema import Config
-
-ANY_ADDRESS = ("0.0.0.0", "::", "")
 
 
 class DeployFailed(RolloutGatewayError):
@@ -62,7 +60,7 @@ def running(name: str) -> Running | None:
 def control_url(details: Mapping[str, Any]) -> str:
     """Return the URL of the control plane from Serve's details; empty where it is off."""
     http = details["http_options"]
-    return "" if details["proxy_location"] == "Disabled" else f"http://{_reachable(http['host'])}:{http['port']}"
+    return "" if details["proxy_location"] == "Disabled" else url_of(http["host"], http["port"])
 
 
 def unknown_application(name: str) -> RolloutGatewayError:
@@ -71,7 +69,7 @@ def unknown_application(name: str) -> RolloutGatewayError:
 
 def configured_url(config: Config) -> str:
     """Return the rollout URL by configuration alone; empty for port 0, which the gateway alone resolves."""
-    return f"http://{_reachable(config.gateway.host)}:{config.gateway.port}" if config.gateway.port else ""
+    return url_of(config.gateway.host, config.gateway.port) if config.gateway.port else ""
 
 
 def wait_for_serve(
@@ -144,7 +142,3 @@ def _own_error(message: str) -> str:
     """Return our own error out of the traceback that Serve wraps around it; empty where there is none."""
     found = list(re.finditer(r"^engines\.errors\.\w+: ", message, re.MULTILINE))
     return message[found[-1].end() :].strip() if found else ""
-
-
-def _reachable(host: str) -> str:
-    return socket.gethostname() if host in ANY_ADDRESS else host

@@ -9,8 +9,10 @@ build                   print the document for `serve deploy`
 plan, tune, doctor      choose engines for GPUs; measure levers; find mistakes in configurations
 """
 
+import contextlib
 import sys
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +25,9 @@ from engines.store.peer_store import PeerStore
 from gateway.cli.application import running, unknown_application
 from gateway.cli.down import down, stay
 from gateway.cli.explanation import explain_engines
+from gateway.cli.logs import engine_logs, gateway_events, log_end
 from gateway.cli.output import (
+    print_events,
     print_explanation,
     print_fleet,
     print_json,
@@ -34,6 +38,7 @@ from gateway.cli.output import (
 from gateway.cli.progress import shown
 from gateway.cli.scale import scale
 from gateway.cli.serve_api import ask_control_plane
+from gateway.cli.top import top
 from gateway.cli.up import up
 from gateway.cli.vllm_serve import HELP, read_command
 from gateway.config.load import explain, load
@@ -76,6 +81,21 @@ Name = Annotated[str, typer.Option("--name", help="Name of the Serve application
 
 app.command("plan")(plan_command)
 app.command("tune", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)(tune_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rollout-gateway {version('rollout-gateway')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""
 
 
 def main() -> None:
@@ -177,6 +197,34 @@ def status_command(name: Name = DEFAULT_NAME, config: File = None, as_json: AsJs
     print_running(found)
     if fleet:
         print_fleet(fleet)
+
+
+@app.command("logs")
+def logs_command(
+    replica: Annotated[
+        str, typer.Argument(metavar="REPLICA", help="Beginning of a replica's id; all if left out.")
+    ] = "",
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Lines from the end of each log.")] = 20,
+    name: Name = DEFAULT_NAME,
+    config: File = None,
+) -> None:
+    """Print the ends of the engines' logs on this machine, of engines that failed too, and the gateway's events."""
+    name = _application(name, config)
+    for log in engine_logs(name, replica):
+        print(f"==> {log} <==")
+        print(log_end(log, lines))
+    print_events(gateway_events(name))
+
+
+@app.command("top")
+def top_command(
+    url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
+    api_key: Annotated[str, typer.Option("--api-key", envvar="ROLLOUT_API_KEY", help="Inference or admin key.")] = "",
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+) -> None:
+    """Watch the fleet in the terminal: the dashboard's figures, each second, until Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt):
+        top(Console(), url, api_key, once=once)
 
 
 @app.command("build", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)

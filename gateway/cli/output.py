@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from gateway.cli.explanation import Explanation
 from gateway.config.load import Setting
 
 _LABEL_WIDTH = 24
+_EVENTS = 10
 
 
 def print_running(found: Running) -> None:
@@ -59,9 +61,19 @@ def print_fleet(fleet: dict[str, Any]) -> None:
         _print_row("LoRA adapter", f"{adapter['name']}: {held}, from {adapter['path']}")
     for replica_id, reason in fleet["replicas_refused"].items():
         _print_row("refused", f"{replica_id}: {reason}")
-    columns = ["replica_id", "model", "state", "weight_version", "samples_in_flight", "gpu_ids", "reason", "url"]
+    for missing in fleet["replicas_missing"]:
+        _print_row("missing", f"a replica of {missing['group']}: {missing['reason']}")
+    columns = ["replica_id", "model", "state", "weight_version", "samples_in_flight"]
+    columns += ["gpu_ids", "pid", "uptime_s", "reason", "url"]
     rows = [[_cell(replica, column) for column in columns] for replica in fleet["replicas"]]
     print_table([column.replace("_", " ") for column in columns], rows)
+    print_events(fleet["events"][-_EVENTS:])
+
+
+def print_events(events: Sequence[dict[str, Any]]) -> None:
+    for event in events:
+        at = time.strftime("%F %T", time.localtime(event["at"]))
+        print(f"{at}  {event['subject']}: {event['text']}")
 
 
 def _cell(replica: dict[str, Any], column: str) -> str:

@@ -17,6 +17,7 @@ from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.config.models import Models
 from gateway.config.schema import Config
 from gateway.fleet.adapters import Adapter, Adapters
+from gateway.fleet.events import Events
 from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
@@ -50,6 +51,9 @@ class Fleet:
         self.models = Models(config.groups)
         self.adapters = Adapters()
         self.refused: dict[str, str] = {}
+        self.events = Events()
+        self.losses: Counter[str] = Counter()
+        self._last_loss: dict[str, str] = {}
         self._expected = {name: group.num_replicas for name, group in config.groups.items()}
         self._config = config.fleet
         self._discover = discover
@@ -279,8 +283,10 @@ class Fleet:
             "replica state", replica=replica.replica_id, was=replica.state, now=state, version=replica.weight_version,
             reason=reason,
         )  # fmt: skip
+        self.events.add(replica.replica_id, f"{replica.state} -> {state}: {reason}")
         replica.enter(state, reason)
         if state is ReplicaState.LOST:
+            self._count_loss(replica)
             self._forget(replica)
         self._look_who_is_missing()
         self.notify()
@@ -305,6 +311,24 @@ class Fleet:
         there = Counter(replica.info.group for replica in self.alive)
         missing = any(there[group] < expected for group, expected in self._expected.items())
         self._incomplete_since = (self._incomplete_since or time.monotonic()) if missing else None
+
+    @property
+    def missing(self) -> dict[str, tuple[int, str]]:
+        """Missing replicas by engine group: their number, and the last loss of the group or "" where none was lost."""
+        there = Counter(replica.info.group for replica in self.replicas)
+        lacking = {group: expected - there[group] for group, expected in self._expected.items()}
+        return {group: (number, self._last_loss.get(group, "")) for group, number in lacking.items() if number > 0}
+
+    def _count_loss(self, replica: Replica) -> None:
+        """A replica that Serve removes on purpose is no loss."""
+        if not replica.is_leaving:
+            self.losses[replica.info.group] += 1
+            self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}"
+
+    def _free_slot(self, group: str) -> int:
+        """Return the lowest free number in a group: a successor takes its predecessor's."""
+        taken = {replica.slot for replica in self.replicas if replica.info.group == group}
+        return next(number for number in range(len(taken) + 1) if number not in taken)
 
     def notify(self) -> None:
         """Call the listeners: replicas may take rollouts that they could not take before."""
@@ -373,6 +397,7 @@ class Fleet:
                 raise
             log.warning("replica does not answer yet", replica=info.replica_id, error=str(error))
             return
+        replica.slot = self._free_slot(info.group)
         self._replicas[info.replica_id] = replica
         replica.weight_version = version
         self._take_over(replica, adapters)
@@ -383,6 +408,7 @@ class Fleet:
     def _refuse(self, info: ReplicaInfo, reason: str) -> None:
         if self.refused.get(info.replica_id) != reason:
             log.error("replica does not come in", replica=info.replica_id, url=info.url, reason=reason)
+            self.events.add(info.replica_id, f"refused: {reason}")
         self.refused[info.replica_id] = reason
 
     async def _wake(self, replica: Replica) -> None:

@@ -35,6 +35,7 @@ class Replica:
         self.info = info
         self.engine = engine
         self.frozen = frozen
+        self.slot = 0
         self.state = ReplicaState.STARTING
         self.weight_version: int | None = None
         self.transport = ""
@@ -59,6 +60,11 @@ class Replica:
     @property
     def replica_id(self) -> str:
         return self.info.replica_id
+
+    @property
+    def label(self) -> str:
+        """Its group and its slot there: a name in metrics that a successor takes over."""
+        return f"{self.info.group}-{self.slot}"
 
     @property
     def max_samples(self) -> int:

@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import os
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -22,6 +21,7 @@ from engines.engine import Engine, Json, Peer
 from engines.errors import ConfigError
 from engines.store.weight_store import is_kept
 from engines.types import EngineKind, ReplicaInfo
+from gateway.config.addresses import is_any, own_address, url_of
 from gateway.config.schema import LOOPBACK_HOSTS, Config, GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -36,7 +36,6 @@ T = TypeVar("T")
 _START_TIMEOUT_S = 60.0
 _SHUTDOWN_TIMEOUT_S = 5.0
 _STORE_FREE_WITHIN_S = 5.0
-_ANY = ("0.0.0.0", "::", "")  # all addresses of the machine
 
 
 class Listener:
@@ -130,7 +129,7 @@ class Listener:
         try:
             await _listen(runner, config.gateway)
             host, port = runner.addresses[0][:2]
-            self._started.set_result((asyncio.get_running_loop(), stopping, f"http://{host}:{port}"))
+            self._started.set_result((asyncio.get_running_loop(), stopping, url_of(host, port)))
             await stopping.wait()
         finally:
             await runner.cleanup()
@@ -185,12 +184,8 @@ def _as_reached_from(replica_url: str, gateway: GatewayConfig) -> str | None:
     """The gateway's URL for who listens at `replica_url`; None where it has none that is known beforehand."""
     if gateway.host in LOOPBACK_HOSTS or gateway.port == 0:
         return None
-    ours = gateway.host
-    if ours in _ANY:
-        # Of our addresses the one that leads there. A datagram socket that is connected sends nothing yet.
-        replica = urlsplit(replica_url)
-        family = socket.AF_INET6 if ":" in (replica.hostname or "") else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((replica.hostname, replica.port))
-            ours = probe.getsockname()[0]
-    return f"http://[{ours}]:{gateway.port}" if ":" in ours else f"http://{ours}:{gateway.port}"
+    replica = urlsplit(replica_url)
+    assert replica.hostname is not None
+    assert replica.port is not None
+    ours = own_address(replica.hostname, replica.port) if is_any(gateway.host) else gateway.host
+    return url_of(ours, gateway.port)

@@ -15,6 +15,7 @@ class PlayedServe:
 
     def __init__(self) -> None:
         self.applications: dict[str, Json] = {}
+        self.events: list[Json] = []
         self.replicas: list[Json] = []
         self.deployed: list[Json] = []
         self.deleted: list[str] = []
@@ -50,7 +51,7 @@ class PlayedServe:
             "/api/version": {},
             "/api/serve/applications/": self.details(),
             "/url": {"url": "http://127.0.0.1:8100"},
-            "/status": {"replicas": self.replicas},
+            "/status": {"replicas": self.replicas, "events": self.events},
             "/health": {"ready": True},
         }
         return dict(pages[path])

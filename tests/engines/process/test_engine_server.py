@@ -104,6 +104,7 @@ async def test_a_started_engine_says_what_it_is(
         streams=True,
         gpu_ids=(2, 3),
         pid=info.pid,
+        started=info.started,
         log_path=str(log),
         tensors=(TensorMeta(name="head", dtype="float32", shape=(3, 5)),),
         capabilities=info.capabilities,

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -175,3 +176,28 @@ def test_down_kills_an_engine_that_outlives_its_owner(
         done = shell.run("down")
         assert engine.wait(10) == -signal.SIGKILL
     assert f"killed engine process {engine.pid}, which had not ended" in done.stderr
+
+
+def test_logs_prints_the_ends_of_the_engines_logs_and_the_events(shell: Shell, serve: PlayedServe) -> None:
+    folder = shell.folder / "logs"
+    folder.mkdir()
+    (folder / "engine-r1-20261122-1.log").write_text("".join(f"line {number}\n" for number in range(50)))
+    (folder / "engine-lost-20261122-1.log").write_text("CUDA out of memory\n")
+    (folder / "engine-older-20261121-1.log").write_text("of another run\n")
+    serve.events = [{"at": 1.0, "subject": "engine-lost", "text": "SERVING -> LOST: it ended"}]
+    assert "Serve knows no application" in shell.run("logs").stderr
+    shell.run("up", "-c", "sim.yaml", f"engine.log_dir={folder}")
+    done = shell.run("logs", "-n", "2")
+    assert done.returncode == 0, done.stderr
+    assert "line 48\nline 49\n" in done.stdout
+    assert "line 47" not in done.stdout
+    assert "CUDA out of memory" in done.stdout
+    assert "engine-lost: SERVING -> LOST: it ended" in done.stdout
+    assert "of another run" not in done.stdout
+    assert "of another run" in shell.run("logs", "engine-older").stdout
+    assert f"this machine has no log of engine-x in {folder}" in shell.run("logs", "engine-x").stderr
+
+
+def test_the_version_is_that_of_the_package(shell: Shell) -> None:
+    done = shell.run("--version")
+    assert (done.returncode, done.stdout) == (0, f"rollout-gateway {version('rollout-gateway')}\n")

@@ -94,6 +94,11 @@ class Engine(ABC):
     async def abandon_weight_update(self, timeout_s: float) -> None:
         """End an update without a commit, so that the next can start. The weights are then mixed."""
 
+    async def plan_updates(self, timeout_s: float) -> str:
+        """Prepare for updates, before the first. Returns why each will be a reload by the engine itself, which takes
+        longer; "" where it is loaded in place, and from an engine that does not say."""
+        return ""
+
     @abstractmethod
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
         """Start to digest received tensors; with `copy`, also write them to a draft of the weight store."""

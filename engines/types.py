@@ -70,8 +70,10 @@ class ReplicaInfo:
     max_model_len: None if the engine does not report it.
     has_tee: True if the engine digests received weights and can copy them into the weight store.
     fetches: True if the engine can fetch a weight version that is not on its machine.
+    reload_reason: why an update is a slower reload by the engine; "" if it is loaded in place, or unknown.
     gpus: UUIDs of its GPUs, if the driver reports them.
     key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
+    started: time at which the engine became ready, in seconds since the epoch; 0 for an external server.
     streams: True if coarse chunks cost the engine least; other engines are asked for whole replies.
     """
 
@@ -90,10 +92,12 @@ class ReplicaInfo:
     streams: bool = False
     has_tee: bool = False
     fetches: bool = False
+    reload_reason: str = ""
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
     pid: int = 0
+    started: float = 0.0
     log_path: str = ""
     key: str = field(default="", repr=False)
     tensors: tuple[TensorMeta, ...] | None = field(default=None, repr=False)

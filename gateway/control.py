@@ -1,4 +1,4 @@
-"""The control plane on Serve's own HTTP port: what the fleet is doing, with OpenAPI pages. It changes nothing."""
+"""The control plane on Serve's own HTTP port: the fleet's status, with OpenAPI pages. It changes nothing."""
 
 from typing import Any
 

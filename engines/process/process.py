@@ -15,7 +15,7 @@ from pathlib import Path
 from engines.process.engine_log import read_tail
 
 # Marks the environment of every process of one start, whatever session it is in.
-_MARK = "ROLLOUT_GATEWAY_ENGINE"
+MARK = "ROLLOUT_GATEWAY_ENGINE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._command.env, _MARK: self._mark},
+                env={**os.environ, **self._command.env, MARK: self._mark},
                 start_new_session=True,
             )
 
@@ -64,6 +64,12 @@ class EngineProcess:
     def pid(self) -> int:
         """Process id of the guard, 0 before the start."""
         return self._guard.pid if self._guard else 0
+
+    @property
+    def engine_pid(self) -> int:
+        """Process id of the command itself: the first child of the inner guard; 0 where it does not run."""
+        inner = _first_child(self.pid)
+        return _first_child(inner)
 
     @property
     def exit_code(self) -> int | None:
@@ -88,9 +94,18 @@ class EngineProcess:
         await asyncio.to_thread(_end_marked, self._mark)
 
 
+def _first_child(pid: int) -> int:
+    """Return the oldest child of a process, 0 where there is none. Orphans that it adopts come after its own."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return 0
+    return int(children[0]) if children else 0
+
+
 def _end_marked(mark: str) -> None:
     """Kill processes left by a killed guard: their GPU memory is needed by the successor."""
-    sought = f"{_MARK}={mark}".encode()
+    sought = f"{MARK}={mark}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if sought in environ.read_bytes().split(b"\0"):

@@ -5,7 +5,7 @@ The loop is at most 1 ms ahead of the real clock, and runs many steps per turn o
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -146,6 +146,7 @@ class SimScheduler:
         self.generated_tokens = 0
         self.preemptions = 0
         self.finished: dict[str, int] = {}
+        self.finished_lengths: Counter[int] = Counter()
 
     async def run(self) -> None:
         """Generate until cancelled."""
@@ -275,6 +276,7 @@ class SimScheduler:
     def _finish(self, sample: Sample, reason: str) -> None:
         sample.finish_reason = reason
         self.finished[reason] = self.finished.get(reason, 0) + 1
+        self.finished_lengths[len(sample.tokens)] += 1
         sample.reports.put_nowait(sample)
 
     def _account(self) -> None:

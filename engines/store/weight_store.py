@@ -255,6 +255,18 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def is_kept(folder: Path) -> bool:
+    """Return True where a living gateway keeps the store in this folder."""
+    try:
+        keeper = os.open(folder / _KEEPER, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not try_lock(keeper)
+    finally:
+        os.close(keeper)
+
+
 def remove_store(folder: Path) -> bool:
     """Remove a whole store with its versions; False where there is none, or a gateway keeps it."""
     if not folder.is_dir():

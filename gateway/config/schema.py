@@ -93,10 +93,11 @@ class CanaryConfig(_Section):
 class WeightsConfig(_Section):
     """Bounds of a weight update, and when it holds."""
 
-    policy: Literal["all", "quorum"] = "all"
-    """What a replica that fails the canary does to the update: `all` aborts it, `quorum` fences that replica alone."""
+    must_pass: Literal["all", "quorum"] = "all"
+    """Replicas that must pass the canary: with `all` one failure aborts the update, with `quorum` the replica that
+    fails is fenced and the update goes on."""
     quorum: float = Field(0.5, gt=0, le=1)
-    """policy: quorum: least share of the replicas that must pass."""
+    """must_pass: quorum: least share of the replicas that must pass."""
     canary: CanaryConfig = CanaryConfig()
     in_flight: InFlight = InFlight.KEEP
     """What becomes of rollouts in flight, unless the update says so or the trainer has paused generation: `keep`
@@ -143,6 +144,13 @@ class WeightsConfig(_Section):
     """Longest wait for the rollouts that use a LoRA adapter before it is unloaded."""
     idle_timeout_s: float = Field(600.0, gt=0)
     """Silence of a trainer in an open update after which it is aborted."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and "policy" in tree:
+            raise ValueError(f"policy = {tree['policy']!r}: the key is now weights.must_pass, with the same values")
+        return tree
 
     @field_validator("store")
     @classmethod
@@ -205,6 +213,17 @@ class Config(_Section):
             raise ValueError(
                 f"gateway.host = {gateway.host!r} is reachable from other hosts: set gateway.inference_keys and "
                 "gateway.admin_keys, or bind 127.0.0.1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _an_open_control_plane_is_meant(self) -> "Config":
+        serve, gateway = self.serve, self.gateway
+        is_open = serve.proxy_location != "Disabled" and serve.http_host not in LOOPBACK_HOSTS
+        if is_open and not (gateway.inference_keys and gateway.admin_keys):
+            raise ValueError(
+                f"serve.http_host = {serve.http_host!r} shows the fleet's status to other hosts: bind 127.0.0.1, or "
+                "set gateway.inference_keys and gateway.admin_keys"
             )
         return self
 

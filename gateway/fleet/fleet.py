@@ -1,22 +1,23 @@
-"""Who is there and who may serve: the replicas, their states, and the watch over them.
+"""The fleet: the replicas, their states and weight versions, and the watch over them.
 
-States change here alone. What an update means for them is decided in `update_machine.py`, where rollouts go in
-`scheduler.py`.
+States and versions are assigned here alone. `weights/updates/machine.py` decides about updates, and `scheduler.py`
+places rollouts.
 """
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import structlog
 
 from engines.engine import Engine
-from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, UnknownModel
+from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, UnknownModel, WeightUpdateConflict
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.config.models import Models
 from gateway.config.schema import Config
 from gateway.fleet.adapters import Adapter, Adapters
+from gateway.fleet.events import Events
 from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
@@ -32,12 +33,13 @@ async def _nothing_noted(incarnation: str) -> int | None:
 
 
 class Fleet:
-    """All replicas of all models. `version` is the policy's weight version: what its SERVING replicas hold.
-    `target_version` is the one that they are to hold: the next one while an update is under way. `rolling_to` is the
-    version that a rolling update brings, which replicas may serve beside `version` until it is over, or taken back.
+    """All replicas of all models.
 
-    `refused` says why a replica did not come in, by its id. `remembered` tells by its incarnation what an engine holds
-    that cannot say it. `discover` lists the replicas that Serve runs, `connect` makes the engine client of one.
+    `version` is the policy's committed weight version. `target_version` is the next one while an update runs.
+    `rolling_to` is the version of a rolling update, which replicas may serve beside `version` until the update ends or
+    is taken back. `refused` has the reason by id of each replica that was not admitted. `remembered` returns by
+    incarnation the version of an engine that cannot report it. `discover` lists the replicas that Serve runs;
+    `connect` makes a replica's engine client.
     """
 
     def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
@@ -49,6 +51,9 @@ class Fleet:
         self.models = Models(config.groups)
         self.adapters = Adapters()
         self.refused: dict[str, str] = {}
+        self.events = Events()
+        self.losses: Counter[str] = Counter()
+        self._last_loss: dict[str, str] = {}
         self._expected = {name: group.num_replicas for name, group in config.groups.items()}
         self._config = config.fleet
         self._discover = discover
@@ -71,7 +76,7 @@ class Fleet:
 
     @property
     def replicas(self) -> list[Replica]:
-        """In a fixed order, which weight groups take their ranks from."""
+        """All replicas in a fixed order, from which weight groups derive ranks."""
         return [self._replicas[key] for key in sorted(self._replicas)]
 
     @property
@@ -79,19 +84,35 @@ class Fleet:
         return [replica for replica in self.replicas if replica.is_alive]
 
     @property
-    def policy(self) -> list[Replica]:
-        """The replicas whose weights are updated."""
+    def trained(self) -> list[Replica]:
+        """The replicas of the policy: all that are not frozen."""
         return [replica for replica in self.replicas if not replica.frozen]
 
+    @property
+    def trained_alive(self) -> list[Replica]:
+        return [replica for replica in self.trained if replica.is_alive]
+
+    def updatable(self) -> list[Replica]:
+        """The living replicas of the policy. Raises `WeightUpdateConflict` where all models are frozen."""
+        if self.models.all_frozen:
+            raise WeightUpdateConflict(
+                f"every model here is frozen ({', '.join(self.models.names)}), so there is nothing to update or "
+                "pause: an engine group that is not frozen is the policy"
+            )
+        return self.trained_alive
+
+    def holders(self, version: int) -> list[Replica]:
+        return [replica for replica in self.trained if replica.weight_version == version]
+
     def serving(self, model: str, adapter: Adapter | None = None) -> list[Replica]:
-        """Those that take rollouts of `model`, or of one adapter of it."""
+        """Replicas that take rollouts of `model`, or of an adapter of it."""
         found = [replica for replica in self.replicas if replica.can_serve and replica.info.model == model]
         return found if adapter is None else [replica for replica in found if replica.holds(adapter)]
 
     def asked(self, name: object) -> tuple[str, Adapter | None]:
-        """The model that a request means by `name`, and the adapter of it where it names one.
+        """The model of a request that names `name`, and the adapter where `name` is an adapter's.
 
-        Raises what `Models.asked` raises; `UnknownModel` tells of adapters too.
+        Raises as `Models.asked`; the message of `UnknownModel` lists adapters too.
         """
         adapter = self.adapters.get(name)
         if adapter is not None:
@@ -103,7 +124,7 @@ class Fleet:
             raise UnknownModel(f"{error}; LoRA adapters: {adapters}", param="model") from error
 
     def missing_adapters(self, replica: Replica) -> list[Adapter]:
-        """Those that the policy serves and this replica of it does not hold."""
+        """Loaded adapters that this replica of the policy lacks."""
         return [] if replica.frozen else [one for one in self.adapters.loaded if not replica.holds(one)]
 
     @property
@@ -112,64 +133,97 @@ class Fleet:
 
     @property
     def next_version(self) -> int:
-        """The number of the next update. One whose tokens were delivered is never given again."""
+        """The number of the next update. A number whose tokens were delivered is not used again."""
         return max(self.version, self._spent) + 1
 
     def is_current(self, replica: Replica) -> bool:
-        """Whether a replica may serve with the weights that it holds."""
+        """True where a replica may serve with the weights that it holds."""
         return replica.frozen or (
             replica.weight_version is not None and replica.weight_version in (self.version, self.rolling_to)
         )
 
     @property
     def serving_behind(self) -> int:
-        """Replicas of a rolling update that serve another version than the one that all are to hold."""
+        """Number of replicas that serve another version than a rolling update's target."""
         if self.rolling_to is None:
             return 0
-        return sum(replica.can_serve and replica.weight_version != self.target_version for replica in self.policy)
+        return sum(replica.can_serve and replica.weight_version != self.target_version for replica in self.trained)
 
     def begin(self, version: int, *, rolling: bool = False) -> None:
-        """An update to this version is under way."""
+        """Announce an update to this version."""
         self.update_to, self._begun = version, max(self._begun, version)
         if rolling:
             self.rolling_to = version
 
+    def overwrite(self, replicas: Iterable[Replica], version: int) -> None:
+        """Engines are about to be overwritten: until the commit none of them holds a known version."""
+        for replica in replicas:
+            if replica.state is not ReplicaState.LOST:  # the next call on a lost replica fails and names it
+                replica.overwrite()
+                self.set_state(replica, ReplicaState.UPDATING, f"update to version {version}")
+
+    def commit(
+        self, version: int, members: Iterable[Replica], fenced: Mapping[Replica, str], *, keeps_kv: bool
+    ) -> None:
+        """Serve `version` on these members, but for the fenced ones, whose reason is given."""
+        self.version, self.update_to, self.rolling_to = version, None, None
+        for replica in members:
+            if replica not in fenced:
+                replica.hold(version, keeps_kv=keeps_kv)
+        for replica, reason in fenced.items():
+            self.fence(replica, f"fenced at version {version}: {reason}")
+        for replica in self.trained_alive:
+            if replica not in fenced:
+                self.settle(replica, f"version {version} committed")
+
+    def abort(self, version: int, reason: str) -> list[Replica]:
+        """Serve the version before again. Returns the replicas that were being overwritten, which are fenced.
+
+        A replica that had left for a rolling update, and was not overwritten yet, serves again.
+        """
+        updating = [replica for replica in self.trained_alive if replica.state is ReplicaState.UPDATING]
+        overwritten = [replica for replica in updating if replica.weight_version is None]
+        for replica in overwritten:
+            self.fence(replica, f"update to version {version} aborted: {reason}")
+        self.update_to = None
+        for replica in updating:
+            if replica not in overwritten and self.rolling_to == version:
+                self.settle(replica, f"serves on: the update to version {version} was aborted")
+        return overwritten
+
     def serve_ahead(self, replica: Replica, version: int, *, keeps_kv: bool) -> None:
-        """A replica has taken the version of a rolling update before the others, and serves it."""
+        """Serve a rolling update's version on a replica that took it before the others."""
         self._spent = max(self._spent, version)
         replica.hold(version, keeps_kv=keeps_kv)
         self.settle(replica, f"loaded version {version}")
 
     def end_roll(self) -> None:
-        """Nobody serves two versions any more: who does not hold `version` is behind."""
+        """End the time of two versions: a replica without `version` is behind."""
         self.rolling_to = None
-        for replica in self.policy:
+        for replica in self.trained:
             if replica.can_serve and not self.is_current(replica):
                 self.settle(replica, f"the fleet is at version {self.version}")
 
     def version_of(self, model: str) -> int:
-        """The newest weight version of a model; a frozen one's is its checkpoint's."""
+        """The weight version of a model: 0, its checkpoint, where it is frozen."""
         return self.version if model == self.models.policy else 0
 
     def target_of(self, model: str) -> int:
-        """The weight version that replicas of a model are to hold."""
+        """The weight version that replicas of a model are brought to."""
         return self.target_version if model == self.models.policy else 0
 
     def why_fixed(self, model: str) -> str:
-        """Why the version of a model will never change; empty where it may."""
+        """The reason why the version of a model never changes; empty where it may."""
         if model != self.models.policy:
             return f"model {model!r} is frozen and holds version 0, its checkpoint, for ever"
-        if self.policy and not any(replica.info.takes_weights for replica in self.policy):
+        if self.trained and not any(replica.info.takes_weights for replica in self.trained):
             return f"no replica of {model!r} takes weights, and they hold version {self.version}"
         return ""
 
     @property
     def is_ready(self) -> bool:
-        """All expected replicas are there, or we have waited for the missing ones long enough.
-
-        The policy is never done without.
-        """
-        needed = self.replicas if self.models.all_frozen else self.policy
+        """True when all expected replicas are there or fleet.complete_within_s has passed; never without the policy."""
+        needed = self.replicas if self.models.all_frozen else self.trained
         if not any(replica.is_alive for replica in needed):
             return False
         since = self._incomplete_since
@@ -180,13 +234,14 @@ class Fleet:
         self._listeners.append(listener)
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Discover and watch replicas until cancelled."""
         try:
             while True:
                 await self.look()
                 await asyncio.sleep(self._config.discover_interval_s)
         finally:
-            for watcher in self._watchers.values():
+            for replica, watcher in self._watchers.items():
+                replica.brake.close()
                 watcher.cancel()
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
             await asyncio.gather(*self._closing, *(replica.engine.close() for replica in self.replicas))
@@ -196,7 +251,7 @@ class Fleet:
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
                 infos = await self._discover()
-        except Exception as error:  # Ray's own errors: the next round asks again, probes go on meanwhile
+        except Exception as error:  # any error of Ray's: the next round asks again
             log.warning("discovery failed", error=repr(error))
             return
         listed = {info.replica_id: info for info in infos}
@@ -209,13 +264,12 @@ class Fleet:
                 await self._welcome(info, known)
 
     async def settled(self) -> None:
-        """Returns when no replica of the policy is SUSPECT: before long each is vouched for again, or LOST."""
-        while any(replica.state is ReplicaState.SUSPECT for replica in self.policy):
+        """Returns when no replica of the policy is SUSPECT: each answers again, or is LOST."""
+        while any(replica.state is ReplicaState.SUSPECT for replica in self.trained):
             await self._changed.wait()
 
     async def settled_within(self, timeout_s: float) -> None:
-        """The same, or as long: a probe that came late on a busy machine must neither break a group nor leave a replica
-        out of one."""
+        """As `settled`, at most so long: a late probe on a busy machine must not change an update's members."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.settled()
@@ -229,20 +283,22 @@ class Fleet:
             "replica state", replica=replica.replica_id, was=replica.state, now=state, version=replica.weight_version,
             reason=reason,
         )  # fmt: skip
+        self.events.add(replica.replica_id, f"{replica.state} -> {state}: {reason}")
         replica.enter(state, reason)
         if state is ReplicaState.LOST:
+            self._count_loss(replica)
             self._forget(replica)
         self._look_who_is_missing()
         self.notify()
 
     def expect(self, num_replicas: Mapping[str, int]) -> None:
-        """So many replicas of these engine groups there are to be from now on."""
+        """Set the expected number of replicas of these engine groups."""
         self._expected |= {group: count for group, count in num_replicas.items() if group in self._expected}
         self._look_who_is_missing()
         self.notify()
 
     def drain(self, replica_id: str) -> int:
-        """Give a replica that Serve removes no new rollouts. The number of samples that it still has."""
+        """Stop placing on a replica that Serve is removing; returns its samples in flight."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return 0
@@ -256,34 +312,52 @@ class Fleet:
         missing = any(there[group] < expected for group, expected in self._expected.items())
         self._incomplete_since = (self._incomplete_since or time.monotonic()) if missing else None
 
+    @property
+    def missing(self) -> dict[str, tuple[int, str]]:
+        """Missing replicas by engine group: their number, and the last loss of the group or "" where none was lost."""
+        there = Counter(replica.info.group for replica in self.replicas)
+        lacking = {group: expected - there[group] for group, expected in self._expected.items()}
+        return {group: (number, self._last_loss.get(group, "")) for group, number in lacking.items() if number > 0}
+
+    def _count_loss(self, replica: Replica) -> None:
+        """A replica that Serve removes on purpose is no loss."""
+        if not replica.is_leaving:
+            self.losses[replica.info.group] += 1
+            self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}"
+
+    def _free_slot(self, group: str) -> int:
+        """Return the lowest free number in a group: a successor takes its predecessor's."""
+        taken = {replica.slot for replica in self.replicas if replica.info.group == group}
+        return next(number for number in range(len(taken) + 1) if number not in taken)
+
     def notify(self) -> None:
-        """Tell listeners that replicas may take what they could not take before."""
+        """Call the listeners: replicas may take rollouts that they could not take before."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         for listener in self._listeners:
             listener()
 
     def suspect(self, replica: Replica, reason: str) -> None:
-        """No new rollouts until a probe vouches for it again."""
+        """Stop placing on a replica until it answers a probe."""
         if replica.state not in (ReplicaState.SUSPECT, ReplicaState.LOST):
             self.set_state(replica, ReplicaState.SUSPECT, reason)
 
     def learn(self, version: int) -> None:
-        """Only a gateway that was itself started anew meets weights newer than it knows of. A replica that comes back
-        with the version of an update that came to nothing here is no news."""
+        """Take over a newer version that an engine reports: the gateway was restarted. An aborted update's version does
+        not count."""
         if version > max(self.version, self._begun):
             self.version = version
-            for replica in self.policy:
+            for replica in self.trained:
                 if replica.can_serve:
                     self.settle(replica, "a replica holds newer weights")
 
     def explain(self, replica: Replica, reason: str) -> None:
-        """Say why it is in the state that it stays in."""
+        """Change the reason of a replica's state."""
         replica.reason = reason
 
     def fence(self, replica: Replica, reason: str) -> None:
-        """Keep a replica whose weights are not what it says from serving; what it was working on is done elsewhere."""
-        replica.weight_version = None
+        """Stop serving from a replica with wrong weights; its rollouts are generated again elsewhere."""
+        replica.lose_version()
         self.set_state(replica, ReplicaState.SYNCING, reason)
         replica.drop_calls()
 
@@ -323,6 +397,7 @@ class Fleet:
                 raise
             log.warning("replica does not answer yet", replica=info.replica_id, error=str(error))
             return
+        replica.slot = self._free_slot(info.group)
         self._replicas[info.replica_id] = replica
         replica.weight_version = version
         self._take_over(replica, adapters)
@@ -333,16 +408,16 @@ class Fleet:
     def _refuse(self, info: ReplicaInfo, reason: str) -> None:
         if self.refused.get(info.replica_id) != reason:
             log.error("replica does not come in", replica=info.replica_id, url=info.url, reason=reason)
+            self.events.add(info.replica_id, f"refused: {reason}")
         self.refused[info.replica_id] = reason
 
     async def _wake(self, replica: Replica) -> None:
-        """A gateway that died in an update, or under a trainer's pause, left its engines frozen. Here the gate alone
-        holds rollouts back."""
+        """Resume an engine that an earlier gateway left frozen, by an update or a trainer's pause."""
         if replica.info.takes_weights and not replica.frozen and replica.info.has("/resume"):
             await replica.engine.resume(self._config.probe_timeout_s)
 
     async def _held_by(self, replica: Replica) -> int | None:
-        """The weight version of a replica that answers; None where an update broke off in it."""
+        """The version that a replica reports; None where an update broke off in it."""
         if replica.frozen:
             await replica.engine.health(self._config.probe_timeout_s)
             return 0
@@ -355,8 +430,8 @@ class Fleet:
         return await replica.engine.lora_adapters(self._config.probe_timeout_s)
 
     def _take_over(self, replica: Replica, adapters: Mapping[str, str]) -> None:
-        """Adapters that a gateway before this one loaded, or the server's owner, are served. One whose name was loaded
-        here is loaded again, since nobody knows of which load it is."""
+        """Serve adapters that an engine already holds. A name that was loaded here is loaded again, as the engine's may
+        be an earlier load."""
         for name, path in adapters.items():
             adapter = None if self.adapters.was_loaded(name) else Adapter(name, path, load_id=time.time_ns())
             replica.adapters[name] = adapter
@@ -385,9 +460,9 @@ class Fleet:
         return None
 
     def _is_lost(self, replica: Replica, failure: EngineError | DeadlineExceeded | None) -> bool:
-        """Two witnesses are enough: Serve lists it no more, and it does not answer.
+        """True where Serve no longer lists it and it does not answer, or where its port is closed.
 
-        Of ours one is, where nobody listens any more: a successor takes another port. A server of others may come back.
+        A closed port is enough for our own engines: a successor takes another port. An external server may come back.
         """
         has_ended = isinstance(failure, EngineGone) and replica.info.kind is not EngineKind.EXTERNAL
         return has_ended or self._is_overdue(replica) or (failure is not None and not replica.listed)
@@ -399,7 +474,7 @@ class Fleet:
                     self.set_state(replica, ReplicaState.UPDATING, replica.reason_before_suspect)
                     return
                 # An update it was part of ended without it.
-                replica.weight_version = None
+                replica.lose_version()
             is_out = replica.state_before_suspect is ReplicaState.SYNCING
             self.settle(replica, replica.reason_before_suspect if is_out else "answers again")
 
@@ -410,6 +485,7 @@ class Fleet:
     def _forget(self, replica: Replica) -> None:
         if self._replicas.get(replica.replica_id) is replica:
             del self._replicas[replica.replica_id]
+        replica.brake.close()
         watcher = self._watchers.pop(replica, None)
         if watcher is not None and watcher is not asyncio.current_task():
             watcher.cancel()

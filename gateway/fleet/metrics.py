@@ -1,4 +1,4 @@
-"""The few numbers that matter, named once, and the engines' own pages with a `replica` label."""
+"""The gateway's metrics, and the engines' own pages with a `replica` label."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -32,7 +32,7 @@ class Metrics:
         self.weight_updates = counter("weight_updates", "Weight updates by end.", ["end"])
         self.weight_update_seconds = histogram("weight_update_seconds", "Steps of an update.", ["step"])
         self.weight_update_bytes = counter("weight_update_bytes", "Bytes of tensors that every replica received.")
-        self.canaries = counter("canaries", "Replicas asked after an update, by what was found.", ["result"])
+        self.canaries = counter("canaries", "Replicas checked after an update, by result.", ["result"])
         self.replicas = gauge("replicas", "Replicas by state.", ["model", "state"])
         self.replicas_behind = gauge(
             "replicas_behind", "Replicas that, in a rolling update, serve other weights than all are to hold."
@@ -41,7 +41,7 @@ class Metrics:
         self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.", ["model"])
 
     def observe(self, replicas: Iterable[Replica], queue_lengths: Mapping[str, int]) -> None:
-        """Take the gauges' values, just before they are read. `queue_lengths` are by model."""
+        """Set the gauges just before a scrape. `queue_lengths` are by model."""
         replicas = list(replicas)
         for gauge in (self.queue_length, self.replicas, self.samples_in_flight):
             gauge.clear()
@@ -54,12 +54,12 @@ class Metrics:
             self.samples_in_flight.labels(replica.info.model, replica.replica_id).set(replica.load_samples)
 
     def observe_versions(self, version: int, behind: int) -> None:
-        """The policy's weight version, and how many replicas serve another than the one to come."""
+        """Set the policy's weight version, and the number of replicas that serve another than the target."""
         self.weight_version.set(version)
         self.replicas_behind.set(behind)
 
     def page(self, engine_pages: dict[str, str]) -> bytes:
-        """Ours, then the engines'. `engine_pages` is Prometheus text by replica id."""
+        """Return our metrics, then the engines'. `engine_pages` is Prometheus text by replica id."""
         engines = CollectorRegistry()
         engines.register(_Labelled(engine_pages))
         return generate_latest(self.registry) + generate_latest(engines)
@@ -82,5 +82,5 @@ class _Labelled:
 
 
 def _ours_excluded(families: Iterable[Metric]) -> Iterator[Metric]:
-    """Process and interpreter families say nothing of an engine and would clash with a scraper's own."""
+    """Drop process and interpreter families, which would clash with our own."""
     return (family for family in families if not family.name.startswith(("process_", "python_")))

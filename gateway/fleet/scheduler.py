@@ -77,10 +77,10 @@ class Scheduler:
         """Returns when no rollout of the policy is in flight anywhere."""
         try:
             async with asyncio.timeout(timeout_s):
-                for replica in self._fleet.policy:
+                for replica in self._fleet.trained:
                     await replica.idle.wait()
         except TimeoutError as error:
-            busy = [replica.replica_id for replica in self._fleet.policy if replica.load_samples]
+            busy = [replica.replica_id for replica in self._fleet.trained if replica.load_samples]
             raise DeadlineExceeded(
                 f"rollouts still run on {', '.join(busy)} after {timeout_s:g} s: raise weights.drain_timeout_s, or "
                 "pause with mode=keep or mode=abort before the update"

@@ -35,6 +35,7 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.sessions import session_of
 from gateway.http.access import Access
+from gateway.http.dashboard import Dashboard
 from gateway.http.json_body import event, read_object, reply
 from gateway.http.keys import Guards, Handler
 from gateway.http.sglang_routes import SglangControl
@@ -79,6 +80,8 @@ class GatewayServer:
             fleet, self._scheduler, self._weights, self._sglang, self._model_description
         )
 
+        self._dashboard = Dashboard(config.fleet, fleet, self._scheduler, self._weights, metrics, self.status)
+
     def application(self) -> web.Application:
         app = web.Application(
             client_max_size=self._config.gateway.max_body_bytes, middlewares=[self._measure, self._answer_errors]
@@ -111,6 +114,7 @@ class GatewayServer:
         guards = Guards(self._for_inference, self._for_admin)
         self._weight_routes.add_routes(app.router, guards)
         self._sglang_control.add_routes(app.router, guards)
+        self._dashboard.add_routes(app.router, guards)
         if self._config.gateway.trl_legacy:
             legacy = TrlLegacy(self._fleet, self._weights, self._completions, self._chat)
             legacy.add_routes(app.router, guards)
@@ -119,11 +123,15 @@ class GatewayServer:
 
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
         await self._snapshots.open()
+        if self._snapshots.is_open:
+            self._fleet.events.keep_in(self._snapshots.folder)
+        self._fleet.events.add("gateway", "started")
         await self._fleet.look()
         tasks = [
             asyncio.create_task(self._fleet.run(), name="watch fleet"),
             asyncio.create_task(self._weights.run(), name="watch update"),
             asyncio.create_task(self._adapters.run(), name="watch adapters"),
+            asyncio.create_task(self._dashboard.run(), name="watch load"),
         ]
         yield
         for task in tasks:

@@ -1,7 +1,7 @@
-"""What trainers written for SGLang ask of a router beside /generate: its workers, an abort of all, the caches, pauses.
+"""SGLang's router routes beside /generate: workers, abort, cache, pause.
 
-The engines' own ports are on loopback, so the gateway is the one worker that it shows: what is sent there reaches every
-replica. What a trainer would do to a single worker is refused, with the way that there is instead.
+The engines' ports are on loopback, so the gateway lists itself as the only worker, and a call reaches every replica.
+Calls for a single worker are refused with the alternative.
 """
 
 from collections.abc import Awaitable, Callable
@@ -24,9 +24,11 @@ _ABORT_TIMEOUT_S = 30.0
 _WORKERS = "replicas come from the configuration and join by themselves: rollout-gateway up, rollout-gateway scale"
 _GROUP = (
     "over a group weights come with /init_weight_transfer_engine, /start_weight_update, /update_weights and "
-    "/finish_weight_update, to all replicas at once (trainer_client.transports.sender does it)"
+    "/finish_weight_update, to all replicas at once (trainer_client.WeightSender does it)"
 )
-_SNAPSHOT = "weights without a group come through the store with /v1/weight_updates (trainer_client.weights does it)"
+_SNAPSHOT = (
+    "weights without a group come through the store with /v1/weight_updates (trainer_client.WeightSender does it)"
+)
 _MEMORY = "replicas own their GPUs and share none with the trainer, so there is nothing to give back"
 REFUSED = {
     "/add_worker": _WORKERS,
@@ -39,11 +41,11 @@ REFUSED = {
     "/release_memory_occupation": _MEMORY,
     "/resume_memory_occupation": _MEMORY,
 }
-"""Routes of SGLang that make no sense at a router of replicas, and what to do instead."""
+"""Refused routes of SGLang, and the alternative to each."""
 
 
 class SglangControl:
-    """Handlers of SGLang's routes. `model_info` is what GET /model_info says of the policy."""
+    """Handlers of SGLang's routes. `model_info` returns the body of GET /model_info."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class SglangControl:
             "worker_type": "regular",
             "connection_type": "http",
             "is_healthy": self._fleet.is_ready,
-            "load": sum(replica.load_samples for replica in self._fleet.policy),
+            "load": sum(replica.load_samples for replica in self._fleet.trained),
         }
         stats = {"prefill_count": 0, "decode_count": 0, "regular_count": 1}
         return reply({"workers": [worker], "total": 1, "stats": stats})
@@ -91,8 +93,8 @@ class SglangControl:
         return reply({"urls": [_own_url(request)]})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        """SGLang's own keys where the fleet has one answer, and its replicas in the place of one engine's state."""
-        replicas = [replica for replica in self._fleet.policy if replica.is_alive]
+        """SGLang's keys where the fleet has one value; `internal_states` lists the replicas."""
+        replicas = self._fleet.trained_alive
         lengths = [one.info.max_model_len for one in replicas if one.info.max_model_len is not None]
         states = [
             {"replica_id": one.replica_id, "state": str(one.state), "engine": str(one.info.kind)} for one in replicas
@@ -106,7 +108,7 @@ class SglangControl:
         return reply({"weight_version": str(self._fleet.version)})
 
     async def _abort_request(self, request: web.Request) -> web.Response:
-        """`abort_all` ends what runs with the tokens it has. One `rid` is taken back with none."""
+        """`abort_all` ends all rollouts with the tokens they have; `rid` ends one, without tokens."""
         body = await read_object(request)
         if body.get("abort_all") is True:
             await self._abort_all()
@@ -118,18 +120,13 @@ class SglangControl:
         return web.Response()
 
     async def _abort_all(self) -> None:
-        """Engines end what they run when they are paused so. What still waits for a replica is ended after that."""
-        was_paused = self._weights.generation.is_paused
-        await self._weights.generation.pause(PauseMode.ABORT, clear_cache=False)
-        try:
+        """Ends running rollouts by a pause of mode abort, then the waiting ones."""
+        async with self._weights.pauses.aborting_all():
             await self._scheduler.drained(_ABORT_TIMEOUT_S)
             self._generate.abort(lambda _, rollout: self._scheduler.waits(rollout))
-        finally:
-            if not was_paused:
-                await self._weights.generation.resume()
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
-        if await self._weights.generation.reset_prefix_cache():
+        if await self._weights.pauses.reset_prefix_cache():
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed: rollouts run.\n", status=400)
 
@@ -137,11 +134,11 @@ class SglangControl:
         mode = (await read_object(request, required=False)).get("mode", "abort")
         if mode not in _MODES:
             raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(_MODES)}", param="mode")
-        await self._weights.generation.pause(_MODES[mode], clear_cache=mode == "retract")
+        await self._weights.pauses.pause(_MODES[mode], clear_cache=mode == "retract")
         return reply({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue_generation(self, request: web.Request) -> web.Response:
-        await self._weights.generation.resume()
+        await self._weights.pauses.resume()
         return reply({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _refuse(self, request: web.Request) -> web.Response:
@@ -149,5 +146,5 @@ class SglangControl:
 
 
 def _own_url(request: web.Request) -> str:
-    """As this client reaches us."""
+    """The gateway's URL as this client reaches it."""
     return f"{request.scheme}://{request.host}"

@@ -1,7 +1,4 @@
-"""The files of stored weight versions over HTTP, for machines that do not share the store.
-
-`engines/store/peer_store.py` is who asks.
-"""
+"""Serves the files of stored weight versions to `engines/store/peer_store.py` on machines without the store."""
 
 import asyncio
 import contextlib
@@ -22,7 +19,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class SnapshotFiles:
-    """Lists versions and their files, and sends these, with ranges. A version is not removed while it is read."""
+    """Lists versions and their files, and sends files by range. A version is not removed while it is read."""
 
     def __init__(self, fleet: Fleet, snapshots: Snapshots) -> None:
         self._fleet = fleet
@@ -35,7 +32,7 @@ class SnapshotFiles:
         return {VERSIONS_PATH: self._list_versions, one: self._list_files, one + "/{file}": self._send}
 
     async def _list_versions(self, request: web.Request) -> web.Response:
-        # Of the versions that a gateway before us kept, the one that the fleet holds is known when it is asked for.
+        # A version from before our start is listed once it was read, so the served version is read here.
         with contextlib.suppress(StoreFailed):
             async with self._reading(self._fleet.version):
                 pass
@@ -56,12 +53,12 @@ class SnapshotFiles:
             return await _send_part(request, path)
 
     def _reading(self, version: int) -> contextlib.AbstractAsyncContextManager[Path]:
-        return self._snapshots.reading(version, [replica.info.incarnation for replica in self._fleet.policy])
+        return self._snapshots.reading(version, [replica.info.incarnation for replica in self._fleet.trained])
 
 
 async def _send_part(request: web.Request, path: Path) -> web.StreamResponse:
-    """The bytes of a file that the request's `Range` names, read in a thread, so that no token waits for the disk."""
-    # aiohttp's FileResponse leaves the file open where a client goes away as it is opened.
+    """Sends the bytes that `Range` names. Reads run in a thread: no token waits for the disk."""
+    # aiohttp's FileResponse leaks the file when a client disconnects while it is opened.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
@@ -83,14 +80,16 @@ async def _send_part(request: web.Request, path: Path) -> web.StreamResponse:
 
 
 def _span(request: web.Request, size: int) -> tuple[int, int, bool]:
-    """First byte, the one after the last, and whether a part was asked for."""
+    """First byte, end (exclusive), and True for a partial request."""
     try:
         asked = request.http_range
     except ValueError as error:
         raise InvalidRequest(f"Range: {error}", param="Range") from error
     begin, end, _ = asked.indices(size)
     if begin >= end and size:
-        raise InvalidRequest(f"Range {request.headers.get('Range')!r} is outside of {size} bytes", param="Range")
+        raise InvalidRequest(
+            f"Range {request.headers.get('Range')!r} is outside the file of {size} bytes", param="Range"
+        )
     return begin, end, asked != slice(None, None, 1)
 
 

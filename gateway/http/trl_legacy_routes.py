@@ -75,7 +75,7 @@ class TrlLegacy:
         return reply(scored(await _all(self._completions.generate(one) for one in prompts), asked))
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
-        success = await self._weights.generation.reset_prefix_cache()
+        success = await self._weights.pauses.reset_prefix_cache()
         return reply({"message": f"Request received, resetting prefix cache status: {success}"})
 
     async def _close_communicator(self, request: web.Request) -> web.Response:

@@ -85,6 +85,10 @@ class Snapshots:
         return self._store.versions if self._store else []
 
     @property
+    def is_open(self) -> bool:
+        return self._store is not None
+
+    @property
     def folder(self) -> Path:
         """Where trainers write drafts. Raises `StoreFailed` where there is no store."""
         return self._open_store().folder

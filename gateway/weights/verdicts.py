@@ -1,4 +1,4 @@
-"""What canary readings say of weights: a pure judgement over numbers. Asking for them is in `canary.py`.
+"""Judges canary readings, as pure functions over numbers; `canary.py` asks for them.
 
 A distance is the mean absolute difference of log-probs, in nats a token. Two kinds are measured: between a replica and
 its peers, which should be noise, and between a replica and itself before the update, which should be more than that.
@@ -13,23 +13,24 @@ from enum import StrEnum
 from typing import TypeVar
 
 from engines.engine import Json
+from gateway.config.schema import WeightsConfig
 
 Key = TypeVar("Key")
 
-# Healthy replicas differ by about the noise, and two measurements of noise by a good part of it: three times as much is
-# still theirs. The previous version is told from the new one when half way to it leaves room for twice the noise.
+# Healthy replicas differ by about the noise, and measurements of noise vary, so three times the noise is tolerated. The
+# previous version is distinguishable when half the distance to it exceeds twice the noise.
 _NOISES = 3.0
 _TOLD_APART = 4.0
-# Engines compute log-probs in float32: where no noise shows, this much of it would.
+# Engines compute log-probs in float32, so this much noise is always assumed.
 _ROUNDING = 1e-5
 
 
 class Result(StrEnum):
-    """What is known of a replica's weights after a check."""
+    """The outcome of a check of a replica's weights."""
 
     VERIFIED = "verified"
-    UNCHANGED = "unchanged"  # equal to its peers, but the update moved nothing that could be told from noise
-    NO_PEER = "no peer"  # it moved, but there was none to compare it with
+    UNCHANGED = "unchanged"  # equal to its peers, but the update moved log-probs by no more than noise
+    NO_PEER = "no peer"  # it moved, but there was no peer to compare it with
     UNVERIFIED = "unverified"  # it cannot be asked
     FAILED = "failed"
     LOST = "lost"  # it is gone, whatever it held
@@ -37,7 +38,7 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One replica's canary: log-probs of all tokens but the first, asked alone, and how far they were in a batch."""
+    """One replica's canary: log-probs of all tokens but the first, and their distance in a batch (noise)."""
 
     version: int
     logprobs: tuple[float, ...]
@@ -47,7 +48,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found of one replica. Distances are None where there was nothing to measure them to."""
+    """The outcome of a check of one replica. A distance is None where there was nothing to compare with."""
 
     result: Result
     reason: str = ""
@@ -64,7 +65,7 @@ class Finding:
         return self.result not in (Result.FAILED, Result.LOST)
 
     def excused_if_late(self) -> "Finding":
-        """An engine full of rollouts may answer late and be healthy."""
+        """Turns a late answer into an unverified one: an engine full of rollouts may be late and healthy."""
         return replace(self, result=Result.UNVERIFIED) if self.is_late else self
 
     def report(self) -> Json:
@@ -159,6 +160,24 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     if len(one) != len(other) or not one:
         return math.inf
     return statistics.fmean(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def ended_by(
+    config: WeightsConfig, findings: Mapping[Key, Finding], *, waiting: int = 0, witnesses: int = 0
+) -> Key | None:
+    """The replica that ends the update by `weights.must_pass`; None where the update goes on.
+
+    `waiting` replicas may pass yet. With `quorum` failures are tolerated once so many `witnesses` have passed; with
+    `all` none is.
+    """
+    failed = [key for key, finding in findings.items() if finding.result is Result.FAILED]
+    passed = sum(finding.may_serve for finding in findings.values())
+    is_quorum = config.must_pass == "quorum"
+    needed = max(1, math.ceil(config.quorum * (len(findings) + waiting))) if is_quorum else 1
+    is_tolerated = not failed or (is_quorum and passed >= witnesses)
+    if is_tolerated and passed + waiting >= needed:
+        return None
+    return next(iter(failed or findings))
 
 
 def _frozen(readings: Mapping[Key, Reading], moved: Mapping[Key, float], previous: Mapping[Key, Reading]) -> set[Key]:

@@ -1,6 +1,6 @@
 """Records of clients run against the gateway: a JSON file each, written by bench clients and tests.
 
-The files under docs/results/clients/ make the table in README.md: `python -m scripts.clients_table`.
+The files under docs/results/clients/ make the table in docs/compatibility.md: `python -m scripts.docs`.
 """
 
 import json

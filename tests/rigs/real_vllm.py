@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
 import tempfile
 import time
 import urllib.error
@@ -24,6 +26,7 @@ from engines.sim.model import CHECKPOINT_VERSION
 from engines.types import EngineKind, PauseMode, ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
+from tests.rigs.forked_vllm import engine_process
 
 START_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 60.0
@@ -61,6 +64,22 @@ class RealFleet:
             events = [event.removeprefix(b"data: ") for event in response.read().split(b"\n\n") if event]
         assert events[-1] == b"[DONE]"
         return [json.loads(event) for event in events[:-1]]
+
+    def kill(self, index: int) -> None:
+        """kill -9 of the engine itself; its guard ends with it."""
+        os.kill(self.replicas[index].pid, signal.SIGKILL)
+
+    def until_serving(self, version: int | None = None) -> dict[str, Any]:
+        """The status, once every replica that was started serves, and serves `version` where that is given."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            status: dict[str, Any] = self.call("/status")[1]
+            found = [(one["state"], one["weight_version"]) for one in status["replicas"]]
+            wanted = [("SERVING", seen if version is None else version) for _, seen in found]
+            if found == wanted and len(found) == len(self.replicas):
+                return status
+            assert time.monotonic() < deadline, status
+            time.sleep(0.05)
 
 
 def tokens_made(real: RealFleet) -> float:
@@ -139,10 +158,7 @@ class KeptEngines:
         self._runner = runner = self._runner or asyncio.Runner()
         names = [_likeness(group, index) for index in range(group.num_replicas)]
         found = [self._idle.pop(name, None) for name in names]
-        servers = [
-            one[0] if one else EngineServer(group, replica_id=f"engine-{index}", group="engine", index=index)
-            for index, one in enumerate(found)
-        ]
+        servers = [one[0] if one else _engine_server("engine", group, index) for index, one in enumerate(found)]
         try:
             replicas = runner.run(_told(servers, found))
         except BaseException:
@@ -207,7 +223,11 @@ async def _is_as_new(server: EngineServer, info: ReplicaInfo) -> bool:
 def _server(name: str, group: EngineConfig, index: int) -> Server:
     if group.kind is EngineKind.EXTERNAL:
         return ExternalServer(group, replica_id=f"{name}-{index}", group=name)
-    return EngineServer(group, replica_id=f"{name}-{index}", group=name, index=index)
+    return _engine_server(name, group, index)
+
+
+def _engine_server(name: str, group: EngineConfig, index: int) -> EngineServer:
+    return EngineServer(group, replica_id=f"{name}-{index}", group=name, index=index, process=engine_process)
 
 
 async def _start_all(servers: Sequence[Server]) -> list[ReplicaInfo]:
@@ -238,9 +258,8 @@ def served(model: Path, log_dir: Path) -> Iterator[str]:
     """Serve `model` in float32 on one replica; gives its URL."""
     config = engine_config(model, log_dir)
     port = free_port()
-    process = EngineProcess(
-        engine_command(config, port=port, index=0), log_dir / f"vllm-{port}.log", stop_timeout_s=5.0
-    )
+    command = engine_command(config, port=port, index=0)
+    process = engine_process(command, log_dir / f"vllm-{port}.log", config.stop_timeout_s)
     process.start()
     try:
         url = f"http://127.0.0.1:{port}"

@@ -70,6 +70,11 @@ class SimReplica:
         self.info = replace(self.info, url=f"http://127.0.0.1:{self._runner.addresses[0][1]}")
         return self
 
+    @property
+    def is_paused(self) -> bool:
+        """True while its engine is paused, in any mode."""
+        return self._server._scheduler.paused is not None
+
     def damage(self, tensor: str) -> None:
         """From now on this tensor arrives with a wrong byte."""
         self._server.worker.damage(tensor)

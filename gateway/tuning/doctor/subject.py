@@ -38,6 +38,7 @@ def subject_of(
     config: Config | None = None,
     settings: list[Setting] | None = None,
     verl: Path | None = None,
+    verl_version: str = "",
     trl: Path | None = None,
     trl_processes: int = 1,
     against: Path | None = None,
@@ -45,7 +46,7 @@ def subject_of(
     gpu_gib: float = 80.0,
 ) -> Subject:
     """Reads the files. Raises `ConfigError` where one cannot be read; of verl and TRL, verl tells the workload."""
-    verl_file = read_verl(verl) if verl else None
+    verl_file = read_verl(verl, verl_version) if verl else None
     trl_file = read_trl(trl) if trl else None
     found = [verl_engine(verl_file) if verl_file else None]
     found += [live.engine() if live else None]
@@ -62,7 +63,7 @@ def subject_of(
         verl=verl_file,
         trl=trl_file,
         trl_processes=trl_processes,
-        against=verl_workload(read_verl(against)) if against else None,
+        against=verl_workload(read_verl(against, verl_version)) if against else None,
         live=live,
         gpu_gib=gpu_gib,
     )

@@ -8,15 +8,9 @@ from engines.announcement import check_fused, check_tensors
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateFailed
 from engines.types import Dialect, InFlight
-from gateway.config.schema import WeightsConfig
-from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
-from gateway.weights.canary import Canary
-from gateway.weights.catch_up import CatchUp
-from gateway.weights.freeze import Generation, policy
 from gateway.weights.receipts import check_receipts
-from gateway.weights.snapshots import Snapshots
 from gateway.weights.transfer_group import (
     TransferGroup,
     check_capable,
@@ -28,6 +22,7 @@ from gateway.weights.transfer_group import (
     transport_of,
 )
 from gateway.weights.updates.machine import UpdateMachine
+from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import Phase, WeightUpdate
 
 log = structlog.get_logger()
@@ -36,43 +31,29 @@ log = structlog.get_logger()
 class FlatUpdate:
     """The calls of a trainer whose group has all replicas. A member that dies breaks the group."""
 
-    def __init__(
-        self,
-        config: WeightsConfig,
-        fleet: Fleet,
-        canary: Canary,
-        generation: Generation,
-        snapshots: Snapshots,
-        catch_up: CatchUp,
-        machine: UpdateMachine,
-    ) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._canary = canary
-        self._generation = generation
-        self._snapshots = snapshots
-        self._catch_up = catch_up
+    def __init__(self, parts: Parts, machine: UpdateMachine) -> None:
+        self._parts = parts
         self._machine = machine
         self._group: TransferGroup | None = None
 
     async def init(self, init_info: Json) -> None:
         """Join all replicas to the trainer's group."""
-        await self._catch_up.settled(self._config.init_timeout_s)
-        members = tuple(replica for replica in policy(self._fleet) if replica.info.takes_weights)
-        check_some_take_weights(members, policy(self._fleet))
+        await self._parts.catch_up.settled(self._parts.config.init_timeout_s)
+        members = tuple(replica for replica in self._parts.fleet.updatable() if replica.info.takes_weights)
+        check_some_take_weights(members, self._parts.fleet.updatable())
         check_capable(members)
         check_one_protocol(members)
         check_reachable(members, init_info)
         ranks = rank_offsets(members, init_info)
         await self._machine.remember_canary(members)
-        group = TransferGroup(members, await transport_of(members[0], self._config.control_timeout_s))
+        group = TransferGroup(members, await transport_of(members[0], self._parts.config.control_timeout_s))
         try:
             await on_all(
                 members,
                 lambda replica: replica.engine.open_weight_group(
-                    {**init_info, "rank_offset": ranks[replica]}, self._config.init_timeout_s
+                    {**init_info, "rank_offset": ranks[replica]}, self._parts.config.init_timeout_s
                 ),
-                self._config.init_timeout_s,
+                self._parts.config.init_timeout_s,
             )
         except BaseException:
             await self._leave(members)
@@ -84,8 +65,8 @@ class FlatUpdate:
         """Open the next version. No engine is touched yet; `in_flight: drain` waits for rollouts in flight."""
         group = await self._whole_group()
         self._machine.check_none_open()
-        in_flight = self._generation.in_flight(group.members, in_flight)
-        await self._machine.open(WeightUpdate(self._fleet.next_version, group.transport, in_flight))
+        in_flight = self._parts.pauses.in_flight(group.members, in_flight)
+        await self._machine.open(WeightUpdate(self._parts.fleet.next_version, group.transport, in_flight))
 
     async def receive(self, update_info: Json) -> None:
         """Have every replica of the group receive the tensors that the trainer is about to send."""
@@ -104,8 +85,8 @@ class FlatUpdate:
             async with self._machine.step(update, "transfer", leaving=group.members):
                 await on_all(
                     group.members,
-                    lambda replica: replica.engine.update_weights(update_info, self._config.transfer_timeout_s),
-                    self._config.transfer_timeout_s,
+                    lambda replica: replica.engine.update_weights(update_info, self._parts.config.transfer_timeout_s),
+                    self._parts.config.transfer_timeout_s,
                 )
         except BaseException:
             self._group = None
@@ -117,8 +98,8 @@ class FlatUpdate:
         update, group = self._machine.opened("finish_weight_update"), await self._whole_group()
         if update.phase is Phase.OPEN:
             await self._machine.abort("no tensors were sent")
-            return self._fleet.version
-        self._canary.check_length(canary_logprobs)
+            return self._parts.fleet.version
+        self._parts.canary.check_length(canary_logprobs)
         update.phase = Phase.VERIFYING
         async with self._machine.step(update, "digests"):
             for replica in group.members:
@@ -126,13 +107,13 @@ class FlatUpdate:
                     check_fused(update.names, replica.info)
             digests = await self._receipts(group)
         async with self._machine.step(update, "commit"):
-            timeout_s = self._config.control_timeout_s
+            timeout_s = self._parts.config.control_timeout_s
             await on_all(
                 group.members,
                 lambda replica: replica.engine.finish_weight_update(update.version, timeout_s),
                 timeout_s,
             )
-            await self._generation.thaw(update)
+            await self._parts.pauses.thaw(update)
         async with self._machine.step(update, "canary"):
             findings = await self._machine.verify(update, group.members, canary_logprobs)
         if update.draft is not None:
@@ -149,14 +130,14 @@ class FlatUpdate:
             await self._leave(group.members)
 
     async def _leave(self, members: Sequence[Replica]) -> None:
-        await try_on_all(members, lambda engine: engine.close_weight_group(self._config.control_timeout_s))
+        await try_on_all(members, lambda engine: engine.close_weight_group(self._parts.config.control_timeout_s))
 
     async def _whole_group(self) -> TransferGroup:
         """The open group. An update whose group has lost a member is over, whichever call finds out."""
         group = self._group
         if group is None:
             raise WeightUpdateConflict("there is no transfer group: call /init_weight_transfer_engine first")
-        await self._fleet.settled_within(self._config.control_timeout_s)
+        await self._parts.fleet.settled_within(self._parts.config.control_timeout_s)
         if (gone := group.broken_by) is not None:
             error = WeightUpdateFailed(
                 f"the transfer group is broken: replica {gone.replica_id} left it ({gone.state}: {gone.reason}); call "
@@ -172,14 +153,14 @@ class FlatUpdate:
 
         What can be done beforehand is done before they stand still.
         """
-        timeout_s = self._config.control_timeout_s
+        timeout_s = self._parts.config.control_timeout_s
         # On another node the store's folder may be another.
         scribe = next((one for one in group.members if one.info.has_tee and not one.info.is_far), None)
         async with self._machine.step(update, "store", leaving=group.members):
             size = max(map(checkpoint_bytes, group.members))
-            update.draft = await self._snapshots.draft(self._fleet.version, size) if scribe else None
+            update.draft = await self._parts.snapshots.draft(self._parts.fleet.version, size) if scribe else None
         async with self._machine.step(update, "receipt", leaving=group.members):
-            await self._catch_up.settled(timeout_s)  # a replica that is brought back drops its receipt
+            await self._parts.catch_up.settled(timeout_s)  # a replica that is brought back drops its receipt
             copy = self._copy(update, scribe) if scribe and update.draft else None
             await on_all(
                 group.members,
@@ -196,23 +177,23 @@ class FlatUpdate:
         return ReceiptCopy(
             draft=str(update.draft),
             model=scribe.info.model,
-            base=self._snapshots.base(self._fleet.version),
+            base=self._parts.snapshots.base(self._parts.fleet.version),
             names=tuple(tensor.name for tensor in scribe.info.tensors or ()),
-            wait_s=self._config.store_wait_s,
+            wait_s=self._parts.config.store_wait_s,
         )
 
     async def _receipts(self, group: TransferGroup) -> dict[str, str]:
         """Digests of the tensors received, by name, once all replicas agree on them."""
-        timeout_s = self._config.control_timeout_s
+        timeout_s = self._parts.config.control_timeout_s
         told = await on_all(group.members, lambda replica: replica.engine.close_receipt(timeout_s), timeout_s)
         check_receipts(dict(zip(group.members, told, strict=True)))
         return next(filter(None, told), {})
 
     async def _keep(self, update: WeightUpdate, digests: dict[str, str]) -> None:
         """Have the store keep the version just committed, or at least forget those that nobody needs."""
-        holders = self._machine.holders(update.version)
-        await self._snapshots.note_holders(update.version, holders)
+        holders = self._parts.fleet.holders(update.version)
+        await self._parts.snapshots.note_holders(update.version, holders)
         if update.draft is None:
-            await self._snapshots.settle(update.version)
+            await self._parts.snapshots.settle(update.version)
             return
-        self._snapshots.keep(update.draft, update.version, holders, digests)
+        self._parts.snapshots.keep(update.draft, update.version, holders, digests)

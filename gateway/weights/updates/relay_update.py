@@ -8,14 +8,10 @@ from engines.announcement import check_tensors
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from engines.types import InFlight
-from gateway.config.schema import WeightsConfig
-from gateway.fleet.fleet import Fleet
-from gateway.weights.canary import Canary
-from gateway.weights.freeze import Generation
 from gateway.weights.relay_process import TRANSPORT, WORLD_SIZE, Relay
-from gateway.weights.snapshots import Snapshots
 from gateway.weights.transfer_group import check_world_size, checkpoint_bytes
 from gateway.weights.updates.machine import UpdateMachine
+from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import Phase, WeightUpdate
 from gateway.weights.updates.store_update import StoreUpdate
 
@@ -25,23 +21,9 @@ log = structlog.get_logger()
 class RelayUpdate:
     """The calls of a trainer whose group is itself and the relay."""
 
-    def __init__(
-        self,
-        config: WeightsConfig,
-        fleet: Fleet,
-        relay: Relay,
-        canary: Canary,
-        generation: Generation,
-        snapshots: Snapshots,
-        store: StoreUpdate,
-        machine: UpdateMachine,
-    ) -> None:
-        self._config = config
-        self._fleet = fleet
+    def __init__(self, parts: Parts, relay: Relay, store: StoreUpdate, machine: UpdateMachine) -> None:
+        self._parts = parts
         self._relay = relay
-        self._canary = canary
-        self._generation = generation
-        self._snapshots = snapshots
         self._store = store
         self._machine = machine
         machine.on_abort(self._drop)
@@ -57,14 +39,14 @@ class RelayUpdate:
         """Open the next version. No replica is asked anything yet: they serve on until they load."""
         self._machine.check_none_open()
         members = await self._store.loaders()
-        in_flight = self._generation.in_flight(members, in_flight)
-        draft = await self._snapshots.claim(self._fleet.version, max(map(checkpoint_bytes, members)))
+        in_flight = self._parts.pauses.in_flight(members, in_flight)
+        draft = await self._parts.snapshots.claim(self._parts.fleet.version, max(map(checkpoint_bytes, members)))
         try:
             await self._relay.begin(draft, members[0].info.model)
         except BaseException:
-            await self._snapshots.discard(draft)
+            await self._parts.snapshots.discard(draft)
             raise
-        self._machine.register(WeightUpdate(self._fleet.next_version, TRANSPORT, in_flight, draft=draft))
+        self._machine.register(WeightUpdate(self._parts.fleet.next_version, TRANSPORT, in_flight, draft=draft))
 
     async def receive(self, update_info: Json) -> None:
         """Have the relay receive the tensors that the trainer is about to send."""
@@ -86,15 +68,15 @@ class RelayUpdate:
         update = self._machine.opened("finish_weight_update")
         if update.phase is Phase.OPEN or update.draft is None:
             await self._machine.abort("no tensors were sent")
-            return self._fleet.version
-        self._canary.check_length(canary_logprobs)
+            return self._parts.fleet.version
+        self._parts.canary.check_length(canary_logprobs)
         async with self._machine.step(update, "store"):
             await self._relay.end()
-            announced = await self._snapshots.finished(update.draft)
+            announced = await self._parts.snapshots.finished(update.draft)
             members = await self._store.loaders()
             await self._store.check_fits(announced, members)
         # Nobody generates under a pause, so that rolling would keep nothing up.
-        update.rolling = self._config.rolling and not self._generation.is_paused
+        update.rolling = self._parts.config.rolling and not self._parts.pauses.is_paused
         await self._store.take(update, members, update.draft.name, canary_logprobs)
         return update.version
 

@@ -7,22 +7,21 @@ by then is taken back by `catch_up.py`.
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import structlog
 
 from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, WeightUpdateFailed
-from engines.types import InFlight, PauseMode, ReplicaState
-from gateway.config.schema import WeightsConfig
-from gateway.fleet.fleet import Fleet
+from engines.types import InFlight, ReplicaState
+from gateway.fleet.brake import Holder
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import prepare_all
-from gateway.weights.canary import Canary
-from gateway.weights.cut_off import cut_off
-from gateway.weights.snapshots import Snapshots, bounded
-from gateway.weights.updates.quorum import ended_by
+from gateway.fleet.stopped import stopped
+from gateway.weights.snapshots import bounded
+from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import WeightUpdate
-from gateway.weights.verdicts import Finding, Result
+from gateway.weights.verdicts import Finding, Result, ended_by
 
 log = structlog.get_logger()
 
@@ -34,11 +33,8 @@ _WITNESSES = 2
 class Rolling:
     """Takes updates through the fleet, `weights.rolling_width` replicas at a time."""
 
-    def __init__(self, config: WeightsConfig, fleet: Fleet, canary: Canary, snapshots: Snapshots) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._canary = canary
-        self._snapshots = snapshots
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     async def take(
         self, update: WeightUpdate, path: Path, canary_logprobs: Sequence[float] | None
@@ -46,21 +42,21 @@ class Rolling:
         """Bring everybody who serves to the version in folder `path`; what was found of each.
 
         A replica that dies is left out: its successor catches up. Raises `WeightUpdateFailed` where one does not take
-        the version and `weights.policy` does not do without it.
+        the version and `weights.must_pass` does not do without it.
         """
         findings: dict[Replica, Finding] = {}
         while batch := await self._next(update, findings):
-            await prepare_all(batch, str(path), update.version, self._config.load_timeout_s)
+            await prepare_all(batch, str(path), update.version, self._parts.config.load_timeout_s)
             if not (batch := [replica for replica in batch if replica.can_serve]):
                 continue  # they have left meanwhile
             for replica in batch:
-                self._fleet.set_state(replica, ReplicaState.UPDATING, f"leaves for version {update.version}")
+                self._parts.fleet.set_state(replica, ReplicaState.UPDATING, f"leaves for version {update.version}")
             began = time.monotonic()
             findings |= await self._turn(update, batch, path, canary_logprobs)
             for replica in batch:
                 away_s = round(time.monotonic() - began, 4)
                 update.replicas[replica.replica_id] = {"canary": findings[replica].report(), "away_s": away_s}
-            self._check_policy(findings, waiting=len(self._behind(update, findings)))
+            self._check_failures(findings, waiting=len(self._behind(update, findings)))
         if not findings:
             raise WeightUpdateFailed("no replica serves any more: see /health")
         return findings
@@ -69,7 +65,7 @@ class Rolling:
         """Those that serve and have not had their turn; a replica has one."""
         return [
             replica
-            for replica in self._fleet.policy
+            for replica in self._parts.fleet.trained
             if replica.can_serve
             and replica.weight_version != update.version
             and replica.info.loads_snapshots
@@ -80,9 +76,9 @@ class Rolling:
         """Whose turn it is: those with the least to finish first, and never all that serve."""
         if not self._behind(update, findings):
             # One that stays silent catches up when it speaks.
-            await self._fleet.settled_within(self._config.control_timeout_s)
-        serving = sum(replica.can_serve for replica in self._fleet.policy)
-        width = min(self._config.rolling_width, max(serving - 1, 1))
+            await self._parts.fleet.settled_within(self._parts.config.control_timeout_s)
+        serving = sum(replica.can_serve for replica in self._parts.fleet.trained)
+        width = min(self._parts.config.rolling_width, max(serving - 1, 1))
         return sorted(self._behind(update, findings), key=lambda replica: replica.load_tokens)[:width]
 
     async def _turn(
@@ -99,86 +95,84 @@ class Rolling:
         passed = [replica for replica in loaded if findings[replica].may_serve and replica.state in _ON_ITS_WAY]
         for replica in batch:
             if replica in passed:
-                self._fleet.serve_ahead(replica, update.version, keeps_kv=update.keeps_kv)
+                self._parts.fleet.serve_ahead(replica, update.version, keeps_kv=update.keeps_kv)
             elif replica.state in _ON_ITS_WAY:
-                self._fleet.fence(replica, f"did not take version {update.version}: {findings[replica].reason}")
-        await self._snapshots.note_holders(update.version, passed)
+                self._parts.fleet.fence(replica, f"did not take version {update.version}: {findings[replica].reason}")
+        await self._parts.snapshots.note_holders(update.version, passed)
         return findings
 
     async def _load(self, update: WeightUpdate, replica: Replica, path: Path) -> Finding | None:
-        """Have a replica load, around its rollouts or after them; why it did not, or None."""
+        """Have a replica load, around its rollouts or after them. Returns the reason where it did not."""
         if update.in_flight is InFlight.DRAIN and (late := await self._drained(update, replica)):
             return late
-        if update.in_flight is InFlight.ABORT and (why := await self._cut_off(update, replica)):
-            return why
         if replica.state not in _ON_ITS_WAY:
             return Finding(Result.LOST, f"it left: {replica.reason}")
-        with update.timed("load"):
-            try:
-                taken = replica.unless_lost(self._taken(update, replica, path))
-                await bounded(taken, self._config.load_timeout_s, f"it did not load {path}")
-            except EngineUnreachable as error:
-                return Finding(Result.LOST, str(error))
-            except (EngineError, DeadlineExceeded) as error:
-                return Finding(Result.FAILED, str(error))
+        try:
+            await replica.unless_lost(self._taken(update, replica, path))
+        except EngineUnreachable as error:
+            return Finding(Result.LOST, str(error))
+        except (EngineError, DeadlineExceeded) as error:
+            return Finding(Result.FAILED, str(error))
         return None
 
     async def _drained(self, update: WeightUpdate, replica: Replica) -> Finding | None:
         """None once it has no rollouts any more."""
+        timeout_s = self._parts.config.drain_timeout_s
         with update.timed("drain"):
             try:
-                async with asyncio.timeout(self._config.drain_timeout_s):
+                async with asyncio.timeout(timeout_s):
                     await replica.idle.wait()
             except TimeoutError:
-                self._fleet.settle(replica, "serves on: its rollouts did not end")
+                self._parts.fleet.settle(replica, "serves on: its rollouts did not end")
                 return Finding(
                     Result.FAILED,
-                    f"its rollouts did not end within {self._config.drain_timeout_s:g} s (weights.drain_timeout_s)",
+                    f"its rollouts did not end within {timeout_s:g} s (weights.drain_timeout_s)",
                 )
         return None
 
-    async def _cut_off(self, update: WeightUpdate, replica: Replica) -> Finding | None:
-        """None once it has no rollouts any more, which then go on elsewhere."""
-        timeout_s = self._config.control_timeout_s
-        with update.timed("abort"):
-            try:
-                await bounded(replica.unless_lost(cut_off(replica, timeout_s)), timeout_s, "its rollouts did not end")
-            except EngineUnreachable as error:
-                return Finding(Result.LOST, str(error))
-            except (EngineError, DeadlineExceeded) as error:
-                return Finding(Result.FAILED, str(error))
-        return None
-
     async def _taken(self, update: WeightUpdate, replica: Replica, path: Path) -> None:
-        """The load, with what it generates frozen. A replica that fails is woken when it is brought back."""
-        engine, timeout_s = replica.engine, self._config.control_timeout_s
-        if update.in_flight in (InFlight.KEEP, InFlight.RECOMPUTE):
-            clears = update.in_flight is InFlight.RECOMPUTE
-            await engine.pause(PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s)
-        replica.overwrite()  # not before it stands still: its tokens until then are of the version that it holds
-        await self._snapshots.note_overwritten([replica])
-        await engine.load_snapshot(str(path), update.version, self._config.load_timeout_s)
-        if update.in_flight is not InFlight.DRAIN:
-            await engine.resume(timeout_s)
+        """Load with the replica stopped."""
+        config, in_flight = self._parts.config, update.in_flight
+        stops = stopped(replica, by=Holder.UPDATE, in_flight=in_flight, timeout_s=config.control_timeout_s)
+        async with AsyncExitStack() as stack:
+            with update.timed("abort" if in_flight is InFlight.ABORT else "load"):
+                stopping = stack.enter_async_context(stops)
+                await bounded(stopping, config.control_timeout_s, "its rollouts did not stop")
+            replica.overwrite()  # not before it stands still: its tokens until then are of its version
+            with update.timed("load"):
+                await self._overwritten(update, replica, path)
+
+    async def _overwritten(self, update: WeightUpdate, replica: Replica, path: Path) -> None:
+        timeout_s = self._parts.config.load_timeout_s
+        try:
+            await self._parts.snapshots.note_overwritten([replica])
+            load = replica.engine.load_snapshot(str(path), update.version, timeout_s)
+            await bounded(load, timeout_s, f"it did not load {path}")
+        except BaseException as error:
+            if replica.state in _ON_ITS_WAY:  # its engine goes on now, with a mixture
+                self._parts.fleet.fence(
+                    replica, f"did not take version {update.version}: {str(error) or type(error).__name__}"
+                )
+            raise
 
     async def _verify(
         self, update: WeightUpdate, loaded: Sequence[Replica], canary_logprobs: Sequence[float] | None
     ) -> dict[Replica, Finding]:
-        if not self._canary.is_enabled:
+        if not self._parts.canary.is_enabled:
             return dict.fromkeys(loaded, Finding(Result.UNVERIFIED, "weights.canary.enabled is false"))
         busy = any(not replica.idle.is_set() for replica in loaded)
-        findings = await self._canary.check(loaded, update.version, trainers=canary_logprobs, busy=busy)
-        self._canary.accept_part()
+        findings = await self._parts.canary.check(loaded, update.version, trainers=canary_logprobs, busy=busy)
+        self._parts.canary.accept_part()
         return findings
 
-    def _check_policy(self, findings: Mapping[Replica, Finding], waiting: int) -> None:
+    def _check_failures(self, findings: Mapping[Replica, Finding], waiting: int) -> None:
         """Raise where the update ends here; `waiting` are those that may pass yet."""
-        replica = ended_by(self._config, findings, waiting=waiting, witnesses=_WITNESSES)
+        replica = ended_by(self._parts.config, findings, waiting=waiting, witnesses=_WITNESSES)
         if replica is None:
             return
         passed = sum(finding.may_serve for finding in findings.values())
         raise WeightUpdateFailed(
-            f"the rolling update ended at replica {replica.replica_id}: {findings[replica].reason} (weights.policy: "
-            f"{self._config.policy}); {passed} replicas had taken the version and are taken back",
+            f"the rolling update ended at replica {replica.replica_id}: {findings[replica].reason} (weights.must_pass: "
+            f"{self._parts.config.must_pass}); {passed} replicas had taken the version and are taken back",
             replica_id=replica.replica_id,
         )

@@ -7,15 +7,10 @@ from engines.announcement import check_tensors
 from engines.engine import Json
 from engines.errors import WeightUpdateConflict
 from engines.types import InFlight
-from gateway.config.schema import WeightsConfig
-from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names, on_living, prepare_all
-from gateway.weights.canary import Canary
-from gateway.weights.catch_up import CatchUp
-from gateway.weights.freeze import Generation, policy
-from gateway.weights.snapshots import Snapshots
 from gateway.weights.updates.machine import UpdateMachine
+from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import Phase, WeightUpdate
 from gateway.weights.updates.rolling import Rolling
 from gateway.weights.verdicts import Finding, Result
@@ -24,24 +19,10 @@ from gateway.weights.verdicts import Finding, Result
 class StoreUpdate:
     """Takes drafts of the store through the fleet, whoever has written them."""
 
-    def __init__(
-        self,
-        config: WeightsConfig,
-        fleet: Fleet,
-        canary: Canary,
-        generation: Generation,
-        snapshots: Snapshots,
-        catch_up: CatchUp,
-        machine: UpdateMachine,
-    ) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._canary = canary
-        self._generation = generation
-        self._snapshots = snapshots
-        self._catch_up = catch_up
+    def __init__(self, parts: Parts, machine: UpdateMachine) -> None:
+        self._parts = parts
         self._machine = machine
-        self._rolling = Rolling(config, fleet, canary, snapshots)
+        self._rolling = Rolling(parts)
 
     async def load(
         self,
@@ -55,11 +36,11 @@ class StoreUpdate:
         """Bring all replicas to the draft that a trainer wrote. Returns its version once they serve it."""
         self._machine.check_none_open()
         members = await self.loaders()
-        rolling = self._config.rolling if rolling is None else rolling
-        in_flight = self._generation.in_flight(members, in_flight)
+        rolling = self._parts.config.rolling if rolling is None else rolling
+        in_flight = self._parts.pauses.in_flight(members, in_flight)
         update = WeightUpdate(self._next_version(version), "store", in_flight, rolling=rolling)
-        self._canary.check_length(canary_logprobs)
-        announced = await self._snapshots.announced(snapshot)
+        self._parts.canary.check_length(canary_logprobs)
+        announced = await self._parts.snapshots.announced(snapshot)
         update.receive(announced)
         await self.check_fits(announced, members)
         await self.take(update, members, snapshot, canary_logprobs)
@@ -67,10 +48,10 @@ class StoreUpdate:
 
     async def loaders(self) -> tuple[Replica, ...]:
         """The replicas that load from the store."""
-        await self._fleet.settled_within(self._config.control_timeout_s)
-        members = tuple(replica for replica in policy(self._fleet) if replica.info.loads_snapshots)
+        await self._parts.fleet.settled_within(self._parts.config.control_timeout_s)
+        members = tuple(replica for replica in self._parts.fleet.updatable() if replica.info.loads_snapshots)
         if not members:
-            there = names(policy(self._fleet)) or "nobody, see /health"
+            there = names(self._parts.fleet.updatable()) or "nobody, see /health"
             raise WeightUpdateConflict(f"no replica can load weights from a folder; there is {there}")
         return members
 
@@ -93,19 +74,19 @@ class StoreUpdate:
         try:
             members, findings = await bring(update, members, snapshot, canary_logprobs)
         except BaseException:
-            await self._snapshots.withdraw(update.version)
+            await self._parts.snapshots.withdraw(update.version)
             raise
         self._machine.commit(update, members, findings)
-        await self._snapshots.note_holders(update.version, self._machine.holders(update.version))
-        await self._snapshots.settle(update.version)
+        await self._parts.snapshots.note_holders(update.version, self._parts.fleet.holders(update.version))
+        await self._parts.snapshots.settle(update.version)
 
     def _next_version(self, asked: int | None) -> int:
-        if asked is not None and asked < self._fleet.next_version:
+        if asked is not None and asked < self._parts.fleet.next_version:
             raise WeightUpdateConflict(
-                f"version = {asked}, but the fleet is at {self._fleet.version}, the next is "
-                f"{self._fleet.next_version}, and versions only grow: leave it out"
+                f"version = {asked}, but the fleet is at {self._parts.fleet.version}, the next is "
+                f"{self._parts.fleet.next_version}, and versions only grow: leave it out"
             )
-        return asked or self._fleet.next_version
+        return asked or self._parts.fleet.next_version
 
     async def _load_at_once(
         self,
@@ -118,10 +99,10 @@ class StoreUpdate:
         await self._machine.open(update)
         async with self._machine.step(update, "prepare"):
             path = await self._promote(update, members, snapshot)
-            await prepare_all(members, str(path), update.version, self._config.load_timeout_s)
+            await prepare_all(members, str(path), update.version, self._parts.config.load_timeout_s)
         async with self._machine.step(update, "load"):
             members = await self._load_all(update, members, path)
-            await self._generation.thaw(update)
+            await self._parts.pauses.thaw(update)
         update.phase = Phase.VERIFYING
         async with self._machine.step(update, "canary"):
             findings = await self._machine.verify(update, members, canary_logprobs)
@@ -135,12 +116,12 @@ class StoreUpdate:
         canary_logprobs: Sequence[float] | None,
     ) -> tuple[Sequence[Replica], dict[Replica, Finding]]:
         """The same, one replica after the other and with the gate open."""
-        if self._generation.is_paused:
+        if self._parts.pauses.is_paused:
             raise WeightUpdateConflict(
                 "generation is paused, and in a rolling update replicas go on generating: /resume first, or push "
                 "without rolling"
             )
-        await self._catch_up.settled(self._config.load_timeout_s)
+        await self._parts.catch_up.settled(self._parts.config.load_timeout_s)
         if not any(replica.can_serve for replica in members):
             raise WeightUpdateConflict("no replica serves, so there is nothing to roll: push without rolling")
         self._machine.open_rolling(update)
@@ -156,7 +137,7 @@ class StoreUpdate:
     async def _load_all(self, update: WeightUpdate, members: Sequence[Replica], path: Path) -> tuple[Replica, ...]:
         """Those that hold the version in folder `path` then. One that dies on the way costs the others nothing."""
         await self._machine.overwrite(update, members)
-        timeout_s = self._config.load_timeout_s
+        timeout_s = self._parts.config.load_timeout_s
 
         async def load(replica: Replica) -> None:
             await replica.engine.load_snapshot(str(path), update.version, timeout_s)
@@ -165,4 +146,4 @@ class StoreUpdate:
 
     async def _promote(self, update: WeightUpdate, members: Sequence[Replica], snapshot: str) -> Path:
         names = {tensor.name for replica in members for tensor in replica.info.tensors or ()}
-        return await self._snapshots.promote(snapshot, update.version, self._fleet.version, names)
+        return await self._parts.snapshots.promote(snapshot, update.version, self._parts.fleet.version, names)

@@ -125,6 +125,11 @@ def test_a_key_at_the_wrong_level_is_pointed_home() -> None:
     assert "did you mean engine.tensor_parallel_size?" in mistake(write("tensor_parallel_size: 2\n"))
 
 
+def test_a_renamed_key_is_refused_with_its_new_name() -> None:
+    told = mistake(write("weights:\n  policy: quorum\n"))
+    assert told.startswith("fleet.yaml:1: weights: policy = 'quorum': the key is now weights.must_pass")
+
+
 def test_a_wrong_value_names_line_and_value() -> None:
     told = mistake(write("gateway:\n  port: 99999\n"))
     assert told == "fleet.yaml:2: gateway.port = 99999: input should be less than or equal to 65535"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.cli.main import _print_fleet
+from gateway.cli.output import print_fleet
 from tests.material.adapters import write_adapter
 from tests.rigs.rig import Rig, StartRig
 
@@ -112,7 +112,7 @@ async def test_the_status_tells_which_adapters_are_served_and_from_where(
 ) -> None:
     folder = write_adapter(tmp_path / "v3")
     await rig.load("v3", folder)
-    _print_fleet((await rig.get("/status"))[1])
+    print_fleet((await rig.get("/status"))[1])
     assert f"v3: version 3, on 2 replicas, 0 rollouts, from {folder}" in capsys.readouterr().out
 
 

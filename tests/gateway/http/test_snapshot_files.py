@@ -153,7 +153,7 @@ async def test_a_version_is_fetched_while_its_replica_goes_on_serving(
     rig = await start_rig(1, weights={"store": str(folder), "peer_url": "http://10.0.0.1:8100"}, gateway=KEYS)
     pushing = asyncio.create_task(push(rig, folder))
     assert await asyncio.to_thread(fetching.wait, 20)
-    assert [replica.state for replica in rig.fleet.policy] == [ReplicaState.SERVING]
+    assert [replica.state for replica in rig.fleet.trained] == [ReplicaState.SERVING]
     asked = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
     served, answer = await rig.post("/v1/completions", asked, headers=OWNER)
     assert served == 200

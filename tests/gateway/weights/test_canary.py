@@ -11,7 +11,7 @@ from tests.rigs.rig import Json, Rig, StartRig
 
 STALE = {"corrupt_after": 1}
 GARBAGE = {"corrupt_after": 1, "corrupt": "garbage"}
-QUORUM = {"policy": "quorum"}
+QUORUM = {"must_pass": "quorum"}
 
 
 async def finished(rig: Rig, body: Json | None = None) -> tuple[int, Json]:
@@ -65,7 +65,7 @@ async def test_under_a_quorum_the_wrong_replica_is_fenced_and_the_rest_serves(st
 
 async def test_too_few_that_pass_are_no_quorum(start_rig: StartRig) -> None:
     odd = {"engine-1": STALE, "engine-2": STALE}
-    rig = await start_rig(3, odd=odd, weights={"policy": "quorum", "quorum": 0.9})
+    rig = await start_rig(3, odd=odd, weights={"must_pass": "quorum", "quorum": 0.9})
     await rig.open_group()
     await finished(rig)
     assert (await finished(rig))[0] == 424

@@ -215,7 +215,7 @@ async def test_a_tensor_damaged_on_its_way_is_named_with_its_replica_and_nobody_
     await rig.post("/update_weights", {"update_info": rig.tensors})
     status, reply = await rig.post("/finish_weight_update", {})
     assert status == 424
-    assert "tensor 'b' did not arrive alike: replica engine-1 (xxh3_128:" in reply["error"]["message"]
+    assert "tensor 'b' arrived with different bytes: replica engine-1 (xxh3_128:" in reply["error"]["message"]
     await rig.until(dict.fromkeys(("engine-0", "engine-1", "engine-2"), "SERVING"))
     assert await greedy(rig) == said
     assert await served_versions(rig) == {0}
@@ -433,7 +433,7 @@ async def test_the_noise_of_a_replica_is_measured_that_says_something_else_by_a_
 
 
 async def test_a_replica_that_fails_the_canary_is_mended_from_the_store(start_rig: StartRig, folder: Path) -> None:
-    weights: Json = {"store": str(folder), "policy": "quorum"}
+    weights: Json = {"store": str(folder), "must_pass": "quorum"}
     rig = await start_rig(3, sim=TENSORS, odd={"engine-1": {"corrupt_after": 1}}, weights=weights)
     await rig.open_group()
     await rig.update()

@@ -112,7 +112,7 @@ def test_a_head_that_stays_behind_is_found_and_its_replica_fenced(
     wrapper.chmod(0o755)
     good = engine_config(tied, tmp_path_factory.mktemp("logs"))
     odd = good.model_copy(update={"python": str(wrapper)})
-    weights = {"policy": "quorum"}
+    weights = {"must_pass": "quorum"}
     model = AutoModelForCausalLM.from_pretrained(tied)
     groups = {"good": good.model_copy(update={"num_replicas": 2}), "odd": odd}
     with app(groups, weights=weights) as real, trainer(real.url) as client:

@@ -313,7 +313,7 @@ async def test_those_that_are_taken_back_serve_until_it_is_their_turn(
 
 
 async def test_with_quorum_the_one_that_fails_is_fenced_and_the_update_goes_on(start: StartRig, folder: Path) -> None:
-    rig = await start(4, weights={"policy": "quorum"}, odd={"engine-2": {"corrupt_loads": True}})
+    rig = await start(4, weights={"must_pass": "quorum"}, odd={"engine-2": {"corrupt_loads": True}})
     rig.fleet.replicas[2].load_tokens = 1
     rig.fleet.replicas[3].load_tokens = 2
     assert (await push(rig, folder))[0] == 200
@@ -324,7 +324,7 @@ async def test_with_quorum_the_one_that_fails_is_fenced_and_the_update_goes_on(s
 
 
 async def test_of_the_first_two_that_differ_none_is_believed(start: StartRig, folder: Path) -> None:
-    rig = await start(weights={"policy": "quorum"}, odd={"engine-0": {"corrupt_loads": True}})
+    rig = await start(weights={"must_pass": "quorum"}, odd={"engine-0": {"corrupt_loads": True}})
     status, reply = await push(rig, folder)
     assert (status, reply["error"]["replica_id"]) == (424, "engine-1")
     rig.replicas[0].heal()

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from gateway.tuning.doctor.files.shell_script import is_known
+from gateway.tuning.doctor.files.verl import Override, VerlFile, VerlKind
 from gateway.tuning.doctor.finding import Found, consider, fine, hurts
-from gateway.tuning.doctor.known_keys import ROLLOUT
+from gateway.tuning.doctor.known_keys import ROLLOUT, Composition, VerlKeys
 from gateway.tuning.doctor.model_size import USUAL_VOCABULARY, vocabulary
 from gateway.tuning.doctor.rules.rule import (
     VERL_CODE,
@@ -28,24 +30,51 @@ _LONG_CONTEXT = 32_768
 
 
 def _unknown_keys(subject: Subject) -> Iterator[Judged]:
-    """Whatever verl does not have; a key that needs a plus is told apart."""
-    if subject.verl is None:
+    """Overrides that Hydra refuses; in YAML, keys that verl does not have."""
+    file = subject.verl
+    if file is None or not file.keys.is_complete:
         return
-    keys, file = subject.verl.keys, subject.verl
-    scripted = {one.key: one for one in file.overrides}
+    if file.overrides:
+        yield from _refused_overrides(file)
+    else:
+        yield from _unknown_in_yaml(file)
+
+
+def _refused_overrides(file: VerlFile) -> Iterator[Judged]:
+    composition, keys = Composition(file.keys), file.keys
+    for one in file.overrides:
+        if one.hydra.is_malformed and is_known(one.setting.value) and not one.is_lost:
+            message = "Hydra ends the run: its grammar takes such a value in quotes alone"
+            yield "verl", hurts(one.setting, message, f"'{one.key}=\"{one.setting.value}\"'")
+        elif one.is_lost or one.hydra.is_group or not (reason := composition.refusal(one.hydra)):
+            continue
+        else:
+            says = f"Hydra ends the run: {keys.name} ({keys.trainer}) {reason}"
+            yield "verl", hurts(one.setting, says, _instead_of(one, keys))
+
+
+def _instead_of(one: Override, keys: VerlKeys) -> str:
+    """The key to write for an override that Hydra refuses."""
+    if one.plus == "+":
+        return f"{one.key}={one.setting.value}"
+    if near := keys.nearest(one.key):
+        return near
+    return f"+{one.key}={one.setting.value}" if keys.is_free(one.key) else "leave it out"
+
+
+def _unknown_in_yaml(file: VerlFile) -> Iterator[Judged]:
     for setting in file.values:
-        key = setting.key if file.has_trainer else ROLLOUT + setting.key
-        plus = scripted[key].plus if key in scripted else ""
-        if key in keys.added and not plus and key in scripted:
-            yield "verl", hurts(setting, "Hydra refuses it: no YAML of verl has this key", f"+{key}={setting.value}")
-        elif not keys.knows(key):
-            near = file.values.shown(keys.nearest(key))
-            says = (
-                "verl 0.9.1 has no such key, and Hydra ends the run"
-                if key in scripted and not plus
-                else ("verl 0.9.1 has no such key")
+        key = setting.key if file.kind is not VerlKind.ROLLOUT else ROLLOUT + setting.key
+        if not file.keys.has(key) and not file.keys.is_free(key) and (near := file.keys.nearest(key)):
+            yield (
+                "verl",
+                hurts(setting, f"{file.keys.name} has no such key, and leaves it unread", file.values.shown(near)),
             )
-            yield "verl", hurts(setting, says, near or "leave it out")
+
+
+def _unread(subject: Subject) -> Iterator[Judged]:
+    for text in subject.verl.unread if subject.verl else ():
+        yield "verl", consider(None, text, "judge it by hand, or give the YAML that --cfg job prints")
 
 
 def _lost_overrides(subject: Subject) -> Iterator[Judged]:
@@ -416,8 +445,16 @@ VERL_RULES = (
         asks="Does verl have each key that is given?",
         reads="every key",
         why="A key that was renamed sets nothing, or ends the run.",
-        source=f"{VERL_CODE}, trainer/config/*.yaml and workers/config/rollout.py",
+        source="verl's trainer/config/*.yaml, composed by Hydra, of releases 0.4.1 to 0.9.1",
         check=_unknown_keys,
+    ),
+    Rule(
+        id="verl-unread",
+        asks="Was everything read?",
+        reads="the script's commands",
+        why="A rule is silent on a value that it does not have.",
+        source="GNU Bash manual, The Restricted Shell",
+        check=_unread,
     ),
     Rule(
         id="verl-lost-overrides",

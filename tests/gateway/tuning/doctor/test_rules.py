@@ -324,3 +324,10 @@ def test_groups_have_findings_of_their_own_with_their_places(tmp_path: Path) -> 
 def test_every_rule_about_files_is_tried_here() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
     assert [rule.id for rule in RULES if rule not in LIVE_RULES and f'"{rule.id}"' not in text] == []
+
+
+def test_what_could_not_be_read_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text("python3 -m verl.trainer.main_ppo data.train_batch_size=$(nproc)\n", encoding="utf-8")
+    (found,) = [one for one in examine(subject_of(verl=path)) if one.rule == "verl-unread"]
+    assert found.message.endswith("data.train_batch_size=$(nproc): a run alone has its value")

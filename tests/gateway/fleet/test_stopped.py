@@ -6,10 +6,11 @@ import pytest
 
 from engines.errors import EngineUnreachable
 from engines.types import PauseMode
+from gateway.fleet import stopped as module
+from gateway.fleet.brake import Holder
 from gateway.fleet.replica import Replica
 from gateway.fleet.routing import Rollout
-from gateway.weights import cut_off as module
-from gateway.weights.cut_off import cut_off
+from gateway.fleet.stopped import cut_off
 from tests.rigs.rig import StartRig
 
 ROLLOUT = Rollout(request_id="a", model="sim", n=1, tokens=1)
@@ -53,7 +54,7 @@ async def carried(replica: Replica, pauses: Pauses) -> str:
 
 async def test_an_idle_replica_is_paused_once(replica: Replica) -> None:
     pauses = Pauses(replica, ends_at=1)
-    await cut_off(replica, 1.0)
+    await cut_off(replica, by=Holder.UPDATE, timeout_s=1.0)
     assert (pauses.modes, replica.cuts_off) == ([PauseMode.ABORT], False)
 
 
@@ -62,7 +63,7 @@ async def test_what_comes_late_is_ended_with_another_call(replica: Replica, ends
     pauses = Pauses(replica, ends_at)
     running = asyncio.create_task(carried(replica, pauses))
     await asyncio.sleep(0)
-    await asyncio.wait_for(cut_off(replica, 1.0), 5)
+    await asyncio.wait_for(cut_off(replica, by=Holder.UPDATE, timeout_s=1.0), 5)
     assert await running == "cut off"
     assert len(pauses.modes) == ends_at
 
@@ -72,6 +73,8 @@ async def test_what_the_engine_never_ends_is_left_behind(replica: Replica, monke
     pauses = Pauses(replica, ends_at=10_000)
     running = asyncio.create_task(carried(replica, pauses))
     await asyncio.sleep(0)
-    await asyncio.wait_for(replica.unless_lost(cut_off(replica, 1.0)), 5)  # as weight calls are made
+    await asyncio.wait_for(
+        replica.unless_lost(cut_off(replica, by=Holder.UPDATE, timeout_s=1.0)), 5
+    )  # as weight calls are made
     assert await running == "dropped"
     assert replica.can_serve

@@ -1,0 +1,170 @@
+"""Pauses the policy: a trainer stops generation, an update freezes engines while it overwrites them.
+
+New rollouts wait at the scheduler's gate. Each replica's brake knows its holders; a trainer and an update are two of
+them, and neither resumes an engine that the other holds.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from engines.errors import WeightUpdateConflict
+from engines.types import InFlight, PauseMode
+from gateway.config.schema import WeightsConfig
+from gateway.fleet.brake import Holder
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.replica import Replica
+from gateway.fleet.replica_calls import names, on_all, on_living
+from gateway.fleet.scheduler import Scheduler
+from gateway.fleet.stopped import stop
+from gateway.weights.updates.record import WeightUpdate
+
+
+class Pauses:
+    """Stops the policy and lets it go on. Frozen rollouts keep their place; new ones wait at the gate."""
+
+    def __init__(self, config: WeightsConfig, fleet: Fleet, scheduler: Scheduler) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._scheduler = scheduler
+        self._is_paused = False
+        self._cleared = False
+
+    @property
+    def is_paused(self) -> bool:
+        """True while a trainer pauses the policy."""
+        return self._is_paused
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Pause for a trainer. Where a replica fails, nothing is paused that was not before."""
+        was_paused, was_cleared = self._is_paused, self._cleared
+        self._is_paused, self._cleared = True, clear_cache
+        try:
+            await self._stop(Holder.TRAINER, mode, clear_cache=clear_cache)
+        except BaseException:
+            self._is_paused, self._cleared = was_paused, was_cleared
+            if not was_paused:
+                self._let_go(Holder.TRAINER)
+            raise
+
+    async def resume(self) -> None:
+        """End a trainer's pause. A replica that an update holds stays frozen until that lets go."""
+        self._able("/resume")
+        self._is_paused = False
+        held = [replica for replica in self._fleet.trained_alive if Holder.TRAINER in replica.brake.holders]
+        timeout_s = self._config.control_timeout_s
+        try:
+            if held:
+                await on_all(held, lambda replica: replica.brake.release(Holder.TRAINER, timeout_s), timeout_s)
+        finally:
+            self._let_go(Holder.TRAINER)
+
+    @asynccontextmanager
+    async def aborting_all(self) -> AsyncIterator[None]:
+        """Ends all rollouts of the policy with the tokens they have. New ones wait until the end of the block."""
+        try:
+            await self._stop(Holder.ABORT_ALL, PauseMode.ABORT, clear_cache=False)
+            yield
+        finally:
+            self._let_go(Holder.ABORT_ALL)
+
+    async def reset_prefix_cache(self) -> bool:
+        """True when every replica of the policy that has the route forgot its prefixes.
+
+        Versions never share prefixes, so this only frees memory. Prefixes of frozen models stay valid.
+        """
+        timeout_s, able = self._config.control_timeout_s, self._able("/reset_prefix_cache")
+        return all(await on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s))
+
+    def in_flight(self, members: Sequence[Replica], asked: InFlight | None) -> InFlight:
+        """An update's mode for rollouts in flight: as asked, else as configured where all engines can be paused."""
+        unable = next((replica for replica in members if not replica.info.has("/pause")), None)
+        if unable is None or asked is InFlight.DRAIN:
+            return asked or self._config.in_flight
+        if asked is not None:
+            raise WeightUpdateConflict(
+                f"in_flight = {asked.value!r}, but replica {unable.replica_id} ({unable.info.url}) has no /pause: use "
+                "'drain', which waits for rollouts in flight"
+            )
+        return InFlight.DRAIN
+
+    async def drain(self) -> None:
+        """Close the gate and wait for the end of rollouts in flight."""
+        self._scheduler.close_gate(Holder.UPDATE)
+        await self._scheduler.drained(self._config.drain_timeout_s)
+
+    async def freeze(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
+        """Stop these replicas for an update, until `thaw` or `end`. Under a trainer's pause its mode has decided about
+        rollouts in flight."""
+        self._scheduler.close_gate(Holder.UPDATE)
+        in_flight = update.in_flight
+        if self._is_paused:
+            update.keeps_kv, in_flight = not self._cleared, InFlight.KEEP
+        elif in_flight is InFlight.DRAIN:
+            return
+        else:
+            update.frozen_at = time.monotonic()
+        able = [replica for replica in members if replica.info.has("/pause")]
+        timeout_s = self._config.control_timeout_s
+        if able:
+            await on_living(
+                able,
+                lambda replica: stop(replica, by=Holder.UPDATE, in_flight=in_flight, timeout_s=timeout_s),
+                timeout_s,
+            )
+
+    async def thaw(self, update: WeightUpdate) -> None:
+        """Let the engines go on with the new weights. Their tokens are delivered once the update is committed."""
+        members = [replica for replica in self._fleet.trained if Holder.UPDATE in replica.brake.holders]
+        if members:
+            timeout_s = self._config.control_timeout_s
+            await on_living(members, lambda replica: replica.brake.release(Holder.UPDATE, timeout_s), timeout_s)
+        update.go_on()
+
+    def end(self) -> None:
+        """End all holds of the update and open the gate."""
+        self._let_go(Holder.UPDATE)
+
+    @asynccontextmanager
+    async def answering(self, members: Sequence[Replica]) -> AsyncIterator[None]:
+        """Has paused engines run during the block, as a paused engine answers no canary.
+
+        The gate stays closed, and rollouts that end meanwhile wait for the verdict (`Replica.vouched`).
+        """
+        async with AsyncExitStack() as stack:
+            lifts = (replica.brake.lifted(self._config.control_timeout_s) for replica in members)
+            await asyncio.gather(*(stack.enter_async_context(lift) for lift in lifts))
+            yield
+
+    async def _stop(self, by: Holder, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Refused as a whole where a serving replica cannot be paused; a replica that is behind has no rollouts."""
+        members = [replica for replica in self._fleet.updatable() if replica.can_serve or replica.info.has("/pause")]
+        for replica in members:
+            if not replica.info.has("/pause"):
+                raise WeightUpdateConflict(f"replica {replica.replica_id} ({replica.info.url}) has no /pause")
+        if self._fleet.rolling_to is not None:
+            raise WeightUpdateConflict(
+                f"/pause during the rolling update to version {self._fleet.rolling_to}, whose replicas have to answer: "
+                "wait for its end"
+            )
+        self._scheduler.close_gate(by)
+        timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
+        await on_all(
+            members,
+            lambda replica: replica.brake.stop(by, mode, clear_cache=clear_cache, timeout_s=timeout_s),
+            timeout_s,
+        )
+
+    def _let_go(self, by: Holder) -> None:
+        for replica in self._fleet.trained:
+            replica.brake.let_go(by)
+        self._scheduler.open_gate(by)
+
+    def _able(self, route: str) -> list[Replica]:
+        """The replicas that serve `route`. Raises `WeightUpdateConflict` where there are replicas, and none does."""
+        alive = self._fleet.updatable()
+        able = [replica for replica in alive if replica.info.has(route)]
+        if alive and not able:
+            raise WeightUpdateConflict(f"no replica has {route}: {names(alive)}")
+        return able

@@ -21,14 +21,15 @@ The rules of `rollout-gateway doctor`: each with its question, its reason and it
     rollout-gateway doctor -c FILE.yaml --trl train.py --trl-processes 4
     rollout-gateway doctor --url http://127.0.0.1:8100        # a running gateway: its engines' settings and counters
 
-Files are read and never run. A finding `hurts`, is one to `consider`, or is `fine` (`--all` shows those). It has the
-value, its file and line or `default`, the value to set, and the expected effect where one was measured. The exit code
-is 1 when something hurts and 2 when a file cannot be read; `--json` prints all findings. `--against FILE` compares
-lengths with a verl configuration that is known to be good; `--gpu-gib` is the memory of a GPU (80 unless given).
+Files are read and never run; bash expands a shell script, restricted and without programs. A finding `hurts`, is one to
+`consider`, or is `fine` (`--all` shows those). It has the value, its file and line or `default`, the value to set, and
+the expected effect where one was measured. The exit code is 1 when something hurts and 2 when a file cannot be read;
+`--json` prints all findings. `--against FILE` compares lengths with a verl configuration that is known to be good;
+`--gpu-gib` is the memory of a GPU (80 unless given).
 
 At a running gateway the doctor reports replicas that do not serve, sequences that the KV cache holds, preemptions,
 requests that wait, prefix hits, completions cut by their length, imbalance, and the time of the last weight update. It
-knows the keys of verl 0.9.1 and TRL 1.16, and reports a renamed key with its new name.
+knows the keys of TRL 1.16 and of verl 0.4.1 to 0.9.1 (`--verl-version`), and reports a renamed key with its new name.
 
 Figures are those of [benchmarks.md](benchmarks.md): they hold for its models and machines; elsewhere they show the
 direction.

@@ -28,7 +28,7 @@ class Metrics:
     """One registry per gateway; seconds, bytes and counts, no label that grows with traffic."""
 
     def __init__(self) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client has it untyped
         self.registry = CollectorRegistry()
         counter = partial(Counter, namespace=_NAMESPACE, registry=self.registry)
         gauge = partial(Gauge, namespace=_NAMESPACE, registry=self.registry)

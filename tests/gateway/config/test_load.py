@@ -7,6 +7,7 @@ import pytest
 
 from engines.errors import ConfigError
 from gateway.config.load import HIDDEN, explain, from_args, key_variables, load
+from gateway.config.schema import Config
 
 SERVE_DOCUMENT = """\
 proxy_location: HeadOnly

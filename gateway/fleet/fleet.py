@@ -67,6 +67,10 @@ class Fleet:
         self.remembered: Callable[[str], Awaitable[int | None]] = _nothing_noted
 
     @property
+    def expected_by_group(self) -> Mapping[str, int]:
+        return self._expected
+
+    @property
     def expected(self) -> int:
         return sum(self._expected.values())
 

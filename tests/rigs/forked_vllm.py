@@ -18,12 +18,15 @@ from engines.process.process import Command, EngineProcess
 _SERVER = "vllm.entrypoints.launchers.api_server.entry"
 _FORKS = multiprocessing.get_context("forkserver")
 _FORK = multiprocessing.get_context("fork")
+_READ_LATE = ("VLLM_", "OMP_", "TORCHDYNAMO_", "ROLLOUT_GATEWAY_")
+"""Variables of these names are the same in every start, or are read when it is under way."""
 _PRELOADED = [__name__, _SERVER, "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "engines.inside_vllm.worker"]
 
 
 def engine_process(command: Command, log_path: Path, stop_timeout_s: float) -> EngineProcess:
     """A fork where the command is that of a plain vLLM on CPU, else the process that it is in production."""
     is_plain = command.argv[:3] == [sys.executable, "-m", _SERVER] and FORK_CORE in command.env
+    is_plain &= all(name.startswith(_READ_LATE) for name in command.env)
     return (ForkedVllm if is_plain else EngineProcess)(command, log_path, stop_timeout_s)
 
 

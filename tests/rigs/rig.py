@@ -74,7 +74,7 @@ class SimReplica:
     @property
     def is_paused(self) -> bool:
         """True while its engine is paused, in any mode."""
-        return self._server._scheduler.paused is not None
+        return self._server.scheduler.paused is not None
 
     def damage(self, tensor: str) -> None:
         """From now on this tensor arrives with a wrong byte."""

@@ -76,6 +76,10 @@ class SimReplica:
         """True while its engine is paused, in any mode."""
         return self._server.scheduler.paused is not None
 
+    def label(self, version: int) -> None:
+        """Has it report this version, as after an update whose gateway died before the verdict."""
+        self._server._scheduler.hold_version(str(version))
+
     def damage(self, tensor: str) -> None:
         """From now on this tensor arrives with a wrong byte."""
         self._server.worker.damage(tensor)

@@ -3,6 +3,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -17,7 +18,7 @@ from engines.errors import ConfigError
 from engines.process.launch import gpus_to_reserve
 from engines.serve_replica import EngineReplica
 from engines.types import EngineKind, ReplicaInfo
-from gateway.config.load import check_models, with_secrets
+from gateway.config.load import check_models, key_variables, with_secrets
 from gateway.config.placement import ClusterGpus, check_placement, gpus_needed, lacking
 from gateway.config.schema import Config
 from gateway.control import Control
@@ -43,7 +44,7 @@ def build(args: Config) -> serve.Application:
     check_models(config)
     if gpus_needed(config.groups) and not config.serve.nodes_may_join:
         _check_gpus(config)
-    engines = {name: _engine_group(name, group) for name, group in config.groups.items()}
+    engines = {name: _engine_group(name, group, key_variables(args)) for name, group in config.groups.items()}
     gateway = serve.deployment(
         name="gateway",
         max_ongoing_requests=1000,
@@ -72,7 +73,7 @@ def _cluster_gpus() -> ClusterGpus:
     return ClusterGpus(nodes=nodes, free=ray.available_resources().get("GPU", 0.0))
 
 
-def _engine_group(name: str, config: EngineConfig) -> serve.Application:
+def _engine_group(name: str, config: EngineConfig, hidden: Sequence[str]) -> serve.Application:
     return serve.deployment(
         name=name,
         num_replicas=config.num_replicas,
@@ -84,7 +85,7 @@ def _engine_group(name: str, config: EngineConfig) -> serve.Application:
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=config.drain_timeout_s + config.stop_timeout_s + _SHUTDOWN_SLACK_S,
         max_ongoing_requests=100,
-    )(EngineReplica).bind(config, name)
+    )(EngineReplica).bind(config, name, hidden)
 
 
 def _cpus_per_replica(config: EngineConfig) -> float:

@@ -5,7 +5,8 @@ import os
 import socket
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from engines.checkpoint import read_tensors, served_in
@@ -31,7 +32,8 @@ _COARSE_INTERVAL = 16
 
 
 class EngineServer:
-    """One engine process. `index` is added to its seed, so that replicas draw different samples."""
+    """One engine process and what is known of it. `index` sets its seed apart from its peers'; `hidden` names variables
+    that it does not inherit."""
 
     def __init__(
         self,
@@ -40,9 +42,11 @@ class EngineServer:
         replica_id: str,
         group: str,
         index: int,
+        hidden: Sequence[str] = (),
         process: Callable[[Command, Path, float], EngineProcess] = EngineProcess,
     ) -> None:
         self._config = config
+        self._hidden = hidden
         self._new_process = process
         self._replica_id = replica_id
         self._group = group
@@ -86,6 +90,7 @@ class EngineServer:
         log_path = Path(config.log_dir) / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
         self._has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
+        command = replace(command, hidden=self._hidden)
         self._process = self._new_process(command, log_path, config.stop_timeout_s)
         self._engine = engine = connect(
             config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=self._has_tee

@@ -16,6 +16,8 @@ from engines.process.engine_log import read_tail
 
 # Marks the environment of every process of one start, whatever session it is in.
 MARK = "ROLLOUT_GATEWAY_ENGINE"
+_OUR_PREFIX = "ROLLOUT_GATEWAY_"
+_KEYS = ("ROLLOUT_API_KEY", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,13 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command. `env` overrides the owner's environment; `arguments` explain the words of `argv`."""
+    """A command line. `env` is laid over the owner's environment, less `hidden` variables and our own keys; `arguments`
+    have the sources of its words."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[Argument] = ()
+    hidden: Sequence[str] = ()
 
 
 class EngineProcess:
@@ -56,7 +60,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._command.env, MARK: self._mark},
+                env={**_inherited(self._command.hidden), **self._command.env, MARK: self._mark},
                 start_new_session=True,
             )
 
@@ -92,6 +96,15 @@ class EngineProcess:
             self._guard.kill()
             self._guard.wait()
         await asyncio.to_thread(_end_marked, self._mark)
+
+
+def _inherited(hidden: Sequence[str]) -> dict[str, str]:
+    """Return our environment without keys: an engine runs code that comes with a model, and needs none of them."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in hidden and name not in _KEYS and not name.startswith(_OUR_PREFIX)
+    }
 
 
 def _first_child(pid: int) -> int:

@@ -34,6 +34,7 @@ from gateway.cli.output import (
     print_running,
     print_table,
     shown_value,
+    stdout_console,
 )
 from gateway.cli.progress import shown
 from gateway.cli.scale import scale
@@ -224,7 +225,7 @@ def top_command(
 ) -> None:
     """Watch the fleet in the terminal: the dashboard's figures, each second, until Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt):
-        top(Console(), url, api_key, once=once)
+        top(stdout_console(), url, api_key, once=once)
 
 
 @app.command("build", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)

@@ -96,13 +96,17 @@ def _print_row(label: str, value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=250)  # a pipe has no width to fold at
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console.print(table, markup=False)
+    stdout_console().print(table, markup=False)
+
+
+def stdout_console() -> Console:
+    """Return the console of standard output. A pipe has no width to fold at."""
+    return Console() if sys.stdout.isatty() else Console(width=250)
 
 
 def shown_value(setting: Setting) -> str:

@@ -86,6 +86,14 @@ def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Con
     return config.model_copy(update={"gateway": gateway, "engine": engine, "engines": engines})
 
 
+def key_variables(config: Config) -> tuple[str, ...]:
+    """List the environment variables that the configuration names for keys, which engines need not see."""
+    gateway, groups = config.gateway, config.groups.values()
+    items = [*gateway.inference_keys, *gateway.admin_keys, *(group.api_key for group in groups if group.api_key)]
+    references = (item.get_secret_value().partition(":") for item in items)
+    return tuple(sorted({name for kind, _, name in references if kind == "env"}))
+
+
 def _with_key(section: str, engine: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
     if engine.api_key is None:
         return engine

@@ -5,7 +5,6 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 
 from aiohttp import web
@@ -14,7 +13,7 @@ from engines.engine import Json
 from gateway.config.schema import FleetConfig
 from gateway.fleet.engine_page import EngineLoad, read_load
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.metrics import Metrics
+from gateway.fleet.metrics import Metrics, package_version
 from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.timeline import Timeline
 from gateway.http.json_body import reply
@@ -108,7 +107,7 @@ class Dashboard:
         return {
             "at": time.time(),
             "uptime_s": time.time() - self._began,
-            "version": _package_version(),
+            "version": package_version(),
             "status": self._status(),
             "engines": {
                 replica_id: {
@@ -152,8 +151,8 @@ class Dashboard:
         """Samples in flight by the versions that their replica is behind the target; null where it is unknown."""
         counts = Counter[int | None]()
         for replica in self._fleet.trained:
-            version_ = replica.weight_version
-            behind = None if version_ is None else self._fleet.target_version - version_
+            version = replica.weight_version
+            behind = None if version is None else self._fleet.target_version - version
             counts[behind] += replica.load_samples
         return [[behind, counts[behind]] for behind in sorted(counts, key=lambda one: (one is None, one))]
 
@@ -168,14 +167,7 @@ class Dashboard:
     async def _describe(self, request: web.Request) -> web.Response:
         """What somebody finds who opens the rollout URL."""
         text = (
-            f"rollout-gateway {_package_version()}: one URL in front of inference engines for RL rollouts.\n"
+            f"rollout-gateway {package_version()}: one URL in front of inference engines for RL rollouts.\n"
             "/dashboard shows the fleet; /v1/completions, /v1/chat/completions and vLLM's other routes generate.\n"
         )
         return web.Response(text=text)
-
-
-def _package_version() -> str:
-    try:
-        return version("rollout-gateway")
-    except PackageNotFoundError:
-        return "of a source tree"

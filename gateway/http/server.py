@@ -66,7 +66,7 @@ class GatewayServer:
         self._access = Access(config.gateway)
         self._scheduler = Scheduler(config.gateway, fleet, metrics)
         self._snapshots = Snapshots(config.weights, config.name, lambda: _checkpoint(config))
-        fleet.remembered = self._snapshots.held_by
+        fleet.noted = self._snapshots.noted
         self._weights = WeightCoordinator(config.weights, fleet, self._scheduler, metrics, self._snapshots)
         self._weight_routes = WeightRoutes(config.weights, fleet, self._weights, self._snapshots)
         self._snapshot_files = SnapshotFiles(fleet, self._snapshots)
@@ -162,9 +162,10 @@ class GatewayServer:
             *(replica.engine.metrics(self._config.fleet.probe_timeout_s) for replica in replicas),
             return_exceptions=True,
         )
-        found = {r.replica_id: page for r, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
+        found = {r.label: page for r, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
         queue_lengths = {model: self._scheduler.queue_length(model) for model in self._fleet.models.names}
         self._metrics.observe(self._fleet.replicas, queue_lengths)
+        self._metrics.observe_fleet(self._fleet.expected_by_group, self._fleet.losses, is_ready=self._fleet.is_ready)
         return web.Response(body=self._metrics.page(found), content_type="text/plain", charset="utf-8")
 
     async def _list_models(self, request: web.Request) -> web.Response:

@@ -32,6 +32,8 @@ def test_the_control_plane_tells_the_status_and_documents_itself(app: App) -> No
     assert (report["ready"], report["replicas_expected"], len(report["replicas"])) == (True, 2, 2)
     assert app.ask(app.control_url + "/health") == {"ready": True}
     assert "/status" in app.ask(app.control_url + "/openapi.json")["paths"]
+    (found,) = app.ask(app.control_url + "/prometheus/targets")
+    assert (f"http://{found['targets'][0]}", found["labels"]) == (app.url, {"application": "test"})
 
 
 def test_rollouts_go_to_every_replica_on_the_gateways_own_port(app: App) -> None:

@@ -1,8 +1,8 @@
-"""One reply of /v1/completions out of the chunks that an engine streams: what the engine would have sent as a whole.
+"""Joins the chunks of an engine's stream into the reply of /v1/completions that it would have sent as a whole.
 
-The samples of one prompt are read this way: they end together, and many small chunks cost an engine less than one large
-reply then (vLLM 0.26 made 9 % more tokens), while the chunks are decoded here as the engine goes on. A single sample is
-read whole: in chunks it cost a vLLM on slow cores up to 6 % at 512 streams, and this process three times the CPU time.
+The samples of one prompt are read in chunks: they end together, and many small chunks cost an engine less than one
+large reply then (vLLM 0.26 made 9 % more tokens), while the chunks are decoded here as the engine continues. A single
+sample is read whole: chunks cost a vLLM on slow cores up to 6 % at 512 streams, and this process three times the CPU.
 """
 
 import contextlib
@@ -13,18 +13,18 @@ from engines.engine import Json
 from engines.errors import EngineFailed
 from engines.types import ReplicaInfo
 
-# What vLLM refuses to stream, or streams in another shape, where a request gives these fields a value.
+# Fields with which vLLM refuses to stream, or streams in another shape.
 _WHOLE_ONLY = ("prompt_logprobs", "echo", "use_beam_search")
 
 
 def is_read_streamed(body: Json, info: ReplicaInfo) -> bool:
-    """Whether this engine's reply to `body` is read in chunks."""
+    """True if this engine's reply to `body` is read in chunks."""
     is_group = body.get("n", 1) > 1
     return is_group and info.streams and all(body.get(field) is None or body[field] is False for field in _WHOLE_ONLY)
 
 
 async def assemble(chunks: AsyncGenerator[Json], n: int, replica_id: str) -> Json:
-    """The whole reply to one prompt with `n` samples. Raises `EngineFailed` where a sample began and did not end."""
+    """The whole reply to one prompt with `n` samples. Raises `EngineFailed` if a sample began and did not end."""
     reply: Json = {}
     samples = [_Sample(index) for index in range(n)]
     async with contextlib.aclosing(chunks):
@@ -38,7 +38,7 @@ async def assemble(chunks: AsyncGenerator[Json], n: int, replica_id: str) -> Jso
 
 
 class _Sample:
-    """The chunks of one sample, put together. vLLM sends none for a sample that was aborted before its first token."""
+    """The chunks of one sample, joined. vLLM sends none for a sample that was aborted before its first token."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -83,5 +83,5 @@ class _Sample:
 
 
 def _offsets(tokens: list[str]) -> list[int]:
-    """Where each token's name begins, counted over all of them: chunks count from their own start, or from text."""
+    """Where each token's name begins in all names; chunks count from their own start, or from text."""
     return list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]

@@ -24,9 +24,11 @@ from engines.model_folder import model_folder
 from gateway.api import body_of, error_body, status_of
 from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
-from gateway.dialects.completions import Completions, Usage
+from gateway.dialects.completions import Completions
+from gateway.dialects.runner import Runner
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.dialects.token_generation import TokenGeneration, lacking
+from gateway.dialects.usage import Usage
 from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.fleet import Fleet
@@ -70,9 +72,10 @@ class GatewayServer:
         self._weight_routes = WeightRoutes(config.weights, fleet, self._weights, self._snapshots)
         self._snapshot_files = SnapshotFiles(fleet, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)
-        self._completions = Completions(config.gateway, fleet, self._scheduler)
-        self._tokens = TokenGeneration(config.gateway, fleet, self._scheduler)
-        self._chat = Chat(config.gateway, fleet, self._scheduler, self._tokens)
+        runner = Runner(self._scheduler)
+        self._completions = Completions(config.gateway, fleet, runner)
+        self._tokens = TokenGeneration(config.gateway, fleet, runner)
+        self._chat = Chat(config.gateway, fleet, runner, self._tokens)
         self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
         self._sglang = SglangGenerate(self._completions, fleet)
         self._sglang_control = SglangControl(

@@ -4,17 +4,14 @@ Weights come with `trainer_client.trl_legacy`: the old client's one broadcast a 
 nobody bounds, has no place here.
 """
 
-import asyncio
 import uuid
-from collections.abc import Coroutine, Iterable
-from typing import Any
 
 from aiohttp import web
 
-from engines.engine import Json
 from engines.errors import WeightUpdateConflict
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
+from gateway.dialects.parallel import gathered
 from gateway.dialects.trl_legacy_words import chat_bodies, completion_body, generated, scored, scoring_bodies
 from gateway.fleet.fleet import Fleet
 from gateway.http.json_body import read_object, reply
@@ -64,7 +61,7 @@ class TrlLegacy:
         bodies = chat_bodies(await read_object(request))
         rollouts = [self._chat.decode(body, f"{_request_id(request)}-{index}") for index, body in enumerate(bodies)]
         calls = (self._chat.generate(rollout, body) for rollout, body in zip(rollouts, bodies, strict=True))
-        return reply(generated(await _all(calls), rollouts[0].n if rollouts else 1))
+        return reply(generated(await gathered(calls), rollouts[0].n if rollouts else 1))
 
     async def _score(self, request: web.Request) -> web.Response:
         asked = await read_object(request)
@@ -72,7 +69,7 @@ class TrlLegacy:
             self._completions.decode(body, _request_id(request), first=index)
             for index, body in enumerate(scoring_bodies(asked))
         ]
-        return reply(scored(await _all(self._completions.generate(one) for one in prompts), asked))
+        return reply(scored(await gathered(self._completions.generate(one) for one in prompts), asked))
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         success = await self._weights.pauses.reset_prefix_cache()
@@ -84,16 +81,6 @@ class TrlLegacy:
 
     async def _refuse_weights(self, request: web.Request) -> web.Response:
         raise WeightUpdateConflict(f"{request.path}: {_REMEDY}")
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, Json]]) -> list[Json]:
-    """The results in order. The first that fails ends the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except* Exception as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _request_id(request: web.Request) -> str:

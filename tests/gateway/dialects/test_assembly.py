@@ -7,7 +7,7 @@ import pytest
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
 from gateway.dialects.assembly import assemble, is_read_streamed
-from gateway.dialects.completions import PATH
+from gateway.dialects.completion_prompt import PATH
 from tests.rigs.rig import Json, Rig
 
 BODY: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 21, "return_token_ids": True}

@@ -13,7 +13,7 @@ from gateway.dialects.resumption.chat import ChatContinuation
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.delivered_chat import DeliveredChat
 from gateway.dialects.resumption.tokens import refuse_half_called
-from gateway.dialects.runner import Exchange, Runner
+from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import check_replica, check_sampling, versioned_salt
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
@@ -54,6 +54,8 @@ class Chat:
             model=model,
             n=n,
             tokens=tokens,
+            prompt_tokens=characters // _CHARACTERS_PER_TOKEN,
+            needs_ids=bool(body.get("return_token_ids")),
             min_version=fresh.min_version,
             max_staleness=fresh.max_staleness,
             session=session,
@@ -147,7 +149,7 @@ class _Conversation(Exchange):
     def prompt_ids(self, answer: Json) -> list[int] | None:
         return answer.get("prompt_token_ids")
 
-    async def ask(self, replica: Replica) -> Json:
+    async def ask(self, replica: Replica, part: Part) -> Json:
         check_replica(self.body, replica)
         asked = {**self.body, "cache_salt": self._salt(replica), "return_token_ids": True}
         answer = await replica.engine.generate(PATH, asked, self.config.generate_timeout_s)

@@ -1,6 +1,7 @@
 """One prompt of /v1/completions as a rollout: the body for an engine, and the continuation from tokens made so far."""
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -8,10 +9,10 @@ from typing import Any
 from engines.engine import Json
 from engines.errors import EngineRefused
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.assembly import assemble, is_read_streamed
+from gateway.dialects.assembly import Assembly, is_read_in_chunks
 from gateway.dialects.parallel import gathered
 from gateway.dialects.resumption.tokens import joined, may_resume, rest_body, whole_characters
-from gateway.dialects.runner import Exchange, Runner
+from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import check_replica, versioned_salt
 from gateway.dialects.usage import usage_of_joined
 from gateway.fleet.replica import Replica
@@ -55,10 +56,21 @@ class CompletionPrompt(Exchange):
             (choice["prompt_token_ids"] for choice in answer["choices"] if choice.get("prompt_token_ids")), None
         )
 
-    async def ask(self, replica: Replica) -> Json:
+    @property
+    def limit(self) -> int:
+        """Most tokens of a sample."""
+        return int(self.body.get("max_tokens") or self.body.get("max_completion_tokens") or DEFAULT_MAX_TOKENS)
+
+    async def ask(self, replica: Replica, part: Part) -> Json:
         check_replica(self.body, replica)
+        body = await self._whole_body(replica)
+        timeout_s = self.config.generate_timeout_s
         try:
-            return await self._answer(replica)
+            if not is_read_in_chunks(body, self.limit, replica.info):
+                return await replica.engine.generate(PATH, body, timeout_s)
+            streamed = body | {"stream_options": {"include_usage": True}}
+            chunks = replica.engine.stream(PATH, streamed, timeout_s)
+            return await part.read(chunks, Assembly(self.rollout.n, replica.replica_id))
         except EngineRefused as error:
             raise _naming_prompt(error, self.index) from error
 
@@ -68,13 +80,13 @@ class CompletionPrompt(Exchange):
         options = {**(self.body.get("stream_options") or {}), "include_usage": True}
         if self.made:
             body = rest_body(body, [*body["prompt"], *self.made], len(self.made))
-        async for chunk in replica.engine.stream(
-            PATH, body | {"stream_options": options}, self.config.generate_timeout_s
-        ):
-            chunk["id"] = f"cmpl-{self.request_id}"
-            for choice in chunk["choices"]:
-                choice["index"] += self.index * self.rollout.n
-            yield chunk
+        chunks = replica.engine.stream(PATH, body | {"stream_options": options}, self.config.generate_timeout_s)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                chunk["id"] = f"cmpl-{self.request_id}"
+                for choice in chunk["choices"]:
+                    choice["index"] += self.index * self.rollout.n
+                yield chunk
 
     async def continued(self, answer: Json, cut: list[int]) -> Json:
         choices = list(answer["choices"])
@@ -85,27 +97,25 @@ class CompletionPrompt(Exchange):
 
     def rest_of(self, choice: Json, index: int | None = None) -> "CompletionPrompt":
         """The prompt that continues a choice. `index` is its place in the client's reply, for a stream."""
-        limit = self.body.get("max_tokens") or self.body.get("max_completion_tokens") or DEFAULT_MAX_TOKENS
+        limit = self.limit
         read: list[int] = choice["prompt_token_ids"]
         kept = len(read) - len(self.body["prompt"]) if self.made else 0
         body = rest_body(self.body | {"max_tokens": limit, "return_token_ids": True}, read, kept)
-        rollout = replace(self.rollout, n=1, tokens=len(read) + limit - kept, goes_on=True)
+        rollout = replace(
+            self.rollout, n=1, tokens=len(read) + limit - kept, goes_on=True, attempts=self.rollout.attempts.branch()
+        )
         index = self.index if index is None else index
         made, has_text = tuple(choice["token_ids"]), bool(choice.get("text"))
         return replace(self, index=index, rollout=rollout, body=body, made=made, has_text=has_text)
 
-    async def _answer(self, replica: Replica) -> Json:
+    async def _whole_body(self, replica: Replica) -> Json:
         body = self._engine_body(replica)
-        if self.made:
-            made = list(self.made)
-            if self.has_text:  # an engine without a tokenizer reports no text and cannot detokenise
-                made = await whole_characters(made, partial(_detokenized, replica, self.body.get("model")))
-            body = rest_body(body, [*body["prompt"], *made], len(made))
-        if not is_read_streamed(body, replica.info):
-            return await replica.engine.generate(PATH, body, self.config.generate_timeout_s)
-        streamed = body | {"stream_options": {"include_usage": True}}
-        chunks = replica.engine.stream(PATH, streamed, self.config.generate_timeout_s)
-        return await assemble(chunks, self.rollout.n, replica.replica_id)
+        if not self.made:
+            return body
+        made = list(self.made)
+        if self.has_text:  # an engine without a tokenizer reports no text and cannot detokenise
+            made = await whole_characters(made, partial(_detokenized, replica, self.body.get("model")))
+        return rest_body(body, [*body["prompt"], *made], len(made))
 
     def _engine_body(self, replica: Replica) -> Json:
         """With token ids always: a span counts tokens."""

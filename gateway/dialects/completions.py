@@ -46,11 +46,15 @@ class Completions:
         limit = min(limit, max_len or limit)
         prompts, values = [], _prompt_list(body)
         for index, value in enumerate(values, first):
+            length = _checked_length(index, value, max_len)
             rollout = Rollout(
                 request_id=f"{request_id}-{index}",
+                request=request_id,
                 model=model,
                 n=n,
-                tokens=_checked_length(index, value, max_len) + n * limit,
+                tokens=length + n * limit,
+                prompt_tokens=length,
+                needs_ids=bool(body.get("return_token_ids")),
                 min_version=fresh.min_version,
                 max_staleness=fresh.max_staleness,
                 session=session if len(values) == 1 else "",

@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
 
 from engines.engine import Json
+from engines.errors import EngineError, EngineFailed, EngineRefused
+from gateway.dialects.assembly import Assembly
 from gateway.dialects.resumption.cut_stream import CutStream
-from gateway.dialects.resumption.tokens import mark_cut_off, places_cut_off, retried_if_empty
+from gateway.dialects.resumption.tokens import CUT_OFF, mark_cut_off, places_cut_off, retried_if_empty
 from gateway.dialects.spans import stamp_versions
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
@@ -26,8 +27,8 @@ class Exchange(ABC):
         """True if samples may continue from their tokens."""
 
     @abstractmethod
-    async def ask(self, replica: Replica) -> Json:
-        """The reply of the replica's engine to the whole rollout."""
+    async def ask(self, replica: Replica, part: "Part") -> Json:
+        """The reply of the replica's engine to the whole rollout; `part` reads it if it comes in chunks."""
 
     @abstractmethod
     def chunks(self, replica: Replica) -> AsyncGenerator[Json]:
@@ -46,6 +47,36 @@ class Exchange(ABC):
         return True
 
 
+class Part:
+    """The part of a whole reply that has arrived from one replica."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.flight = replica.take_off()
+        self._replica = replica
+        self._assembly: Assembly | None = None
+
+    async def read(self, chunks: AsyncGenerator[Json], assembly: Assembly) -> Json:
+        """The whole reply out of its chunks."""
+        self._assembly = assembly
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                self._replica.saw_progress()
+                assembly.add(chunk)
+        return assembly.reply()
+
+    def kept(self, exchange: Exchange) -> Json | None:
+        """The part as a reply whose open samples continue elsewhere; None if the rollout has to restart."""
+        answer = self._assembly.part() if self._assembly and self._replica.weight_version is not None else None
+        if answer is None or not exchange.resumes or (read := exchange.prompt_ids(answer)) is None:
+            return None
+        answer["usage"] = {"prompt_tokens": len(read)} | (answer.get("usage") or {})
+        for choice in answer["choices"]:
+            if choice["finish_reason"] is None:
+                choice |= {"finish_reason": CUT_OFF, "prompt_token_ids": read}
+        stamp_versions(answer, self.flight, exchange.rollout.adapter)
+        return answer
+
+
 class Runner:
     """Runs exchanges on the replicas that the scheduler picks."""
 
@@ -56,23 +87,30 @@ class Runner:
         """The whole reply, each choice with its weight versions."""
         with using(exchange.rollout):  # also between what was cut off and its rest
             while True:
-                answer = await self._scheduler.run(exchange.rollout, partial(self._ask, exchange))
+                answer = await self._first_part(exchange)
                 if not (cut := places_cut_off(answer)):
                     return answer
                 if (whole := await exchange.continued(answer, cut)) is not None:
                     return whole
 
-    async def _ask(self, exchange: Exchange, replica: Replica) -> Json:
-        """The reply of one replica, as far as it got."""
-        flight = replica.take_off()
-        answer = await exchange.ask(replica)
-        mark_cut_off(answer, replica, exchange.prompt_ids(answer), resumes=exchange.resumes)
-        await replica.vouched()
-        stamp_versions(answer, flight, exchange.rollout.adapter)
-        return answer
+    async def _first_part(self, exchange: Exchange) -> Json:
+        """The reply of the first replica that gives one, or its part before the replica failed."""
+        part: Part | None = None
+
+        async def call(replica: Replica) -> Json:
+            nonlocal part
+            part = Part(replica)
+            answer = await exchange.ask(replica, part)
+            check_reply(answer, exchange.rollout.n, replica.replica_id)
+            mark_cut_off(answer, replica, exchange.prompt_ids(answer), resumes=exchange.resumes)
+            await replica.vouched()
+            stamp_versions(answer, part.flight, exchange.rollout.adapter)
+            return answer
+
+        return await self._scheduler.run(exchange.rollout, call, lambda: part.kept(exchange) if part else None)
 
     async def stream(self, exchange: Exchange, cut: CutStream) -> AsyncGenerator[Json]:
-        """Chunks of the first replica, up to where samples are cut off; `cut` has noted the tokens then."""
+        """Chunks of the first replica, up to where samples are cut off or the replica fails; `cut` has their tokens."""
         flight: Flight
 
         def call(replica: Replica) -> AsyncGenerator[Json]:
@@ -80,13 +118,33 @@ class Runner:
             flight = replica.take_off()
             return retried_if_empty(exchange.chunks(replica), replica)
 
-        async with aclosing(self._scheduler.stream(exchange.rollout, call)) as placed:
-            async for replica, chunk in placed:
-                cut.read_prompt(chunk.get("prompt_token_ids"))
-                shown = [
-                    choice
-                    for choice in chunk["choices"]
-                    if exchange.shows(choice, is_cut=cut.see(choice, replica, flight))
-                ]
-                if shown or not chunk["choices"]:
-                    yield chunk | {"choices": shown}
+        try:
+            async with aclosing(self._scheduler.stream(exchange.rollout, call)) as placed:
+                async for replica, chunk in placed:
+                    cut.read_prompt(chunk.get("prompt_token_ids"))
+                    shown = [
+                        choice
+                        for choice in chunk["choices"]
+                        if exchange.shows(choice, is_cut=cut.see(choice, replica, flight))
+                    ]
+                    if shown or not chunk["choices"]:
+                        yield chunk | {"choices": shown}
+        except EngineError as error:
+            if isinstance(error, EngineRefused) or not cut.interrupt(flight):
+                raise
+
+
+def check_reply(answer: Json, n: int, replica_id: str) -> None:
+    """Raise `EngineFailed` if a reply lacks samples, or has spans that do not fit its tokens."""
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or sorted(choice.get("index", -1) for choice in choices) != list(range(n)):
+        found = len(choices) if isinstance(choices, list) else "no list of"
+        raise EngineFailed(f"it answered with {found} choices, and {n} were asked for", replica_id=replica_id)
+    for choice in choices:
+        spans, token_ids = choice.get("weight_versions"), choice.get("token_ids")
+        if spans and token_ids is not None and spans[-1].get("end") not in (None, len(token_ids)):
+            raise EngineFailed(
+                f"sample {choice['index']} has {len(token_ids)} tokens, and its weight versions end at "
+                f"{spans[-1]['end']}",
+                replica_id=replica_id,
+            )

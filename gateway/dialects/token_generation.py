@@ -13,12 +13,13 @@ from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownRoute
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
+from gateway.dialects.assembly import Assembly, is_read_in_chunks
 from gateway.dialects.completions import common_room
 from gateway.dialects.freshness import read_freshness, without_freshness
 from gateway.dialects.parallel import gathered, merged
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.tokens import joined_tokens, may_resume, rest_sampling
-from gateway.dialects.runner import Exchange, Runner
+from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import check_sampling, versioned_salt
 from gateway.dialects.token_words import completion_body, token_chunk, token_reply
 from gateway.dialects.usage import Usage, usage_of_joined
@@ -69,6 +70,8 @@ class TokenGeneration:
             request_id=_checked_id(body.get("request_id")) or request_id,
             model=model,
             n=n,
+            prompt_tokens=length,
+            needs_ids=True,
             tokens=length + n * (sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS),
             min_version=fresh.min_version,
             max_staleness=fresh.max_staleness,
@@ -125,12 +128,13 @@ class TokenGeneration:
     def rests_of(self, rollout: Rollout, indexes: Sequence[int]) -> Iterator[list[Rollout]]:
         """Rollouts that continue these samples; an abort of the whole rollout's id reaches them."""
         if rollout.n == 1:
-            yield [replace(rollout, goes_on=True) for _ in indexes]
+            yield [replace(rollout, goes_on=True, attempts=rollout.attempts.branch()) for _ in indexes]
             return
         names = [f"{rollout.request_id}-{index}" for index in indexes]
         self._rest_ids[rollout.request_id] = names
         try:
-            yield [replace(rollout, request_id=name, n=1, goes_on=True) for name in names]
+            attempts = rollout.attempts
+            yield [replace(rollout, request_id=name, n=1, goes_on=True, attempts=attempts.branch()) for name in names]
         finally:
             self._rest_ids.pop(rollout.request_id, None)
 
@@ -168,15 +172,25 @@ class _TokenPrompt(Exchange):
     def prompt_ids(self, answer: Json) -> list[int]:
         return list(self.body["token_ids"])
 
-    async def ask(self, replica: Replica) -> Json:
+    async def ask(self, replica: Replica, part: Part) -> Json:
         body, timeout_s = self._engine_body(replica), self.config.generate_timeout_s
+        sampling = body["sampling_params"]
+        limit = sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS
+        if self.resumes and is_read_in_chunks(sampling, limit, replica.info):
+            usage = {"stream_options": {"include_usage": True}}
+            chunks = self._chunks(replica, body | usage)
+            reply = await part.read(chunks, Assembly(self.rollout.n, replica.replica_id, has_text=False))
+            return self._as_whole(reply)
         if _serves(replica):
             return await replica.engine.generate(PATH, body, timeout_s)
         completed = completion_body(body, replica.info)
         return token_reply(await replica.engine.generate(completion_prompt.PATH, completed, timeout_s), body)
 
-    async def chunks(self, replica: Replica) -> AsyncGenerator[Json]:
-        body, timeout_s = self._engine_body(replica), self.config.generate_timeout_s
+    def chunks(self, replica: Replica) -> AsyncGenerator[Json]:
+        return self._chunks(replica, self._engine_body(replica))
+
+    async def _chunks(self, replica: Replica, body: Json) -> AsyncGenerator[Json]:
+        timeout_s = self.config.generate_timeout_s
         if _serves(replica):
             chunks = replica.engine.stream(PATH, body, timeout_s)
         else:
@@ -184,6 +198,13 @@ class _TokenPrompt(Exchange):
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk if _serves(replica) else token_chunk(chunk, body)
+
+    def _as_whole(self, reply: Json) -> Json:
+        """A reply that was read in chunks, with the fields that only whole replies have."""
+        ids = list(self.body["token_ids"]) if self.body.get("return_token_ids") else None
+        for choice in reply["choices"]:
+            choice.pop("prompt_token_ids", None)
+        return reply | {"prompt_logprobs": None, "prompt_token_ids": ids}
 
     async def continued(self, answer: Json, cut: list[int]) -> Json:
         choices = list(answer["choices"])

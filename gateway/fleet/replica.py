@@ -11,6 +11,7 @@ from engines.engine import Engine
 from engines.errors import EngineFailed, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from gateway.fleet.adapters import Adapter
+from gateway.fleet.backoff import Backoff
 from gateway.fleet.flight import Flight
 from gateway.fleet.routing import Rollout
 
@@ -27,7 +28,7 @@ class Replica:
 
     A frozen one holds version 0, its checkpoint, for ever. `adapters` are those that its engine knows, by name; None
     is one that may be there and is not to be used. `transport` is what its engine receives over, once that has said so.
-    `cuts_off` while an update has its engine end all that it has in flight.
+    `cuts_off` while an update has its engine end all that it has in flight. `is_stalled` while its tokens stand still.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
@@ -50,6 +51,10 @@ class Replica:
         self._before_suspect, self._reason_before = ReplicaState.STARTING, ""
         self._calls: dict[asyncio.Timeout, asyncio.Task[object] | None] = {}
         self.cuts_off = False
+        self.is_stalled = False
+        self.backoff = Backoff()
+        self._rollouts: dict[int, Rollout] = {}
+        self._progress_at = time.monotonic()
         self._flights: WeakSet[Flight] = WeakSet()
         self._steady = asyncio.Event()
         self._steady.set()
@@ -70,6 +75,20 @@ class Replica:
     def is_alive(self) -> bool:
         return self.state not in _NOT_THERE
 
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last sign that tokens are made."""
+        return time.monotonic() - self._progress_at
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt in flight."""
+        return max((rollout.prompt_tokens for rollout in self._rollouts.values()), default=0)
+
+    def saw_progress(self) -> None:
+        """Note a chunk, a reply, or another sign that tokens are made."""
+        self._progress_at = time.monotonic()
+
     def holds(self, adapter: Adapter) -> bool:
         return self.adapters.get(adapter.name) is adapter
 
@@ -81,10 +100,14 @@ class Replica:
         finally:
             self.load_tokens -= rollout.tokens
             self.load_samples -= rollout.n
+            self._rollouts.pop(id(rollout), None)
             if self.load_samples == 0:
                 self.idle.set()
 
     def reserve(self, rollout: Rollout) -> None:
+        if self.load_samples == 0:
+            self.saw_progress()
+        self._rollouts[id(rollout)] = rollout
         self.load_tokens += rollout.tokens
         self.load_samples += rollout.n
         self.placed += rollout.n

@@ -243,7 +243,8 @@ def _no_parser(rollout: Rollout) -> EngineFailed:
 
 
 def _sample(rollout: Rollout, index: int) -> Rollout:
-    return replace(rollout, request_id=f"{rollout.request_id}-{index}", n=1, goes_on=True)
+    name = f"{rollout.request_id}-{index}"
+    return replace(rollout, request_id=name, n=1, goes_on=True, attempts=rollout.attempts.branch())
 
 
 def _by_id(choice: Json) -> Json | None:

@@ -72,6 +72,19 @@ class CutStream:
         choice.pop("kv_versions", None)
         return True
 
+    def interrupt(self, flight: Flight) -> bool:
+        """The replica has failed. True if the samples that have not ended continue from the tokens delivered."""
+        left = [sample for sample in self._samples.values() if not sample.has_ended]
+        if not (self._may_resume and self._prompt_token_ids and any(sample.token_ids for sample in left)):
+            return False
+        for sample in left:
+            end: Json = {}
+            stamp_choice(end, flight, len(sample.token_ids))
+            name_adapter(end, self._adapter)
+            sample.spans = end["weight_versions"]
+        self.is_cut = True
+        return True
+
     def cut_off(self) -> dict[int, Json]:
         """The samples that an update cut off, by index, each with its prompt's and its own token ids.
 
@@ -112,4 +125,5 @@ class CutStream:
     def usage(self, first: Json, rests: Json) -> Json:
         """The usage of the whole: the prompt is counted once, and tokens that were read again are not counted."""
         made = sum(len(sample.token_ids) for sample in self._samples.values()) + rests["completion_tokens"]
-        return {**first, "completion_tokens": made, "total_tokens": (first.get("prompt_tokens") or 0) + made}
+        read = first.get("prompt_tokens") or len(self._prompt_token_ids)
+        return {**first, "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}

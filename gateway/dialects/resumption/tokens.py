@@ -207,7 +207,7 @@ def _joined_logprobs(first: Json | None, rest: Json | None, kept: int) -> Json |
 
 def cut_off_at(replica: Replica) -> EngineFailed:
     """The error of a request that an update cut off and that cannot continue."""
-    return EngineFailed("cut off by a weight update", replica_id=replica.replica_id)
+    return EngineFailed("the reply was cut off and cannot continue", replica_id=replica.replica_id)
 
 
 def _has_content(choice: Json) -> bool:

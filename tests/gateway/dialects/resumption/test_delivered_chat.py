@@ -57,7 +57,7 @@ class PlayedParser:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._held: dict[int, str] = {}
+        self._held: dict[Sample, str] = {}  # by identity, kept alive
         self._chunk = ChatAnswer.chunk
         monkeypatch.setattr(ChatAnswer, "chunk", lambda answer, *sample: self._told_by(answer, *sample))
         monkeypatch.setattr(sim_server, "derendered_chunk", self._derendered)
@@ -65,8 +65,8 @@ class PlayedParser:
     def _told_by(self, answer: ChatAnswer, sample: Sample, start: int, context: int) -> Json:
         chunk = self._chunk(answer, sample, start, context)
         (choice,) = chunk["choices"]
-        before, said = self._held.get(id(sample), ""), choice["delta"]["content"]
-        self._held[id(sample)] = said
+        before, said = self._held.get(sample, ""), choice["delta"]["content"]
+        self._held[sample] = said
         choice["delta"] = {"content": before + said if choice["finish_reason"] else before}
         if start == 0:
             choice["delta"]["tool_calls"] = [{"index": 0, "id": CALL_ID, "type": "function", "function": {}}]

@@ -4,8 +4,9 @@ RolloutGatewayError
 ├── ConfigError               wrong configuration; names file, line, key and remedy
 ├── InvalidRequest            wrong client request; names the field
 │   ├── UnknownModel          no replica serves the model
-│   ├── UnknownRoute          no replica's engine supports the route
-│   └── BodyTooLarge          the body is over the limit in bytes
+│   ├── UnknownRoute          no replica's engine has what the route needs
+│   ├── BodyTooLarge          the body is over the limit in bytes
+│   └── DeadlyPrompt          engines die under it
 ├── NotAllowed                the key is missing, wrong, or not an admin key
 ├── StoreFailed               the weight store cannot write or read a version: disk full, folder gone
 ├── DeadlineExceeded          a bounded wait ran out; names the wait
@@ -14,7 +15,8 @@ RolloutGatewayError
 │   ├── EngineStartFailed     the start failed; gives the reason and the end of the log
 │   ├── EngineUnreachable     the connection failed or broke: retry on another replica
 │   │   └── EngineGone        nothing listens on the port any more
-│   ├── EngineRefused         the engine answered 4xx: the request is wrong on any replica
+│   ├── NoDescriptors         this process has no file descriptor left for a connection to it
+│   ├── EngineRefused         it answered 4xx; `status` says whose fault that is
 │   └── EngineFailed          the engine answered 5xx, or broke its protocol
 └── WeightUpdateError         a weight call failed
     ├── WeightUpdateConflict  out of order, a second trainer, or tensors of another model
@@ -56,6 +58,10 @@ class BodyTooLarge(InvalidRequest):
     """The body is over `gateway.max_body_bytes`."""
 
 
+class DeadlyPrompt(InvalidRequest):
+    """Engines died under this prompt."""
+
+
 class NotAllowed(RolloutGatewayError):
     """The key is missing or wrong (`known` False), or not an admin key (`known` True)."""
 
@@ -86,6 +92,8 @@ class EngineError(RolloutGatewayError):
     def __init__(self, message: str, *, replica_id: str = "") -> None:
         super().__init__(f"replica {replica_id}: {message}" if replica_id else message)
         self.replica_id = replica_id
+        self.retry_after_s: float | None = None
+        """The engine's own word about when it will have room."""
 
 
 class EngineStartFailed(EngineError):
@@ -103,6 +111,10 @@ class EngineUnreachable(EngineError):
 
 class EngineGone(EngineUnreachable):
     """Nothing listens on the engine's port: its process has ended."""
+
+
+class NoDescriptors(EngineError):
+    """This process has no file descriptor left; the engine is not at fault."""
 
 
 class EngineRefused(EngineError):

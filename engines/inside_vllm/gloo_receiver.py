@@ -11,6 +11,7 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.platforms import current_platform
 
+from engines.inside_vllm import cpu_experts
 from engines.inside_vllm import lora as vllm_lora
 from engines.transfer.gloo import WeightGroup, receive
 
@@ -24,6 +25,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         super().__init__(*args, **kwargs)
         if current_platform.is_cpu():  # the first moment in the worker that is ours
             vllm_lora.mend()
+            cpu_experts.mend()
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Join the trainer's group; a group from before is left first, so a new trainer may come at any time."""

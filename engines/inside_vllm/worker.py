@@ -17,6 +17,7 @@ from engines.inside_vllm.snapshot_reader import pin_buffers, read_tensors
 from engines.store.peer_store import PeerStore, fetched
 from engines.transfer.gloo import NamedTensor
 from engines.transfer.packed_streams import keep_streams
+from engines.transfer.packed_views import unpack_quickly
 from engines.transfer.tee import Scribe, WeightTee, prepare
 from engines.types import TensorMeta
 
@@ -41,6 +42,7 @@ class WeightWorker:
         prepare(worker.device)
         if worker.device.type == "cuda":
             keep_streams()
+            unpack_quickly()
             pin_buffers(worker.device)
         if draft and worker.rank == 0 and worker.parallel_config.data_parallel_index == 0:
             self.scribe = _scribe_after(self.scribe, Path(draft), model, Path(base) if base else None, names, wait_s)

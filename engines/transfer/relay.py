@@ -23,6 +23,7 @@ from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from engines.transfer.gloo import CHUNK_BYTES, NamedTensor, WeightGroup, receive
 from engines.transfer.packed_streams import keep_streams
+from engines.transfer.packed_views import unpack_quickly
 from engines.transfer.tee import Scribe, WeightTee, prepare
 
 log = logging.getLogger("relay")
@@ -95,6 +96,7 @@ class NcclReceiver:
 
         torch.cuda.set_device(device)
         keep_streams()
+        unpack_quickly()
         self._model = model
         # A receiver reads only its rank from vLLM's configuration; the relay is the only worker.
         place = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)

@@ -11,14 +11,15 @@ loads by that reload alone.
 """
 
 import argparse
-import gc
 import json
 import math
+import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ class Subject:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(version)
-        return AutoModelForCausalLM.from_config(self._config(), dtype=torch.bfloat16).to(self.device)
+        return AutoModelForCausalLM.from_config(self._config(), dtype=torch.bfloat16).to(self.device).eval()
 
     def sent(self, version: int, *, in_memory: bool) -> dict[str, Any]:
         """Tensors by the names of the checkpoint, or those that transformers has in memory, which joins experts."""
@@ -170,9 +171,14 @@ class Subject:
         )
 
 
-def check(kind: str, updates: int, folder: Path, device: str) -> dict[str, Any]:
-    """All versions of one kind."""
-    subject = Subject(kind, folder, device)
+def check(kind: str, updates: int, device: str) -> dict[str, Any]:
+    """All versions of one kind. Once in a process: what vLLM sets up for one model does not serve another kind."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        return _checked(Subject(kind, Path(folder), device), kind, updates)
+
+
+def _checked(subject: Subject, kind: str, updates: int) -> dict[str, Any]:
     report: dict[str, Any] = {"kind": kind, "obstacle": subject.obstacle(), "versions": []}
     seconds = []
     for version in range(1, updates + 1):
@@ -258,12 +264,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     reports = []
     for kind in args.kinds:
-        with tempfile.TemporaryDirectory() as folder:
-            reports.append(report := check(kind, args.updates, Path(folder), args.device))
-        gc.collect()
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
+            reports.append(report := alone.submit(check, kind, args.updates, args.device).result())
         far = [max(one[key] for one in report["versions"]) for key in ("distance", "farthest")]
         nearest = min((one["distance_before"] for one in report["versions"]), default=math.nan)
         print(

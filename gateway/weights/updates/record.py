@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -118,6 +119,7 @@ def num_bytes(update_info: Json) -> int:
     return sum(_itemsize(dtype) * prod(shape) for dtype, shape in zip(dtypes, shapes, strict=False))
 
 
+@cache
 def _itemsize(dtype: str) -> int:
     """Bytes of an element of torch's `dtype`; a name without a number, such as bool, is one byte."""
     bits = re.search(r"\d+", dtype)

@@ -184,7 +184,7 @@ def _update_path(live: Live) -> Iterator[Found]:
         reason = one.get("reload_reason")
         if reason and not (view and view.on_cpu):  # there vLLM packs each weight, whatever the model
             message = f"an update is a reload by vLLM, for which generation stops: {reason}"
-            effect = "1.3 s for 4,719 tensors of a mixture of experts, 16 GB, on an H200"
+            effect = "1.3 s for 16 GB of experts in 4,719 tensors on an H200, against 0.15 s in place"
             yield consider(live.setting(one["replica_id"], "reload", "/status"), message, "", effect)
 
 

@@ -1,0 +1,93 @@
+"""Experts in vLLM's CPU build after a reload: packed, as an engine that starts with those weights has them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("transformers")
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from engines.inside_vllm import cpu_experts
+from tests.rigs import vllm_model
+
+CONFIG = Qwen3MoeConfig(
+    hidden_size=64,
+    intermediate_size=64,
+    moe_intermediate_size=64,
+    num_hidden_layers=1,
+    vocab_size=128,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=128,
+    num_experts=4,
+    num_experts_per_tok=2,
+    decoder_sparse_step=1,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    with vllm_model.parallel_state():
+        yield
+
+
+@pytest.fixture
+def _mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For this test alone."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    own = UnquantizedFusedMoEMethod.process_weights_after_loading
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "process_weights_after_loading", own)
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "packs_again", True, raising=False)
+    monkeypatch.delattr(UnquantizedFusedMoEMethod, "packs_again")
+    cpu_experts.mend()
+    cpu_experts.mend()
+
+
+def saved(folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def started(folder: Path) -> tuple[Any, Any]:
+    """As an engine on a CPU has it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    config, model = vllm_model.loaded(folder)
+    with set_current_vllm_config(config):
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    return config, model
+
+
+def reload(config: Any, model: Any, folder: Path) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    with set_current_vllm_config(config), torch.device("cpu"):
+        initialize_layerwise_reload(model)
+        model.load_weights(vllm_model.tensors_of(folder).items())
+        finalize_layerwise_reload(model, config.model_config)
+
+
+def experts(model: Any) -> list[torch.Tensor]:
+    held = model.model.layers[0].mlp.experts.routed_experts
+    return [held.w13_weight, held.w2_weight]
+
+
+@pytest.mark.usefixtures("_mended")
+def test_a_reload_packs_experts_as_a_start_does(tmp_path: Path) -> None:
+    first, second = saved(tmp_path / "first", 1), saved(tmp_path / "second", 2)
+    config, model = started(first)
+    places = [one.data_ptr() for one in experts(model)]
+    _, expected = started(second)
+    reload(config, model, second)
+    assert all(torch.equal(one, other) for one, other in zip(experts(model), experts(expected), strict=True))
+    assert [one.data_ptr() for one in experts(model)] == places

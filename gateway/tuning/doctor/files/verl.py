@@ -121,7 +121,7 @@ def _from_script(path: Path, text: str, version: str) -> VerlFile:
         for one in overrides
         if not is_known(one.setting.value) or (one.setting.value == "" and defaults.get(one.key) not in ("", None))
     ]
-    if _NAMES_NPU.search(text):
+    if _NAMES_NPU.search(path.name + text):
         defaults["trainer.device"] = "npu"
     return VerlFile(Values("verl", given, defaults), tuple(overrides), kind, keys, tuple(unread))
 

@@ -453,3 +453,10 @@ def test_a_script_that_launches_trl_is_read_with_its_server(tmp_path: Path) -> N
     assert hurting >= {("trl vllm-serve", "gpu-memory"), ("trl vllm-serve", "cuda-graphs"), ("TRL", "trl-sampling")}
     (batch,) = [one for one in found if one.rule == "trl-prompt-batch"]
     assert "4 processes" in batch.message
+
+
+def test_expert_parallelism_spreads_the_weights(tmp_path: Path) -> None:
+    given = {M + "path": "Qwen/Qwen3-235B-A22B", R + "tensor_model_parallel_size": 4}
+    spread = {R + "data_parallel_size": 4, R + "expert_parallel_size": 16}
+    assert severities(verl(tmp_path, **given), "tensor-parallel") == [HURTS]
+    assert severities(verl(tmp_path, **given, **spread), "tensor-parallel") == [FINE]

@@ -83,10 +83,12 @@ def test_a_good_configuration_has_nothing_that_hurts(tmp_path: Path, name: str) 
 def test_nine_of_ten_planted_defects_are_found(tmp_path: Path) -> None:
     missed = []
     for name, good in GOOD.items():
-        before = {(one.rule, one.key) for one in findings(tmp_path, good) if one.severity is not Severity.FINE}
+        before = {
+            (one.rule, one.key, one.severity) for one in findings(tmp_path, good) if one.severity is not Severity.FINE
+        }
         for defect, key in DEFECTS:
             found = [one for one in findings(tmp_path, good | defect) if one.severity is not Severity.FINE]
-            if not any(one.key.endswith(key) and (one.rule, one.key) not in before for one in found):
+            if not any(one.key.endswith(key) and (one.rule, one.key, one.severity) not in before for one in found):
                 missed.append((name, *defect))
     planted = len(GOOD) * len(DEFECTS)
     assert planted >= 80

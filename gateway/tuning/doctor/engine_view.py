@@ -141,7 +141,12 @@ def verl_engine(file: VerlFile) -> EngineView | None:
         return None
     if name not in (EngineKind.VLLM, EngineKind.SGLANG):
         return None
-    settings = {lever: values.at(ROLLOUT + key) for lever, key in _VERL_LEVERS.items()}
+    settings = {
+        lever: values.at(ROLLOUT + key)
+        for lever, key in _VERL_LEVERS.items()
+        # A lever that this release does not have is the engine's own choice.
+        if file.keys.has(ROLLOUT + key) or values.has_any(ROLLOUT + key)
+    }
     for key, lever in (("mem_fraction_static", "gpu_memory_utilization"), ("context_length", "max_model_len")):
         passed = values.at(f"{ROLLOUT}engine_kwargs.{name}.{key}")
         settings |= {lever: passed} if passed.value is not None else {}

@@ -277,7 +277,7 @@ def _log_stats(engine: EngineView, subject: Subject) -> Iterator[Found]:
 
 def _logprobs_mode(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting = engine.at("logprobs_mode")
-    if not engine.is_vllm or setting is None:
+    if not engine.is_vllm or setting is None or setting.value is None:
         return
     if setting.value != "processed_logprobs":
         message = f"{setting.value} are not those of the distribution that was sampled from, once temperature is not 1"

@@ -408,6 +408,13 @@ def test_rollout_fields_without_a_name_are_judged(tmp_path: Path) -> None:
     assert severities(found, "cuda-graphs") == [HURTS]
 
 
+def test_a_lever_that_a_release_does_not_have_is_not_judged(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"python -m verl.trainer.main_ppo {R}name=vllm\n", encoding="utf-8")
+    assert severities(examine(subject_of(verl=path)), "logprobs-mode") == [FINE]
+    assert not severities(examine(subject_of(verl=path, verl_version="0.6.1")), "logprobs-mode")
+
+
 def test_an_npu_is_not_judged_by_cuda_graphs(tmp_path: Path) -> None:
     path = tmp_path / "train_npu.sh"
     text = f"export HCCL_CONNECT_TIMEOUT=60\npython -m verl.trainer.main_ppo {R}name=vllm {R}enforce_eager=True\n"

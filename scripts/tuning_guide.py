@@ -19,8 +19,10 @@ The rules of `rollout-gateway doctor`: each with its question, its reason and it
 
     rollout-gateway doctor -c FILE.yaml                       # ours
     rollout-gateway doctor --verl train.sh                    # verl: YAML, or a script with Hydra overrides
+    rollout-gateway doctor --verl train.sh --verl-version 0.7.0 --fix | patch -p0
     rollout-gateway doctor -c FILE.yaml --trl train.py --trl-processes 4
     rollout-gateway doctor --url http://127.0.0.1:8100        # a running gateway: its engines' settings and counters
+    rollout-gateway doctor --url http://127.0.0.1:8100 --watch 30   # counters of these 30 s
 
 Files are read. A shell script is expanded by a restricted bash with an empty environment, which finds no program and
 writes no file; values that only a run has are listed. A finding `hurts`, is one to `consider`, or is `fine` (`--all`

@@ -48,7 +48,8 @@ from gateway.config.node_gpus import read_gpus
 from gateway.config.schema import Config
 from gateway.config.serve_document import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
 from gateway.tuning.doctor.finding import Severity
-from gateway.tuning.doctor.live import look
+from gateway.tuning.doctor.live import watch as watch_live
+from gateway.tuning.doctor.patch import patch_of
 from gateway.tuning.doctor.report import as_json as findings_as_json
 from gateway.tuning.doctor.report import print_findings
 from gateway.tuning.doctor.rules.all import examine
@@ -307,9 +308,14 @@ def doctor_command(
     ] = None,
     url: Annotated[str, typer.Option("--url", metavar="URL", help="A running gateway's rollout URL.")] = "",
     key: Annotated[str, typer.Option("--key", help="Its key, as env:NAME or file:PATH.")] = "",
+    watch: Annotated[
+        float,
+        typer.Option("--watch", metavar="SECONDS", min=0, help="With --url: count over this time, not since start."),
+    ] = 0,
     trl_processes: Annotated[int, typer.Option("--trl-processes", min=1, help="Training processes of TRL.")] = 1,
     gpu_gib: Annotated[float, typer.Option("--gpu-gib", min=1, help="Memory of one GPU.")] = 80.0,
     show_all: Annotated[bool, typer.Option("--all", help="Show what is fine, too.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Print a patch with the values that findings suggest.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find settings that cost speed, memory or correctness. Exit code 1 when something hurts, 2 on bad input."""
@@ -325,7 +331,7 @@ def doctor_command(
             trl=trl,
             trl_processes=trl_processes,
             against=against,
-            live=look(url, key) if url else None,
+            live=watch_live(url, key, watch) if url else None,
             gpu_gib=gpu_gib,
         )
     except (ConfigError, GatewayUnreachable) as error:
@@ -334,6 +340,8 @@ def doctor_command(
     findings = examine(subject)
     if as_json:
         print_json(findings_as_json(findings))
+    elif fix:
+        print(patch_of(findings), end="")
     else:
         print_findings(Console(), findings, with_fine=show_all)
     if any(finding.severity is Severity.HURTS for finding in findings):

@@ -18,6 +18,7 @@ from gateway.tuning.doctor.values import Values, as_number
 _VERL_LEVERS = {
     "tensor_parallel_size": "tensor_model_parallel_size",
     "data_parallel_size": "data_parallel_size",
+    "expert_parallel_size": "expert_parallel_size",
     "dtype": "dtype",
     "max_model_len": "max_model_len",
     "max_num_seqs": "max_num_seqs",
@@ -33,7 +34,15 @@ _VERL_LEVERS = {
 }
 # verl 0.9.1, workers/rollout/sglang_rollout/async_sglang_server.py: all that its SGLang server is started with.
 VERL_TO_SGLANG = frozenset(
-    {"tensor_parallel_size", "data_parallel_size", "dtype", "gpu_memory_utilization", "enforce_eager", "max_num_seqs"}
+    {
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "expert_parallel_size",
+        "dtype",
+        "gpu_memory_utilization",
+        "enforce_eager",
+        "max_num_seqs",
+    }
 )
 _TRL_LEVERS = {
     "tensor_parallel_size": "vllm_tensor_parallel_size",
@@ -88,6 +97,14 @@ class EngineView:
         return weight_gib(self.model)
 
     @property
+    def gpus_of_weights(self) -> float:
+        """GPUs that one copy of the weights is spread over: with expert parallelism also those of its data parallel
+        ranks."""
+        tensor_parallel = self.number("tensor_parallel_size") or 1
+        has_experts = self.value("enable_expert_parallel") is True or (self.number("expert_parallel_size") or 1) > 1
+        return tensor_parallel * (self.number("data_parallel_size") or 1) if has_experts else tensor_parallel
+
+    @property
     def context(self) -> float | None:
         return self.number("max_model_len")
 
@@ -124,7 +141,12 @@ def verl_engine(file: VerlFile) -> EngineView | None:
         return None
     if name not in (EngineKind.VLLM, EngineKind.SGLANG):
         return None
-    settings = {lever: values.at(ROLLOUT + key) for lever, key in _VERL_LEVERS.items()}
+    settings = {
+        lever: values.at(ROLLOUT + key)
+        for lever, key in _VERL_LEVERS.items()
+        # A lever that this release does not have is the engine's own choice.
+        if file.keys.has(ROLLOUT + key) or values.has_any(ROLLOUT + key)
+    }
     for key, lever in (("mem_fraction_static", "gpu_memory_utilization"), ("context_length", "max_model_len")):
         passed = values.at(f"{ROLLOUT}engine_kwargs.{name}.{key}")
         settings |= {lever: passed} if passed.value is not None else {}

@@ -2,10 +2,11 @@
 
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -63,6 +64,20 @@ class Live:
     status: dict[str, Any]
     samples: tuple[Sample, ...]
     server_info: dict[str, Any] | None
+    watched_s: float | None = None
+    """The time that counters are of; None for all the time since engines started."""
+
+    def since(self, earlier: "Live", seconds: float) -> "Live":
+        """The same with counters of the time since an earlier look. An engine that restarted between them counts from
+        its restart."""
+        before = {(one.name, frozenset(one.labels.items())): one.value for one in earlier.samples}
+
+        def difference(sample: Sample) -> Sample:
+            known = before.get((sample.name, frozenset(sample.labels.items())), 0.0)
+            is_counter = sample.name.endswith("_total") and known <= sample.value
+            return replace(sample, value=sample.value - known) if is_counter else sample
+
+        return replace(self, samples=tuple(map(difference, self.samples)), watched_s=seconds)
 
     @property
     def serving(self) -> list[str]:
@@ -144,6 +159,15 @@ def look(url: str, key: str = "", environ: Mapping[str, str] = os.environ) -> Li
     if not isinstance(status, dict) or "replicas" not in status:
         raise GatewayUnreachable(f"{url}: no gateway of ours: /status tells no replicas")
     return Live(url, status, tuple(_samples(page)), _server_info(url, token))
+
+
+def watch(url: str, key: str, seconds: float) -> Live:
+    """Looks once, or twice with `seconds` between the looks, and has counters of that time."""
+    live = look(url, key)
+    if not seconds:
+        return live
+    time.sleep(seconds)
+    return look(url, key).since(live, seconds)
 
 
 def _server_info(url: str, token: str) -> dict[str, Any] | None:

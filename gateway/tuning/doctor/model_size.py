@@ -1,33 +1,49 @@
-"""How large a model is, from its checkpoint or its name; with what follows for memory."""
+"""The size of a model: of its files, else of its config.json as `plan` reads it, else of its name."""
 
 import json
 import re
 from pathlib import Path
 
 from engines.checkpoint import checkpoint_files
+from engines.errors import ConfigError
 from engines.model_folder import cached_folder
+from gateway.tuning.plan.shape import read_shape
 
 BYTES_PER_PARAMETER = 2  # bfloat16
 # Of Qwen2, for models whose config.json is elsewhere: the largest of the usual ones, nearly.
 USUAL_VOCABULARY = 152_064
 
 _IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z0-9])")
+# Bytes a parameter of checkpoints whose name has the sign; embeddings keep two.
+_BYTES_IN_NAME = (
+    (re.compile(r"fp8|int8|w8a8", re.IGNORECASE), 1.05),
+    (re.compile(r"awq|gptq|int4|4bit|w4a16|mxfp4|nvfp4|gpt-oss", re.IGNORECASE), 0.57),
+)
 _MILLIONS_IN_NAME = re.compile(r"(?<![\w.])(\d+)\s*[mM](?![a-zA-Z0-9])")
 
 
 def weight_gib(model: str) -> float | None:
-    """GiB of a model's weights in bfloat16: the sum of its files where they are here, else from a name such as
-    Qwen2-7B; None where neither tells."""
+    """GiB of a model's weights: the sum of its files where they are here, else by its config.json, else by a name such
+    as Qwen2-7B-AWQ; None where none of them has a size."""
     if folder := _folder(model):
-        size = sum(file.stat().st_size for file in checkpoint_files(folder) if file.is_file())
-        if size:
+        stored = sum(file.stat().st_size for file in checkpoint_files(folder) if file.is_file())
+        if size := stored or _shaped(folder):
             return size / 2**30
+    each = next((size for sign, size in _BYTES_IN_NAME if sign.search(model)), BYTES_PER_PARAMETER)
     name = model.rstrip("/").rpartition("/")[2].replace("-", " ").replace("_", " ")
     if found := _IN_NAME.search(name):
-        return float(found[1]) * 1e9 * BYTES_PER_PARAMETER / 2**30
+        return float(found[1]) * 1e9 * each / 2**30
     if found := _MILLIONS_IN_NAME.search(name):
-        return float(found[1]) * 1e6 * BYTES_PER_PARAMETER / 2**30
+        return float(found[1]) * 1e6 * each / 2**30
     return None
+
+
+def _shaped(folder: Path) -> float:
+    """Bytes by config.json; 0 where it has no shape that is known."""
+    try:
+        return read_shape(folder).weight_bytes
+    except ConfigError:
+        return 0.0
 
 
 def vocabulary(model: str) -> int | None:

@@ -28,7 +28,7 @@ def resident_gib(values: Values) -> float | None:
     """GiB on each GPU that stay: the actor's weights and optimizer where they are not offloaded. It is the least there
     can be: a critic and what is not sharded come on top, and FSDP's reference is on the host. None for a model or a
     number of GPUs that is not known, and for LoRA."""
-    weights = weight_gib(values.text("actor_rollout_ref.model.path"))
+    weights = weight_gib(values.text("actor_rollout_ref.model.path"))  # a trainer's checkpoint has two bytes a weight
     nodes, gpus = values.whole("trainer.nnodes"), values.whole("trainer.n_gpus_per_node")
     if weights is None or not nodes or not gpus or values.number("actor_rollout_ref.model.lora_rank"):
         return None

@@ -159,7 +159,7 @@ def _of_split(question: Question, trainer_gpus: int) -> Iterator[Choice]:
 def _of_engine(
     question: Question, trainer_gpus: int, tensor_parallel: int, replicas: int, max_num_seqs: int
 ) -> Iterator[Choice]:
-    memory = engine_memory(question.shape, question.gpu, tensor_parallel, max_num_seqs)
+    memory = engine_memory(question.shape, question.gpu, tensor_parallel, max_num_seqs, question.work.longest)
     if memory.sequences(question.work.longest) < 1:
         return
     for api_servers in _API_SERVERS:

@@ -41,8 +41,10 @@ class EngineMemory:
         return max(0, int(self.kv_tokens / tokens))
 
 
-def engine_memory(shape: ModelShape, gpu: Gpu, tensor_parallel: int, max_num_seqs: int) -> EngineMemory:
-    """Of one replica that takes `GPU_SHARE` of each of its GPUs."""
+def engine_memory(
+    shape: ModelShape, gpu: Gpu, tensor_parallel: int, max_num_seqs: int, length: float = 0
+) -> EngineMemory:
+    """Of one replica that takes `GPU_SHARE` of each of its GPUs, with sequences of `length` tokens."""
     weights = shape.weight_bytes / tensor_parallel / GIB
     width = 2 * shape.intermediate / tensor_parallel + 6 * shape.hidden
     logits = max_num_seqs * shape.vocabulary * 4 * _LOGIT_COPIES
@@ -53,7 +55,7 @@ def engine_memory(shape: ModelShape, gpu: Gpu, tensor_parallel: int, max_num_seq
         activations=activations,
         graphs=_GRAPHS_GIB + _CONTEXT_GIB,
         kv_cache=kv_cache,
-        kv_tokens=max(0.0, kv_cache * GIB / shape.kv_bytes(tensor_parallel)),
+        kv_tokens=max(0.0, kv_cache * GIB / shape.kv_bytes(tensor_parallel, length)),
     )
 
 

@@ -11,6 +11,21 @@ from engines.model_folder import cached_folder
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
 _ATTENTION = ("full_attention", "sliding_attention", "attention")
+# Keys of models whose layers keep a state instead of a KV cache.
+_STATEFUL = (
+    "linear_num_key_heads",
+    "linear_attn_config",
+    "mamba_d_state",
+    "ssm_cfg",
+    "state_size",
+    "full_attention_interval",
+)
+# One layer in so many has full attention, where config.json has no layer_types.
+_FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
+_ALL_SLIDE = ("mistral", "mixtral")  # where config.json has a window
+# Bytes a weight with the scales of its group: 4 bits in groups of 128 with zeros, MXFP4 in groups of 32.
+_FOUR_BITS, _MXFP4 = 0.52, 0.53125
+_PLAIN = 2.0  # bfloat16, which embeddings and head keep
 # Models whose config.json leaves `tie_word_embeddings` out where it is true.
 _TIED = ("gemma",)
 _BIASED = ("qwen2",)  # and their config.json does not say so
@@ -57,6 +72,11 @@ class ModelShape:
     """Of the input embedding where the head is another matrix: looked up, never multiplied."""
     experts: Experts | None
     weight_bytes_each: float
+    """Of a matrix in a layer; embeddings and head keep two bytes in quantized checkpoints."""
+    expert_bytes_each: float
+    sliding_share: float
+    """Of the KV cache, in layers that look at `window` tokens alone."""
+    window: int
     positions: int | None
 
     @property
@@ -72,16 +92,32 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        return self.parameters * self.weight_bytes_each
+        return self._dense_bytes + self.embedding_parameters * self._head_bytes + self._routed_bytes
 
     def read_bytes(self, tokens: float) -> float:
         """Bytes of weights that a step of so many tokens reads."""
         routed = self.experts.touched(tokens) if self.experts else 0.0
-        return (self.dense_parameters + routed) * self.weight_bytes_each
+        return self._dense_bytes + routed * self.expert_bytes_each
 
-    def kv_bytes(self, tensor_parallel: int) -> float:
-        """Of one token on each GPU of a tensor parallel group. Heads that are fewer than GPUs are held twice."""
-        return self.kv_values * 2.0 / min(tensor_parallel, self.kv_heads)
+    def kv_bytes(self, tensor_parallel: int, length: float = 0) -> float:
+        """Of one token on each GPU of a tensor parallel group, in a sequence of `length` tokens, whose sliding layers
+        hold their window alone; 0 is a sequence within it. Heads that are fewer than GPUs are held twice."""
+        beyond = max(0.0, 1 - self.window / length) if length and self.window else 0.0
+        held = self.kv_values * (1 - self.sliding_share * beyond)
+        return held * 2.0 / min(tensor_parallel, self.kv_heads)
+
+    @property
+    def _head_bytes(self) -> float:
+        return max(self.weight_bytes_each, _PLAIN)
+
+    @property
+    def _dense_bytes(self) -> float:
+        head = self.vocabulary * self.hidden
+        return (self.dense_parameters - head) * self.weight_bytes_each + head * self._head_bytes
+
+    @property
+    def _routed_bytes(self) -> float:
+        return self.experts.all_parameters * self.expert_bytes_each if self.experts else 0.0
 
     def fits_heads(self, tensor_parallel: int) -> bool:
         """Whether heads can be dealt out evenly; the engines' own rule."""
@@ -104,6 +140,8 @@ def shape_of(config: Mapping[str, Any], name: str, *, quantization: Mapping[str,
     """The shape that the keys of a config.json describe."""
     if others := sorted({str(kind) for kind in config.get("layer_types") or ()} - set(_ATTENTION)):
         raise ConfigError(f"{name}: layers of {', '.join(others)} keep no KV cache that is known here")
+    if state := [key for key in _STATEFUL if config.get(key)]:
+        raise ConfigError(f"{name}: cannot size this: its layers keep a state ({state[0]}) and no KV cache known here")
     layers, hidden, heads = (
         _whole(config, key, name) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -118,6 +156,8 @@ def shape_of(config: Mapping[str, Any], name: str, *, quantization: Mapping[str,
         attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head + bias
         kv_values, width = 2 * kv_heads * head, heads * head
     experts, dense_mlp = _feed_forward(config, layers, hidden, intermediate)
+    dense_bytes, expert_bytes = _weight_bytes(config, quantization)
+    sliding_share, window = _sliding(config, layers)
     tied = config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith(_TIED))
     return ModelShape(
         name=name,
@@ -132,7 +172,10 @@ def shape_of(config: Mapping[str, Any], name: str, *, quantization: Mapping[str,
         dense_parameters=layers * (attention + 2 * hidden) + dense_mlp + hidden + vocabulary * hidden,
         embedding_parameters=0.0 if tied else float(vocabulary * hidden),
         experts=experts,
-        weight_bytes_each=_weight_bytes(config, quantization),
+        weight_bytes_each=dense_bytes,
+        expert_bytes_each=expert_bytes,
+        sliding_share=sliding_share,
+        window=window,
         positions=config.get("max_position_embeddings"),
     )
 
@@ -158,7 +201,7 @@ def _feed_forward(
     if not count:
         return None, 3.0 * layers * hidden * intermediate
     expert = int(config.get("moe_intermediate_size") or intermediate)
-    plain = int(config.get("first_k_dense_replace") or 0)
+    plain = int(config.get("first_k_dense_replace") or 0) + len(config.get("mlp_only_layers") or ())
     shared = int(config.get("shared_expert_intermediate_size") or 0)
     shared += int(config.get("n_shared_experts") or 0) * expert
     mixed = layers - plain
@@ -171,12 +214,37 @@ def _has_bias(config: Mapping[str, Any]) -> bool:
     return bool(config.get("attention_bias", config.get("model_type") in _BIASED))
 
 
-def _weight_bytes(config: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> float:
-    if quantization:
-        bits = quantization.get("bits") or quantization.get("weight_bits") or 8
-        return float(bits) / 8
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    return 2.0 if dtype == "float32" else _BYTES.get(dtype, 2.0)  # engines load float32 checkpoints as bfloat16
+def _sliding(config: Mapping[str, Any], layers: int) -> tuple[float, int]:
+    """The share of layers that look at a window of tokens alone, and the window."""
+    window, kind = config.get("sliding_window"), str(config.get("model_type", ""))
+    if not isinstance(window, int) or config.get("use_sliding_window") is False:
+        return 0.0, 0
+    if kinds := config.get("layer_types"):
+        return list(kinds).count("sliding_attention") / len(kinds), window
+    if every := int(config.get("sliding_window_pattern") or _FULL_EVERY.get(kind, 0)):
+        return 1 - (layers // every) / layers, window
+    return (1.0, window) if kind in _ALL_SLIDE else (0.0, 0)
+
+
+def _weight_bytes(config: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> tuple[float, float]:
+    """Bytes of a weight in a layer, and in a routed expert."""
+    if not quantization:
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        each = 2.0 if dtype == "float32" else _BYTES.get(dtype, 2.0)  # engines load float32 checkpoints as bfloat16
+        return each, each
+    if str(quantization.get("quant_method", "")) == "mxfp4":
+        return _PLAIN, _MXFP4  # of experts alone
+    bits = _bits(quantization)
+    each = _FOUR_BITS if bits == 4 else bits / 8
+    return each, each
+
+
+def _bits(quantization: Mapping[str, Any]) -> float:
+    """Of a quantized weight, in the words of AWQ, GPTQ, bitsandbytes, compressed-tensors and FP8."""
+    groups = quantization.get("config_groups") or {}
+    weights = next((group.get("weights") or {} for group in groups.values()), {})
+    four = 4 if quantization.get("load_in_4bit") else None
+    return float(quantization.get("bits") or quantization.get("weight_bits") or weights.get("num_bits") or four or 8)
 
 
 def _read(model: Path) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError
 from gateway.config.schema import Config
 from gateway.config.sources import Tree, from_file, from_overrides, merge
-from gateway.tuning.tune.levers import Setting
+from gateway.tuning.tune.levers import Setting, Value
 from gateway.tuning.tune.search import Outcome, Record, ratios
 
 _WIDTH_OF_A_PIPE = 200
 _BARS = 40
-_BAR_PX, _ROW_PX, _LABEL_PX, _WIDTH_PX = 440, 24, 430, 1020
+_BAR_PX, _ROW_PX, _WIDTH_PX = 900, 44, 1020
 _NO_PAIRS = "<p>None were needed.</p>"
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1060px;margin:2rem auto;padding:0 1rem;color:#1c1c1c;background:#fff}
@@ -46,7 +46,31 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
         told = setting.told_from(outcome.start) + (f": {_first_line(record)}" if record.failure else "")
         table.add_row(_speed(record), _share(outcome, record), str(len(record.speeds)), told)
     console.print(table, markup=False)
-    console.print("\n" + _decision(outcome), markup=False, highlight=False, soft_wrap=True)
+    lines = [_decision(outcome), *contributions(outcome)]
+    console.print("\n" + "\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def contributions(outcome: Outcome) -> list[str]:
+    """A line for each lever that the best setting changes: its own part of the gain, from the two measured settings
+    nearest to the best that differ in this lever alone."""
+    return [
+        f"{name}={value}: {ratio:.3g} times the tokens/s by itself" if ratio else f"{name}={value}: not measured alone"
+        for name, value in outcome.best.changes_from(outcome.start).items()
+        for ratio in (_own_ratio(outcome, name, value),)
+    ]
+
+
+def _own_ratio(outcome: Outcome, name: str, value: Value) -> float | None:
+    without = dict(outcome.start.values)[name]
+    pairs = [
+        (len(setting.changes_from(outcome.best)), record.speed / outcome.records[other].speed)
+        for setting, record in outcome.records.items()
+        if dict(setting.values)[name] == value
+        and (other := setting.changed_to(name, without)) in outcome.records
+        and record.speed
+        and outcome.records[other].speed
+    ]
+    return min(pairs)[1] if pairs else None
 
 
 def configuration(config: Config, group: str, file: Path | None, overrides: Sequence[str], outcome: Outcome) -> str:
@@ -95,7 +119,7 @@ def page(outcome: Outcome, workload: str, text: str) -> str:
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>rollout-gateway tune</title><style>{_STYLE}</style>
 <h1>{html.escape(decision[0].upper() + decision[1:])}</h1>
-<p>{html.escape(reason)}</p>
+<p>{html.escape("; ".join([reason, *contributions(outcome)]))}</p>
 <p class=dim>{html.escape(workload)}. {measured}. The start has {html.escape(str(outcome.start))}.</p>
 <h2>Tokens/s of a GPU</h2>{_plot(outcome)}
 <h2>Final pairs, in alternating order</h2>
@@ -128,16 +152,16 @@ def _plot(outcome: Outcome) -> str:
     height = _ROW_PX * len(shown) + 8
     parts = [f'<svg width="{_WIDTH_PX}" height="{height}" viewBox="0 0 {_WIDTH_PX} {height}" role="img">']
     for index, (setting, record) in enumerate(shown):
-        top = index * _ROW_PX
+        top = index * _ROW_PX  # of the label, which has a line of its own, so that none is cut
         colour = "#2a7d4f" if setting == outcome.best else "#8a8a8a" if setting == outcome.start else "#b9cfe4"
         label = html.escape(setting.told_from(outcome.start))
-        parts.append(f'<text x="{_LABEL_PX - 8}" y="{top + 17}" text-anchor="end">{label}</text>')
+        parts.append(f'<text x="0" y="{top + 14}">{label}</text>')
         width = record.speed * scale
-        parts.append(f'<rect x="{_LABEL_PX}" y="{top + 4}" width="{width:.1f}" height="16" fill="{colour}"/>')
+        parts.append(f'<rect x="0" y="{top + 20}" width="{width:.1f}" height="16" fill="{colour}"/>')
         for speed in record.speeds:
-            parts.append(f'<circle cx="{_LABEL_PX + speed * scale:.1f}" cy="{top + 12}" r="3" fill="#1c1c1c"/>')
-        parts.append(f'<text x="{_LABEL_PX + _BAR_PX + 12}" y="{top + 17}">{record.speed:,.0f}</text>')
-    at = _LABEL_PX + outcome.records[outcome.start].speed * scale
+            parts.append(f'<circle cx="{speed * scale:.1f}" cy="{top + 28}" r="3" fill="#1c1c1c"/>')
+        parts.append(f'<text x="{_BAR_PX + 12}" y="{top + 33}">{record.speed:,.0f}</text>')
+    at = outcome.records[outcome.start].speed * scale
     parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height}" stroke="#444" stroke-dasharray="4 3"/>')
     return "".join(parts) + "</svg>"
 
@@ -148,7 +172,7 @@ def _decision(outcome: Outcome) -> str:
     else:
         decision = f"take {outcome.best.told_from(outcome.start)}\n{outcome.reason}"
     if outcome.against_known is not None:
-        decision += f"; {outcome.against_known:.3f} of what it was held against, in the same runs"
+        decision += f"; {outcome.against_known:.3f} times the compared configuration's tokens/s, in the same runs"
     return decision
 
 

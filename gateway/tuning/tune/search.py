@@ -310,8 +310,10 @@ class Tuner:
         affordable = int((left_s - self._usual_start_s) / self._shortest_run_s)
         if affordable < 1:
             raise BudgetOver
-        # One that changes nothing is as slow as the start, and shall be seen to be.
-        run_s = max(_PATIENCE * self._shortest_run_s, _SLOWER * self.records[self.start].run_s)
+        run_s = _PATIENCE * self._shortest_run_s
+        if not self._is_far_ahead(self._fastest(self.records)):
+            # A setting that changes nothing is as slow as the start, and shall be seen to be.
+            run_s = max(run_s, _SLOWER * self.records[self.start].run_s)
         await self._measure(setting, min(missing, affordable), left_s, run_s)
 
     def _missing(self, setting: Setting, runs: int) -> int:
@@ -332,7 +334,16 @@ class Tuner:
             raise BudgetOver from None
         self._add(setting, measured)
         self._journal.add_measured(setting, measured, self.spent_s)
-        self._tell(f"{setting.told_from(self.start)}: {self._said(setting)}")
+        self._tell(f"{self._progress()}: {setting.told_from(self.start)}: {self._said(setting)}")
+
+    def _progress(self) -> str:
+        """Settings measured, of those that the budget has room for, and the time that is left."""
+        if not any(record.speed for record in self.records.values()):
+            return "setting 1"
+        left_s = max(0.0, self._budget_s - self.spent_s)
+        more = int(max(0.0, left_s - self._reserve_s) / (self._usual_start_s + self._shortest_run_s))
+        about = min(self._num_settings, len(self.records) + more)
+        return f"setting {len(self.records)} of about {about}, {left_s / 60:.0f} min left"
 
     def _said(self, setting: Setting) -> str:
         record, start = self.records[setting], self.records[self.start]
@@ -346,6 +357,10 @@ class Tuner:
         record.add(measured)
         if setting == self.start and record.speeds:
             record.failure = ""  # all others are told against it; that it fails at times shows in the pairs
+
+    @property
+    def _num_settings(self) -> int:
+        return math.prod(len(lever.values) for lever in self._levers)
 
     @property
     def _usual_start_s(self) -> float:
@@ -397,7 +412,7 @@ class Tuner:
         pairs = [(one["start"], one["fastest"]) for one in rounds if one.keys() >= {"start", "fastest"}]
         if self._is_far_ahead(fastest):
             gain = self.records[fastest].speed / self.records[self.start].speed
-            best, reason = fastest, f"{gain:.3f} of the start's tokens/s, too far ahead for pairs to tell more"
+            best, reason = fastest, f"{gain:.3g} times the start's tokens/s, too far ahead to need pairs"
         elif fastest != self.start:
             best, reason = self._judge(fastest, pairs, failure)
         role = "start" if best == self.start else "fastest"
@@ -410,7 +425,7 @@ class Tuner:
             reason=reason,
             records=self.records,
             spent_s=self.spent_s,
-            settings=math.prod(len(lever.values) for lever in self._levers),
+            settings=self._num_settings,
         )
 
     async def _rounds(self, fastest: Setting) -> tuple[list[dict[str, float]], str]:
@@ -445,7 +460,7 @@ class Tuner:
             return self.start, f"the start is kept: {len(pairs)} of {self._num_pairs} final pairs were run: {failure}"
         found = ratios(pairs)
         won = sum(ratio > 1 for ratio in found) / len(found)
-        told = f"{statistics.median(found):.3f} of the start's tokens/s in {len(found)} alternating pairs"
+        told = f"{statistics.median(found):.3f} times the start's tokens/s in {len(found)} alternating pairs"
         if statistics.median(found) > 1 + GAIN and won > _MORE_PAIRS_WON:
             return fastest, told
         return self.start, f"the start is kept: the fastest one reached {told}"

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def _from_script(path: Path, text: str, version: str) -> VerlFile:
         for one in overrides
         if not is_known(one.setting.value) or (one.setting.value == "" and defaults.get(one.key) not in ("", None))
     ]
-    if _NAMES_NPU.search(text):
+    if _NAMES_NPU.search(path.name + text):
         defaults["trainer.device"] = "npu"
     return VerlFile(Values("verl", given, defaults), tuple(overrides), kind, keys, tuple(unread))
 
@@ -200,6 +200,8 @@ def _trainer(
         name = f"{name} {chosen}".strip()
     keys = verl_keys(name or module, version)
     if not keys.is_complete:
+        if any(".megatron." in one.key for one in overrides):
+            keys = replace(verl_keys("ppo_megatron_trainer", version), is_complete=False)
         notes.texts.append(f"{path}: {keys.name} has no trainer {name or module}: its keys are not judged")
     return keys, _kind(module, name, overrides), notes
 
@@ -213,11 +215,14 @@ def _option(words: Sequence[str], option: str) -> str:
 
 
 def _config_file(path: Path, folder: str, name: str) -> Path | None:
-    """The file that --config-path and --config-name name, from the script's folder or one above it."""
+    """The file that --config-path and --config-name name, from the script's folder or one above it: a script that calls
+    its own working directory the root of the project may stand further down."""
+    parts = Path(folder).parts
     for base in (path.parent, *path.resolve().parents):
-        file = base / folder / f"{name}.yaml"
-        if name and file.is_file():
-            return file
+        for start in range(len(parts) + 1):
+            file = base.joinpath(*parts[start:], f"{name}.yaml")
+            if name and file.is_file():
+                return file
     return None
 
 

@@ -75,7 +75,7 @@ def _shared(engine: EngineView, share: float, subject: Subject) -> Iterator[Foun
     """The engine's share beside the trainer, which leaves the GPU or stays in part."""
     name = "gpu_memory_utilization" if engine.is_vllm or engine.owner == "verl" else "mem_fraction_static"
     setting, resident = engine.at(name), engine.resident_gib
-    weights = None if engine.weight_gib is None else engine.weight_gib / (engine.number("tensor_parallel_size") or 1)
+    weights = None if engine.weight_gib is None else engine.weight_gib / engine.gpus_of_weights
     room = None if resident is None else 1 - (resident + _BESIDE_KV_GIB) / subject.gpu_gib
     if weights is not None and share * subject.gpu_gib < weights:
         message = f"{share:g} of {subject.gpu_gib:g} GiB holds no KV cache beside {weights:.0f} GiB of weights"
@@ -99,8 +99,9 @@ def _kv_gain(engine: EngineView, subject: Subject, share: float, better: float) 
     if weights is None:
         return f"{better / share:.1f} times the memory"
     beside = _BESIDE_KV_GIB if engine.is_vllm else 0.0
-    tp = engine.number("tensor_parallel_size") or 1
-    now, then = (max(0.0, part * subject.gpu_gib - weights / tp - beside) for part in (share, better))
+    now, then = (
+        max(0.0, part * subject.gpu_gib - weights / engine.gpus_of_weights - beside) for part in (share, better)
+    )
     return f"about {now:.0f} -> {then:.0f} GiB of KV cache a GPU of {subject.gpu_gib:g} GiB"
 
 
@@ -109,7 +110,7 @@ def _tensor_parallel(engine: EngineView, subject: Subject) -> Iterator[Found]:
     weights = engine.weight_gib
     if engine.on_cpu:
         return
-    if weights is not None and weights > 0.9 * subject.gpu_gib * tp:
+    if weights is not None and weights > 0.9 * subject.gpu_gib * engine.gpus_of_weights:
         needed = next((n for n in (2, 4, 8, 16) if weights < 0.6 * subject.gpu_gib * n), 16)
         message = f"weights of about {weights:.0f} GiB do not fit {tp} x {subject.gpu_gib:g} GiB"
         yield hurts(setting, message, f"{needed}")
@@ -276,7 +277,7 @@ def _log_stats(engine: EngineView, subject: Subject) -> Iterator[Found]:
 
 def _logprobs_mode(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting = engine.at("logprobs_mode")
-    if not engine.is_vllm or setting is None:
+    if not engine.is_vllm or setting is None or setting.value is None:
         return
     if setting.value != "processed_logprobs":
         message = f"{setting.value} are not those of the distribution that was sampled from, once temperature is not 1"

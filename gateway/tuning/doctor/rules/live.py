@@ -10,6 +10,8 @@ from gateway.tuning.doctor.subject import Subject
 # Fewer say nothing of a share.
 _ENOUGH_COMPLETIONS = 20
 _ENOUGH_TOKENS = 1000
+# Decoding reads all weights for each step, so that fewer sequences leave most of the GPU idle.
+_FEW_SEQUENCES = 4
 
 
 def of_live(judge: Callable[[Live], Iterable[Found]]) -> Callable[[Subject], Iterator[Judged]]:
@@ -63,6 +65,8 @@ def _kv_capacity(live: Live) -> Iterator[Found]:
                 f"; max_num_seqs is {most:.0f}, which runs where they average {tokens / most:.0f} tokens or fewer"
             )
             yield consider(setting, message, "watch preemptions; more memory, fp8 KV cache or more replicas")
+        elif whole < _FEW_SEQUENCES:
+            yield consider(setting, f"{message}: few run at a time", "more memory for the engine, or a smaller model")
         else:
             yield fine(setting, message)
 
@@ -82,9 +86,10 @@ def _preemptions(live: Live) -> Iterator[Found]:
     if not preempted:
         yield fine(setting, "no sequence was sent back")
         return
+    when = f" in {live.watched_s:.0f} s" if live.watched_s else ""
     share = f"{preempted / finished:.1%} of {finished:.0f} completions" if finished else "none has ended yet"
     judge = hurts if not finished or preempted / finished > 0.01 else consider
-    message = f"{preempted:.0f} sequences lost their KV cache and were read again ({share})"
+    message = f"{preempted:.0f} sequences lost their KV cache{when} and were read again ({share})"
     yield judge(setting, message, "more KV cache (gpu_memory_utilization), a smaller max_num_seqs, or more replicas")
 
 
@@ -136,7 +141,8 @@ def _imbalance(live: Live) -> Iterator[Found]:
         most = max(made, key=lambda name: made[name])
         ratio = made[most] / (sum(made.values()) / len(made))
         setting = live.setting("generation_tokens", {name: int(tokens) for name, tokens in made.items()})
-        message = f"{model}: {most} made {ratio:.2f} times the mean of its {len(made)} replicas since they started"
+        since = f"in {live.watched_s:.0f} s" if live.watched_s else "since they started"
+        message = f"{model}: {most} made {ratio:.2f} times the mean of its {len(made)} replicas {since}"
         if ratio > 1.5:
             yield hurts(setting, message, "see whether one started late, or sessions hold on to it")
         elif ratio > 1.2:

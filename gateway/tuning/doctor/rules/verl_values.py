@@ -13,7 +13,7 @@ from gateway.tuning.doctor.values import Values
 
 _ACTOR = "actor_rollout_ref.actor."
 # verl 0.9.1 and the releases before it. A run may register estimators and losses of its own.
-_ENGINES = ("vllm", "sglang", "trtllm", "hf")
+_ENGINES = ("vllm", "sglang", "trtllm", "hf", "sglang_async")
 _MISSING = "???"  # of OmegaConf
 _MODES = ("sync", "async")
 _ESTIMATORS = (

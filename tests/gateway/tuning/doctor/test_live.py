@@ -9,7 +9,7 @@ import pytest
 
 from engines.errors import ConfigError, GatewayUnreachable
 from gateway.tuning.doctor.finding import Finding, Severity
-from gateway.tuning.doctor.live import Live, Sample, look
+from gateway.tuning.doctor.live import Live, Sample, look, watch
 from gateway.tuning.doctor.rules.all import examine
 from gateway.tuning.doctor.rules.engine import ENGINE_RULES
 from gateway.tuning.doctor.rules.live import LIVE_RULES
@@ -198,3 +198,34 @@ async def test_a_key_is_sent_and_its_lack_is_told(start_rig: StartRig) -> None:
 def test_every_live_rule_is_tried_here() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
     assert [rule.id for rule in LIVE_RULES if f'"{rule.id}"' not in text] == []
+
+
+def test_counters_of_two_looks_are_of_the_time_between_them() -> None:
+    def at(preempted: float, finished: float, waiting: float) -> Live:
+        labels = {"replica": "a"}
+        counters = (("vllm:num_preemptions_total", preempted), ("vllm:request_success_total", finished))
+        return page(*((name, labels, value) for name, value in (*counters, ("vllm:num_requests_waiting", waiting))))
+
+    early, late = at(500, 1000, 9), at(500, 3000, 2)
+    (found,) = of(late, "live-preemptions")
+    assert found.severity is HURTS
+    assert [one.severity for one in of(late.since(early, 30), "live-preemptions")] == [FINE]
+    assert late.since(early, 30).total("finished") == 2000
+    assert late.since(early, 30).total("waiting") == 2
+    assert early.since(late, 30).total("finished") == 1000, "the engine restarted"
+
+
+async def test_a_watched_gateway_is_looked_at_twice(rig: Rig) -> None:
+    await rig.complete([[5, 6, 7]] * 4, max_tokens=4)
+    live = await asyncio.to_thread(watch, rig.url, "", 0.01)
+    assert live.watched_s == 0.01
+    assert live.total("generated") == 0
+
+
+def test_a_kv_cache_of_few_sequences_is_told_without_a_limit_of_them() -> None:
+    cache = ("vllm:cache_config_info", {"replica": "a", "num_gpu_blocks": "300", "block_size": "16"}, 1.0)
+    live = page(cache, replicas=[replica("a")])
+    live = Live(live.url, live.status, live.samples, {"vllm_config": {"model_config": {"max_model_len": 4096}}})
+    (found,) = of(live, "live-kv-capacity")
+    assert found.severity is CONSIDER
+    assert "1.2 sequences" in found.message

@@ -6,6 +6,7 @@ import pytest
 
 from examples.tiny_model import task
 from gateway.tuning.doctor.model_size import context, vocabulary, weight_gib
+from gateway.tuning.plan.shape import read_shape
 from tests.material.hub_cache import cached
 
 
@@ -29,3 +30,22 @@ def test_a_folder_and_an_id_in_the_cache_tell_the_same(cache: Path) -> None:
 def test_a_name_tells_where_there_are_no_files(cache: Path, model: str, gib: float | None) -> None:
     assert weight_gib(model) == (gib and gib * 2 / 2**30)
     assert (vocabulary(model), context(model)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "gib"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", 7e9 * 0.57),
+        ("neuralmagic/Llama-70B-FP8", 70e9 * 1.05),
+        ("openai/gpt-oss-120b", 120e9 * 0.57),
+    ],
+)
+def test_a_quantized_model_is_smaller_by_its_name(cache: Path, model: str, gib: float) -> None:
+    assert weight_gib(model) == pytest.approx(gib / 2**30)
+
+
+def test_a_folder_without_weights_has_the_size_that_plan_reads(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "acme-1B"
+    folder.mkdir()
+    (folder / "config.json").write_text((task.COMMITTED / "config.json").read_text("utf-8"), encoding="utf-8")
+    assert weight_gib(str(folder)) == read_shape(folder).weight_bytes / 2**30

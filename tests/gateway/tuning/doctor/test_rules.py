@@ -408,6 +408,13 @@ def test_rollout_fields_without_a_name_are_judged(tmp_path: Path) -> None:
     assert severities(found, "cuda-graphs") == [HURTS]
 
 
+def test_a_lever_that_a_release_does_not_have_is_not_judged(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"python -m verl.trainer.main_ppo {R}name=vllm\n", encoding="utf-8")
+    assert severities(examine(subject_of(verl=path)), "logprobs-mode") == [FINE]
+    assert not severities(examine(subject_of(verl=path, verl_version="0.6.1")), "logprobs-mode")
+
+
 def test_an_npu_is_not_judged_by_cuda_graphs(tmp_path: Path) -> None:
     path = tmp_path / "train_npu.sh"
     text = f"export HCCL_CONNECT_TIMEOUT=60\npython -m verl.trainer.main_ppo {R}name=vllm {R}enforce_eager=True\n"
@@ -453,3 +460,10 @@ def test_a_script_that_launches_trl_is_read_with_its_server(tmp_path: Path) -> N
     assert hurting >= {("trl vllm-serve", "gpu-memory"), ("trl vllm-serve", "cuda-graphs"), ("TRL", "trl-sampling")}
     (batch,) = [one for one in found if one.rule == "trl-prompt-batch"]
     assert "4 processes" in batch.message
+
+
+def test_expert_parallelism_spreads_the_weights(tmp_path: Path) -> None:
+    given = {M + "path": "Qwen/Qwen3-235B-A22B", R + "tensor_model_parallel_size": 4}
+    spread = {R + "data_parallel_size": 4, R + "expert_parallel_size": 16}
+    assert severities(verl(tmp_path, **given), "tensor-parallel") == [HURTS]
+    assert severities(verl(tmp_path, **given, **spread), "tensor-parallel") == [FINE]

@@ -165,6 +165,19 @@ def test_a_configuration_of_the_users_own_is_read_below_the_overrides(tmp_path: 
     assert file.values.at("data.max_prompt_length").value == 9
 
 
+def test_a_configuration_further_up_is_found_and_megatron_is_known_by_its_keys(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "examples").mkdir()
+    document(tmp_path / "config", "defaults: [ppo_megatron_trainer, _self_]\n", "mine.yaml")
+    command = 'python -m verl.trainer.main_ppo --config-path="$PWD/config" --config-name=mine data.seed=6'
+    assert read_verl(script(tmp_path / "examples", command)).keys.trainer == "ppo_megatron_trainer"
+    command = "python -m mine.main actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    file = read_verl(script(tmp_path, command))
+    assert (file.values.text("actor_rollout_ref.actor.strategy"), file.keys.is_complete) == ("megatron", False)
+
+
 def test_values_that_a_run_alone_has_are_listed(tmp_path: Path) -> None:
     command = "python -m verl.trainer.main_ppo data.seed=$N trainer.nnodes=$1 $@"
     text = f"N=$(nproc)\nif [ $# -lt 1 ]; then exit 1; fi\n{command}\n"

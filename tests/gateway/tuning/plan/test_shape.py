@@ -125,3 +125,86 @@ def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path) -> None:
 def test_layers_without_a_known_kv_cache_are_refused() -> None:
     with pytest.raises(ConfigError, match="layers of linear_attention keep no KV cache that is known here"):
         shape_of({**LLAMA_8B, "layer_types": ["linear_attention", "full_attention"]}, "model")
+
+
+GEMMA3_27B: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 62,
+    "hidden_size": 5376,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "intermediate_size": 21504,
+    "vocab_size": 262208,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+}
+GPT_OSS_120B: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 36,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+}
+QWEN25_7B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+}
+LLAMA_70B = (
+    LLAMA_8B | {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64} | {"intermediate_size": 28672}
+)
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "gigabytes"),
+    [
+        (QWEN25_7B, None, 15.23),
+        (LLAMA_70B, None, 141.1),
+        (QWEN3_30B_A3B, None, 61.07),
+        (GEMMA3_27B, None, 54.0),
+        (QWEN25_7B, AWQ, 5.58),
+        (LLAMA_70B, COMPRESSED, 72.7),
+        (QWEN3_30B_A3B, FP8, 31.1),
+        (DEEPSEEK_V3, FP8, 673.0),
+        (GPT_OSS_120B, {"quant_method": "mxfp4"}, 65.25),
+    ],
+)
+def test_weights_are_within_three_percent_of_the_published_checkpoint(
+    config: dict[str, Any], quantization: dict[str, Any] | None, gigabytes: float
+) -> None:
+    """GB of the safetensors files, without DeepSeek's layer for multi-token prediction and Gemma's vision tower."""
+    assert shape_of(config, "model", quantization=quantization).weight_bytes == pytest.approx(gigabytes * 1e9, rel=0.03)
+
+
+def test_layers_with_a_window_hold_no_more_than_it() -> None:
+    shape = shape_of(GEMMA3_27B, "model")
+    whole = 62 * 2 * 16 * 128 * 2
+    assert shape.kv_bytes(1) == shape.kv_bytes(1, 1024) == whole
+    assert shape.kv_bytes(1, 32768) == pytest.approx(whole * (10 + 52 / 32) / 62)
+    assert shape_of(QWEN25_7B, "model").kv_bytes(1, 1 << 20) == shape_of(QWEN25_7B, "model").kv_bytes(1)
+
+
+def test_linear_attention_without_layer_types_cannot_be_sized() -> None:
+    config = QWEN3_30B_A3B | {"linear_num_key_heads": 16, "full_attention_interval": 4}
+    with pytest.raises(ConfigError, match="cannot size this"):
+        shape_of(config, "Qwen3-Next")

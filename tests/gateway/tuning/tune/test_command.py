@@ -41,7 +41,7 @@ def test_it_ends_with_the_best_configuration_and_its_evidence(tmp_path: Path) ->
     done = tune(Shell(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "take max_num_seqs=16" in done.stdout
-    assert "of the start's tokens/s, too far ahead for pairs to tell more" in done.stdout
+    assert "times the start's tokens/s, too far ahead to need pairs" in done.stdout
     assert "leaves no memory for a KV cache" in done.stderr, "a setting that does not start is a finding"
     assert "failed" in done.stdout
 

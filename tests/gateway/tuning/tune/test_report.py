@@ -9,7 +9,7 @@ from engines.errors import ConfigError
 from engines.types import EngineKind
 from gateway.config.load import load
 from gateway.tuning.tune.levers import Setting
-from gateway.tuning.tune.report import as_json, configuration, page, replicas_for
+from gateway.tuning.tune.report import as_json, configuration, contributions, page, replicas_for
 from gateway.tuning.tune.search import Outcome, Record
 
 TINY_CPU = Path(__file__).parents[4] / "examples" / "tiny-cpu.yaml"
@@ -75,5 +75,30 @@ def test_what_the_best_was_held_against_is_told() -> None:
     found = as_json(outcome())
     assert (found["against"], found["against_ratios"]) == ([{"known": 25.0, "best": 20.0}], [0.8])
     made = page(outcome(), "64 prompts", "engine: {}")
-    assert "0.800 of what it was held against, in the same runs" in made
+    assert "0.800 times the compared configuration&#x27;s tokens/s, in the same runs" in made
     assert "<th>held against<th>best<th>ratio" in made
+
+
+def test_labels_of_the_plot_begin_at_its_edge_and_none_is_cut() -> None:
+    long = Setting((("max_num_seqs", 128), ("a_lever_with_a_very_long_name_of_its_own", 123456), ("another_one", 7)))
+    start = Setting(tuple((name, 1) for name, _ in long.values))
+    found = outcome(long, start)
+    found.records.clear()
+    found.records.update({start: Record([1.0]), long: Record([2.0])})
+    made = page(found, "64 prompts", "engine: {}")
+    label = long.told_from(start)
+    assert f'<text x="0" y="14">{label}</text>' in made
+
+
+def test_each_lever_has_its_own_part_of_the_gain() -> None:
+    start, best = Setting((("a", 1), ("b", 1), ("c", 1))), Setting((("a", 2), ("b", 2), ("c", 2)))
+    found = outcome(best, start)
+    found.records.clear()
+    speeds = {(1, 1, 1): 10.0, (2, 1, 1): 15.0, (2, 2, 1): 30.0, (2, 2, 2): 33.0}
+    for values, speed in speeds.items():
+        found.records[Setting(tuple(zip("abc", values, strict=True)))] = Record([speed])
+    assert contributions(found) == [
+        "a=2: 1.5 times the tokens/s by itself",
+        "b=2: 2 times the tokens/s by itself",
+        "c=2: 1.1 times the tokens/s by itself",
+    ]

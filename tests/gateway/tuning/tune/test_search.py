@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import random
+import re
 from collections.abc import AsyncGenerator, Sequence
 from functools import cache
 from pathlib import Path
@@ -161,7 +162,7 @@ async def test_the_fastest_meets_the_start_in_pairs(tmp_path: Path) -> None:
     outcome = await tune(tmp_path, VirtualBench(), levers=SMALL)
     assert outcome.best == outcome.fastest
     assert outcome.pairs == [(speed(START), speed(outcome.best.applied_to(START)))] * 3
-    assert outcome.reason == "1.131 of the start's tokens/s in 3 alternating pairs"
+    assert outcome.reason == "1.131 times the start's tokens/s in 3 alternating pairs"
     again = VirtualBench()
     assert (await tune(tmp_path, again, levers=SMALL)).pairs == outcome.pairs
     assert again.starts == 0
@@ -171,7 +172,7 @@ async def test_a_start_that_is_far_behind_needs_no_pairs(tmp_path: Path) -> None
     outcome = await tune(tmp_path, VirtualBench())
     assert all_speeds()[outcome.best] > 2 * all_speeds()[outcome.start]
     assert outcome.pairs == []
-    assert outcome.reason.endswith("of the start's tokens/s, too far ahead for pairs to tell more")
+    assert outcome.reason.endswith("times the start's tokens/s, too far ahead to need pairs")
 
 
 async def test_what_was_only_luck_is_not_kept(tmp_path: Path) -> None:
@@ -286,7 +287,7 @@ async def test_final_pairs_that_the_budget_ends_count_where_they_leave_no_doubt(
     outcome = await tune(tmp_path, Slowing(), levers=SMALL)
     assert (outcome.best == outcome.fastest) is is_kept
     kept = "the start is kept: 1 of 3 final pairs were run: the budget was over"
-    assert outcome.reason == ("1.200 of the start's tokens/s in 1 alternating pairs" if is_kept else kept)
+    assert outcome.reason == ("1.200 times the start's tokens/s in 1 alternating pairs" if is_kept else kept)
 
 
 @pytest.mark.parametrize("against", [None, START])
@@ -333,3 +334,30 @@ async def test_short_runs_of_one_start_spare_others(tmp_path: Path) -> None:
     (other,) = (record for setting, record in outcome.records.items() if setting != outcome.start)
     assert len(other.speeds) == 4
     assert bench.starts == 2
+
+
+def test_each_measurement_says_how_far_the_search_is(tmp_path: Path) -> None:
+    lines: list[str] = []
+    bench = VirtualBench()
+    journal = Journal(tmp_path / "journal", {})
+    tuner = Tuner(
+        START, LEVERS, bench, journal, budget_s=1800, pairs=3, tell=lines.append, clock=bench.clock
+    )  # fmt: skip
+    asyncio.run(tuner.run())
+    told = [re.match(r"setting (\d+) of about (\d+), (\d+) min left: ", line) for line in lines]
+    found = [tuple(map(int, one.groups())) for one in told if one]
+    assert len(found) > 3
+    assert all(number <= about <= 90 for number, about, _ in found)
+    assert [left for _, _, left in found] == sorted((left for _, _, left in found), reverse=True)
+
+
+def test_settings_at_a_tenth_of_the_best_are_cut_off_early(tmp_path: Path) -> None:
+    """Once the best is far ahead of the start, no setting may take three times as long as it."""
+    bench = VirtualBench()
+    journal = Journal(tmp_path / "journal", {})
+    tuner = Tuner(START, LEVERS, bench, journal, budget_s=7200, pairs=3, tell=lambda _: None, clock=bench.clock)
+    outcome = asyncio.run(tuner.run())
+    best_s = outcome.records[outcome.best].run_s
+    late = list(outcome.records.values())[-5:]
+    assert outcome.best != outcome.start
+    assert all(record.run_s <= 3.01 * best_s for record in late)

@@ -31,11 +31,19 @@ class Access:
         if not _is_among(digest, self._inference):
             raise NotAllowed(
                 "missing or wrong key: send 'Authorization: Bearer KEY', or have the operator add your network to "
-                "gateway.trusted_networks",
+                "gateway.trusted_networks (which never counts for web pages of other sites and through proxies)",
                 known=False,
             )
         if admin:
             raise NotAllowed("this key may generate only; weight and pause routes need an admin key", known=True)
+
+    def admits(self, peer: str | None, authorization: str | None) -> bool:
+        """Return True for a trusted peer or a key that opens generation."""
+        try:
+            self.check(peer, authorization, admin=False)
+        except NotAllowed:
+            return False
+        return True
 
     def opens_store(self, authorization: str | None) -> bool:
         """Whether this is the key that engines fetch weight versions with, which opens nothing else."""

@@ -36,6 +36,7 @@ from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.sessions import session_of
 from gateway.http.access import Access
 from gateway.http.dashboard import Dashboard
+from gateway.http.direct_peer import direct_peer
 from gateway.http.json_body import event, read_object, reply
 from gateway.http.keys import Guards, Handler
 from gateway.http.sglang_routes import SglangControl
@@ -144,9 +145,10 @@ class GatewayServer:
     # Open routes
 
     async def _health(self, request: web.Request) -> web.Response:
-        """200 once the fleet is complete. Until then 503, which TRL waits on without end, as it should."""
+        """200 once the fleet is complete. Until then 503, which TRL waits on. The report needs a key."""
         ready = self._fleet.is_ready
-        return reply(self.status(), 200 if ready else 503)
+        is_known = self._access.admits(direct_peer(request), request.headers.get("Authorization"))
+        return reply(self.status() if is_known else {"ready": ready}, 200 if ready else 503)
 
     # Routes for inference keys
 
@@ -314,7 +316,7 @@ class GatewayServer:
 
     def _guarded(self, handler: Handler, *, admin: bool) -> Handler:
         async def guarded(request: web.Request) -> web.StreamResponse:
-            self._access.check(request.remote, request.headers.get("Authorization"), admin=admin)
+            self._access.check(direct_peer(request), request.headers.get("Authorization"), admin=admin)
             return await handler(request)
 
         return guarded

@@ -9,6 +9,7 @@ from gateway.tuning.doctor.rules.live import LIVE_RULES
 from gateway.tuning.doctor.rules.rule import Rule
 from gateway.tuning.doctor.rules.trl import TRL_RULES
 from gateway.tuning.doctor.rules.verl import VERL_RULES
+from gateway.tuning.doctor.rules.verl_values import VERL_VALUE_RULES
 
 _WIDTH = 120
 _HEAD = """# Tuning
@@ -21,14 +22,17 @@ The rules of `rollout-gateway doctor`: each with its question, its reason and it
     rollout-gateway doctor -c FILE.yaml --trl train.py --trl-processes 4
     rollout-gateway doctor --url http://127.0.0.1:8100        # a running gateway: its engines' settings and counters
 
-Files are read and never run. A finding `hurts`, is one to `consider`, or is `fine` (`--all` shows those). It has the
-value, its file and line or `default`, the value to set, and the expected effect where one was measured. The exit code
-is 1 when something hurts and 2 when a file cannot be read; `--json` prints all findings. `--against FILE` compares
-lengths with a verl configuration that is known to be good; `--gpu-gib` is the memory of a GPU (80 unless given).
+Files are read. A shell script is expanded by a restricted bash with an empty environment, which finds no program and
+writes no file; values that only a run has are listed. A finding `hurts`, is one to `consider`, or is `fine` (`--all`
+shows those), and the findings with the most to gain come first. It names the value, its file and line or `default`, the
+value to set, and the expected effect where one was measured. The exit code is 1 when something hurts and 2 when a file
+cannot be read; `--json` prints all findings. `--verl-version` names the release of verl that will run it.
+`--against FILE` compares lengths with a verl configuration that is known to be good; `--gpu-gib` is the memory of a GPU
+(80 unless given).
 
 At a running gateway the doctor reports replicas that do not serve, sequences that the KV cache holds, preemptions,
 requests that wait, prefix hits, completions cut by their length, imbalance, and the time of the last weight update. It
-knows the keys of verl 0.9.1 and TRL 1.16, and reports a renamed key with its new name.
+knows the keys of TRL 1.16 and of verl 0.4.1 to 0.9.1.
 
 Figures are those of [benchmarks.md](benchmarks.md): they hold for its models and machines; elsewhere they show the
 direction.
@@ -36,7 +40,7 @@ direction.
 _SECTIONS = (
     ("Lengths", LENGTH_RULES),
     ("Engines", ENGINE_RULES),
-    ("verl", VERL_RULES),
+    ("verl", (*VERL_RULES, *VERL_VALUE_RULES)),
     ("TRL", TRL_RULES),
     ("A running gateway", LIVE_RULES),
 )

@@ -13,6 +13,7 @@ import structlog
 
 from engines.engine import Engine
 from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, UnknownModel, WeightUpdateConflict
+from engines.store.weight_store import Note
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.config.models import Models
 from gateway.config.schema import Config
@@ -28,8 +29,8 @@ Discover = Callable[[], Awaitable[list[ReplicaInfo]]]
 Connect = Callable[[ReplicaInfo], Engine]
 
 
-async def _nothing_noted(incarnation: str) -> int | None:
-    return 0
+async def _no_record(incarnation: str) -> Note | None:
+    return None
 
 
 class Fleet:
@@ -37,9 +38,9 @@ class Fleet:
 
     `version` is the policy's committed weight version. `target_version` is the next one while an update runs.
     `rolling_to` is the version of a rolling update, which replicas may serve beside `version` until the update ends or
-    is taken back. `refused` has the reason by id of each replica that was not admitted. `remembered` returns by
-    incarnation the version of an engine that cannot report it. `discover` lists the replicas that Serve runs;
-    `connect` makes a replica's engine client.
+    is taken back. `refused` has the reason by id of each replica that was not admitted. `noted` returns the record of
+    an engine's last committed version by its incarnation; None where no record is kept. `discover` lists the replicas
+    that Serve runs; `connect` makes a replica's engine client.
     """
 
     def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
@@ -64,7 +65,8 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
         self._incomplete_since: float | None = time.monotonic()
-        self.remembered: Callable[[str], Awaitable[int | None]] = _nothing_noted
+        self.noted: Callable[[str], Awaitable[Note | None]] = _no_record
+        self._is_certain = False
 
     @property
     def expected_by_group(self) -> Mapping[str, int]:
@@ -170,7 +172,7 @@ class Fleet:
         self, version: int, members: Iterable[Replica], fenced: Mapping[Replica, str], *, keeps_kv: bool
     ) -> None:
         """Serve `version` on these members, but for the fenced ones, whose reason is given."""
-        self.version, self.update_to, self.rolling_to = version, None, None
+        self.version, self.update_to, self.rolling_to, self._is_certain = version, None, None, True
         for replica in members:
             if replica not in fenced:
                 replica.hold(version, keeps_kv=keeps_kv)
@@ -204,9 +206,7 @@ class Fleet:
     def end_roll(self) -> None:
         """End the time of two versions: a replica without `version` is behind."""
         self.rolling_to = None
-        for replica in self.trained:
-            if replica.can_serve and not self.is_current(replica):
-                self.settle(replica, f"the fleet is at version {self.version}")
+        self._settle_serving(f"the fleet is at version {self.version}")
 
     def version_of(self, model: str) -> int:
         """The weight version of a model: 0, its checkpoint, where it is frozen."""
@@ -262,10 +262,13 @@ class Fleet:
         for replica in self.replicas:
             replica.listed = replica.replica_id in listed
         self.refused = {replica_id: reason for replica_id, reason in self.refused.items() if replica_id in listed}
-        for info in infos:
-            known = self._replicas.get(info.replica_id)
-            if known is None or known.info.incarnation != info.incarnation:
-                await self._welcome(info, known)
+        new = [info for info in infos if not self._is_known(info)]
+        joined = [replica for replica in await asyncio.gather(*map(self._welcome, new)) if replica is not None]
+        if joined:
+            self._agree()
+        for replica in joined:
+            self.settle(replica, "joined")
+            self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {replica.replica_id}")
 
     async def settled(self) -> None:
         """Returns when no replica of the policy is SUSPECT: each answers again, or is LOST."""
@@ -347,13 +350,35 @@ class Fleet:
             self.set_state(replica, ReplicaState.SUSPECT, reason)
 
     def learn(self, version: int) -> None:
-        """Take over a newer version that an engine reports: the gateway was restarted. An aborted update's version does
-        not count."""
+        """Take over a newer version that was committed before the gateway was restarted. A version that this gateway
+        began is no news."""
         if version > max(self.version, self._begun):
-            self.version = version
-            for replica in self.trained:
-                if replica.can_serve:
-                    self.settle(replica, "a replica holds newer weights")
+            self.version, self._is_certain = version, True
+            self._settle_serving("a replica holds newer weights")
+
+    def _agree(self) -> None:
+        """Judge the versions that engines report without a record: only the fleet's counts.
+
+        An engine may have another from an update that was never verified, or from another trainer. While no version is
+        certain, the fleet's is the one that most engines report; half is enough where they are not external.
+        """
+        trained = self.trained
+        if not self._is_certain and trained:
+            votes = Counter(replica.weight_version or 0 for replica in trained)
+            version = max(votes, key=lambda version: (votes[version], version))
+            is_ours = any(one.weight_version == version and one.info.kind is not EngineKind.EXTERNAL for one in trained)
+            if 2 * votes[version] + is_ours > len(trained):
+                self.version = version
+        for replica in trained:
+            if replica.is_unproven and replica.weight_version != self.version:
+                log.warning("no record of a version", replica=replica.replica_id, version=replica.weight_version)
+                replica.lose_version()
+        self._settle_serving(f"the fleet is at version {self.version}")
+
+    def _settle_serving(self, reason: str) -> None:
+        for replica in self.trained:
+            if replica.can_serve and not self.is_current(replica):
+                self.settle(replica, reason)
 
     def explain(self, replica: Replica, reason: str) -> None:
         """Change the reason of a replica's state."""
@@ -381,33 +406,41 @@ class Fleet:
             )
         self.set_state(replica, ReplicaState.SERVING if current else ReplicaState.SYNCING, reason)
 
-    async def _welcome(self, info: ReplicaInfo, before: Replica | None) -> None:
+    def _is_known(self, info: ReplicaInfo) -> bool:
+        known = self._replicas.get(info.replica_id)
+        return known is not None and known.info.incarnation == info.incarnation
+
+    async def _welcome(self, info: ReplicaInfo) -> Replica | None:
+        """The replica that joins; None where it is refused, or does not answer yet."""
+        before = self._replicas.get(info.replica_id)
         if before is not None:
             self.set_state(before, ReplicaState.LOST, "its engine was started anew")
         try:
             self.models.join(info)
         except ConfigError as error:
             self._refuse(info, str(error))
-            return
+            return None
         self.refused.pop(info.replica_id, None)
         replica = Replica(info, self._connect(info), frozen=self.models.is_frozen(info.group))
         try:
             await self._wake(replica)
-            version = await self._held_by(replica)
+            await self._read_version(replica)
             adapters = await self._adapters_of(replica)
         except BaseException as error:
             await replica.engine.close()
-            if not isinstance(error, EngineError | DeadlineExceeded):
+            if not isinstance(error, Exception):
                 raise
-            log.warning("replica does not answer yet", replica=info.replica_id, error=str(error))
-            return
+            is_expected = isinstance(error, EngineError | DeadlineExceeded)
+            log.warning(
+                "replica does not answer yet", replica=info.replica_id, error=str(error), exc_info=not is_expected
+            )
+            return None
         replica.slot = self._free_slot(info.group)
         self._replicas[info.replica_id] = replica
-        replica.weight_version = version
         self._take_over(replica, adapters)
-        self.learn(version or 0)
-        self.settle(replica, "joined")
-        self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {info.replica_id}")
+        if not replica.is_unproven:
+            self.learn(replica.weight_version or 0)
+        return replica
 
     def _refuse(self, info: ReplicaInfo, reason: str) -> None:
         if self.refused.get(info.replica_id) != reason:
@@ -420,13 +453,24 @@ class Fleet:
         if replica.info.takes_weights and not replica.frozen and replica.info.has("/resume"):
             await replica.engine.resume(self._config.probe_timeout_s)
 
-    async def _held_by(self, replica: Replica) -> int | None:
-        """The version that a replica reports; None where an update broke off in it."""
+    async def _read_version(self, replica: Replica) -> None:
+        """Take the version that the engine reports, or that was noted where it cannot report one.
+
+        None where an update broke off in it, or it reports another version than was noted at the last commit. 0 is the
+        checkpoint that it started with, and needs no note.
+        """
         if replica.frozen:
             await replica.engine.health(self._config.probe_timeout_s)
-            return 0
+            replica.weight_version = 0
+            return
         version = await replica.engine.weight_version(self._config.probe_timeout_s)
-        return version if replica.engine.tells_version else await self.remembered(replica.info.incarnation)
+        note = await self.noted(replica.info.incarnation)
+        if not replica.engine.tells_version:
+            replica.weight_version = note.version if note else 0
+        elif note is None:
+            replica.weight_version, replica.is_unproven = version, bool(version)
+        else:
+            replica.weight_version = version if version in (0, note.version) else None
 
     async def _adapters_of(self, replica: Replica) -> dict[str, str]:
         if replica.frozen or "/v1/load_lora_adapter" not in replica.info.capabilities:

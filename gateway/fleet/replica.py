@@ -26,9 +26,9 @@ _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT
 class Replica:
     """One replica. `weight_version` is None where its weights are unknown; a frozen replica always holds version 0.
 
-    `adapters` are those of its engine by name; None marks an adapter that may be there and must not be used.
-    `transport` is its engine's transfer backend, once known. `cuts_off` is True while an update ends all rollouts in
-    flight.
+    `is_unproven` marks a version that the engine reported as it joined, and no record bears out. `adapters` are those
+    of its engine by name; None marks an adapter that may be there and must not be used. `transport` is its engine's
+    transfer backend, once known. `cuts_off` is True while an update ends all rollouts in flight.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
@@ -38,6 +38,7 @@ class Replica:
         self.slot = 0
         self.state = ReplicaState.STARTING
         self.weight_version: int | None = None
+        self.is_unproven = False
         self.transport = ""
         self.adapters: dict[str, Adapter | None] = {}
         self.load_tokens = 0
@@ -108,7 +109,7 @@ class Replica:
         """Takes `version`. Requests in flight go on over their KV, or it is computed again."""
         if version == self.weight_version:
             return  # taken before the commit, in a rolling update
-        self.weight_version = version
+        self.weight_version, self.is_unproven = version, False
         for flight in self._flights:
             flight.meet(version, keeps_kv=keeps_kv)
 
@@ -143,7 +144,7 @@ class Replica:
 
     def lose_version(self) -> None:
         """Forgets the version: the weights are unknown."""
-        self.weight_version = None
+        self.weight_version, self.is_unproven = None, False
 
     def drop_calls(self) -> None:
         """Ends all calls in flight but the caller's own, as a loss does: rollouts are generated again elsewhere."""

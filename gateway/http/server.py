@@ -67,7 +67,7 @@ class GatewayServer:
         self._access = Access(config.gateway)
         self._scheduler = Scheduler(config.gateway, fleet, metrics)
         self._snapshots = Snapshots(config.weights, config.name, lambda: _checkpoint(config))
-        fleet.remembered = self._snapshots.held_by
+        fleet.noted = self._snapshots.noted
         self._weights = WeightCoordinator(config.weights, fleet, self._scheduler, metrics, self._snapshots)
         self._weight_routes = WeightRoutes(config.weights, fleet, self._weights, self._snapshots)
         self._snapshot_files = SnapshotFiles(fleet, self._snapshots)

@@ -1,5 +1,6 @@
 """vLLM on CPU as a fork of a process that has loaded it already, which takes six of the nine seconds of a start."""
 
+import asyncio
 import multiprocessing
 import os
 import runpy
@@ -18,13 +19,16 @@ from engines.process.process import Command, EngineProcess
 _SERVER = "vllm.entrypoints.launchers.api_server.entry"
 _FORKS = multiprocessing.get_context("forkserver")
 _FORK = multiprocessing.get_context("fork")
+_READ_LATE = ("VLLM_", "OMP_", "TORCHDYNAMO_", "ROLLOUT_GATEWAY_")
+"""Variables of these names are the same in every start, or are read when it is under way."""
 _PRELOADED = [__name__, _SERVER, "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "engines.inside_vllm.worker"]
 
 
 def engine_process(command: Command, log_path: Path, stop_timeout_s: float) -> EngineProcess:
     """A fork where the command is that of a plain vLLM on CPU, else the process that it is in production."""
     is_plain = command.argv[:3] == [sys.executable, "-m", _SERVER] and FORK_CORE in command.env
-    return (ForkedVllm if is_plain else EngineProcess)(command, log_path, stop_timeout_s)
+    is_usual = all(name.startswith(_READ_LATE) for name in command.env)
+    return (ForkedVllm if is_plain and is_usual else EngineProcess)(command, log_path, stop_timeout_s)
 
 
 class ForkedVllm(EngineProcess):
@@ -54,19 +58,7 @@ class ForkedVllm(EngineProcess):
 
     async def stop(self) -> None:
         self._owner.close()
-        self._forked.join(self._stop_timeout_s + 5)
-        _end_session(self.pid)
-
-
-def _end_session(session: int) -> None:
-    """Kill what a guard left that was itself killed."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        if int(fields[3]) == session and fields[0] != "Z":
-            os.kill(int(stat.parent.name), signal.SIGKILL)
+        await asyncio.to_thread(self._forked.join, self._stop_timeout_s + 5)
 
 
 def _guarded(

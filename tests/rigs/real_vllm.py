@@ -84,9 +84,33 @@ class RealFleet:
 
 def tokens_made(real: RealFleet) -> float:
     """By all replicas, since they have started."""
+    return _metric(real, "generation_tokens_total")
+
+
+def until_generating(real: RealFleet, samples: int = 1, tokens: int = 20) -> None:
+    """Returns when so many samples run on the replicas, and these have made about so many tokens each since."""
+    _until(lambda: _metric(real, "num_requests_running") >= samples)
+    wanted = tokens_made(real) + samples * tokens
+    _until(lambda: tokens_made(real) >= wanted)
+
+
+def _metric(real: RealFleet, name: str) -> float:
+    """The sum over all replicas."""
     texts = [replace(real, url=replica.url).text("/metrics")[1] for replica in real.replicas]
-    found = [re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.M) for text in texts]
+    found = [re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", text, re.M) for text in texts]
     return sum(float(one[1]) for one in found if one)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + REQUEST_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {REQUEST_TIMEOUT_S:g} s"
+        time.sleep(0.01)
+
+
+def until_receiving(real: RealFleet) -> None:
+    """Returns when a weight update waits for its tensors."""
+    _until(lambda: (real.call("/status")[1]["weight_update"] or {}).get("phase") == "RECEIVING")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from engines.clients.external import ExternalServer
 from engines.config import EngineConfig, SimConfig
 from engines.sim.adapters import SimAdapters
 from engines.sim.dialect import Limits
+from engines.sim.scheduler import SimScheduler
 from engines.sim.server import SimServer
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 from gateway.config.schema import Config
@@ -73,7 +74,11 @@ class SimReplica:
     @property
     def is_paused(self) -> bool:
         """True while its engine is paused, in any mode."""
-        return self._server._scheduler.paused is not None
+        return self._server.scheduler.paused is not None
+
+    def label(self, version: int) -> None:
+        """Has it report this version, as after an update whose gateway died before the verdict."""
+        self._server._scheduler.hold_version(str(version))
 
     def damage(self, tensor: str) -> None:
         """From now on this tensor arrives with a wrong byte."""
@@ -85,9 +90,13 @@ class SimReplica:
         self._server.corrupt_loads = False
 
     def hurry(self) -> None:
-        """From now on its tokens take no time."""
-        scheduler = self._server._scheduler
-        scheduler._config = scheduler._config.model_copy(update={"decode_step_s": 0.0})
+        """From now on its tokens take no time. Ends a stall."""
+        self.scheduler.config = self.scheduler.config.model_copy(update={"decode_step_s": 0.0})
+        self.scheduler.go_on()
+
+    @property
+    def scheduler(self) -> SimScheduler:
+        return self._server.scheduler
 
     def refuse_adapters(self) -> None:
         """From now on it fails to load any LoRA adapter of more than rank 1, as a worker of vLLM's does: with 500."""
@@ -206,8 +215,8 @@ class Rig:
         status, reply = await self.post("/init_weight_transfer_engine", {"init_info": info})
         assert status == 200, reply
 
-    async def update(self, *, hurries: bool = False) -> None:
-        """One whole weight update, as TRL calls it. With `hurries` tokens take no time once it has begun."""
+    async def update(self) -> None:
+        """One whole weight update, as TRL calls it."""
         for path, body in (
             ("/start_weight_update", {}),
             ("/update_weights", {"update_info": self.tensors}),
@@ -216,8 +225,6 @@ class Rig:
         ):
             status, reply = await self.post(path, body)
             assert status == 200, (path, reply)
-            if hurries:
-                self.hurry()
 
     @property
     def tensors(self) -> Json:
@@ -234,15 +241,17 @@ class Rig:
             while await self.states() != states:
                 await asyncio.sleep(0.02)
 
-    async def begun(self, samples: int = 1) -> None:
-        """Returns when replicas have so many samples in flight, and time to make some of their tokens."""
+    async def begun(self, samples: int = 1, tokens: int = 6) -> None:
+        """Returns when so many samples have this many tokens each and get no more until `hurry`, so that what a test
+        does to them meets them in flight however long it takes. Stalls the engines."""
+        for replica in self.replicas:
+            replica.scheduler.stall(after=tokens)
         async with asyncio.timeout(20):
-            while sum(replica.load_samples for replica in self.fleet.replicas) < samples:
+            while sum(len(replica.scheduler.stalled) for replica in self.replicas) < samples:
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
 
     def hurry(self) -> None:
-        """From now on tokens take no time: what a test has met in flight need not be awaited at its pace."""
+        """From now on tokens take no time, and no engine stalls."""
         for replica in self.replicas:
             replica.hurry()
 

@@ -19,16 +19,15 @@ pytestmark = [pytest.mark.story, pytest.mark.vllm]
 
 PROBLEMS = task.some_problems(8)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=task.MAX_ANSWER_TOKENS)
-TIMEOUT_S = 60.0
 
 
 def test_rollouts_follow_the_weights_that_were_pushed_last(tmp_path: Path) -> None:
     with fleet(task.COMMITTED, tmp_path) as real, BlockingRolloutClient(real.url) as client:
-        client.wait_ready(TIMEOUT_S)
+        client.wait_ready()
         assert_rollouts_are_of(task.COMMITTED, client, version=0)
 
         trained = trained_model(tmp_path / "trained")
-        with WeightSender(client, timeout_s=TIMEOUT_S) as sender:
+        with WeightSender(client) as sender:
             assert sender.push(AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32)) == 1
         assert_rollouts_are_of(trained, client, version=1)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from gateway.config.load import Setting
 from gateway.config.schema import Config
-from gateway.tuning.doctor.engine_view import EngineView, gateway_engines, trl_engine, verl_engine
+from gateway.tuning.doctor.engine_view import EngineView, gateway_engines, trl_engine, trl_server, verl_engine
 from gateway.tuning.doctor.files.trl import TrlFile, read_trl
-from gateway.tuning.doctor.files.verl import VerlFile, read_verl
+from gateway.tuning.doctor.files.verl import VerlFile, VerlKind, read_verl
 from gateway.tuning.doctor.live import Live
 from gateway.tuning.doctor.workload import Workload, trl_workload, verl_workload
 
@@ -50,11 +50,13 @@ def subject_of(
     trl_file = read_trl(trl) if trl else None
     found = [verl_engine(verl_file) if verl_file else None]
     found += [live.engine() if live else None]
-    found += [trl_engine(trl_file.values, trl_processes) if trl_file else None]
-    workload = Workload()
     if trl_file:
+        trl_processes = trl_file.processes or trl_processes
+        found += [trl_engine(trl_file.values, trl_processes), trl_server(trl_file)]
+    workload = Workload()
+    if trl_file and trl_file.has_trainer:
         workload = trl_workload(trl_file.values, trl_processes)
-    if verl_file:
+    if verl_file and verl_file.kind is not VerlKind.SFT:
         workload = verl_workload(verl_file)
     return Subject(
         engines=(*(gateway_engines(config, settings or []) if config else ()), *(one for one in found if one)),

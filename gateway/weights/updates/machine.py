@@ -121,9 +121,16 @@ class UpdateMachine:
             )
         return findings
 
-    def commit(self, update: WeightUpdate, members: Sequence[Replica], findings: dict[Replica, Finding]) -> None:
-        self._parts.canary.accept()
+    async def commit(self, update: WeightUpdate, members: Sequence[Replica], findings: dict[Replica, Finding]) -> None:
+        """Serve the version on the members that passed. It is noted first: a restarted gateway then serves it too."""
         fenced = {replica: finding.reason for replica, finding in findings.items() if not finding.may_serve}
+        try:
+            passed = [replica for replica in members if replica not in fenced]
+            await self._parts.snapshots.note_holders(update.version, passed)
+        except BaseException as error:
+            await self.abort(str(error) or type(error).__name__)
+            raise
+        self._parts.canary.accept()
         self._parts.fleet.commit(update.version, members, fenced, keeps_kv=update.keeps_kv)
         self._end(update, members, Phase.COMMITTED)
 

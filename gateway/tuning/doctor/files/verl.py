@@ -26,6 +26,8 @@ from gateway.tuning.doctor.values import Values
 # Sections of verl's trainers. An override of one of them marks a command as verl's.
 _ROOTS = ("data", "actor_rollout_ref", "critic", "algorithm", "trainer", "model", "optim", "rollout", "reward_model")
 _ARGUMENT = re.compile(r"\$\d")
+# verl finds an NPU by itself.
+_NAMES_NPU = re.compile(r"npu|ascend|hccl", re.IGNORECASE)
 _NOT_KEYS = ("defaults", "hydra")
 _CHOICES = ("model_engine", "engine", "optim")
 
@@ -73,6 +75,10 @@ class VerlFile:
         """Whether it trains by RL, with engines for its rollouts."""
         return self.kind is VerlKind.RL
 
+    @property
+    def has_rollouts(self) -> bool:
+        return self.kind is not VerlKind.SFT
+
 
 def read_verl(path: Path, version: str = "") -> VerlFile:
     """Raises `ConfigError` where the file cannot be read or holds no configuration of verl."""
@@ -113,8 +119,10 @@ def _from_script(path: Path, text: str, version: str) -> VerlFile:
     unread += [
         f"{one.setting.place}: {one.key}={one.setting.value}: a run alone has its value"
         for one in overrides
-        if not is_known(one.setting.value)
+        if not is_known(one.setting.value) or (one.setting.value == "" and defaults.get(one.key) not in ("", None))
     ]
+    if _NAMES_NPU.search(text):
+        defaults["trainer.device"] = "npu"
     return VerlFile(Values("verl", given, defaults), tuple(overrides), kind, keys, tuple(unread))
 
 

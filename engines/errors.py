@@ -5,7 +5,8 @@ RolloutGatewayError
 ├── InvalidRequest            the client's request is wrong; names the field
 │   ├── UnknownModel          no such model here
 │   ├── UnknownRoute          no replica's engine has what the route needs
-│   └── BodyTooLarge          over the limit in bytes
+│   ├── BodyTooLarge          over the limit in bytes
+│   └── DeadlyPrompt          engines die under it
 ├── NotAllowed                the key is missing, wrong, or not an admin key
 ├── StoreFailed               the weight store cannot keep or give a version: disk full, folder gone
 ├── DeadlineExceeded          a bounded wait ran out; says for what
@@ -14,7 +15,8 @@ RolloutGatewayError
 │   ├── EngineStartFailed     it never came up; says why, and carries its last words
 │   ├── EngineUnreachable     the connection failed or broke: the work may be done elsewhere
 │   │   └── EngineGone        nobody listens there any more
-│   ├── EngineRefused         it answered 4xx: the request is at fault, another replica would say the same
+│   ├── NoDescriptors         this process has no file descriptor left for a connection to it
+│   ├── EngineRefused         it answered 4xx; `status` says whose fault that is
 │   └── EngineFailed          it answered 5xx or nonsense
 └── WeightUpdateError         a weight call failed
     ├── WeightUpdateConflict  out of order, a second trainer, or another model's tensors
@@ -56,6 +58,10 @@ class BodyTooLarge(InvalidRequest):
     """The body is over `gateway.max_body_bytes`."""
 
 
+class DeadlyPrompt(InvalidRequest):
+    """Engines died under this prompt."""
+
+
 class NotAllowed(RolloutGatewayError):
     """The key is missing or wrong (`known` False), or is no admin key (`known` True)."""
 
@@ -86,6 +92,8 @@ class EngineError(RolloutGatewayError):
     def __init__(self, message: str, *, replica_id: str = "") -> None:
         super().__init__(f"replica {replica_id}: {message}" if replica_id else message)
         self.replica_id = replica_id
+        self.retry_after_s: float | None = None
+        """The engine's own word about when it will have room."""
 
 
 class EngineStartFailed(EngineError):
@@ -103,6 +111,10 @@ class EngineUnreachable(EngineError):
 
 class EngineGone(EngineUnreachable):
     """Nobody listens where the engine was: its process has ended."""
+
+
+class NoDescriptors(EngineError):
+    """This process has no file descriptor left; the engine is not at fault."""
 
 
 class EngineRefused(EngineError):

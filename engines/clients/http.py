@@ -1,6 +1,7 @@
 """The HTTP side that all engine clients share: pooled connections, and the one door where failures become ours."""
 
 import contextlib
+import errno
 from abc import ABC
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -9,11 +10,21 @@ import aiohttp
 import orjson
 
 from engines.engine import Engine, Json
-from engines.errors import DeadlineExceeded, EngineFailed, EngineGone, EngineRefused, EngineUnreachable
+from engines.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    EngineGone,
+    EngineRefused,
+    EngineUnreachable,
+    InvalidRequest,
+    NoDescriptors,
+)
 
 # vLLM and SGLang close an idle connection after 5 s: one used again in that moment would look like a dead engine.
 _KEEPALIVE_S = 4.0
-_CONNECT_TIMEOUT_S = 5.0
+# A busy event loop, here or there, may take long to accept; probes find a dead host sooner.
+_CONNECT_TIMEOUT_S = 30.0
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class HttpEngine(Engine, ABC):
@@ -81,7 +92,7 @@ class HttpEngine(Engine, ABC):
         """The one door where connection errors and engine statuses become ours."""
         if self._session.closed:
             raise EngineGone(f"{path}: it was given up before", replica_id=self.replica_id)
-        data = None if body is None else orjson.dumps(body)
+        data = None if body is None else _encoded(body)
         headers = {"Content-Type": "application/json"} if data else None
         # aiohttp's own time limit and not asyncio.timeout, which, while a stream's reader is busy with a chunk, would
         # cancel the reader.
@@ -89,24 +100,38 @@ class HttpEngine(Engine, ABC):
         try:
             async with self._session.request(method, path, data=data, headers=headers, timeout=timeout) as response:
                 if response.status >= 400:
-                    raise self._error(path, response.status, await response.read())
+                    raise self._error(path, response, await response.read())
                 yield response
         except (aiohttp.ClientError, ConnectionError) as error:
             # First, since a connection that does not come about is a TimeoutError too.
-            kind = EngineGone if _is_refused(error) else EngineUnreachable
-            raise kind(f"{path}: {error or type(error).__name__}", replica_id=self.replica_id) from error
+            raise self._unreachable(path, error) from error
         except TimeoutError as error:
             raise DeadlineExceeded(f"replica {self.replica_id}: no answer to {path} within {timeout_s:g} s") from error
 
-    def _error(self, path: str, status: int, content: bytes) -> EngineRefused | EngineFailed:
+    def _unreachable(self, path: str, error: Exception) -> EngineUnreachable | NoDescriptors:
+        if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _NO_DESCRIPTORS:
+            return NoDescriptors(
+                f"{path}: this process has no file descriptor left: raise its limit (ulimit -n)",
+                replica_id=self.replica_id,
+            )
+        kind = EngineGone if _is_refused(error) else EngineUnreachable
+        unreachable = kind(f"{path}: {error or type(error).__name__}", replica_id=self.replica_id)
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            unreachable.retry_after_s = 0.0  # it has accepted nothing, so nothing has failed there
+        return unreachable
+
+    def _error(self, path: str, response: aiohttp.ClientResponse, content: bytes) -> EngineRefused | EngineFailed:
+        status = response.status
         try:
             body = orjson.loads(content)
         except orjson.JSONDecodeError:
             body = {}
         message = f"{path} answered {status}: {message_of(body) or content[:500].decode(errors='replace')}"
+        error: EngineRefused | EngineFailed = EngineFailed(message, replica_id=self.replica_id)
         if status < 500 and isinstance(body, dict):
-            return EngineRefused(message, status=status, body=body, replica_id=self.replica_id)
-        return EngineFailed(message, replica_id=self.replica_id)
+            error = EngineRefused(message, status=status, body=body, replica_id=self.replica_id)
+        error.retry_after_s = _seconds(response.headers.get("Retry-After"))
+        return error
 
     def _decoded(self, path: str, content: bytes) -> Json:
         try:
@@ -114,6 +139,18 @@ class HttpEngine(Engine, ABC):
         except orjson.JSONDecodeError as error:
             raise EngineFailed(f"{path} answered no JSON: {content[:200]!r}", replica_id=self.replica_id) from error
         return reply if isinstance(reply, dict) else {"value": reply}
+
+
+def _encoded(body: Json) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except TypeError as error:  # more than 254 levels, or text that is no UTF-8
+        raise InvalidRequest(f"the body cannot be passed on as JSON: {error}") from error
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """A Retry-After header in seconds; None if there is none, or a date."""
+    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else None
 
 
 def _is_refused(error: BaseException) -> bool:
@@ -141,10 +178,13 @@ def message_of(body: Any) -> str:
 
 
 async def _server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each event. Splits by hand, since a line may be longer than the reader's line limit."""
+    """The data of each event. Splits by hand, since a line may be longer than the reader's line limit.
+
+    JSON holds no bare line end, so every CR belongs to a CRLF.
+    """
     rest = b""
     async for block in content.iter_any():
-        *events, rest = (rest + block).split(b"\n\n")
+        *events, rest = (rest + block.replace(b"\r", b"")).split(b"\n\n")
         for event in events:
             if event.startswith(b"data:"):
                 yield event[5:].strip()

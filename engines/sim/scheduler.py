@@ -6,7 +6,7 @@ The loop is ahead of the real clock by at most a millisecond, and runs many step
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from engines.config import SimConfig
@@ -17,6 +17,7 @@ BLOCK_TOKENS = 16
 MAX_NUM_BATCHED_TOKENS = 8192
 GRAPH_SEQS = 512
 _AHEAD_S = 0.001  # the event loop's timers are no finer
+_LOOK_S = 0.02  # how often a wedged engine looks for its end
 _TURN_S = 0.005  # longest run of steps before connections get their turn
 
 
@@ -135,6 +136,7 @@ class SimScheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._graph_seqs = graph_seqs
+        self.is_wedged: Callable[[], bool] = lambda: False
         self._work = asyncio.Event()
         self._drained = asyncio.Event()
         self.cache = PrefixCache(config.kv_tokens)
@@ -157,6 +159,9 @@ class SimScheduler:
             virtual_s = clock()
             turn_ends_s = virtual_s + _TURN_S
             while self._can_step:
+                while self.is_wedged():
+                    await asyncio.sleep(_LOOK_S)
+                    virtual_s = clock()
                 virtual_s += self._begin_step()
                 if virtual_s > clock() + _AHEAD_S or clock() > turn_ends_s:
                     await asyncio.sleep(max(0.0, virtual_s - clock()))

@@ -39,6 +39,7 @@ from engines.sim.dialect import (
     derendered_chunk,
     rendered,
 )
+from engines.sim.faults import FaultInjector
 from engines.sim.metrics import SchedulerMetrics
 from engines.sim.model import CHECKPOINT_VERSION, SimModel, detokenize, tokenize
 from engines.sim.scheduler import GRAPH_SEQS, MAX_NUM_BATCHED_TOKENS, SimScheduler
@@ -138,6 +139,8 @@ class SimServer:
             graph_seqs=graph_seqs,
         )
         self.worker = SimWorker(model_name, sim.tensors)
+        self.injector = FaultInjector()
+        self.scheduler.is_wedged = lambda: self.injector.faults.wedged
         self._weights = WeightSession(sim.tensors, world_size, self.worker)
         self._registry = CollectorRegistry()
         self._registry.register(SchedulerMetrics(self.scheduler, model_name, sim.kv_tokens))
@@ -147,7 +150,7 @@ class SimServer:
         self._generation: asyncio.Task[None] | None = None
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[_vllm_errors], client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(middlewares=[_vllm_errors, self.injector.inject], client_max_size=_MAX_BODY_BYTES)
         app.cleanup_ctx.append(self._generate)
         if self.adapters is not None:
             app.router.add_post("/v1/load_lora_adapter", self.load_lora_adapter)
@@ -165,6 +168,7 @@ class SimServer:
                 web.get("/version", self.version),
                 web.get("/openapi.json", self.openapi),
                 web.get("/load", self.load),
+                web.put("/faults", self.injector.put),
                 web.get("/metrics", self.metrics),
                 web.get("/server_info", self.server_info),
                 web.get("/get_world_size", self.world_size),
@@ -376,7 +380,7 @@ class SimServer:
         self._num_answers += 1
         self.scheduler.add(answer.samples)
         try:
-            return await (_stream(request, answer) if answer.body.stream else _whole(answer))
+            return await (_stream(request, answer, self.injector.events) if answer.body.stream else _whole(answer))
         finally:
             self._num_answers -= 1
             self.scheduler.abort(answer.samples)  # a client that went away leaves some unfinished
@@ -388,26 +392,22 @@ async def _whole(answer: Answer) -> web.Response:
     return _json(answer.whole())
 
 
-async def _stream(request: web.Request, answer: Answer) -> web.StreamResponse:
+async def _stream(request: web.Request, answer: Answer, event: Callable[[Json], bytes]) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     cursors = [Cursor(sample) for sample in answer.samples]
     for opening in answer.opening():
-        await response.write(_event(opening))
+        await response.write(event(opening))
     unfinished = len(cursors)
     while unfinished:
         cursor = cursors[(await answer.reports.get()).index]
         if (chunk := cursor.next_chunk(answer)) is not None:
-            await response.write(_event(chunk))
+            await response.write(event(chunk))
             unfinished -= cursor.ended
     if answer.body.stream_options and answer.body.stream_options.include_usage:
-        await response.write(_event(answer.usage_chunk()))
+        await response.write(event(answer.usage_chunk()))
     await response.write(b"data: [DONE]\n\n")
     return response
-
-
-def _event(chunk: Json) -> bytes:
-    return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
 
 def _json(content: Json, status: int = 200) -> web.Response:

@@ -56,11 +56,11 @@ class GatewayConfig(_Section):
     queue_timeout_s: float = Field(600.0, gt=0)
     """Longest wait of a rollout for a replica that may take it."""
     generate_timeout_s: float = Field(1800.0, gt=0)
-    """Longest wait for the completions of one prompt once placed."""
+    """Longest wait for a replica's completions of one prompt; later than that no further attempt begins."""
     trl_legacy: bool = False
     """True to answer TRL up to 1.10 too, whose routes end in a slash; its trainer needs trainer_client.trl_legacy."""
     max_attempts: int = Field(3, ge=1)
-    """Replicas that a rollout is tried on before it is reported failed."""
+    """Attempts in a row without a new token, on whichever replicas, before a rollout is reported failed."""
     trace: TraceConfig = TraceConfig()
 
 
@@ -75,6 +75,8 @@ class FleetConfig(_Section):
     """Longest wait for one probe."""
     lost_after_s: float = Field(15.0, gt=0)
     """Silence after which a SUSPECT replica is LOST."""
+    stalled_after_s: float = Field(10.0, gt=0)
+    """Standstill of a replica's tokens after which its rollouts move to others, although it answers probes."""
     complete_within_s: float = Field(900.0, gt=0)
     """How long /health stays 503 while replicas are missing; after that those present are the fleet."""
 

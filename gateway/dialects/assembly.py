@@ -1,87 +1,121 @@
-"""One reply of /v1/completions out of the chunks that an engine streams: what the engine would have sent as a whole.
+"""Joins the chunks of an engine's stream into the reply that it would have sent as a whole.
 
-The samples of one prompt are read this way: they end together, and many small chunks cost an engine less than one large
-reply then (vLLM 0.26 made 9 % more tokens), while the chunks are decoded here as the engine goes on. A single sample is
-read whole: in chunks it cost a vLLM on slow cores up to 6 % at 512 streams, and this process three times the CPU time.
+Replies are read in chunks so that the tokens are here if the engine dies. Engines that we start send coarse chunks,
+which cost them nothing; the samples of one prompt even gain by it (vLLM 0.26 made 9 % more tokens). A short single
+sample is read whole: it has few tokens to lose, and chunks cost this process three times the CPU.
 """
 
-import contextlib
-from collections.abc import AsyncGenerator
 from itertools import accumulate
+from typing import Any
 
 from engines.engine import Json
 from engines.errors import EngineFailed
 from engines.types import ReplicaInfo
 
-# What vLLM refuses to stream, or streams in another shape, where a request gives these fields a value.
+# Fields with which vLLM refuses to stream, or streams in another shape.
 _WHOLE_ONLY = ("prompt_logprobs", "echo", "use_beam_search")
+_SHORT_TOKENS = 64  # two coarse chunks
 
 
-def is_read_streamed(body: Json, info: ReplicaInfo) -> bool:
-    """Whether this engine's reply to `body` is read in chunks."""
-    is_group = body.get("n", 1) > 1
-    return is_group and info.streams and all(body.get(field) is None or body[field] is False for field in _WHOLE_ONLY)
+def is_read_in_chunks(body: Json, limit: int, info: ReplicaInfo) -> bool:
+    """True if this engine's reply to `body`, of at most `limit` tokens a sample, is read in chunks."""
+    is_worth_it = (body.get("n") or 1) > 1 or limit > _SHORT_TOKENS
+    return (
+        is_worth_it and info.streams and all(body.get(field) is None or body[field] is False for field in _WHOLE_ONLY)
+    )
 
 
-async def assemble(chunks: AsyncGenerator[Json], n: int, replica_id: str) -> Json:
-    """The whole reply to one prompt with `n` samples. Raises `EngineFailed` where a sample began and did not end."""
-    reply: Json = {}
-    samples = [_Sample(index) for index in range(n)]
-    async with contextlib.aclosing(chunks):
-        async for chunk in chunks:
-            reply = reply or {key: value for key, value in chunk.items() if key not in ("choices", "usage")}
-            if (usage := chunk.get("usage")) is not None:
-                reply["usage"] = usage
-            for choice in chunk["choices"]:
-                samples[choice["index"]].add(choice)
-    return reply | {"choices": [sample.choice(replica_id) for sample in samples]}
+class Assembly:
+    """The chunks of one prompt with `n` samples. `has_text` is False for replies of token ids alone."""
+
+    def __init__(self, n: int, replica_id: str, *, has_text: bool = True) -> None:
+        self._replica_id = replica_id
+        self._head: Json = {}
+        self._samples = [_Sample(index, has_text=has_text) for index in range(n)]
+
+    def add(self, chunk: Json) -> None:
+        self._head = self._head or {key: value for key, value in chunk.items() if key not in ("choices", "usage")}
+        if (usage := chunk.get("usage")) is not None:
+            self._head["usage"] = usage
+        for choice in chunk["choices"]:
+            self._samples[choice["index"]].add(choice)
+
+    def reply(self) -> Json:
+        """The whole reply. Raises `EngineFailed` if a sample began and did not end, or has tokens that do not count."""
+        for sample in self._samples:
+            if not sample.has_ended:
+                raise EngineFailed(
+                    f"the stream ended before sample {sample.index} did, after {len(sample.token_ids)} tokens",
+                    replica_id=self._replica_id,
+                )
+        self._check_count()
+        return self._head | {"choices": [sample.choice() for sample in self._samples]}
+
+    def part(self) -> Json | None:
+        """The reply as far as it came, `finish_reason` None where a sample has not ended; None without any token."""
+        if not any(sample.token_ids for sample in self._samples) or self._surplus > 0:
+            return None
+        for sample in self._samples:
+            sample.opened()
+        return self._head | {"choices": [sample.choice() for sample in self._samples]}
+
+    @property
+    def _surplus(self) -> int:
+        """Tokens beyond those that the engine counts."""
+        counted = (self._head.get("usage") or {}).get("completion_tokens")
+        return 0 if counted is None else sum(len(sample.token_ids) for sample in self._samples) - int(counted)
+
+    def _check_count(self) -> None:
+        if (surplus := self._surplus) > 0:
+            raise EngineFailed(
+                f"its chunks have {surplus} tokens more than its usage counts", replica_id=self._replica_id
+            )
 
 
 class _Sample:
-    """The chunks of one sample, put together. vLLM sends none for a sample that was aborted before its first token."""
+    """The chunks of one sample, joined. vLLM sends none for a sample that was aborted before its first token."""
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def __init__(self, index: int, *, has_text: bool) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self._has_text = has_text
         self._text: list[str] = []
-        self._token_ids: list[int] = []
         self._prompt_token_ids: list[int] | None = None
-        self._logprobs: Json | None = None
+        self._logprobs: dict[str, list[Any]] = {}
         self._last: Json = {"finish_reason": "abort"}
 
+    @property
+    def has_ended(self) -> bool:
+        return self._last.get("finish_reason") is not None
+
     def add(self, choice: Json) -> None:
-        self._text.append(choice["text"])
-        self._token_ids += choice.get("token_ids") or ()
+        self._text.append(choice.get("text") or "")
+        self.token_ids += choice.get("token_ids") or ()
         self._prompt_token_ids = choice.get("prompt_token_ids") or self._prompt_token_ids
-        if (found := choice.get("logprobs")) is not None:
-            self._add_logprobs(found)
+        for key, entries in (choice.get("logprobs") or {}).items():
+            self._logprobs.setdefault(key, []).extend(entries)
         self._last = choice
 
-    def _add_logprobs(self, found: Json) -> None:
-        if self._logprobs is None:
-            self._logprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        for key in ("token_logprobs", "tokens", "top_logprobs"):
-            self._logprobs[key] += found[key]
+    def opened(self) -> None:
+        """A sample without any chunk has not ended when the stream breaks."""
+        if not self.token_ids:
+            self._last = {"finish_reason": None}
 
-    def choice(self, replica_id: str) -> Json:
-        if self._last.get("finish_reason") is None:
-            raise EngineFailed(
-                f"the stream ended before sample {self._index} did, after {len(self._token_ids)} tokens",
-                replica_id=replica_id,
-            )
-        if self._logprobs is not None:
+    def choice(self) -> Json:
+        text = {"text": "".join(self._text), "prompt_logprobs": None} if self._has_text else {}
+        if "text_offset" in self._logprobs:
             self._logprobs["text_offset"] = _offsets(self._logprobs["tokens"])
         return {
             "stop_reason": None,
             **self._last,
-            "index": self._index,
-            "text": "".join(self._text),
-            "logprobs": self._logprobs,
-            "token_ids": self._token_ids,
+            **text,
+            "index": self.index,
+            "logprobs": self._logprobs or None,
+            "token_ids": self.token_ids,
             "prompt_token_ids": self._prompt_token_ids,
-            "prompt_logprobs": None,
         }
 
 
 def _offsets(tokens: list[str]) -> list[int]:
-    """Where each token's name begins, counted over all of them: chunks count from their own start, or from text."""
+    """Where each token's name begins in all names; chunks count from their own start, or from text."""
     return list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]

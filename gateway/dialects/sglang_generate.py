@@ -1,4 +1,4 @@
-"""POST /generate of SGLang's dialect, for trainers that speak it: answered by engines of any kind, as completions."""
+"""POST /generate of SGLang's dialect, answered by engines of any kind through `Completions`."""
 
 import asyncio
 import time
@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.engine import Json
-from gateway.dialects.completions import Completions, Prompt, Usage
+from gateway.dialects.completion_prompt import CompletionPrompt
+from gateway.dialects.completions import Completions
 from gateway.dialects.sglang_words import Asked, aborted_reply, answer, asked_prompts
+from gateway.dialects.usage import Usage
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.routing import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The prompts of one body. The reply is a list where they came as one, or have several samples."""
+    """The prompts of one body. The reply is a list if they came as a list or have several samples."""
 
     asked: list[Asked]
-    prompts: list[Prompt]
+    prompts: list[CompletionPrompt]
     is_batch: bool
 
     @property
@@ -36,7 +38,7 @@ class Batch:
 
 
 class SglangGenerate:
-    """Puts SGLang's bodies to `Completions`, each prompt with its own sampling parameters."""
+    """Translates SGLang's bodies for `Completions`, each prompt with its own sampling parameters."""
 
     def __init__(self, completions: Completions, fleet: Fleet) -> None:
         self._completions = completions
@@ -44,7 +46,7 @@ class SglangGenerate:
         self._running: dict[asyncio.Task[Json], tuple[str, Rollout]] = {}
 
     def abort(self, of: Callable[[str, Rollout], bool]) -> None:
-        """End the prompts that `of` picks by id and rollout, and answer them without tokens. Streams are not asked."""
+        """End the prompts that `of` picks by id and rollout, and answer them without tokens. Skips streams."""
         for task, asked in list(self._running.items()):
             if of(*asked):
                 task.cancel()
@@ -73,14 +75,14 @@ class SglangGenerate:
             answers += [answer(asked, choice, reply.get("usage"), seconds) for choice in reply["choices"]]
         return answers if batch.is_list else answers[0], usage.total()
 
-    def _begun(self, group: asyncio.TaskGroup, asked: Asked, prompt: Prompt) -> "asyncio.Task[Json]":
+    def _begun(self, group: asyncio.TaskGroup, asked: Asked, prompt: CompletionPrompt) -> "asyncio.Task[Json]":
         task = group.create_task(self._completions.generate([prompt]))
         self._running[task] = (asked.rid, prompt.rollout)
         task.add_done_callback(self._running.pop)
         return task
 
     async def stream(self, batch: Batch, usage: Usage) -> AsyncGenerator[Json]:
-        """Chunks that tell each sample from its start, as SGLang's do; `index` says which, where there are several."""
+        """Chunks that repeat each sample from its start, as SGLang's do; `index` numbers several samples."""
         began, samples = time.monotonic(), [_Sample() for _ in range(len(batch.prompts) * batch.n)]
         async with aclosing(self._completions.stream(batch.prompts, usage)) as chunks:
             async for chunk in chunks:
@@ -93,7 +95,7 @@ class SglangGenerate:
 
 
 class _Sample:
-    """One sample as far as its chunks have told it."""
+    """One sample, joined from its chunks so far."""
 
     def __init__(self) -> None:
         self.choice: Json = {"text": "", "token_ids": [], "logprobs": None, "prompt_token_ids": None}

@@ -1,38 +1,32 @@
-"""/inference/v1/generate of vLLM's dialect: token ids of one prompt in, token ids out, with the weights that made them.
+"""/inference/v1/generate of vLLM's dialect: token ids of one prompt in, token ids out, with their weight versions.
 
-An engine that serves the route is asked in its own words, any other in those of /v1/completions, as far as these go.
+An engine that serves the route gets the body as it is; any other engine gets it in the words of /v1/completions.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownRoute
 from gateway.config.schema import GatewayConfig
-from gateway.dialects import completions
-from gateway.dialects.completions import check_sampling, versioned_salt
+from gateway.dialects import completion_prompt
+from gateway.dialects.assembly import Assembly, is_read_in_chunks
+from gateway.dialects.completions import common_room
 from gateway.dialects.freshness import read_freshness, without_freshness
-from gateway.dialects.merged import merged
+from gateway.dialects.parallel import gathered, merged
 from gateway.dialects.resumption.cut_stream import CutStream
-from gateway.dialects.resumption.tokens import (
-    begun_or_anew,
-    joined_tokens,
-    mark_cut_off,
-    may_resume,
-    places_cut_off,
-    rest_sampling,
-    usage_of_whole,
-)
-from gateway.dialects.spans import stamp_versions
+from gateway.dialects.resumption.tokens import joined_tokens, may_resume, rest_sampling
+from gateway.dialects.runner import Exchange, Part, Runner
+from gateway.dialects.sampling import check_sampling, versioned_salt
 from gateway.dialects.token_words import completion_body, token_chunk, token_reply
+from gateway.dialects.usage import Usage, usage_of_joined
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
 from gateway.fleet.routing import Rollout
-from gateway.fleet.scheduler import Scheduler, using
+from gateway.fleet.scheduler import using
 
 PATH = "/inference/v1/generate"
 ABORT_PATH = "/inference/v1/abort_requests"
@@ -48,16 +42,16 @@ _ABORT_TIMEOUT_S = 10.0
 
 
 class TokenGeneration:
-    """Decodes a prompt of token ids and has one replica complete it."""
+    """Decodes a prompt of token ids and has replicas complete it."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet, scheduler: Scheduler) -> None:
+    def __init__(self, config: GatewayConfig, fleet: Fleet, runner: Runner) -> None:
         self._config = config
         self._fleet = fleet
-        self._scheduler = scheduler
+        self._runner = runner
         self._rest_ids: dict[str, list[str]] = {}
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
-        """Raises `InvalidRequest` for what no engine would take, `UnknownRoute` where none knows token ids."""
+        """Raises `InvalidRequest` for fields that no engine would take."""
         model, adapter = self._fleet.asked(body.get("model"))
         for field in _REFUSED:
             if body.get(field):
@@ -70,12 +64,14 @@ class TokenGeneration:
             )
         asked = {"stream": body.get("stream"), "stream_options": body.get("stream_options")}
         n = check_sampling(sampling | asked, self._config.max_n)
-        length = _checked_length(body.get("token_ids"), self._room(model))
+        length = _checked_length(body.get("token_ids"), common_room(self._fleet, model))
         fresh = read_freshness(body, self._fleet, model)
         return Rollout(
             request_id=_checked_id(body.get("request_id")) or request_id,
             model=model,
             n=n,
+            prompt_tokens=length,
+            needs_ids=True,
             tokens=length + n * (sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS),
             min_version=fresh.min_version,
             max_staleness=fresh.max_staleness,
@@ -84,53 +80,15 @@ class TokenGeneration:
         )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
-        with using(rollout):  # also between what was cut off and its rest
-            answer = await self._generate_first(rollout, body)
-            return await self._gone_on(rollout, body, answer)
+        return await self._runner.generate(_TokenPrompt(self, self._config, rollout, body))
 
-    async def _generate_first(self, rollout: Rollout, body: Json) -> Json:
-        """The reply up to where an update cuts it off."""
-
-        async def call(replica: Replica) -> Json:
-            flight, timeout_s = replica.take_off(), self._config.generate_timeout_s
-            asked = self._asked_of(replica, rollout, body)
-            if _serves(replica):
-                answer = await replica.engine.generate(PATH, asked, timeout_s)
-            else:
-                completed = completion_body(asked, replica.info)
-                answer = token_reply(await replica.engine.generate(completions.PATH, completed, timeout_s), asked)
-            mark_cut_off(answer, replica, body["token_ids"], resumes=_resumes(body))
-            await replica.vouched()
-            stamp_versions(answer, flight, rollout.adapter)
-            return answer
-
-        return await self._scheduler.run(rollout, call)
-
-    async def _gone_on(self, rollout: Rollout, body: Json, answer: Json) -> Json:
-        """The reply with the rest of those choices that an update has cut off."""
-        cut = places_cut_off(answer)
-        if not cut:
-            return answer
-        choices = list(answer["choices"])
-        with self._rests_of(rollout, [choices[place]["index"] for place in cut]) as rollouts:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    rests = {
-                        place: group.create_task(self.generate(*rest_of(one, body, choices[place])))
-                        for place, one in zip(cut, rollouts, strict=True)
-                    }
-            except* Exception as errors:
-                raise errors.exceptions[0] from None
-        for place, rest in rests.items():
-            choices[place] = joined_tokens(choices[place], rest.result()["choices"][0])
-        return {**answer, "choices": choices, "usage": usage_of_whole(answer, choices)}
-
-    async def stream(self, rollout: Rollout, body: Json, usage: completions.Usage) -> AsyncGenerator[Json]:
-        """Chunks as they come; `usage` is counted up, whether or not the client asks for it."""
-        cut = CutStream(range(rollout.n), rollout.adapter, resumes=_resumes(body), read=body["token_ids"])
+    async def stream(self, rollout: Rollout, body: Json, usage: Usage) -> AsyncGenerator[Json]:
+        """Chunks in the order of arrival; counts up `usage`, whether or not the client asks for it."""
+        prompt = _TokenPrompt(self, self._config, rollout, body)
+        cut = CutStream(range(rollout.n), rollout.adapter, resumes=prompt.resumes, read=body["token_ids"])
         tokens, last = 0, Json()
         with using(rollout):
-            async with aclosing(self._stream_all(rollout, body, cut)) as chunks:
+            async with aclosing(self._stream_all(prompt, cut)) as chunks:
                 async for chunk in chunks:
                     tokens += sum(len(choice["token_ids"] or ()) for choice in chunk["choices"])
                     usage.add_chunk(0, {"prompt_tokens": len(body["token_ids"]), "completion_tokens": tokens})
@@ -138,48 +96,28 @@ class TokenGeneration:
                         chunk["usage"] |= usage.total()
                     if chunk["choices"]:
                         yield chunk
-                    else:  # its usage alone: the last chunk of a stream, or of what has gone on
+                    else:  # its usage alone: the last chunk of a stream, or of a rest
                         last = chunk
         if last:
             yield last
 
-    async def _stream_all(self, rollout: Rollout, body: Json, cut: CutStream) -> AsyncGenerator[Json]:
+    async def _stream_all(self, prompt: "_TokenPrompt", cut: CutStream) -> AsyncGenerator[Json]:
         chunk = Json()
-        async with aclosing(self._stream_first(rollout, body, cut)) as chunks:
+        async with aclosing(self._runner.stream(prompt, cut)) as chunks:
             async for chunk in chunks:
                 yield chunk
         made = cut.cut_off()
-        with self._rests_of(rollout, list(made)) as rollouts:
+        with self.rests_of(prompt.rollout, list(made)) as rollouts:
             rests = [
-                self._stream_rest(rest_of(one, body, made[index]), index, cut)
-                for index, one in zip(made, rollouts, strict=True)
+                self._stream_rest(rest_of(rollout, prompt.body, made[index]), index, cut)
+                for index, rollout in zip(made, rollouts, strict=True)
             ]
             async with aclosing(merged(rests)) as chunks:
                 async for rest in chunks:
                     yield rest | {"request_id": chunk["request_id"]}
 
-    async def _stream_first(self, rollout: Rollout, body: Json, cut: CutStream) -> AsyncGenerator[Json]:
-        """The chunks up to where an update cuts them off."""
-        flight: Flight
-
-        def call(replica: Replica) -> AsyncGenerator[Json]:
-            nonlocal flight
-            flight = replica.take_off()
-            asked = self._asked_of(replica, rollout, body)
-            if _serves(replica):
-                chunks = replica.engine.stream(PATH, asked, self._config.generate_timeout_s)
-            else:
-                chunks = self._translated(replica, asked)
-            return begun_or_anew(chunks, replica)
-
-        async with aclosing(self._scheduler.stream(rollout, call)) as placed:
-            async for replica, chunk in placed:
-                for choice in chunk["choices"]:
-                    cut.see(choice, replica, flight)
-                yield chunk
-
     async def _stream_rest(self, rest: tuple[Rollout, Json], index: int, cut: CutStream) -> AsyncGenerator[Json]:
-        async with aclosing(self.stream(*rest, completions.Usage())) as chunks:
+        async with aclosing(self.stream(*rest, Usage())) as chunks:
             async for chunk in chunks:
                 for choice in chunk["choices"]:
                     choice["index"] = index
@@ -187,63 +125,110 @@ class TokenGeneration:
                 yield chunk
 
     @contextmanager
-    def _rests_of(self, rollout: Rollout, indexes: Sequence[int]) -> Iterator[list[Rollout]]:
-        """The rollouts of what is still to be made of these samples, which can be aborted by the id of the whole."""
+    def rests_of(self, rollout: Rollout, indexes: Sequence[int]) -> Iterator[list[Rollout]]:
+        """Rollouts that continue these samples; an abort of the whole rollout's id reaches them."""
         if rollout.n == 1:
-            yield [replace(rollout, goes_on=True) for _ in indexes]
+            yield [replace(rollout, goes_on=True, attempts=rollout.attempts.branch()) for _ in indexes]
             return
         names = [f"{rollout.request_id}-{index}" for index in indexes]
         self._rest_ids[rollout.request_id] = names
         try:
-            yield [replace(rollout, request_id=name, n=1, goes_on=True) for name in names]
+            attempts = rollout.attempts
+            yield [replace(rollout, request_id=name, n=1, goes_on=True, attempts=attempts.branch()) for name in names]
         finally:
             self._rest_ids.pop(rollout.request_id, None)
 
     async def abort(self, request_ids: Any) -> None:
-        """End requests, which are answered with the tokens they have. Ids that nobody knows any more are passed over.
+        """End requests, which are answered with the tokens they have. Unknown ids are ignored.
 
-        Raises `UnknownRoute` where no engine can do it.
+        Raises `UnknownRoute` where no engine serves the route.
         """
-        if not isinstance(request_ids, list) or not all(isinstance(one, str) and one for one in request_ids):
+        if not isinstance(request_ids, list) or not all(isinstance(item, str) and item for item in request_ids):
             raise InvalidRequest(f"request_ids = {request_ids!r} must be a list of ids", param="request_ids")
         replicas = [replica for replica in self._fleet.alive if ABORT_PATH in replica.info.capabilities]
         if not replicas:
             raise lacking(ABORT_PATH, self._fleet.alive)
-        named = [one.removeprefix(_ID_PREFIX) for one in request_ids]
-        ids = [_ID_PREFIX + part for one in named for part in (one, *self._rest_ids.get(one, ()))]
+        named = [item.removeprefix(_ID_PREFIX) for item in request_ids]
+        ids = [_ID_PREFIX + part for name in named for part in (name, *self._rest_ids.get(name, ()))]
         await asyncio.gather(
             *(replica.engine.ask("POST", ABORT_PATH, {"request_ids": ids}, _ABORT_TIMEOUT_S) for replica in replicas)
         )
 
-    async def _translated(self, replica: Replica, asked: Json) -> AsyncGenerator[Json]:
-        chunks = replica.engine.stream(
-            completions.PATH, completion_body(asked, replica.info), self._config.generate_timeout_s
-        )
+
+@dataclass(frozen=True)
+class _TokenPrompt(Exchange):
+    """One prompt of token ids as its body asks for it."""
+
+    tokens: TokenGeneration
+    config: GatewayConfig
+    rollout: Rollout
+    body: Json
+
+    @property
+    def resumes(self) -> bool:
+        """False with text output: its text could not be joined as if it were made at once."""
+        return (self.body.get("output_mode") or "tokens") == "tokens" and may_resume(self.body["sampling_params"])
+
+    def prompt_ids(self, answer: Json) -> list[int]:
+        return list(self.body["token_ids"])
+
+    async def ask(self, replica: Replica, part: Part) -> Json:
+        body, timeout_s = self._engine_body(replica), self.config.generate_timeout_s
+        sampling = body["sampling_params"]
+        limit = sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS
+        if self.resumes and is_read_in_chunks(sampling, limit, replica.info):
+            usage = {"stream_options": {"include_usage": True}}
+            chunks = self._chunks(replica, body | usage)
+            reply = await part.read(chunks, Assembly(self.rollout.n, replica.replica_id, has_text=False))
+            return self._as_whole(reply)
+        if _serves(replica):
+            return await replica.engine.generate(PATH, body, timeout_s)
+        completed = completion_body(body, replica.info)
+        return token_reply(await replica.engine.generate(completion_prompt.PATH, completed, timeout_s), body)
+
+    def chunks(self, replica: Replica) -> AsyncGenerator[Json]:
+        return self._chunks(replica, self._engine_body(replica))
+
+    async def _chunks(self, replica: Replica, body: Json) -> AsyncGenerator[Json]:
+        timeout_s = self.config.generate_timeout_s
+        if _serves(replica):
+            chunks = replica.engine.stream(PATH, body, timeout_s)
+        else:
+            chunks = replica.engine.stream(completion_prompt.PATH, completion_body(body, replica.info), timeout_s)
         async with aclosing(chunks):
             async for chunk in chunks:
-                yield token_chunk(chunk, asked)
+                yield chunk if _serves(replica) else token_chunk(chunk, body)
 
-    def _asked_of(self, replica: Replica, rollout: Rollout, body: Json) -> Json:
+    def _as_whole(self, reply: Json) -> Json:
+        """A reply that was read in chunks, with the fields that only whole replies have."""
+        ids = list(self.body["token_ids"]) if self.body.get("return_token_ids") else None
+        for choice in reply["choices"]:
+            choice.pop("prompt_token_ids", None)
+        return reply | {"prompt_logprobs": None, "prompt_token_ids": ids}
+
+    async def continued(self, answer: Json, cut: list[int]) -> Json:
+        choices = list(answer["choices"])
+        with self.tokens.rests_of(self.rollout, [choices[place]["index"] for place in cut]) as rollouts:
+            rests = await gathered(
+                self.tokens.generate(*rest_of(rollout, self.body, choices[place]))
+                for place, rollout in zip(cut, rollouts, strict=True)
+            )
+        for place, rest in zip(cut, rests, strict=True):
+            choices[place] = joined_tokens(choices[place], rest["choices"][0])
+        return {**answer, "choices": choices, "usage": usage_of_joined(answer, choices)}
+
+    def _engine_body(self, replica: Replica) -> Json:
         if not replica.info.speaks_vllm:
             raise UnknownRoute(
                 f"{PATH}: replica {replica.replica_id} runs {replica.info.engine_version} at {replica.info.url}, which "
                 "knows no token ids; send text to /v1/completions, or serve the model with vLLM or SGLang",
             )
-        salt = versioned_salt(body, replica.weight_version, rollout.adapter)
-        return without_freshness(body) | {"request_id": rollout.request_id, "cache_salt": salt}
-
-    def _room(self, model: str) -> int | None:
-        lengths = [replica.info.max_model_len for replica in self._fleet.alive if replica.info.model == model]
-        return min((length for length in lengths if length is not None), default=None)
-
-
-def _resumes(body: Json) -> bool:
-    """Whether its completions may go on from their tokens: their text could not be told as if it were made at once."""
-    return (body.get("output_mode") or "tokens") == "tokens" and may_resume(body["sampling_params"])
+        salt = versioned_salt(self.body, replica.weight_version, self.rollout.adapter)
+        return without_freshness(self.body) | {"request_id": self.rollout.request_id, "cache_salt": salt}
 
 
 def rest_of(rollout: Rollout, body: Json, choice: Json) -> tuple[Rollout, Json]:
-    """What is still to be made of a choice that was cut off: it reads its own tokens after the prompt's."""
+    """The rollout and body that continue a choice: engines read its tokens after the prompt's."""
     made = choice["token_ids"] or []
     read, sampling = [*body["token_ids"], *made], rest_sampling(body["sampling_params"], len(made))
     rest = {**body, "token_ids": read, "sampling_params": sampling, "return_token_ids": None}
@@ -251,9 +236,9 @@ def rest_of(rollout: Rollout, body: Json, choice: Json) -> tuple[Rollout, Json]:
 
 
 def lacking(path: str, replicas: Iterable[Replica]) -> UnknownRoute:
-    """No engine serves `path`: which ones there are, and what would."""
-    there = ", ".join(f"{one.replica_id} {one.info.kind} {one.info.engine_version}" for one in replicas) or "no replica"
-    return UnknownRoute(f"{path} is served by vLLM from 0.30 on (--enable-scale-out), and by none of these: {there}")
+    """The error where no engine serves `path`; it names the engines that run and those that would serve it."""
+    found = ", ".join(f"{one.replica_id} {one.info.kind} {one.info.engine_version}" for one in replicas) or "no replica"
+    return UnknownRoute(f"{path} is served by vLLM from 0.30 on (--enable-scale-out), and by none of these: {found}")
 
 
 def _serves(replica: Replica) -> bool:

@@ -12,7 +12,15 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 import structlog
 
 from engines.engine import Engine
-from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineGone, UnknownModel, WeightUpdateConflict
+from engines.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    EngineGone,
+    EngineUnreachable,
+    UnknownModel,
+    WeightUpdateConflict,
+)
 from engines.store.weight_store import Note
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.config.models import Models
@@ -20,6 +28,7 @@ from gateway.config.schema import Config
 from gateway.fleet.adapters import Adapter, Adapters
 from gateway.fleet.events import Events
 from gateway.fleet.replica import Replica
+from gateway.fleet.standstill import Standstill
 
 log = structlog.get_logger()
 
@@ -63,6 +72,9 @@ class Fleet:
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
+        self._standstill = Standstill(config.fleet)
+        self._examined: dict[Replica, asyncio.Task[EngineError | DeadlineExceeded | None]] = {}
+        self.tokens_may_stand: Callable[[Replica], bool] = lambda replica: False
         self._listeners: list[Callable[[], None]] = []
         self._incomplete_since: float | None = time.monotonic()
         self.noted: Callable[[str], Awaitable[Note | None]] = _no_record
@@ -491,6 +503,11 @@ class Fleet:
         while replica.state is not ReplicaState.LOST:
             await asyncio.sleep(self._config.probe_interval_s)
             failure = await self._probe(replica)
+            if failure is None:
+                failure = await self._standstill.look(replica, may_stand=self.tokens_may_stand(replica))
+            if failure is not None and replica.load_samples and replica.quiet_s > self._config.stalled_after_s:
+                self.suspect(replica, str(failure))
+                replica.drop_calls()  # its rollouts continue elsewhere
             if failure is None and replica.listed:
                 self._vouched(replica)
             elif failure is None and replica.is_leaving:
@@ -499,6 +516,24 @@ class Fleet:
                 self.suspect(replica, str(failure) if failure else "Serve no longer lists it")
             if self._is_lost(replica, failure):
                 self.set_state(replica, ReplicaState.LOST, replica.reason)
+
+    async def examine(self, replica: Replica, error: EngineError) -> bool:
+        """Look at a replica on which an attempt failed. True if its engine process is gone.
+
+        A connection that broke is no evidence by itself: the replica is SUSPECT if a probe fails too.
+        """
+        if not isinstance(error, EngineUnreachable) or not replica.can_serve:
+            return isinstance(error, EngineGone)
+        failure: EngineError | DeadlineExceeded | None = error
+        if not isinstance(error, EngineGone):
+            if replica not in self._examined:
+                task = asyncio.create_task(self._probe(replica), name=f"examine {replica.replica_id}")
+                task.add_done_callback(lambda _: self._examined.pop(replica, None))
+                self._examined[replica] = task
+            failure = await asyncio.shield(self._examined[replica])
+        if failure is not None and replica.can_serve:
+            self.suspect(replica, str(failure))
+        return isinstance(failure, EngineGone)
 
     async def _probe(self, replica: Replica) -> EngineError | DeadlineExceeded | None:
         try:
@@ -528,7 +563,7 @@ class Fleet:
 
     def _is_overdue(self, replica: Replica) -> bool:
         since = replica.suspect_since
-        return since is not None and time.monotonic() - since > self._config.lost_after_s
+        return since is not None and not replica.is_stalled and time.monotonic() - since > self._config.lost_after_s
 
     def _forget(self, replica: Replica) -> None:
         if self._replicas.get(replica.replica_id) is replica:

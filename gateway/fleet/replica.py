@@ -11,6 +11,7 @@ from engines.engine import Engine
 from engines.errors import EngineFailed, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from gateway.fleet.adapters import Adapter
+from gateway.fleet.backoff import Backoff
 from gateway.fleet.brake import Brake
 from gateway.fleet.flight import Flight
 from gateway.fleet.routing import Rollout
@@ -29,6 +30,7 @@ class Replica:
     `is_unproven` marks a version that the engine reported as it joined, and no record bears out. `adapters` are those
     of its engine by name; None marks an adapter that may be there and must not be used. `transport` is its engine's
     transfer backend, once known. `cuts_off` is True while an update ends all rollouts in flight.
+    `is_stalled` is True while its tokens stand still.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
@@ -53,6 +55,10 @@ class Replica:
         self._before_suspect, self._reason_before = ReplicaState.STARTING, ""
         self._calls: dict[asyncio.Timeout, asyncio.Task[object] | None] = {}
         self.cuts_off = False
+        self.is_stalled = False
+        self.backoff = Backoff()
+        self._rollouts: dict[int, Rollout] = {}
+        self._progress_at = time.monotonic()
         self._flights: WeakSet[Flight] = WeakSet()
         self.brake = Brake(engine)
         self._steady = asyncio.Event()
@@ -79,6 +85,20 @@ class Replica:
     def is_alive(self) -> bool:
         return self.state not in _NOT_THERE
 
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last sign that tokens are made."""
+        return time.monotonic() - self._progress_at
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt in flight."""
+        return max((rollout.prompt_tokens for rollout in self._rollouts.values()), default=0)
+
+    def saw_progress(self) -> None:
+        """Note a chunk, a reply, or another sign that tokens are made."""
+        self._progress_at = time.monotonic()
+
     def holds(self, adapter: Adapter) -> bool:
         return self.adapters.get(adapter.name) is adapter
 
@@ -90,10 +110,14 @@ class Replica:
         finally:
             self.load_tokens -= rollout.tokens
             self.load_samples -= rollout.n
+            self._rollouts.pop(id(rollout), None)
             if self.load_samples == 0:
                 self.idle.set()
 
     def reserve(self, rollout: Rollout) -> None:
+        if self.load_samples == 0:
+            self.saw_progress()
+        self._rollouts[id(rollout)] = rollout
         self.load_tokens += rollout.tokens
         self.load_samples += rollout.n
         self.placed += rollout.n

@@ -1,10 +1,11 @@
-"""Which replica takes a rollout: a pure choice over what is known of each replica."""
+"""Picks the replica that takes a rollout: a pure choice over views of the replicas."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from gateway.fleet.adapters import Adapter
+from gateway.fleet.attempts import Attempts
 
 # `max_samples` is twice what an engine runs at once: a quarter of it is half of its batch.
 _LIGHT_SHARE = 0.25
@@ -13,12 +14,14 @@ _OVERLOADED_SHARES = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One prompt with its n samples: the unit that is placed. `tokens` estimates prompt plus completions.
+    """One prompt with its n samples: the unit of placement. `tokens` estimates prompt plus completions.
 
-    `min_version` is the least weight version that may make it, `max_staleness` how far that may be behind the newest.
-    `session` names the conversation that it is a turn of, if it is one.
-    `adapter` is that of the model's LoRA adapters which makes its tokens; None for the model alone.
-    `goes_on` for the rest of one that has begun, which is placed before those that have not.
+    `min_version` is the oldest weight version allowed, `max_staleness` its largest distance from the newest.
+    `session` names the conversation that this is a turn of, if it is one.
+    `adapter` is the LoRA adapter that makes its tokens; None for the model alone.
+    `goes_on` is True for the rest of a rollout that has begun; rests are placed first.
+    `request` is the id of the client's request, whose rollouts take turns with other requests.
+    `needs_ids` is True if the client asks for token ids, which plain OpenAI servers do not report.
     """
 
     request_id: str
@@ -30,14 +33,18 @@ class Rollout:
     max_staleness: int | None = None
     session: str = ""
     goes_on: bool = False
+    needs_ids: bool = False
+    prompt_tokens: int = 0
+    request: str = ""
+    attempts: Attempts = field(default_factory=Attempts, compare=False, repr=False)
 
     def least_version(self, newest: int) -> int:
-        """The oldest weight version that will do when `newest` is the one that replicas are to hold."""
+        """The oldest weight version allowed; `newest` is the target version during an update."""
         return self.min_version if self.max_staleness is None else max(self.min_version, newest - self.max_staleness)
 
 
 class ReplicaView(Protocol):
-    """What the choice may see of a replica."""
+    """The part of a replica that the choice sees."""
 
     @property
     def replica_id(self) -> str: ...
@@ -57,17 +64,17 @@ View = TypeVar("View", bound=ReplicaView)
 
 
 def fresh_enough(rollout: Rollout, replicas: Iterable[View], newest: int) -> list[View]:
-    """Those whose weights are as new as the rollout demands. `newest` is the version that all are to hold."""
+    """Replicas whose weights are as new as the rollout demands. `newest` is the target version during an update."""
     least = rollout.least_version(newest)
     return [replica for replica in replicas if (replica.weight_version or 0) >= least]
 
 
 def choose(rollout: Rollout, replicas: Iterable[View], home: str | None = None) -> View | None:
-    """The replica with the least tokens in flight, or None when each is full.
+    """The replica with the fewest tokens in flight, or None if all are full.
 
-    Groups stay whole, since their samples share the prompt's KV. Ties go to the replica that was given least so far:
-    a trainer's batch arrives when all loads are zero, and always taking the first would fill one replica first.
-    `home` is the replica that holds the prefix of the rollout's session: it is taken unless it is overloaded.
+    Groups stay whole, since their samples share the prompt's KV. Ties go to the replica with the fewest placements: a
+    trainer's batch arrives when all loads are zero, and always taking the first would fill one replica first.
+    `home` is the replica that holds the prefix of the rollout's session; it is taken unless it is overloaded.
     """
     able = [replica for replica in replicas if has_room(rollout, replica)]
     for replica in able:
@@ -82,10 +89,10 @@ def has_room(rollout: Rollout, replica: ReplicaView) -> bool:
 
 
 def is_overloaded(home: ReplicaView, able: Sequence[ReplicaView]) -> bool:
-    """Whether a session's next turn is better read anew elsewhere than queued where its prefix is.
+    """True if a session's next turn is better read again elsewhere than queued where its prefix is.
 
-    A few samples beside it cost a decoding engine next to nothing, so a replica with little to do is never overloaded,
-    however idle the others are. Beyond that it is when it has clearly more than its share of the tokens in flight.
+    A few samples more cost a decoding engine next to nothing, so a replica with little to do is never overloaded.
+    Beyond that it is overloaded with clearly more than its share of the tokens in flight.
     """
     if home.load_samples < _LIGHT_SHARE * home.max_samples:
         return False

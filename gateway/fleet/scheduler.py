@@ -1,28 +1,34 @@
-"""Places rollouts on replicas: a queue for each model, a gate that weight updates close before the policy's, and a
-second try when a replica fails."""
+"""Places rollouts on replicas and runs their attempts.
+
+A model has one line of waiting rollouts. The gate holds back the policy's rollouts while a weight update or a pause has
+closed it.
+"""
 
 import asyncio
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import structlog
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, EngineRefused
+from engines.errors import DeadlineExceeded, EngineError
 from gateway.config.schema import GatewayConfig
+from gateway.fleet.attempts import End, end_of
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.replica import Replica
 from gateway.fleet.routing import Rollout, choose, fresh_enough
 from gateway.fleet.sessions import Sessions
+from gateway.fleet.waiting import Demand, Waiter, WaitingLine
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
+
+_STARVED_S = 0.2
 
 
 def using(rollout: Rollout) -> AbstractContextManager[None]:
@@ -32,38 +38,36 @@ def using(rollout: Rollout) -> AbstractContextManager[None]:
     return rollout.adapter.used(rollout.request_id, goes_on=rollout.goes_on)
 
 
-@dataclass(eq=False)
-class _Waiter:
-    rollout: Rollout
-    avoid: set[str]
-    placed: "asyncio.Future[Replica]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+def _nothing_kept() -> None:
+    return None
 
 
 class Scheduler:
-    """First come, first placed among the rollouts of one model; models never wait for each other.
+    """Requests take turns among the rollouts of one model; models never wait for each other.
 
-    Nothing of the policy is placed while the gate is closed; what runs goes on.
+    Nothing of the policy is placed while the gate is closed; running rollouts continue.
     """
 
     def __init__(self, config: GatewayConfig, fleet: Fleet, metrics: Metrics) -> None:
         self._config = config
         self._fleet = fleet
         self._metrics = metrics
-        self._queues: defaultdict[str, deque[_Waiter]] = defaultdict(deque)
+        self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
         self._closed_for: set[str] = set()
         self._sessions = Sessions()
         fleet.on_change(self._pump_all)
+        fleet.tokens_may_stand = lambda replica: self._is_closed(replica.info.model)
 
     def queue_length(self, model: str) -> int:
-        return sum(not waiter.placed.done() for waiter in self._queues[model])
+        return len(self._lines[model])
 
     def waits(self, rollout: Rollout) -> bool:
-        """Whether it has no replica yet."""
-        return any(one.rollout is rollout and not one.placed.done() for one in self._queues[rollout.model])
+        """True if it has no replica yet."""
+        return self._lines[rollout.model].waits(rollout)
 
     @property
     def closed_for(self) -> list[str]:
-        """Why nothing of the policy is placed now; empty when the gate is open."""
+        """The reasons why nothing of the policy is placed now; empty when the gate is open."""
         return sorted(self._closed_for)
 
     def close_gate(self, reason: str) -> None:
@@ -86,119 +90,160 @@ class Scheduler:
                 "pause with mode=keep or mode=abort before the update"
             ) from error
 
-    async def run(self, rollout: Rollout, call: Callable[[Replica], Awaitable[T]]) -> T:
-        """The call's result from the first replica that gives one."""
-        avoid: set[str] = set()
+    async def run(
+        self,
+        rollout: Rollout,
+        call: Callable[[Replica], Awaitable[T]],
+        kept: Callable[[], T | None] = _nothing_kept,
+    ) -> T:
+        """The call's result from the first replica that gives one.
+
+        `kept` returns what a failed call has and that continues elsewhere; it is the result then.
+        """
         with using(rollout):
             while True:
-                async with self._placed(rollout, avoid) as replica:
-                    try:
-                        return await replica.unless_lost(call(replica))
-                    except EngineRefused:
-                        raise
-                    except EngineError as error:
-                        self._failed(rollout, replica, error, avoid)
+                try:
+                    async with self._placed(rollout) as replica:
+                        result = await replica.unless_lost(call(replica))
+                        replica.backoff.succeeded()
+                        replica.saw_progress()
+                        return result
+                except EngineError as error:
+                    part = kept()
+                    await self._failed(rollout, replica, error, progressed=part is not None)
+                    if part is not None:
+                        return part
 
     async def stream(
         self, rollout: Rollout, call: Callable[[Replica], AsyncGenerator[Json]]
     ) -> AsyncGenerator[tuple[Replica, Json]]:
-        """Chunks of the first replica that gives any. What has begun is not begun again elsewhere."""
-        avoid: set[str] = set()
+        """Chunks of the first replica that gives any. Raises the `EngineError` that ends a stream with chunks, which
+        may continue from its tokens."""
         with using(rollout):
             while True:
                 begun = False
-                async with self._placed(rollout, avoid) as replica, aclosing(call(replica)) as chunks:
-                    try:
+                try:
+                    async with self._placed(rollout) as replica, aclosing(call(replica)) as chunks:
                         while (chunk := await replica.unless_lost(anext(chunks, None))) is not None:
                             await replica.unless_lost(replica.vouched())
+                            replica.saw_progress()
                             begun = True
                             yield replica, chunk
+                        replica.backoff.succeeded()
                         return
-                    except EngineRefused:
+                except EngineError as error:
+                    await self._failed(rollout, replica, error, progressed=begun)
+                    if begun:
                         raise
-                    except EngineError as error:
-                        if begun:
-                            raise
-                        self._failed(rollout, replica, error, avoid)
 
-    def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, avoid: set[str]) -> None:
-        """Note a failure; raise it when there was one too many. One that an update cut off has not failed."""
-        if replica.cuts_off:
-            self._metrics.retries.inc()
-            return
-        avoid.add(replica.replica_id)
-        if replica.can_serve:  # one that was fenced is out already, and says why
-            self._fleet.suspect(replica, str(error))
-        log.warning("rollout failed", request=rollout.request_id, replica=replica.replica_id, error=str(error))
-        if len(avoid) >= self._config.max_attempts:
+    async def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, *, progressed: bool) -> None:
+        """Record the end of an attempt. Raises if there may be no further attempt."""
+        end = end_of(error, cuts_off=replica.cuts_off)
+        if end is End.REFUSED:
             raise error
-        self._metrics.retries.inc()
+        self._metrics.retries.labels(end).inc()
+        if end is End.CUT_OFF:
+            return
+        log.warning(
+            "an attempt ended", request=rollout.request_id, replica=replica.replica_id, end=end, error=str(error)
+        )
+        if end is End.BUSY:
+            replica.backoff.busy(error.retry_after_s)
+        elif end is End.STARVED:
+            await asyncio.sleep(_STARVED_S)
+        else:
+            died = await self._fleet.examine(replica, error)
+            if not died:
+                replica.backoff.failed()
+            rollout.attempts.failed(replica.replica_id, died=died, progressed=progressed)
+        if replica.backoff.left_s:
+            asyncio.get_running_loop().call_later(replica.backoff.left_s, self._pump, rollout.model)
+        rollout.attempts.check(error, max_attempts=self._config.max_attempts, longest_s=self._config.generate_timeout_s)
 
     @asynccontextmanager
-    async def _placed(self, rollout: Rollout, avoid: set[str]) -> AsyncIterator[Replica]:
-        replica = await self._place(rollout, avoid)
+    async def _placed(self, rollout: Rollout) -> AsyncIterator[Replica]:
+        replica = await self._place(rollout)
         try:
             with replica.carrying(rollout):
                 yield replica
         finally:
             self._pump(rollout.model)
 
-    async def _place(self, rollout: Rollout, avoid: set[str]) -> Replica:
-        waiter, began = _Waiter(rollout, avoid), time.monotonic()
-        queue = self._queues[rollout.model]
-        (queue.appendleft if rollout.goes_on else queue.append)(waiter)
+    async def _place(self, rollout: Rollout) -> Replica:
+        line, began = self._lines[rollout.model], time.monotonic()
+        waiter = line.add(rollout)
         self._pump(rollout.model)
         try:
-            async with asyncio.timeout(self._config.queue_timeout_s):
-                return await waiter.placed
-        except BaseException as error:
-            if waiter.placed.done() and not waiter.placed.cancelled():
+            while not waiter.placed.done():
+                left_s = self._config.queue_timeout_s - line.quiet_s(waiter, began)
+                if left_s <= 0:
+                    raise DeadlineExceeded(self._why_not_placed(rollout))
+                await asyncio.wait([waiter.placed], timeout=left_s)
+            return waiter.placed.result()
+        except BaseException:
+            if waiter.placed.done():
                 with waiter.placed.result().carrying(rollout):
                     pass  # placed in the very moment the client left: give the place back
             waiter.placed.cancel()
+            line.done(waiter)
             self._pump(rollout.model)
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(self._why_not_placed(rollout)) from error
             raise
         finally:
             self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - began)
 
     def _pump_all(self) -> None:
-        for model in self._queues:
+        for model in list(self._lines):
             self._pump(model)
 
     def _pump(self, model: str) -> None:
-        """Place rollouts of a model's queue while there is room, first come, first placed.
+        """Place waiting rollouts of a model in turn, while there is room.
 
-        Rollouts wait in front of others without holding them up where no replica is as fresh as they demand. Those that
-        wait for room keep the replicas they could go to for themselves, or a large one would wait for ever.
+        A rollout that waits for room reserves one replica, the one with the fewest samples, or large groups starve.
         """
-        queue, kept = self._queues[model], deque[_Waiter]()
-        taken: set[Replica] = set()
-        while queue and not self._is_closed(model):
-            waiter = queue.popleft()
-            if waiter.placed.done():
-                continue
-            able = self._able(waiter, model)
-            rollout = waiter.rollout
-            home = self._sessions.home(model, rollout.session)
-            replica = choose(rollout, (replica for replica in able if replica not in taken), home)
-            if replica is not None:
-                self._sessions.settle(model, rollout.session, replica.replica_id)
-                replica.reserve(rollout)
-                waiter.placed.set_result(replica)
-                continue
-            kept.append(waiter)
-            taken.update(able)
-            if taken.issuperset(self._fleet.serving(model)):
-                break
-        queue.extendleft(reversed(kept))
+        line = self._lines[model]
+        if not len(line) or self._is_closed(model):
+            return
+        able: dict[Demand, list[Replica]] = {}
+        reserved: set[Replica] = set()
+        turns = line.in_turn()
+        waiter = next(turns, None)
+        while waiter is not None:
+            demand = waiter.demand
+            if demand not in able:
+                able[demand] = self._able(waiter.rollout)
+            open_ = [one for one in able[demand] if one not in reserved and one.load_samples < one.max_samples]
+            if open_:
+                self._place_on(open_, able[demand], waiter, line, reserved)
+            try:
+                waiter = turns.send(not open_)
+            except StopIteration:
+                waiter = None
 
-    def _able(self, waiter: _Waiter, model: str) -> list[Replica]:
-        """Replicas that may take a rollout: fresh ones, and of these others than it has failed on, if there are any."""
-        serving = self._fleet.serving(model, waiter.rollout.adapter)
-        fresh = fresh_enough(waiter.rollout, serving, self._fleet.target_of(model))
-        return [replica for replica in fresh if replica.replica_id not in waiter.avoid] or fresh
+    def _place_on(
+        self, open_: list[Replica], able: list[Replica], waiter: Waiter, line: WaitingLine, reserved: set[Replica]
+    ) -> None:
+        """Place a rollout on one of the replicas with room, or reserve one of those that it could go to."""
+        rollout = waiter.rollout
+        wanted = {one for one in able if one.replica_id not in rollout.attempts.avoid} or set(able)
+        candidates = [one for one in open_ if one in wanted]
+        home = self._sessions.home(rollout.model, rollout.session)
+        replica = choose(rollout, candidates, home)
+        if replica is None:
+            reserved.add(min(candidates or wanted, key=lambda one: one.load_samples))
+            return
+        self._sessions.settle(rollout.model, rollout.session, replica.replica_id)
+        replica.reserve(rollout)
+        line.moved(waiter)
+        line.done(waiter)
+        waiter.placed.set_result(replica)
+
+    def _able(self, rollout: Rollout) -> list[Replica]:
+        """Replicas that may take a rollout now: serving, not backing off, fresh enough, with what it needs."""
+        serving = self._fleet.serving(rollout.model, rollout.adapter)
+        ready = [replica for replica in serving if not replica.backoff.left_s]
+        if rollout.needs_ids and any(replica.info.speaks_vllm for replica in serving):
+            ready = [replica for replica in ready if replica.info.speaks_vllm]
+        return fresh_enough(rollout, ready, self._fleet.target_of(rollout.model))
 
     def _is_closed(self, model: str) -> bool:
         return bool(self._closed_for) and model == self._fleet.models.policy

@@ -1,25 +1,62 @@
-"""Who may call what: bearer keys, and networks that are trusted without one."""
+"""Access: bearer keys, networks that are trusted without a key, and the checks in front of handlers."""
 
 import hashlib
 import hmac
 import ipaddress
 import secrets
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
 
+from aiohttp import web
 from pydantic import SecretStr
 
 from engines.errors import NotAllowed
 from gateway.config.schema import GatewayConfig
+from gateway.http.direct_peer import direct_peer
+
+
+class Routes(Protocol):
+    """Handlers of one subject, each behind the check that it needs."""
+
+    def add_routes(self, router: web.UrlDispatcher, access: "Access") -> None: ...
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Access:
-    """Inference keys open generation, admin keys open everything."""
+    """Inference keys open generation, admin keys open everything; `for_...` wraps a handler with the check."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._trusted = tuple(config.trusted_networks)
         self._inference = _digests(config.inference_keys)
         self._admin = _digests(config.admin_keys)
         self._store = tuple(_digest(key) for key in [store_key(config)] if key)
+
+    def for_inference(self, handler: Handler) -> Handler:
+        return self._checked(handler, admin=False)
+
+    def for_inference_or(self, handler: Handler, otherwise: Handler) -> Handler:
+        """For inference keys; requests without one get the other handler."""
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            is_known = self.admits(direct_peer(request), request.headers.get("Authorization"))
+            return await (handler if is_known else otherwise)(request)
+
+        return checked
+
+    def for_admin(self, handler: Handler) -> Handler:
+        return self._checked(handler, admin=True)
+
+    def for_store(self, handler: Handler) -> Handler:
+        """For admin keys, and for the key that engines fetch weight versions with."""
+        for_admin = self.for_admin(handler)
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            opens = self.opens_store(request.headers.get("Authorization"))
+            return await (handler if opens else for_admin)(request)
+
+        return checked
 
     def check(self, peer: str | None, authorization: str | None, *, admin: bool) -> None:
         """Raise `NotAllowed` unless the peer is trusted or its key opens the route."""
@@ -46,8 +83,15 @@ class Access:
         return True
 
     def opens_store(self, authorization: str | None) -> bool:
-        """Whether this is the key that engines fetch weight versions with, which opens nothing else."""
+        """True for the key that engines fetch weight versions with; it opens nothing else."""
         return _is_among(_digest(_bearer(authorization)), self._store)
+
+    def _checked(self, handler: Handler, *, admin: bool) -> Handler:
+        async def checked(request: web.Request) -> web.StreamResponse:
+            self.check(direct_peer(request), request.headers.get("Authorization"), admin=admin)
+            return await handler(request)
+
+        return checked
 
     def _is_trusted(self, peer: str | None) -> bool:
         if not peer:
@@ -59,7 +103,7 @@ class Access:
 
 
 def store_key(config: GatewayConfig) -> str:
-    """What an engine is given to fetch weight versions with, of which the admin key cannot be told; "" without one."""
+    """The key that engines fetch weight versions with, derived from the admin key; "" if there is no admin key."""
     if not config.admin_keys:
         return ""
     return hmac.digest(config.admin_keys[0].get_secret_value().encode(), b"weight versions", "sha256").hex()
@@ -78,6 +122,6 @@ def _digest(key: str) -> bytes:
 
 
 def _is_among(digest: bytes, digests: tuple[bytes, ...]) -> bool:
-    """All are compared, each in constant time, so that the time taken tells nothing of the keys."""
+    """Compare with all, each in constant time, so that the time taken reveals nothing about the keys."""
     matches = [secrets.compare_digest(digest, known) for known in digests]
     return any(matches)

@@ -16,8 +16,8 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics, package_version
 from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.timeline import Timeline
+from gateway.http.access import Access
 from gateway.http.json_body import reply
-from gateway.http.keys import Guards
 from gateway.weights.coordinator import WeightCoordinator
 
 # Seconds between two looks while somebody watches, and otherwise: an engine's page costs it some milliseconds.
@@ -65,7 +65,7 @@ class Dashboard:
         self._batch: Json | None = None
         self._placed_before = 0
 
-    def add_routes(self, router: web.UrlDispatcher, access: Guards) -> None:
+    def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         """The page holds no data, so it is open; its JSON needs a key where `/status` does."""
         router.add_get("/", self._describe)
         router.add_get("/dashboard", self._show)

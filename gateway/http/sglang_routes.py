@@ -1,7 +1,7 @@
-"""SGLang's router routes beside /generate: workers, abort, cache, pause.
+"""SGLang's router routes beside /generate: workers, aborts, caches, pauses.
 
-The engines' ports are on loopback, so the gateway lists itself as the only worker, and a call reaches every replica.
-Calls for a single worker are refused with the alternative.
+The engines' own ports are on loopback, so the gateway lists itself as the one worker, and calls to it reach every
+replica. Calls for a single worker are refused with the alternative.
 """
 
 from collections.abc import Awaitable, Callable
@@ -14,8 +14,8 @@ from engines.types import PauseMode
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.scheduler import Scheduler
+from gateway.http.access import Access
 from gateway.http.json_body import read_object, reply
-from gateway.http.keys import Guards
 from gateway.weights.coordinator import WeightCoordinator
 
 _MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.KEEP}
@@ -41,11 +41,11 @@ REFUSED = {
     "/release_memory_occupation": _MEMORY,
     "/resume_memory_occupation": _MEMORY,
 }
-"""Refused routes of SGLang, and the alternative to each."""
+"""Routes of SGLang that make no sense in front of replicas, each with the alternative."""
 
 
-class SglangControl:
-    """Handlers of SGLang's routes. `model_info` returns the body of GET /model_info."""
+class SglangRoutes:
+    """Handlers of SGLang's routes. `model_info` makes the reply of GET /model_info."""
 
     def __init__(
         self,
@@ -61,20 +61,20 @@ class SglangControl:
         self._generate = generate
         self._model_info = model_info
 
-    def add_routes(self, router: web.UrlDispatcher, guards: Guards) -> None:
-        router.add_get("/workers", guards.for_inference(self._workers))
-        router.add_get("/list_workers", guards.for_inference(self._list_workers))
-        router.add_get("/get_server_info", guards.for_inference(self._server_info))
-        router.add_get("/get_weight_version", guards.for_inference(self._weight_version))
-        router.add_post("/abort_request", guards.for_inference(self._abort_request))
+    def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
+        router.add_get("/workers", access.for_inference(self._workers))
+        router.add_get("/list_workers", access.for_inference(self._list_workers))
+        router.add_get("/get_server_info", access.for_inference(self._server_info))
+        router.add_get("/get_weight_version", access.for_inference(self._weight_version))
+        router.add_post("/abort_request", access.for_inference(self._abort_request))
         for method in ("GET", "POST"):
-            router.add_route(method, "/flush_cache", guards.for_admin(self._flush_cache))
-        router.add_post("/pause_generation", guards.for_admin(self._pause_generation))
-        router.add_post("/continue_generation", guards.for_admin(self._continue_generation))
+            router.add_route(method, "/flush_cache", access.for_admin(self._flush_cache))
+        router.add_post("/pause_generation", access.for_admin(self._pause_generation))
+        router.add_post("/continue_generation", access.for_admin(self._continue_generation))
         for path in REFUSED:
-            router.add_route("*", path, guards.for_inference(self._refuse))
-        router.add_post("/workers", guards.for_inference(self._refuse))
-        router.add_route("*", "/workers/{worker:.+}", guards.for_inference(self._refuse))
+            router.add_route("*", path, access.for_inference(self._refuse))
+        router.add_post("/workers", access.for_inference(self._refuse))
+        router.add_route("*", "/workers/{worker:.+}", access.for_inference(self._refuse))
 
     async def _workers(self, request: web.Request) -> web.Response:
         worker = {
@@ -93,7 +93,7 @@ class SglangControl:
         return reply({"urls": [_own_url(request)]})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        """SGLang's keys where the fleet has one value; `internal_states` lists the replicas."""
+        """SGLang's own keys if the fleet has one answer; `internal_states` lists the replicas."""
         replicas = self._fleet.trained_alive
         lengths = [one.info.max_model_len for one in replicas if one.info.max_model_len is not None]
         states = [
@@ -108,7 +108,7 @@ class SglangControl:
         return reply({"weight_version": str(self._fleet.version)})
 
     async def _abort_request(self, request: web.Request) -> web.Response:
-        """`abort_all` ends all rollouts with the tokens they have; `rid` ends one, without tokens."""
+        """`abort_all` ends running rollouts with the tokens they have; `rid` ends one request without tokens."""
         body = await read_object(request)
         if body.get("abort_all") is True:
             await self._abort_all()
@@ -120,7 +120,7 @@ class SglangControl:
         return web.Response()
 
     async def _abort_all(self) -> None:
-        """Ends running rollouts by a pause of mode abort, then the waiting ones."""
+        """Pause the engines, which ends their rollouts; then end the rollouts that wait for a replica."""
         async with self._weights.pauses.aborting_all():
             await self._scheduler.drained(_ABORT_TIMEOUT_S)
             self._generate.abort(lambda _, rollout: self._scheduler.waits(rollout))

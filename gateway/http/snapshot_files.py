@@ -1,9 +1,11 @@
-"""Serves the files of stored weight versions to `engines/store/peer_store.py` on machines without the store."""
+"""The files of stored weight versions over HTTP, for machines that do not share the store.
+
+`engines/store/peer_store.py` is the client.
+"""
 
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from aiohttp import web
@@ -12,6 +14,7 @@ from engines.errors import InvalidRequest, StoreFailed
 from engines.store.peer_store import VERSIONS_PATH
 from engines.store.weight_store import HELD_BY
 from gateway.fleet.fleet import Fleet
+from gateway.http.access import Access
 from gateway.http.json_body import reply
 from gateway.weights.snapshots import Snapshots
 
@@ -19,20 +22,20 @@ _CHUNK_BYTES = 1 << 20
 
 
 class SnapshotFiles:
-    """Lists versions and their files, and sends files by range. A version is not removed while it is read."""
+    """Lists versions and their files, and sends files, with ranges. A version is not removed while it is read."""
 
     def __init__(self, fleet: Fleet, snapshots: Snapshots) -> None:
         self._fleet = fleet
         self._snapshots = snapshots
 
-    @property
-    def routes(self) -> Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]:
-        """Handlers of GET by path."""
-        one = VERSIONS_PATH + r"/{version:\d+}"
-        return {VERSIONS_PATH: self._list_versions, one: self._list_files, one + "/{file}": self._send}
+    def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
+        version = VERSIONS_PATH + r"/{version:\d+}"
+        router.add_get(VERSIONS_PATH, access.for_store(self._list_versions))
+        router.add_get(version, access.for_store(self._list_files))
+        router.add_get(version + "/{file}", access.for_store(self._send))
 
     async def _list_versions(self, request: web.Request) -> web.Response:
-        # A version from before our start is listed once it was read, so the served version is read here.
+        # A gateway before this one kept versions too; reading the version that the fleet holds makes it known.
         with contextlib.suppress(StoreFailed):
             async with self._reading(self._fleet.version):
                 pass

@@ -1,24 +1,20 @@
-"""The routes of TRL's own server, which TRL up to 1.10 asks (`gateway.trl_legacy`). Their paths end in a slash.
+"""The routes of TRL's own server, which TRL up to 1.10 calls (`gateway.trl_legacy`). Their paths end in a slash.
 
-Weights come with `trainer_client.trl_legacy`: the old client's one broadcast a tensor, whose group the server opens and
-nobody bounds, has no place here.
+Weights come through `trainer_client.trl_legacy`. The old client broadcasts each tensor over a group that the server
+opens and nothing bounds; it is refused here.
 """
-
-import asyncio
-import uuid
-from collections.abc import Coroutine, Iterable
-from typing import Any
 
 from aiohttp import web
 
-from engines.engine import Json
 from engines.errors import WeightUpdateConflict
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
+from gateway.dialects.parallel import gathered
 from gateway.dialects.trl_legacy_words import chat_bodies, completion_body, generated, scored, scoring_bodies
 from gateway.fleet.fleet import Fleet
+from gateway.http.access import Access
 from gateway.http.json_body import read_object, reply
-from gateway.http.keys import Guards
+from gateway.http.request_id import request_id
 from gateway.weights.coordinator import WeightCoordinator
 
 _REMEDY = (
@@ -27,8 +23,8 @@ _REMEDY = (
 )
 
 
-class TrlLegacy:
-    """Handlers; generation is that of `Completions` and `Chat`, spread over the fleet as any other."""
+class TrlLegacyRoutes:
+    """Translates the legacy routes for `Completions` and `Chat`."""
 
     def __init__(self, fleet: Fleet, weights: WeightCoordinator, completions: Completions, chat: Chat) -> None:
         self._fleet = fleet
@@ -36,19 +32,19 @@ class TrlLegacy:
         self._completions = completions
         self._chat = chat
 
-    def add_routes(self, router: web.UrlDispatcher, guards: Guards) -> None:
+    def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_get("/health/", self._health)
-        router.add_get("/get_world_size/", guards.for_admin(self._world_size))
-        router.add_post("/generate/", guards.for_inference(self._generate))
-        router.add_post("/chat/", guards.for_inference(self._converse))
-        router.add_post("/get_sequence_logprobs/", guards.for_inference(self._score))
-        router.add_post("/reset_prefix_cache/", guards.for_admin(self._reset_prefix_cache))
-        router.add_post("/close_communicator/", guards.for_admin(self._close_communicator))
+        router.add_get("/get_world_size/", access.for_admin(self._world_size))
+        router.add_post("/generate/", access.for_inference(self._generate))
+        router.add_post("/chat/", access.for_inference(self._converse))
+        router.add_post("/get_sequence_logprobs/", access.for_inference(self._score))
+        router.add_post("/reset_prefix_cache/", access.for_admin(self._reset_prefix_cache))
+        router.add_post("/close_communicator/", access.for_admin(self._close_communicator))
         for path in ("/init_communicator/", "/update_named_param/"):
-            router.add_post(path, guards.for_admin(self._refuse_weights))
+            router.add_post(path, access.for_admin(self._refuse_weights))
 
     async def _health(self, request: web.Request) -> web.Response:
-        """TRL waits without end for a 200."""
+        """TRL polls this without a limit until it gets a 200."""
         ready = self._fleet.is_ready
         return reply({"status": "ok" if ready else "starting"}, 200 if ready else 503)
 
@@ -57,44 +53,30 @@ class TrlLegacy:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = completion_body(await read_object(request))
-        prompts = self._completions.decode(body, _request_id(request))
+        prompts = self._completions.decode(body, request_id(request))
         return reply(generated([await self._completions.generate(prompts)], prompts[0].rollout.n))
 
     async def _converse(self, request: web.Request) -> web.Response:
         bodies = chat_bodies(await read_object(request))
-        rollouts = [self._chat.decode(body, f"{_request_id(request)}-{index}") for index, body in enumerate(bodies)]
+        rollouts = [self._chat.decode(body, f"{request_id(request)}-{index}") for index, body in enumerate(bodies)]
         calls = (self._chat.generate(rollout, body) for rollout, body in zip(rollouts, bodies, strict=True))
-        return reply(generated(await _all(calls), rollouts[0].n if rollouts else 1))
+        return reply(generated(await gathered(calls), rollouts[0].n if rollouts else 1))
 
     async def _score(self, request: web.Request) -> web.Response:
         asked = await read_object(request)
         prompts = [
-            self._completions.decode(body, _request_id(request), first=index)
+            self._completions.decode(body, request_id(request), first=index)
             for index, body in enumerate(scoring_bodies(asked))
         ]
-        return reply(scored(await _all(self._completions.generate(one) for one in prompts), asked))
+        return reply(scored(await gathered(self._completions.generate(one) for one in prompts), asked))
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         success = await self._weights.pauses.reset_prefix_cache()
         return reply({"message": f"Request received, resetting prefix cache status: {success}"})
 
     async def _close_communicator(self, request: web.Request) -> web.Response:
-        """TRL says it when it ends, whether it had a group or not."""
+        """TRL calls this at its end, with or without a group."""
         return reply({"message": "Request received, closing communicator"})
 
     async def _refuse_weights(self, request: web.Request) -> web.Response:
         raise WeightUpdateConflict(f"{request.path}: {_REMEDY}")
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, Json]]) -> list[Json]:
-    """The results in order. The first that fails ends the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except* Exception as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
-def _request_id(request: web.Request) -> str:
-    return request.headers.get("X-Request-Id") or uuid.uuid4().hex

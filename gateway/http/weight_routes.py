@@ -10,8 +10,8 @@ from engines.errors import InvalidRequest, StoreFailed
 from engines.types import InFlight, PauseMode
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.fleet import Fleet
+from gateway.http.access import Access
 from gateway.http.json_body import read_object, reply
-from gateway.http.keys import Guards
 from gateway.http.served_weights import served_weights
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
@@ -26,23 +26,23 @@ class WeightRoutes:
         self._weights = weights
         self._snapshots = snapshots
 
-    def add_routes(self, router: web.UrlDispatcher, guards: Guards) -> None:
-        router.add_get("/get_world_size", guards.for_admin(self._world_size))
-        router.add_post("/init_weight_transfer_engine", guards.for_admin(self._init))
-        router.add_post("/start_weight_update", guards.for_admin(self._start))
-        router.add_post("/update_weights", guards.for_admin(self._update))
-        router.add_post("/finish_weight_update", guards.for_admin(self._finish))
-        router.add_get("/weight_info", guards.for_inference(self._info))
-        router.add_get("/v1/weight_updates", guards.for_inference(self._updates))
-        router.add_post("/v1/weight_updates", guards.for_admin(self._load))
-        router.add_delete("/v1/weight_updates", guards.for_admin(self._abandon))
-        router.add_get("/v1/weights", guards.for_inference(self._served))
-        router.add_get("/v1/weight_store", guards.for_admin(self._store))
-        router.add_get("/v1/weight_canary", guards.for_inference(self._canary))
-        router.add_post("/reset_prefix_cache", guards.for_admin(self._reset_prefix_cache))
-        router.add_post("/pause", guards.for_admin(self._pause))
-        router.add_post("/resume", guards.for_admin(self._resume))
-        router.add_get("/is_paused", guards.for_admin(self._is_paused))
+    def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
+        router.add_get("/get_world_size", access.for_admin(self._world_size))
+        router.add_post("/init_weight_transfer_engine", access.for_admin(self._init))
+        router.add_post("/start_weight_update", access.for_admin(self._start))
+        router.add_post("/update_weights", access.for_admin(self._update))
+        router.add_post("/finish_weight_update", access.for_admin(self._finish))
+        router.add_get("/weight_info", access.for_inference(self._info))
+        router.add_get("/v1/weight_updates", access.for_inference(self._updates))
+        router.add_post("/v1/weight_updates", access.for_admin(self._load))
+        router.add_delete("/v1/weight_updates", access.for_admin(self._abandon))
+        router.add_get("/v1/weights", access.for_inference(self._served))
+        router.add_get("/v1/weight_store", access.for_admin(self._store))
+        router.add_get("/v1/weight_canary", access.for_inference(self._canary))
+        router.add_post("/reset_prefix_cache", access.for_admin(self._reset_prefix_cache))
+        router.add_post("/pause", access.for_admin(self._pause))
+        router.add_post("/resume", access.for_admin(self._resume))
+        router.add_get("/is_paused", access.for_admin(self._is_paused))
 
     async def _world_size(self, request: web.Request) -> web.Response:
         return reply({"world_size": await self._weights.world_size()})

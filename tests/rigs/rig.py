@@ -13,6 +13,7 @@ from engines.clients.external import ExternalServer
 from engines.config import EngineConfig, SimConfig
 from engines.sim.adapters import SimAdapters
 from engines.sim.dialect import Limits
+from engines.sim.faults import Faults
 from engines.sim.scheduler import SimScheduler
 from engines.sim.server import SimServer
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
@@ -47,6 +48,8 @@ class SimReplica:
         )
         adapters = SimAdapters(loras, max_lora_rank=16) if loras else None
         self._server = SimServer(model, sim, limits, max_num_seqs=8, world_size=1, adapters=adapters)
+        self._server.injector.die = self._die
+        self._dying: asyncio.Task[None] | None = None
         self._runner = web.AppRunner(self._server.app(), handler_cancellation=True, shutdown_timeout=0.01)
         self.info = ReplicaInfo(
             replica_id=replica_id,
@@ -78,7 +81,16 @@ class SimReplica:
 
     def label(self, version: int) -> None:
         """Has it report this version, as after an update whose gateway died before the verdict."""
-        self._server._scheduler.hold_version(str(version))
+        self._server.scheduler.hold_version(str(version))
+
+    def inject(self, **faults: Any) -> None:
+        """From now on it has these faults (`engines.sim.faults.Faults`), and no others."""
+        self._server.injector.faults = Faults(**faults)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that it has made so far."""
+        return self._server.scheduler.generated_tokens
 
     def damage(self, tensor: str) -> None:
         """From now on this tensor arrives with a wrong byte."""
@@ -107,6 +119,11 @@ class SimReplica:
     def adapters(self) -> list[str]:
         """Names of the LoRA adapters that it knows."""
         return [adapter.name for adapter in self._server.adapters.listed] if self._server.adapters else []
+
+    async def _die(self) -> None:
+        """End in the middle of a request."""
+        self._dying = self._dying or asyncio.create_task(self.kill())
+        await asyncio.Event().wait()
 
     async def kill(self) -> None:
         """Cut every connection and stop listening, as a process that dies does."""

@@ -1,11 +1,11 @@
-"""The stream of one prompt of which an update cuts samples off: what it has told of each, how their rests follow."""
+"""Follows the stream of one prompt whose samples may be cut off, and joins the rests to what was delivered."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engines.engine import Json
 from gateway.dialects.resumption.tokens import cut_off_at, joined_spans, was_cut_off
-from gateway.dialects.spans import name_adapter, tell_weights
+from gateway.dialects.spans import name_adapter, stamp_choice
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
@@ -22,11 +22,11 @@ class _Sample:
 
 
 class CutStream:
-    """Sees each choice of each chunk before the client does, and marks its last one with its spans.
+    """Sees each choice of each chunk before the client does, and marks the last choice of a sample with its spans.
 
-    `indexes` are those of the prompt's samples, as the client knows them; `resumes` says whether they may go on, and
-    `read` are the prompt's token ids, where they are known before an engine tells them. `has_ids` is False where the
-    engine tells no token ids.
+    `indexes` number the samples as the client knows them; `resumes` is True if they may continue from their tokens.
+    `read` are the prompt's token ids, if they are known before an engine reports them. `has_ids` is False if the engine
+    reports no token ids.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class CutStream:
         self.is_cut = False
         self._replica: Replica | None = None
 
-    def told_prompt(self, token_ids: list[int] | None) -> None:
-        """The prompt as the engine has read it, where it tells so beside its choices."""
+    def read_prompt(self, token_ids: list[int] | None) -> None:
+        """Note the prompt as the engine read it, if it reports that beside its choices."""
         self._prompt_token_ids = token_ids or self._prompt_token_ids
 
     def see(self, choice: Json, replica: Replica, flight: Flight) -> bool:
-        """Whether it is one that an update ends, and that goes on for the client, as it can.
+        """Record a choice. True if an update ends its sample and the sample continues for the client.
 
-        Its `weight_version` is that of the replica now; which ones made the tokens of a sample is told where it ends.
+        Its `weight_version` is the replica's now; the spans of all its tokens come with the last choice of the sample.
         """
         self._replica = replica
         sample, token_ids = self._samples[choice["index"]], choice.get("token_ids") or []
@@ -61,7 +61,7 @@ class CutStream:
         self._prompt_token_ids = choice.get("prompt_token_ids") or self._prompt_token_ids
         choice["weight_version"] = replica.weight_version
         if choice.get("finish_reason") is not None:
-            tell_weights(choice, flight, len(sample.token_ids) if self._has_ids else None)
+            stamp_choice(choice, flight, len(sample.token_ids) if self._has_ids else None)
         name_adapter(choice, self._adapter)
         if not (self._may_resume and self._prompt_token_ids and was_cut_off({"choices": [choice]}, replica)):
             sample.has_ended = choice.get("finish_reason") is not None
@@ -72,11 +72,24 @@ class CutStream:
         choice.pop("kv_versions", None)
         return True
 
-    def cut_off(self) -> dict[int, Json]:
-        """The samples that have not ended where an update cut the stream, by index: what was read, and what was made.
+    def interrupt(self, flight: Flight) -> bool:
+        """The replica has failed. True if the samples that have not ended continue from the tokens delivered."""
+        left = [sample for sample in self._samples.values() if not sample.has_ended]
+        if not (self._may_resume and self._prompt_token_ids and any(sample.token_ids for sample in left)):
+            return False
+        for sample in left:
+            end: Json = {}
+            stamp_choice(end, flight, len(sample.token_ids))
+            name_adapter(end, self._adapter)
+            sample.spans = end["weight_versions"]
+        self.is_cut = True
+        return True
 
-        To be asked when the stream is over: engines tell nothing at all of a sample that they had not begun. Raises
-        `EngineFailed` where there is such a one that cannot go on.
+    def cut_off(self) -> dict[int, Json]:
+        """The samples that an update cut off, by index, each with its prompt's and its own token ids.
+
+        Call it when the stream is over: engines send no chunk for a sample that they had not begun. Raises
+        `EngineFailed` if a sample can neither continue nor end.
         """
         left = {index: sample for index, sample in self._samples.items() if not sample.has_ended}
         if left and not self.is_cut and self._replica is not None and self._replica.cuts_off:
@@ -91,9 +104,9 @@ class CutStream:
         }
 
     def ends(self) -> list[Json]:
-        """How the samples have ended that were to go on and cannot, without the tokens that were told already.
+        """The ends of the samples that were to continue and cannot, without the tokens that were delivered already.
 
-        Raises `EngineFailed` where there is one of which nothing was told.
+        Raises `EngineFailed` if nothing was delivered of a sample.
         """
         left = [sample for sample in self._samples.values() if not sample.has_ended]
         if self._replica is not None and any(sample.end is None for sample in left):
@@ -101,15 +114,16 @@ class CutStream:
         return [sample.end for sample in left if sample.end is not None]
 
     def follow(self, choice: Json) -> None:
-        """A choice of the stream of a sample's rest, as it goes on."""
+        """Adjust a choice of the stream of a sample's rest: its spans begin where the first part ended."""
         sample = self._samples[choice["index"]]
         if "prompt_token_ids" in choice:
-            choice["prompt_token_ids"] = None  # told before
+            choice["prompt_token_ids"] = None  # delivered before
         if choice.get("finish_reason") is not None:
             rest = choice["weight_versions"]
             choice["weight_versions"] = joined_spans(sample.spans, rest, len(sample.token_ids))
 
     def usage(self, first: Json, rests: Json) -> Json:
-        """The usage of the whole: the prompt is counted once, and what was read again not at all."""
+        """The usage of the whole: the prompt is counted once, and tokens that were read again are not counted."""
         made = sum(len(sample.token_ids) for sample in self._samples.values()) + rests["completion_tokens"]
-        return {**first, "completion_tokens": made, "total_tokens": (first.get("prompt_tokens") or 0) + made}
+        read = first.get("prompt_tokens") or len(self._prompt_token_ids)
+        return {**first, "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}

@@ -1,19 +1,18 @@
-"""What an update has cut off (`in_flight: abort`) and how it goes on: from its tokens, or from the prompt.
+"""Continues completions that were cut off: from their tokens, or from the prompt.
 
-A completion, in text, token ids or as a conversation, goes on from its tokens where what comes next depends on them
-alone: they are read again as the end of the prompt, by whichever replica takes it. Otherwise it is made again from the
-prompt, on the new weights as a whole:
+A completion in text, token ids or as a conversation continues from its tokens if the next token depends on them alone:
+any replica reads them as the end of the prompt. These fields restart it from the prompt instead:
 
     structured output, response_format      a grammar does not know where it stopped
-    stop (strings)                          one may lie across the seam
+    stop (strings)                          a stop string may lie across the seam
     presence_, frequency_, repetition_penalty, bad_words
-                                            engines count what they have made, or read a prompt otherwise
-    seed, unless greedy                     the draws would begin anew, and repeat
-    routed_experts, sampling_mask           are told of all tokens at once
+                                            engines count the tokens they made, or treat a prompt differently
+    seed, unless greedy                     the draws would restart, and repeat
+    routed_experts, sampling_mask           are reported for all tokens at once
     output_mode "text"                      of /inference/v1/generate
     prompt_logprobs, echo, use_beam_search, and every field that is not known here
 
-`chat_rests.py` tells what else it takes for a conversation.
+`resumption/chat.py` has the further conditions of a conversation.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -25,7 +24,7 @@ from engines.errors import EngineFailed
 from gateway.fleet.replica import Replica
 
 CUT_OFF = "cut off"
-"""The finish_reason of a choice that is to go on. No client sees it."""
+"""The finish_reason of a choice that continues. No client sees it."""
 
 _GREEDY_BELOW = 1e-5  # vLLM's own bound
 _LONGEST_CHARACTER = 4  # bytes, each of which may be a token
@@ -44,7 +43,7 @@ _KNOWN = frozenset(
         "session_id", "prompt_cache_key",
     }
 )  # fmt: skip
-# Fields that ask for nothing with this value.
+# Fields that change nothing with this value.
 _NEUTRAL: dict[str, Any] = {
     "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "stop": [], "bad_words": [],
     "echo": False, "use_beam_search": False, "best_of": 1, "suffix": "", "length_penalty": 1,
@@ -53,7 +52,7 @@ _NEUTRAL: dict[str, Any] = {
 
 
 def may_resume(body: Json) -> bool:
-    """Whether a body of /v1/completions is one whose completions may go on from their tokens."""
+    """True if completions of a body of /v1/completions may continue from their tokens."""
     temperature = body.get("temperature")
     is_greedy = temperature is not None and temperature < _GREEDY_BELOW
     return all(
@@ -66,29 +65,29 @@ def may_resume(body: Json) -> bool:
 
 
 def was_cut_off(answer: Json, replica: Replica) -> bool:
-    """Whether an update has ended choices of a reply, or of a chunk, that has just come."""
+    """True if an update ended choices of a reply, or of a chunk, that has just arrived."""
     return replica.cuts_off and any(choice.get("finish_reason") == "abort" for choice in answer["choices"])
 
 
 def refuse_cut_off(answer: Json, replica: Replica) -> None:
-    """Raise `EngineFailed` where an update has ended some of a reply that is to be made again as a whole."""
+    """Raise `EngineFailed` if an update ended part of a reply that has to restart as a whole."""
     if was_cut_off(answer, replica):
         raise cut_off_at(replica)
 
 
 def refuse_half_called(answer: Json, replica: Replica) -> None:
-    """Raise `EngineFailed` where a conversation that an update has ended may say that it ended in tool calls.
+    """Raise `EngineFailed` if a conversation that an update ended may report tool calls as its end.
 
-    vLLM says so of any that has called one, of many that it was about to call.
+    vLLM reports so after the first tool call, also where more calls were to follow.
     """
     if replica.cuts_off and any(choice.get("finish_reason") == "tool_calls" for choice in answer["choices"]):
         raise cut_off_at(replica)
 
 
 def mark_cut_off(answer: Json, replica: Replica, read: list[int] | None, *, resumes: bool) -> None:
-    """Mark the choices that go on. Raises `EngineFailed` where the reply is to be made again as a whole.
+    """Mark the choices that continue. Raises `EngineFailed` if the reply has to restart as a whole.
 
-    `read` are the prompt's token ids, where they are known; `resumes` says whether the request is one that may go on.
+    `read` are the prompt's token ids, if they are known; `resumes` is True if the request may continue from tokens.
     """
     if not was_cut_off(answer, replica):
         return
@@ -102,27 +101,27 @@ def mark_cut_off(answer: Json, replica: Replica, read: list[int] | None, *, resu
 
 
 def places_cut_off(answer: Json) -> list[int]:
-    """Which of the choices go on."""
+    """Places of the choices that continue."""
     return [place for place, choice in enumerate(answer["choices"]) if choice["finish_reason"] == CUT_OFF]
 
 
-async def begun_or_anew(chunks: AsyncGenerator[Json], replica: Replica) -> AsyncGenerator[Json]:
-    """The chunks of a stream. Raises `EngineFailed` where an update ends it before it has said anything.
+async def retried_if_empty(chunks: AsyncGenerator[Json], replica: Replica) -> AsyncGenerator[Json]:
+    """The chunks of a stream. Raises `EngineFailed`, so that it restarts, if an update ends it before its first token.
 
-    One that has begun cannot be taken back.
+    A stream with tokens cannot be taken back.
     """
     opening: list[Json] = []
     async with aclosing(chunks):
         async for chunk in chunks:
             opening.append(chunk)
-            if not any(_says(choice) for choice in chunk["choices"]):
+            if not any(_has_content(choice) for choice in chunk["choices"]):
                 refuse_cut_off(chunk, replica)
                 if not any(choice.get("finish_reason") for choice in chunk["choices"]):
                     continue
             for held in opening:
                 yield held
             break
-        else:  # vLLM says nothing at all of what it had not begun
+        else:  # vLLM sends no chunk for a sample that it had not begun
             if replica.cuts_off:
                 raise cut_off_at(replica)
             for held in opening:
@@ -132,12 +131,12 @@ async def begun_or_anew(chunks: AsyncGenerator[Json], replica: Replica) -> Async
 
 
 def rest_body(body: Json, read: list[int], kept: int) -> Json:
-    """The body for the rest of one sample. `read` is the prompt that was read, whose last `kept` tokens were made."""
+    """The body that continues one sample. The last `kept` tokens of the prompt `read` were generated."""
     return rest_sampling(body, kept) | {"prompt": read}
 
 
 def rest_sampling(sampling: Json, kept: int) -> Json:
-    """What is asked of the rest of one sample, of which `kept` tokens were made."""
+    """The sampling parameters that continue one sample, of which `kept` tokens were generated."""
     limit, least = sampling.get("max_tokens"), max(0, (sampling.get("min_tokens") or 0) - kept)
     rest = {key: value for key, value in sampling.items() if key not in _OF_THE_WHOLE}
     limits = ({} if limit is None else {"max_tokens": limit - kept}) | ({"min_tokens": least} if least else {})
@@ -145,19 +144,19 @@ def rest_sampling(sampling: Json, kept: int) -> Json:
 
 
 async def whole_characters(token_ids: list[int], detokenize: Callable[[list[int]], Awaitable[str]]) -> list[int]:
-    """These tokens without the first bytes of a character at their end, whose others were not made yet.
+    """These tokens without an incomplete character at their end.
 
-    Engines tell a character with its last byte, and would not tell one of which the prompt has a part.
+    Engines report a character with its last byte, and would never report a character that began in the prompt.
     """
     for dropped in range(min(_LONGEST_CHARACTER, len(token_ids))):
         kept = token_ids[: len(token_ids) - dropped]
         if not (await detokenize(kept[-_LONGEST_CHARACTER:])).endswith(_HALF):
             return kept
-    return token_ids  # it is what the model has written
+    return token_ids  # the model wrote an invalid character
 
 
 def joined(first: Json, rest: Json) -> Json:
-    """One choice of two: the second was made from the prompt and the tokens of the first, or most of them."""
+    """Two choices joined: the second continues the prompt and the tokens of the first, or most of them."""
     kept = len(rest["prompt_token_ids"]) - len(first["prompt_token_ids"])
     text = first["text"].removesuffix(_HALF) if kept < len(first["token_ids"]) else first["text"]
     return {
@@ -172,27 +171,19 @@ def joined(first: Json, rest: Json) -> Json:
 
 
 def joined_tokens(first: Json, rest: Json) -> Json:
-    """One choice of two in which tokens alone are told: the second was made from all tokens of the first."""
-    made, told = first["token_ids"] or [], [one["logprobs"] for one in (first, rest) if one.get("logprobs")]
+    """Two choices of token ids joined: the second continues all tokens of the first."""
+    made, parts = first["token_ids"] or [], [part["logprobs"] for part in (first, rest) if part.get("logprobs")]
     return {
         **rest,
         "index": first["index"],
         "token_ids": made + rest["token_ids"],
-        "logprobs": {"content": [entry for one in told for entry in one["content"]]} if told else None,
+        "logprobs": {"content": [entry for part in parts for entry in part["content"]]} if parts else None,
         "weight_versions": joined_spans(first["weight_versions"], rest["weight_versions"], len(made)),
     }
 
 
-def usage_of_whole(answer: Json, choices: list[Json]) -> Json:
-    """The usage of a reply whose choices went on: what was read again is not counted."""
-    usage = Json(answer.get("usage") or {})
-    usage["completion_tokens"] = sum(len(choice["token_ids"] or ()) for choice in choices)
-    usage["total_tokens"] = (usage.get("prompt_tokens") or 0) + usage["completion_tokens"]
-    return usage
-
-
 def joined_spans(first: list[Json], rest: list[Json], kept: int) -> list[Json]:
-    """Spans over both: those of the first as far as `kept`, then the others. A version without limits is named once."""
+    """Spans over both parts: the first as far as `kept`, then the rest. A version without limits is named once."""
     spans: list[Json] = []
     cut = ({**span, "end": None if span["end"] is None else min(span["end"], kept)} for span in first if kept)
     moved = ({**span, **{key: _plus(span[key], kept) for key in _LIMITS}} for span in rest)
@@ -208,24 +199,24 @@ def joined_spans(first: list[Json], rest: list[Json], kept: int) -> list[Json]:
 
 def _joined_logprobs(first: Json | None, rest: Json | None, kept: int) -> Json | None:
     if first is None or rest is None:
-        return rest if first is None else first  # none were asked for, or one of them has no tokens
+        return rest if first is None else first  # not requested, or one part has no tokens
     both = {key: first[key][:kept] + rest[key] for key in ("token_logprobs", "tokens", "top_logprobs")}
     seam = sum(map(len, both["tokens"][:kept]))
     return {"text_offset": first["text_offset"][:kept] + [seam + offset for offset in rest["text_offset"]], **both}
 
 
 def cut_off_at(replica: Replica) -> EngineFailed:
-    """What a request is told that an update has cut off and that cannot go on."""
-    return EngineFailed("cut off by a weight update", replica_id=replica.replica_id)
+    """The error of a request that an update cut off and that cannot continue."""
+    return EngineFailed("the reply was cut off and cannot continue", replica_id=replica.replica_id)
 
 
-def _says(choice: Json) -> bool:
+def _has_content(choice: Json) -> bool:
     delta = choice.get("delta") or {}
     return bool(choice.get("token_ids") or choice.get("text") or any(delta[key] for key in delta if key != "role"))
 
 
 def _follows(span: Json, before: Json) -> bool:
-    """Whether the same weights made both, one right after the other."""
+    """True if the same weights made both spans, one right after the other."""
     is_next = span["start"] is not None and span["start"] == before["end"]
     return is_next and before == {**span, **{key: before[key] for key in _LIMITS}}
 

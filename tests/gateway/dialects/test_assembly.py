@@ -6,11 +6,18 @@ import pytest
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
-from gateway.dialects.assembly import assemble, is_read_streamed
-from gateway.dialects.completions import PATH
+from gateway.dialects.assembly import Assembly, is_read_in_chunks
+from gateway.dialects.completion_prompt import PATH
 from tests.rigs.rig import Json, Rig
 
 BODY: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 21, "return_token_ids": True}
+
+
+async def assemble(chunks: AsyncGenerator[Json], n: int, replica_id: str) -> Json:
+    assembly = Assembly(n, replica_id)
+    async for one in chunks:
+        assembly.add(one)
+    return assembly.reply()
 
 
 async def told(*chunks: Json) -> AsyncGenerator[Json]:
@@ -81,12 +88,22 @@ async def test_a_sample_without_an_end_is_a_failure_of_the_engine() -> None:
 @pytest.mark.parametrize(("field", "value"), [("prompt_logprobs", 0), ("echo", True), ("use_beam_search", True)])
 async def test_what_cannot_be_streamed_is_read_whole(rig: Rig, field: str, value: object) -> None:
     info = rig.replicas[0].info
-    assert is_read_streamed({"prompt": [5], "n": 2, field: None}, info)
-    assert not is_read_streamed({"prompt": [5], "n": 2, field: value}, info)
+    assert is_read_in_chunks({"prompt": [5], "n": 2, field: None}, 16, info)
+    assert not is_read_in_chunks({"prompt": [5], "n": 2, field: value}, 16, info)
 
 
-async def test_a_sample_alone_is_read_whole(rig: Rig) -> None:
-    assert not is_read_streamed({"prompt": [5]}, rig.replicas[0].info)
+async def test_a_short_sample_alone_is_read_whole_and_a_long_one_in_chunks(rig: Rig) -> None:
+    info = rig.replicas[0].info
+    assert not is_read_in_chunks({"prompt": [5]}, 64, info)
+    assert is_read_in_chunks({"prompt": [5]}, 65, info)
+
+
+async def test_more_tokens_than_the_usage_counts_are_a_failure_of_the_engine() -> None:
+    one = chunk(0, "ab", token_ids=[1, 2], finish_reason="length")
+    usage: Json = {"choices": [], "usage": {"completion_tokens": 2}}
+    assert (await assemble(told(one, usage), 1, "a"))["choices"][0]["token_ids"] == [1, 2]
+    with pytest.raises(EngineFailed, match="2 tokens more than its usage counts"):
+        await assemble(told(one, one, usage), 1, "a")
 
 
 async def test_prompt_logprobs_reach_the_client(rig: Rig) -> None:

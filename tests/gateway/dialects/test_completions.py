@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 
-from gateway.dialects.completions import versioned_salt
+from gateway.dialects.sampling import versioned_salt
 from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, StartRig
 
 PROMPTS = [[10 + i, 20 + i, 30 + i] for i in range(6)]

@@ -48,7 +48,7 @@ def test_a_sample_that_was_never_begun_is_made_also_where_the_others_had_ended()
 def test_one_that_was_never_begun_and_cannot_go_on_is_an_error_and_not_left_out() -> None:
     seen = stream(resumes=False)
     seen.see(told(0, "stop"), replica(cuts_off=True), Flight(1))
-    with pytest.raises(EngineFailed, match="cut off by a weight update"):
+    with pytest.raises(EngineFailed, match="was cut off and cannot continue"):
         seen.cut_off()
 
 
@@ -62,7 +62,7 @@ def test_where_none_can_go_on_one_that_was_never_begun_is_an_error_and_not_left_
     seen = stream()
     seen.see(told(0, "abort"), replica(cuts_off=True), Flight(1))
     assert seen.cut_off().keys() == {0, 1}
-    with pytest.raises(EngineFailed, match="cut off by a weight update"):
+    with pytest.raises(EngineFailed, match="was cut off and cannot continue"):
         seen.ends()
 
 

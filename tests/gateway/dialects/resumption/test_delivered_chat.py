@@ -11,7 +11,7 @@ from engines.sim import server as sim_server
 from engines.sim.dialect import ChatAnswer, DerenderChunkBody, derendered_chunk
 from engines.sim.model import detokenize
 from engines.sim.scheduler import Sample
-from gateway.dialects.resumption.told_chat import ToldChat, ToldSample
+from gateway.dialects.resumption.delivered_chat import DeliveredChat, DeliveredSample
 from tests.rigs.rig import Rig, StartRig
 
 Json = dict[str, Any]
@@ -22,7 +22,7 @@ CALL_ID = "call-of-the-engine"
 
 
 def test_a_parser_sees_what_was_told_again_in_the_chunks_that_it_came_in() -> None:
-    told = ToldChat()
+    told = DeliveredChat()
     told.see({"index": 0, "delta": {"role": "assistant"}, "token_ids": None})
     told.see({"index": 0, "delta": {}, "token_ids": [5, 6]})
     told.see({"index": 1, "delta": {}, "token_ids": [9]})
@@ -39,11 +39,11 @@ def test_a_parser_sees_what_was_told_again_in_the_chunks_that_it_came_in() -> No
 
 def test_without_a_parser_vllms_state_is_right_as_it_is() -> None:
     state = {"prev_tokens": ["a"], "prefix_offset": 0, "output_token_ids": []}
-    assert ToldSample(chunks=[[5]]).resumed(state) == state
+    assert DeliveredSample(chunks=[[5]]).resumed(state) == state
 
 
 def test_what_a_sample_was_cut_off_with_is_kept() -> None:
-    told = ToldChat()
+    told = DeliveredChat()
     told.see({"index": 0, "delta": {}, "token_ids": [5]})
     last = {"index": 0, "delta": {"content": "flushed"}, "token_ids": [6]}
     told.keep(last)
@@ -57,7 +57,7 @@ class PlayedParser:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._held: dict[int, str] = {}
+        self._held: dict[Sample, str] = {}  # by identity, kept alive
         self._chunk = ChatAnswer.chunk
         monkeypatch.setattr(ChatAnswer, "chunk", lambda answer, *sample: self._told_by(answer, *sample))
         monkeypatch.setattr(sim_server, "derendered_chunk", self._derendered)
@@ -65,8 +65,8 @@ class PlayedParser:
     def _told_by(self, answer: ChatAnswer, sample: Sample, start: int, context: int) -> Json:
         chunk = self._chunk(answer, sample, start, context)
         (choice,) = chunk["choices"]
-        before, said = self._held.get(id(sample), ""), choice["delta"]["content"]
-        self._held[id(sample)] = said
+        before, said = self._held.get(sample, ""), choice["delta"]["content"]
+        self._held[sample] = said
         choice["delta"] = {"content": before + said if choice["finish_reason"] else before}
         if start == 0:
             choice["delta"]["tool_calls"] = [{"index": 0, "id": CALL_ID, "type": "function", "function": {}}]

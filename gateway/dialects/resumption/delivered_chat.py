@@ -1,7 +1,7 @@
-"""What the stream of a conversation has told of each sample until an update cut it off.
+"""What the stream of a conversation delivered of each sample before the sample was cut off.
 
-Parsers of vLLM's hold text back until they know what it is, and tell it with the end, also where the end is none. So
-the last chunk of what was cut off is kept here, and the ones before are noted as a parser has to see them again.
+vLLM's parsers hold text back until they know what it is and release it with the end, also where there is no end. So the
+last chunk of a cut-off sample is kept here, and the chunks before are recorded the way a parser has to see them again.
 """
 
 from collections import defaultdict
@@ -11,8 +11,8 @@ from engines.engine import Json
 
 
 @dataclass(slots=True)
-class ToldSample:
-    """The tokens of each chunk that was told, the ids of its tool calls, and the chunk that it was cut off with."""
+class DeliveredSample:
+    """The tokens of each delivered chunk, the ids of its tool calls, and the chunk that the sample was cut off with."""
 
     chunks: list[list[int]] = field(default_factory=list)
     call_ids: list[str] = field(default_factory=list)
@@ -23,9 +23,9 @@ class ToldSample:
         return [token_id for chunk in self.chunks for token_id in chunk]
 
     def resumed(self, state: Json) -> Json:
-        """vLLM's state of this text (`DerenderStreamState`), which it gave for all told tokens as one chunk.
+        """vLLM's state of this text (`DerenderStreamState`), corrected for the chunks as they were delivered.
 
-        Without a parser it holds no tokens, and is right as it is.
+        `state` is vLLM's for all delivered tokens as one chunk. Without a parser it holds no tokens and is right.
         """
         if not state.get("output_token_ids"):
             return state
@@ -34,14 +34,14 @@ class ToldSample:
         return state | {"output_chunk_lens": lengths} | calls
 
 
-class ToldChat:
-    """Sees each choice of each chunk before the client does."""
+class DeliveredChat:
+    """Records each choice of each chunk before the client gets it."""
 
     def __init__(self) -> None:
-        self.samples: dict[int, ToldSample] = defaultdict(ToldSample)
+        self.samples: dict[int, DeliveredSample] = defaultdict(DeliveredSample)
 
     def see(self, choice: Json) -> None:
-        """A choice that is told."""
+        """Record a choice that is delivered."""
         sample = self.samples[choice["index"]]
         if token_ids := choice.get("token_ids"):
             sample.chunks.append(list(token_ids))
@@ -49,7 +49,7 @@ class ToldChat:
         sample.call_ids += [call["id"] for call in calls if call.get("id")]
 
     def keep(self, choice: Json) -> None:
-        """The choice that a sample was cut off with."""
+        """Hold back the choice that a sample was cut off with."""
         self.samples[choice["index"]].kept = choice
 
     @property

@@ -1,0 +1,136 @@
+"""One prompt of /v1/completions as a rollout: the body for an engine, and the continuation from tokens made so far."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from engines.engine import Json
+from engines.errors import EngineRefused
+from gateway.config.schema import GatewayConfig
+from gateway.dialects.assembly import Assembly, is_read_in_chunks
+from gateway.dialects.parallel import gathered
+from gateway.dialects.resumption.tokens import joined, may_resume, rest_body, whole_characters
+from gateway.dialects.runner import Exchange, Part, Runner
+from gateway.dialects.sampling import check_replica, versioned_salt
+from gateway.dialects.usage import usage_of_joined
+from gateway.fleet.replica import Replica
+from gateway.fleet.routing import Rollout
+
+PATH = "/v1/completions"
+
+# vLLM's own default of max_tokens in this dialect.
+DEFAULT_MAX_TOKENS = 16
+_ASK_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class CompletionPrompt(Exchange):
+    """One prompt of a request: its place there, and the body that asks one replica for its completions.
+
+    `made` are tokens of the one sample that continues here; engines read them after the prompt. `has_text` is True
+    if the client got their text.
+    """
+
+    runner: Runner
+    config: GatewayConfig
+    request_id: str
+    index: int
+    rollout: Rollout
+    body: Json
+    made: tuple[int, ...] = ()
+    has_text: bool = False
+
+    @property
+    def indexes(self) -> range:
+        """Places of the samples in the client's reply."""
+        return range(self.index * self.rollout.n, (self.index + 1) * self.rollout.n)
+
+    @property
+    def resumes(self) -> bool:
+        return may_resume(self.body)
+
+    def prompt_ids(self, answer: Json) -> list[int] | None:
+        return next(
+            (choice["prompt_token_ids"] for choice in answer["choices"] if choice.get("prompt_token_ids")), None
+        )
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of a sample."""
+        return int(self.body.get("max_tokens") or self.body.get("max_completion_tokens") or DEFAULT_MAX_TOKENS)
+
+    async def ask(self, replica: Replica, part: Part) -> Json:
+        check_replica(self.body, replica)
+        body = await self._whole_body(replica)
+        timeout_s = self.config.generate_timeout_s
+        try:
+            if not is_read_in_chunks(body, self.limit, replica.info):
+                return await replica.engine.generate(PATH, body, timeout_s)
+            streamed = body | {"stream_options": {"include_usage": True}}
+            chunks = replica.engine.stream(PATH, streamed, timeout_s)
+            return await part.read(chunks, Assembly(self.rollout.n, replica.replica_id))
+        except EngineRefused as error:
+            raise _naming_prompt(error, self.index) from error
+
+    async def chunks(self, replica: Replica) -> AsyncGenerator[Json]:
+        check_replica(self.body, replica)
+        body = self._engine_body(replica)
+        options = {**(self.body.get("stream_options") or {}), "include_usage": True}
+        if self.made:
+            body = rest_body(body, [*body["prompt"], *self.made], len(self.made))
+        chunks = replica.engine.stream(PATH, body | {"stream_options": options}, self.config.generate_timeout_s)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                chunk["id"] = f"cmpl-{self.request_id}"
+                for choice in chunk["choices"]:
+                    choice["index"] += self.index * self.rollout.n
+                yield chunk
+
+    async def continued(self, answer: Json, cut: list[int]) -> Json:
+        choices = list(answer["choices"])
+        rests = await gathered(self.runner.generate(self.rest_of(choices[place])) for place in cut)
+        for place, rest in zip(cut, rests, strict=True):
+            choices[place] = joined(choices[place], rest["choices"][0])
+        return {**answer, "choices": choices, "usage": usage_of_joined(answer, choices)}
+
+    def rest_of(self, choice: Json, index: int | None = None) -> "CompletionPrompt":
+        """The prompt that continues a choice. `index` is its place in the client's reply, for a stream."""
+        limit = self.limit
+        read: list[int] = choice["prompt_token_ids"]
+        kept = len(read) - len(self.body["prompt"]) if self.made else 0
+        body = rest_body(self.body | {"max_tokens": limit, "return_token_ids": True}, read, kept)
+        rollout = replace(
+            self.rollout, n=1, tokens=len(read) + limit - kept, goes_on=True, attempts=self.rollout.attempts.branch()
+        )
+        index = self.index if index is None else index
+        made, has_text = tuple(choice["token_ids"]), bool(choice.get("text"))
+        return replace(self, index=index, rollout=rollout, body=body, made=made, has_text=has_text)
+
+    async def _whole_body(self, replica: Replica) -> Json:
+        body = self._engine_body(replica)
+        if not self.made:
+            return body
+        made = list(self.made)
+        if self.has_text:  # an engine without a tokenizer reports no text and cannot detokenise
+            made = await whole_characters(made, partial(_detokenized, replica, self.body.get("model")))
+        return rest_body(body, [*body["prompt"], *made], len(made))
+
+    def _engine_body(self, replica: Replica) -> Json:
+        """With token ids always: a span counts tokens."""
+        salt = versioned_salt(self.body, replica.weight_version, self.rollout.adapter)
+        return {**self.body, "cache_salt": salt, "return_token_ids": True}
+
+
+async def _detokenized(replica: Replica, model: str | None, token_ids: list[int]) -> str:
+    asked: dict[str, Any] = {"tokens": token_ids} | ({} if model is None else {"model": model})  # SGLang refuses null
+    return str((await replica.engine.ask("POST", "/detokenize", asked, _ASK_TIMEOUT_S))["prompt"])
+
+
+def _naming_prompt(error: EngineRefused, index: int) -> EngineRefused:
+    """The engine's own error with the prompt's number."""
+    body = error.body
+    if isinstance(inner := body.get("error"), dict):
+        body = {**body, "error": {**inner, "message": f"prompt[{index}]: {inner.get('message', '')}"}}
+    return EngineRefused(str(error), status=error.status, body=body, replica_id=error.replica_id)

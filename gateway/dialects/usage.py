@@ -1,0 +1,43 @@
+"""Token counts of one request, and the chunks of a stream that carry them."""
+
+from engines.engine import Json
+
+
+class Usage:
+    """Token counts over the prompts of one request."""
+
+    def __init__(self) -> None:
+        self._by_prompt: dict[int, Json] = {}
+
+    def add_chunk(self, index: int, usage: Json | None) -> None:
+        """Count prompt `index`; a later count of the same prompt replaces an earlier count."""
+        if usage:
+            self._by_prompt[index] = usage
+
+    def total(self) -> Json:
+        usages = list(self._by_prompt.values())
+        counted = {key: sum(usage.get(key) or 0 for usage in usages) for key in ("prompt_tokens", "completion_tokens")}
+        total: Json = {**counted, "total_tokens": sum(counted.values())}
+        if details := [usage["prompt_tokens_details"] for usage in usages if usage.get("prompt_tokens_details")]:
+            total["prompt_tokens_details"] = {"cached_tokens": sum(item.get("cached_tokens") or 0 for item in details)}
+        return total
+
+
+def wants_usage(body: Json) -> bool:
+    """True if a stream ends with a chunk that has its usage and no choices."""
+    return bool((body.get("stream_options") or {}).get("include_usage"))
+
+
+def with_usage_rule(chunk: Json, body: Json) -> Json:
+    """A chunk before the last: its usage is null where the last chunk has it, unless every chunk is to have it."""
+    if not (body.get("stream_options") or {}).get("continuous_usage_stats"):
+        chunk.pop("usage", None)
+    return chunk | {"usage": chunk.get("usage")} if wants_usage(body) else chunk
+
+
+def usage_of_joined(answer: Json, choices: list[Json]) -> Json:
+    """The usage of a reply whose choices continued: tokens that were read again are not counted."""
+    usage = Json(answer.get("usage") or {})
+    usage["completion_tokens"] = sum(len(choice["token_ids"] or ()) for choice in choices)
+    usage["total_tokens"] = (usage.get("prompt_tokens") or 0) + usage["completion_tokens"]
+    return usage

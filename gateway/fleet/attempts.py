@@ -1,0 +1,81 @@
+"""The attempts of one rollout: how each ended, and whether another may begin."""
+
+import time
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from engines.errors import DeadlyPrompt, EngineError, EngineFailed, EngineRefused, NoDescriptors
+
+# Statuses below 500 that say nothing about the prompt: a wrong key, a missing model or route, a slow read.
+_REPLICAS_FAULT = (401, 403, 404, 408)
+_BUSY = 429
+_DEATHS = 2
+
+
+class End(StrEnum):
+    """How an attempt ended that did not deliver."""
+
+    REFUSED = "refused"  # the request is at fault, and another replica would answer the same
+    FAILED = "failed"  # the replica is at fault
+    BUSY = "busy"  # the replica has no room, or did not accept the connection
+    CUT_OFF = "cut off"  # by a weight update
+    STARVED = "starved"  # this process has no file descriptor left
+
+
+@dataclass
+class Attempts:
+    """The failed attempts of a rollout. Bounded by number, as long as no attempt adds a token, and by time.
+
+    `avoid` names the replicas that failed; `failures` and `deaths` count attempts in a row without a new token.
+    """
+
+    avoid: frozenset[str] = frozenset()
+    failures: int = 0
+    deaths: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def failed(self, replica_id: str, *, died: bool, progressed: bool) -> None:
+        """Record an attempt that ended by the replica's fault; `died` if its engine process is gone."""
+        self.avoid |= {replica_id}
+        self.failures = 0 if progressed else self.failures + 1
+        self.deaths = 0 if progressed else self.deaths + died
+
+    def check(self, error: EngineError, *, max_attempts: int, longest_s: float) -> None:
+        """Raise if there may be no further attempt; `error` ended the last."""
+        if self.deaths >= _DEATHS:
+            raise DeadlyPrompt(
+                f"the engine died under this prompt on {_DEATHS} replicas and it is not tried again; the last: {error}"
+            ) from error
+        if self.failures >= max_attempts:
+            raise _as_failure(error, f"after {self.failures} attempts (gateway.max_attempts)") from error
+        if self.seconds >= longest_s:
+            raise _as_failure(error, f"after {self.seconds:.0f} s (gateway.generate_timeout_s)") from error
+
+    def branch(self) -> "Attempts":
+        """The attempts so far, for the rest of one sample, which is counted by itself from here on."""
+        return replace(self)
+
+
+def end_of(error: EngineError, *, cuts_off: bool) -> End:
+    """How an attempt ended that raised `error`; `cuts_off` if an update ends what the replica runs."""
+    if isinstance(error, NoDescriptors):
+        return End.STARVED
+    if cuts_off and not (isinstance(error, EngineRefused) and error.status < 500 and error.status != _BUSY):
+        return End.CUT_OFF
+    if error.retry_after_s is not None or (isinstance(error, EngineRefused) and error.status == _BUSY):
+        return End.BUSY
+    if isinstance(error, EngineRefused) and error.status not in _REPLICAS_FAULT:
+        return End.REFUSED
+    return End.FAILED
+
+
+def _as_failure(error: EngineError, bound: str) -> EngineError:
+    """The error for the client: an engine's 401 or 404 is not the client's, so it becomes a failure of the replica."""
+    failure = error if not isinstance(error, EngineRefused) else EngineFailed("")
+    failure.args = (f"{error} ({bound})",)
+    failure.replica_id = error.replica_id
+    return failure

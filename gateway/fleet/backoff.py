@@ -1,0 +1,34 @@
+"""The pause that a replica gets after answers that its engine did not give properly."""
+
+import time
+
+_FIRST_S, _LONGEST_S = 0.25, 30.0
+
+
+class Backoff:
+    """Grows with failures in a row; the first failure alone costs no pause, since its prompt may have caused it."""
+
+    def __init__(self) -> None:
+        self._in_row = 0
+        self._until = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the replica takes rollouts again; 0 if it does now."""
+        return max(0.0, self._until - time.monotonic())
+
+    def failed(self) -> None:
+        self._in_row += 1
+        if self._in_row > 1:
+            self._pause(_FIRST_S * 2.0 ** min(self._in_row - 2, 10))
+
+    def busy(self, retry_after_s: float | None) -> None:
+        """The engine has no room now. `retry_after_s` is its own word about when it will have."""
+        self._in_row += 1
+        self._pause(_FIRST_S * 2.0 ** min(self._in_row - 1, 10) if retry_after_s is None else retry_after_s)
+
+    def succeeded(self) -> None:
+        self._in_row, self._until = 0, 0.0
+
+    def _pause(self, seconds: float) -> None:
+        self._until = time.monotonic() + min(seconds, _LONGEST_S)

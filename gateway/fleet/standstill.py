@@ -1,0 +1,66 @@
+"""Finds engines whose tokens stand still although they answer /health.
+
+Evidence, in this order: chunks and replies that arrive here, then the token counters of the engine's own metrics page.
+An engine without those counters is not judged: a long whole reply looks the same as a standstill.
+"""
+
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed
+from gateway.config.schema import FleetConfig
+from gateway.fleet.replica import Replica
+
+_COUNTERS = tuple(f"{engine}:{kind}_tokens_total" for engine in ("vllm", "sglang") for kind in ("generation", "prompt"))
+# A reader slower than this would not be used; tokens may stand still while a prompt is read.
+_PREFILL_TOKENS_PER_S = 1000.0
+_PROBE = {"prompt": [1], "max_tokens": 1, "temperature": 0.0}
+
+
+class Standstill:
+    """Looks at one replica after each of its probes that went well."""
+
+    def __init__(self, config: FleetConfig) -> None:
+        self._config = config
+        self._counts: dict[Replica, float] = {}
+
+    async def look(self, replica: Replica, *, may_stand: bool) -> EngineError | DeadlineExceeded | None:
+        """The failure if tokens stand still, else None. `may_stand` while a pause or an update stops them."""
+        if replica.is_stalled:
+            return await self._asked_for_a_token(replica)
+        if may_stand or not (replica.can_serve and replica.load_samples):
+            replica.saw_progress()
+        longest_s = self._config.stalled_after_s + replica.longest_prompt / _PREFILL_TOKENS_PER_S
+        if replica.quiet_s < self._config.stalled_after_s / 2:
+            self._counts.pop(replica, None)
+            return None
+        count = await self._token_count(replica)
+        if count is None or count != self._counts.get(replica, count):
+            replica.saw_progress()
+        elif replica.quiet_s >= longest_s:
+            replica.is_stalled = True
+            self._counts.pop(replica, None)
+            return EngineFailed(
+                f"its tokens stand still for {replica.quiet_s:.1f} s (fleet.stalled_after_s), with "
+                f"{replica.load_samples} samples in flight",
+                replica_id=replica.replica_id,
+            )
+        else:
+            self._counts[replica] = count
+        return None
+
+    async def _asked_for_a_token(self, replica: Replica) -> EngineError | DeadlineExceeded | None:
+        """A stalled replica serves again after it has made one token."""
+        try:
+            await replica.engine.generate("/v1/completions", dict(_PROBE), self._config.probe_timeout_s)
+        except (EngineError, DeadlineExceeded) as error:
+            return error
+        replica.is_stalled = False
+        replica.saw_progress()
+        return None
+
+    async def _token_count(self, replica: Replica) -> float | None:
+        """Tokens read and made since the engine's start; None if it does not report them."""
+        try:
+            page = await replica.engine.metrics(self._config.probe_timeout_s)
+        except (EngineError, DeadlineExceeded):
+            return None
+        counts = [float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(_COUNTERS)]
+        return sum(counts) if counts else None

@@ -1,0 +1,56 @@
+"""Routes about the fleet: health, status, metrics."""
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import web
+
+from engines.engine import Json
+from gateway.config.schema import FleetConfig
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.metrics import Metrics
+from gateway.fleet.scheduler import Scheduler
+from gateway.http.access import Access
+from gateway.http.json_body import reply
+
+
+class FleetRoutes:
+    """/health is open to everybody; its report needs a key. `status` makes the status report."""
+
+    def __init__(
+        self, config: FleetConfig, fleet: Fleet, scheduler: Scheduler, metrics: Metrics, status: Callable[[], Json]
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._status = status
+
+    def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
+        health = access.for_inference_or(self._health_report, self._health)
+        router.add_get("/health", health)
+        router.add_get("/ping", health)
+        router.add_get("/status", access.for_inference(self._report))
+        router.add_get("/metrics", access.for_inference(self._metrics_page))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """200 once the fleet is complete. Until then 503, which TRL waits on."""
+        ready = self._fleet.is_ready
+        return reply({"ready": ready}, 200 if ready else 503)
+
+    async def _health_report(self, request: web.Request) -> web.Response:
+        return reply(self._status(), 200 if self._fleet.is_ready else 503)
+
+    async def _report(self, request: web.Request) -> web.Response:
+        return reply(self._status())
+
+    async def _metrics_page(self, request: web.Request) -> web.Response:
+        replicas = self._fleet.alive
+        pages = await asyncio.gather(
+            *(replica.engine.metrics(self._config.probe_timeout_s) for replica in replicas), return_exceptions=True
+        )
+        found = {r.label: page for r, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
+        queue_lengths = {model: self._scheduler.queue_length(model) for model in self._fleet.models.names}
+        self._metrics.observe(self._fleet.replicas, queue_lengths)
+        self._metrics.observe_fleet(self._fleet.expected_by_group, self._fleet.losses, is_ready=self._fleet.is_ready)
+        return web.Response(body=self._metrics.page(found), content_type="text/plain", charset="utf-8")

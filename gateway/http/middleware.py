@@ -1,0 +1,75 @@
+"""Passed by every request: metrics and the trace outside, errors in the client's dialect inside."""
+
+import time
+
+import structlog
+from aiohttp import web
+
+from engines.engine import Json
+from engines.errors import DeadlineExceeded, EngineError, EngineRefused, RolloutGatewayError, WeightUpdateFailed
+from gateway.api import body_of, error_body, status_of
+from gateway.fleet.metrics import Metrics
+from gateway.http.access import Handler
+from gateway.http.json_body import reply
+from gateway.http.request_id import HEADER
+from gateway.http.trace import Arrival, Trace
+
+log = structlog.get_logger()
+
+_USAGE: web.RequestKey[Json] = web.RequestKey("usage", dict)
+_ARRIVAL = web.RequestKey("arrival", Arrival)
+
+
+class Measurement:
+    """Counts requests, their times and tokens, and records them where a trace is kept."""
+
+    def __init__(self, metrics: Metrics, trace: Trace | None) -> None:
+        self._metrics = metrics
+        self._trace = trace
+
+    @web.middleware
+    async def measure(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        route, began = resource.canonical if resource else "unknown", time.monotonic()
+        status = 499  # the client left before there was an answer
+        request[_USAGE] = {}
+        try:
+            response = await handler(request)
+            status = response.status
+            if HEADER in request.headers and not response.prepared:
+                response.headers[HEADER] = request.headers[HEADER]
+            return response
+        finally:
+            self._metrics.requests.labels(route, status).inc()
+            self._metrics.request_seconds.labels(route).observe(time.monotonic() - began)
+            if self._trace is not None and (arrival := request.get(_ARRIVAL)) is not None:
+                self._trace.ended(arrival, status, request[_USAGE])
+
+    def arrived(self, request: web.Request, body: Json, session: str, at: float, began: float) -> None:
+        """Record a request for tokens; `at` is the time of day, `began` the monotonic clock, both in seconds."""
+        if self._trace is not None:
+            request[_ARRIVAL] = Arrival(request.path, body, session, at, began)
+
+    def count_tokens(self, request: web.Request, model: str, usage: Json | None) -> None:
+        usage = usage or {}
+        request[_USAGE] = usage
+        self._metrics.prompt_tokens.labels(model).inc(usage.get("prompt_tokens") or 0)
+        self._metrics.completion_tokens.labels(model).inc(usage.get("completion_tokens") or 0)
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The one place where our errors become replies in the client's dialect."""
+    try:
+        return await handler(request)
+    except RolloutGatewayError as error:
+        return _error_reply(error)
+    except web.HTTPException as error:
+        return reply(error_body(f"{request.method} {request.path}: {error.reason}", error.status), error.status)
+
+
+def _error_reply(error: RolloutGatewayError) -> web.Response:
+    status = status_of(error)
+    if isinstance(error, EngineError | WeightUpdateFailed | DeadlineExceeded) and not isinstance(error, EngineRefused):
+        log.warning("request failed", status=status, error=str(error))
+    return reply(body_of(error), status)

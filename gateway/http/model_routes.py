@@ -1,0 +1,120 @@
+"""Routes about models and their engines: model cards, descriptions, and calls that any engine of a model answers."""
+
+import asyncio
+
+import structlog
+from aiohttp import web
+
+from engines.engine import Json
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed
+from gateway.config.schema import FleetConfig
+from gateway.dialects.token_generation import lacking
+from gateway.fleet.adapters import Adapter
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.replica import Replica
+from gateway.http.access import Access
+from gateway.http.json_body import read_object, reply
+from gateway.weights.coordinator import WeightCoordinator
+
+log = structlog.get_logger()
+
+_ASK_TIMEOUT_S = 60.0
+
+
+class ModelRoutes:
+    """Model cards, and calls that are passed to one engine of the model."""
+
+    def __init__(self, config: FleetConfig, fleet: Fleet, weights: WeightCoordinator) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._weights = weights
+
+    def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
+        router.add_get("/v1/models", access.for_inference(self._list_models))
+        router.add_get("/v1/models/{model:.+}", access.for_inference(self._retrieve_model))
+        router.add_get("/version", access.for_inference(self._pass_through))
+        router.add_get("/server_info", access.for_inference(self._server_info))
+        router.add_post("/tokenize", access.for_inference(self._pass_through))
+        router.add_post("/detokenize", access.for_inference(self._pass_through))
+        router.add_post("/v1/completions/render", access.for_inference(self._render))
+        router.add_post("/v1/chat/completions/render", access.for_inference(self._render))
+        router.add_get("/model_info", access.for_inference(self._model_info))
+        router.add_get("/get_model_info", access.for_inference(self._model_info))
+
+    async def description(self) -> Json:
+        """SGLang's description of the policy."""
+        card = await self._model_card(self._fleet.models.first)
+        path = card.get("root") or card["id"]
+        described = {"model_path": path, "tokenizer_path": path, "is_generation": True}
+        return described | {"preferred_sampling_params": None, "weight_version": str(self._fleet.version)}
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        """The card of each model, the policy first: TRL takes the first for its own."""
+        first = self._fleet.models.first
+        others = (self._model_card_if_up(model) for model in self._fleet.models.names if model != first)
+        base, *cards = await asyncio.gather(self._model_card(first), *others)
+        adapters = [_adapter_card(adapter, base) for adapter in self._fleet.adapters.loaded if base]
+        return reply({"object": "list", "data": [*(card for card in (base, *cards) if card), *adapters]})
+
+    async def _retrieve_model(self, request: web.Request) -> web.Response:
+        model, adapter = self._fleet.asked(request.match_info["model"])
+        card = await self._model_card(model)
+        return reply(_adapter_card(adapter, card) if adapter else card)
+
+    async def _pass_through(self, request: web.Request) -> web.Response:
+        """The answer of one engine; all engines of its model would give the same."""
+        body = await read_object(request) if request.method == "POST" else None
+        model, adapter = (self._fleet.models.first, None) if body is None else self._fleet.asked(body.get("model"))
+        replica = self._any_replica(model, adapter)
+        return reply(await replica.engine.ask(request.method, request.path_qs, body, _ASK_TIMEOUT_S))
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        """An engine's own report, with the transport that the trainer is to use if the relay receives."""
+        replica = self._any_replica(self._fleet.models.first, None)
+        info = await replica.engine.ask("GET", request.path_qs, None, _ASK_TIMEOUT_S)
+        if isinstance(info.get("vllm_config"), dict) and (backend := await self._weights.backend()):
+            info["vllm_config"]["weight_transfer_config"] = {"backend": backend}
+        return reply(info)
+
+    async def _render(self, request: web.Request) -> web.Response:
+        """The token ids and sampling parameters of a request, for /inference/v1/generate."""
+        body = await read_object(request)
+        model, _ = self._fleet.asked(body.get("model"))
+        replicas = [replica for replica in self._fleet.alive if replica.info.model == model]
+        replica = next((replica for replica in replicas if request.path in replica.info.capabilities), None)
+        if replica is None:
+            raise lacking(request.path, replicas)
+        return reply(await replica.engine.ask("POST", request.path, body, _ASK_TIMEOUT_S))
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return reply(await self.description())
+
+    async def _model_card(self, model: str) -> Json:
+        """vLLM's entry of one model in the list that its engine gives."""
+        replica = self._any_replica(model)
+        listed = await replica.engine.ask("GET", "/v1/models", None, self._config.probe_timeout_s)
+        for card in listed.get("data") or ():
+            if card.get("id") == model:
+                return dict(card)
+        raise EngineFailed(f"/v1/models lists {model!r} no longer", replica_id=replica.replica_id)
+
+    async def _model_card_if_up(self, model: str) -> Json | None:
+        """None where no engine of the model answers: a judge that is away must not hide the policy."""
+        try:
+            return await self._model_card(model)
+        except (EngineError, DeadlineExceeded) as error:
+            log.warning("model not listed", model=model, error=str(error))
+            return None
+
+    def _any_replica(self, model: str, adapter: Adapter | None = None) -> Replica:
+        of_model = [replica for replica in self._fleet.alive if replica.info.model == model]
+        replica = next(iter(self._fleet.serving(model, adapter) or of_model), None)
+        if replica is None:
+            raise DeadlineExceeded(f"no replica of {model!r} is up yet: see /health")
+        return replica
+
+
+def _adapter_card(adapter: Adapter, base: Json) -> Json:
+    """vLLM's card of an adapter: its folder is the root, the model beneath is the parent."""
+    own = {"id": adapter.name, "root": adapter.path, "parent": base["id"], "max_model_len": None}
+    return {**base, **own}

@@ -1,0 +1,150 @@
+"""A replica's death keeps the tokens made so far: every dialect continues from them on another replica."""
+
+import asyncio
+
+import orjson
+import pytest
+
+from tests.rigs.rig import Json, Rig, SimReplica, StartRig
+
+LENGTH = 100
+ASKED: Json = {"model": "sim", "max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}
+
+
+@pytest.fixture
+async def slow_rig(start_rig: StartRig) -> Rig:
+    """Two replicas, which need a second for a completion."""
+    return await start_rig(2, sim={"decode_step_s": 0.01})
+
+
+async def kill_busy(rig: Rig, after_tokens: int = 40) -> tuple[SimReplica, SimReplica]:
+    """Kill the replica that has made so many tokens first; returns it and the other."""
+    async with asyncio.timeout(20):
+        while not (busy := [one for one in rig.replicas if one.generated_tokens >= after_tokens]):
+            await asyncio.sleep(0.01)
+    await busy[0].kill()
+    other = next(one for one in rig.replicas if one is not busy[0])
+    return busy[0], other
+
+
+async def kill_loaded(rig: Rig) -> None:
+    """Kill a replica that has samples in flight."""
+    loaded = next(replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
+    await next(replica for replica in rig.replicas if replica.info.replica_id == loaded).kill()
+
+
+async def events(rig: Rig, path: str, body: Json) -> list[Json]:
+    async with rig.client.post(rig.url + path, json=body | {"stream": True}) as response:
+        assert response.status == 200, await response.text()
+        lines = [line async for line in response.content]
+    data = [line[6:] for line in lines if line.startswith(b"data: ")]
+    assert data[-1].strip() == b"[DONE]"
+    return [orjson.loads(line) for line in data[:-1]]
+
+
+async def test_a_whole_completion_continues_from_its_tokens(slow_rig: Rig) -> None:
+    body = ASKED | {"prompt": [[5, 6, 7]], "return_token_ids": True, "logprobs": 1}
+    _, undisturbed = await slow_rig.post("/v1/completions", body)
+    made = {replica: replica.generated_tokens for replica in slow_rig.replicas}
+    task = asyncio.create_task(slow_rig.post("/v1/completions", body))
+    async with asyncio.timeout(20):
+        while not (busy := [r for r in slow_rig.replicas if r.generated_tokens - made[r] >= 40]):
+            await asyncio.sleep(0.01)
+    await busy[0].kill()
+    status, reply = await task
+    assert status == 200
+    choice, expected = reply["choices"][0], undisturbed["choices"][0]
+    for field in ("token_ids", "text", "finish_reason", "weight_versions"):
+        assert choice[field] == expected[field], field
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected["logprobs"]["token_logprobs"])
+    assert reply["usage"] == undisturbed["usage"]
+    other = next(one for one in slow_rig.replicas if one is not busy[0])
+    assert other.generated_tokens - made[other] <= LENGTH - 32  # 40 were made, and a chunk has 4
+
+
+async def test_each_sample_of_a_group_continues_from_its_tokens(slow_rig: Rig) -> None:
+    body = ASKED | {"prompt": [[5, 6, 7]], "n": 4, "temperature": 1.0, "return_token_ids": True}
+    task = asyncio.create_task(slow_rig.post("/v1/completions", body))
+    _, other = await kill_busy(slow_rig, 4 * 40)
+    status, reply = await task
+    assert status == 200
+    assert [len(choice["token_ids"]) for choice in reply["choices"]] == [LENGTH] * 4
+    assert [choice["weight_versions"] for choice in reply["choices"]] == [
+        [{"version": 0, "start": 0, "end": LENGTH}] for _ in range(4)
+    ]
+    assert reply["usage"]["completion_tokens"] == 4 * LENGTH
+    assert other.generated_tokens <= 4 * (LENGTH - 32)
+
+
+async def test_token_ids_continue_from_their_tokens(slow_rig: Rig) -> None:
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}}
+    _, undisturbed = await slow_rig.post("/inference/v1/generate", body)
+    made = {replica: replica.generated_tokens for replica in slow_rig.replicas}
+    task = asyncio.create_task(slow_rig.post("/inference/v1/generate", body))
+    async with asyncio.timeout(20):
+        while not (busy := [r for r in slow_rig.replicas if r.generated_tokens - made[r] >= 40]):
+            await asyncio.sleep(0.01)
+    await busy[0].kill()
+    status, reply = await task
+    assert status == 200
+    assert reply["choices"][0]["token_ids"] == undisturbed["choices"][0]["token_ids"]
+    assert reply["choices"][0].keys() == undisturbed["choices"][0].keys()
+
+
+async def test_streams_of_all_prompts_continue_after_a_death(slow_rig: Rig) -> None:
+    body = ASKED | {"prompt": [[5, 6], [7, 8], [9, 10], [11, 12]], "return_token_ids": True}
+    body |= {"stream_options": {"include_usage": True}}
+    _, undisturbed = await slow_rig.post("/v1/completions", {k: v for k, v in body.items() if k != "stream_options"})
+    task = asyncio.create_task(events(slow_rig, "/v1/completions", body))
+    await slow_rig.begun(4)
+    await slow_rig.replicas[0].kill()
+    chunks = await task
+    assert not [chunk for chunk in chunks if "error" in chunk]
+    for index, expected in enumerate(undisturbed["choices"]):
+        choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert [i for choice in choices for i in choice["token_ids"] or ()] == expected["token_ids"]
+        assert "".join(choice["text"] for choice in choices) == expected["text"]
+        assert choices[-1]["finish_reason"] == "length"
+        assert choices[-1]["weight_versions"] == [{"version": 0, "start": 0, "end": LENGTH}]
+    assert chunks[-1]["usage"]["completion_tokens"] == 4 * LENGTH
+
+
+async def test_the_stream_of_a_conversation_continues_after_a_death(slow_rig: Rig) -> None:
+    body = ASKED | {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 80}
+    _, undisturbed = await slow_rig.post("/v1/chat/completions", body)
+    made = {replica: replica.generated_tokens for replica in slow_rig.replicas}
+    task = asyncio.create_task(events(slow_rig, "/v1/chat/completions", body))
+    async with asyncio.timeout(20):
+        while not (busy := [r for r in slow_rig.replicas if r.generated_tokens - made[r] >= 30]):
+            await asyncio.sleep(0.01)
+    await busy[0].kill()
+    chunks = await task
+    assert not [chunk for chunk in chunks if "error" in chunk]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    assert text == undisturbed["choices"][0]["message"]["content"]
+    assert choices[-1]["finish_reason"] == "length"
+
+
+async def test_sglangs_generate_continues_from_its_tokens(slow_rig: Rig) -> None:
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}}
+    _, undisturbed = await slow_rig.post("/generate", body)
+    task = asyncio.create_task(slow_rig.post("/generate", body))
+    await slow_rig.begun()
+    await next(
+        r for r, seen in zip(slow_rig.replicas, slow_rig.fleet.replicas, strict=True) if seen.load_samples
+    ).kill()
+    status, reply = await task
+    assert (status, reply["output_ids"]) == (200, undisturbed["output_ids"])
+
+
+async def test_a_seeded_completion_restarts_from_its_prompt(slow_rig: Rig) -> None:
+    body = ASKED | {"prompt": [[5, 6, 7]], "temperature": 1.0, "seed": 3, "return_token_ids": True}
+    _, undisturbed = await slow_rig.post("/v1/completions", body)
+    task = asyncio.create_task(slow_rig.post("/v1/completions", body))
+    await slow_rig.begun()
+    await next(
+        r for r, seen in zip(slow_rig.replicas, slow_rig.fleet.replicas, strict=True) if seen.load_samples
+    ).kill()
+    status, reply = await task
+    assert (status, reply["choices"][0]["token_ids"]) == (200, undisturbed["choices"][0]["token_ids"])

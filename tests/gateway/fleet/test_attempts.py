@@ -1,0 +1,165 @@
+"""An attempt that fails ends in one of few ways, and a rollout has a bounded number of attempts."""
+
+import asyncio
+import errno
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp.client_reqrep import ConnectionKey
+
+from engines.clients.vllm_engine import VllmEngine
+from engines.errors import DeadlyPrompt, EngineFailed, EngineGone, EngineRefused, EngineUnreachable, NoDescriptors
+from engines.types import ReplicaState
+from gateway.fleet.attempts import Attempts, End, end_of
+from tests.rigs.rig import Json, Rig, StartRig
+
+ASKED: Json = {"model": "sim", "prompt": [[5, 6]], "max_tokens": 4}
+
+
+def refused(status: int) -> EngineRefused:
+    return EngineRefused("no", status=status, body={})
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (refused(400), End.REFUSED),
+        (refused(422), End.REFUSED),
+        (refused(401), End.FAILED),
+        (refused(403), End.FAILED),
+        (refused(404), End.FAILED),
+        (refused(408), End.FAILED),
+        (refused(429), End.BUSY),
+        (EngineFailed("500"), End.FAILED),
+        (EngineGone("refused"), End.FAILED),
+        (NoDescriptors("none left"), End.STARVED),
+    ],
+)
+def test_an_error_is_the_fault_of_the_request_or_of_the_replica(error: Any, end: End) -> None:
+    assert end_of(error, cuts_off=False) is end
+
+
+def test_an_update_that_cuts_off_is_nobodys_fault_but_a_wrong_request_stays_wrong() -> None:
+    assert end_of(EngineFailed("aborted"), cuts_off=True) is End.CUT_OFF
+    assert end_of(refused(400), cuts_off=True) is End.REFUSED
+
+
+def test_a_failure_after_new_tokens_starts_the_count_again() -> None:
+    attempts, error = Attempts(), EngineFailed("500")
+    for progressed in (False, False, True, False):
+        attempts.failed("a", died=False, progressed=progressed)
+        attempts.check(error, max_attempts=3, longest_s=60)
+    assert attempts.failures == 1
+
+
+def test_attempts_are_bounded_by_time_too() -> None:
+    attempts = Attempts(began=-1e9)
+    with pytest.raises(EngineFailed, match="generate_timeout_s"):
+        attempts.check(EngineFailed("500"), max_attempts=3, longest_s=60)
+
+
+def test_the_second_death_without_a_new_token_refuses_the_prompt() -> None:
+    attempts, error = Attempts(), EngineGone("refused")
+    attempts.failed("a", died=True, progressed=False)
+    attempts.check(error, max_attempts=3, longest_s=60)
+    attempts.failed("b", died=True, progressed=False)
+    with pytest.raises(DeadlyPrompt, match="not tried again"):
+        attempts.check(error, max_attempts=3, longest_s=60)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+async def test_a_request_that_every_engine_fails_on_is_answered_after_three_attempts(
+    start_rig: StartRig, num_replicas: int
+) -> None:
+    rig = await start_rig(num_replicas)
+    for replica in rig.replicas:
+        replica.inject(status=500)
+    async with asyncio.timeout(20):
+        status, reply = await rig.post("/v1/completions", ASKED)
+    assert status == 502
+    assert "after 3 attempts" in reply["error"]["message"]
+    assert set((await rig.states()).values()) == {"SERVING"}  # a 500 while health is good suspects nobody
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"status": 429},
+        {"status": 429, "retry_after_s": 30},
+        {"status": 401},
+        {"status": 404},
+        {"status": 503},
+        {"garbage": True},
+        {"no_choices": True},
+    ],
+)
+async def test_a_replica_that_refuses_everything_costs_no_completion(rig: Rig, faults: Json) -> None:
+    rig.replicas[0].inject(**faults)
+    for _ in range(4):
+        replies = await asyncio.gather(*(rig.post("/v1/completions", ASKED) for _ in range(10)))
+        assert [status for status, _ in replies] == [200] * 10
+    assert (await rig.states())["engine-0"] == "SERVING"
+
+
+async def test_a_replica_that_had_no_room_serves_again_after_its_pause(start_rig: StartRig) -> None:
+    rig = await start_rig(1)
+    rig.replicas[0].inject(status=429, retry_after_s=1)
+    asked = asyncio.create_task(rig.post("/v1/completions", ASKED))
+    async with asyncio.timeout(10):
+        while not rig.fleet.replicas[0].backoff.left_s:
+            await asyncio.sleep(0.01)
+        rig.replicas[0].inject()
+        assert (await asked)[0] == 200
+
+
+async def test_a_prompt_that_kills_its_engine_ends_two_replicas_and_no_more(start_rig: StartRig) -> None:
+    rig = await start_rig(4)
+    for replica in rig.replicas:
+        replica.inject(deadly_prompt="poison")
+    async with asyncio.timeout(30):
+        status, reply = await rig.post("/v1/completions", ASKED | {"prompt": "poison"})
+    assert (status, reply["error"]["type"]) == (400, "BadRequestError")
+    assert "died under this prompt" in reply["error"]["message"]
+    assert sum(replica.can_serve for replica in rig.fleet.replicas) == 2
+
+
+async def test_many_chunks_doubled_by_an_engine_are_not_delivered(rig: Rig) -> None:
+    rig.replicas[0].inject(doubled_chunks=True)
+    asked = ASKED | {"n": 4, "temperature": 1.0, "return_token_ids": True, "ignore_eos": True}
+    for _ in range(6):
+        _, reply = await rig.post("/v1/completions", asked)
+        assert [len(choice["token_ids"]) for choice in reply["choices"]] == [4] * 4
+
+
+async def test_events_of_an_engine_behind_a_proxy_that_ends_lines_with_crlf_are_read(rig: Rig) -> None:
+    for replica in rig.replicas:
+        replica.inject(crlf=True)
+    assert len((await rig.complete([[5, 6]], n=4, temperature=1.0))["choices"]) == 4
+
+
+async def test_a_lack_of_our_own_descriptors_is_not_blamed_on_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VllmEngine("a", "http://127.0.0.1:9")
+    key = ConnectionKey("127.0.0.1", 9, False, True, None, None, None)
+
+    def request(*_: Any, **__: Any) -> Any:
+        raise aiohttp.ClientConnectorError(key, OSError(errno.EMFILE, "Too many open files"))
+
+    monkeypatch.setattr(engine._session, "request", request)
+    with pytest.raises(NoDescriptors, match="ulimit -n"):
+        await engine.health(1)
+    await engine.close()
+
+
+async def test_a_connection_that_broke_suspects_nobody_while_health_is_good(rig: Rig) -> None:
+    replica = rig.fleet.replicas[0]
+    assert not await rig.fleet.examine(replica, EngineUnreachable("reset"))
+    assert replica.state is ReplicaState.SERVING
+
+
+async def test_a_connection_that_broke_with_the_engine_suspects_it_at_once(start_rig: StartRig) -> None:
+    rig = await start_rig(2, fleet={"probe_interval_s": 60.0})
+    await rig.replicas[0].kill()
+    replica = rig.fleet.replicas[0]
+    assert await rig.fleet.examine(replica, EngineUnreachable("reset"))
+    assert replica.state is ReplicaState.SUSPECT

@@ -1,0 +1,41 @@
+"""An engine whose tokens stand still while it answers /health is found, and its rollouts move."""
+
+import asyncio
+
+from tests.rigs.rig import FAST_WATCH, Json, StartRig
+
+WATCH: Json = FAST_WATCH | {"stalled_after_s": 1.0, "lost_after_s": 60.0}
+
+
+async def test_rollouts_of_a_wedged_engine_move_to_another(start_rig: StartRig) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH)
+    tasks = [asyncio.create_task(rig.complete([[5, index]], max_tokens=60, ignore_eos=True)) for index in range(8)]
+    await rig.begun(8)
+    rig.replicas[0].inject(wedged=True)
+    async with asyncio.timeout(20):
+        replies = await asyncio.gather(*tasks)
+    assert all(len(reply["choices"][0]["token_ids"]) == 60 for reply in replies)
+    assert await rig.states() == {"engine-0": "SUSPECT", "engine-1": "SERVING"}
+    assert "stand still" in rig.fleet.replicas[0].reason or "no answer" in rig.fleet.replicas[0].reason
+
+
+async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: StartRig) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH)
+    task = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
+    await rig.begun(2)
+    rig.replicas[0].inject(wedged=True)
+    await rig.until({"engine-0": "SUSPECT", "engine-1": "SERVING"})
+    rig.replicas[0].inject()
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    await task
+
+
+async def test_a_paused_engine_is_not_taken_for_wedged(start_rig: StartRig) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH | {"stalled_after_s": 0.3})
+    task = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
+    await rig.begun()
+    assert (await rig.post("/pause?mode=keep"))[0] == 200
+    await asyncio.sleep(1.0)
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+    assert (await rig.post("/resume"))[0] == 200
+    await task

@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engines.types import ReplicaState
+from gateway.fleet.attempts import End
 from gateway.fleet.replica import Replica
 
 _NAMESPACE = "rollout_gateway"
@@ -36,7 +37,16 @@ class Metrics:
         self.requests = counter("requests", "Requests by route and status.", ["route", "status"])
         self.request_seconds = histogram("request_seconds", "From the request's head to the reply's end.", ["route"])
         self.queue_seconds = histogram("queue_seconds", "A rollout's wait for a replica.", ["model"])
-        self.retries = counter("retries", "Rollouts begun again on another replica.")
+        self.retries = counter("retries", "Attempts that ended and were followed by another, by reason.", ["reason"])
+        for end in End:
+            if end is not End.REFUSED:
+                self.retries.labels(end)
+        self.completions = counter(
+            "completions", "Delivered samples by the way they ended.", ["model", "finish_reason"]
+        )
+        self.delivered_tokens = counter(
+            "delivered_tokens", "Delivered tokens by the versions that they are behind the target.", ["model", "behind"]
+        )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of delivered completions.", ["model"])
         self.completion_tokens = counter("completion_tokens", "Tokens of delivered completions.", ["model"])
         self.weight_version = gauge("weight_version", "The policy's weight version.")

@@ -141,7 +141,7 @@ class Scheduler:
         end = end_of(error, cuts_off=replica.cuts_off)
         if end is End.REFUSED:
             raise error
-        self._metrics.retries.inc()
+        self._metrics.retries.labels(end).inc()
         if end is End.CUT_OFF:
             return
         log.warning(

@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from engines.errors import NotAllowed
 from gateway.config.schema import GatewayConfig
+from gateway.http.direct_peer import direct_peer
 
 
 class Routes(Protocol):
@@ -34,6 +35,15 @@ class Access:
 
     def for_inference(self, handler: Handler) -> Handler:
         return self._checked(handler, admin=False)
+
+    def for_inference_or(self, handler: Handler, otherwise: Handler) -> Handler:
+        """For inference keys; requests without one get the other handler."""
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            is_known = self.admits(direct_peer(request), request.headers.get("Authorization"))
+            return await (handler if is_known else otherwise)(request)
+
+        return checked
 
     def for_admin(self, handler: Handler) -> Handler:
         return self._checked(handler, admin=True)
@@ -58,11 +68,19 @@ class Access:
         if not _is_among(digest, self._inference):
             raise NotAllowed(
                 "missing or wrong key: send 'Authorization: Bearer KEY', or have the operator add your network to "
-                "gateway.trusted_networks",
+                "gateway.trusted_networks (which never counts for web pages of other sites and through proxies)",
                 known=False,
             )
         if admin:
             raise NotAllowed("this key may generate only; weight and pause routes need an admin key", known=True)
+
+    def admits(self, peer: str | None, authorization: str | None) -> bool:
+        """Return True for a trusted peer or a key that opens generation."""
+        try:
+            self.check(peer, authorization, admin=False)
+        except NotAllowed:
+            return False
+        return True
 
     def opens_store(self, authorization: str | None) -> bool:
         """True for the key that engines fetch weight versions with; it opens nothing else."""
@@ -70,7 +88,7 @@ class Access:
 
     def _checked(self, handler: Handler, *, admin: bool) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
-            self.check(request.remote, request.headers.get("Authorization"), admin=admin)
+            self.check(direct_peer(request), request.headers.get("Authorization"), admin=admin)
             return await handler(request)
 
         return checked

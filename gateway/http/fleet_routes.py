@@ -15,7 +15,7 @@ from gateway.http.json_body import reply
 
 
 class FleetRoutes:
-    """/health is open to everybody. `status` makes the status report."""
+    """/health is open to everybody; its report needs a key. `status` makes the status report."""
 
     def __init__(
         self, config: FleetConfig, fleet: Fleet, scheduler: Scheduler, metrics: Metrics, status: Callable[[], Json]
@@ -27,15 +27,19 @@ class FleetRoutes:
         self._status = status
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
-        router.add_get("/health", self._health)
-        router.add_get("/ping", self._health)
+        health = access.for_inference_or(self._health_report, self._health)
+        router.add_get("/health", health)
+        router.add_get("/ping", health)
         router.add_get("/status", access.for_inference(self._report))
         router.add_get("/metrics", access.for_inference(self._metrics_page))
 
     async def _health(self, request: web.Request) -> web.Response:
         """200 once the fleet is complete. Until then 503, which TRL waits on."""
         ready = self._fleet.is_ready
-        return reply(self._status(), 200 if ready else 503)
+        return reply({"ready": ready}, 200 if ready else 503)
+
+    async def _health_report(self, request: web.Request) -> web.Response:
+        return reply(self._status(), 200 if self._fleet.is_ready else 503)
 
     async def _report(self, request: web.Request) -> web.Response:
         return reply(self._status())

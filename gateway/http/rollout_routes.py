@@ -15,6 +15,7 @@ from gateway.dialects.completions import Completions
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage
+from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.sessions import session_of
 from gateway.http.access import Access
 from gateway.http.event_stream import send_events
@@ -35,12 +36,14 @@ class RolloutRoutes:
         tokens: TokenGeneration,
         sglang: SglangGenerate,
         measurement: Measurement,
+        deliveries: Deliveries,
     ) -> None:
         self._completions = completions
         self._chat = chat
         self._tokens = tokens
         self._sglang = sglang
         self._measurement = measurement
+        self._deliveries = deliveries
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_post("/v1/completions", access.for_inference(self._create_completions))
@@ -58,6 +61,7 @@ class RolloutRoutes:
             return await self._stream(request, model, partial(self._completions.stream, prompts))
         answer = await self._completions.generate(prompts)
         self._measurement.count_tokens(request, model, answer.get("usage"))
+        self._deliveries.count(model, answer["choices"])
         return reply(answer)
 
     async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
@@ -67,6 +71,7 @@ class RolloutRoutes:
             return await self._stream(request, rollout.model, partial(self._chat.stream, rollout, body))
         answer = await self._chat.generate(rollout, body)
         self._measurement.count_tokens(request, rollout.model, answer.get("usage"))
+        self._deliveries.count(rollout.model, answer["choices"])
         return reply(answer)
 
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
@@ -76,6 +81,7 @@ class RolloutRoutes:
             return await self._stream(request, rollout.model, partial(self._tokens.stream, rollout, body))
         answer = await self._tokens.generate(rollout, body)
         self._measurement.count_tokens(request, rollout.model, answer.get("usage"))
+        self._deliveries.count(rollout.model, answer["choices"])
         return reply(answer)
 
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
@@ -116,6 +122,6 @@ class RolloutRoutes:
         """Send chunks; their tokens are counted also if the client leaves in the middle."""
         usage = Usage()
         try:
-            return await send_events(request, chunks(usage))
+            return await send_events(request, self._deliveries.counted(model, chunks(usage)))
         finally:
             self._measurement.count_tokens(request, model, usage.total())

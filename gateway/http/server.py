@@ -15,6 +15,7 @@ from gateway.dialects.runner import Runner
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.adapter_loading import AdapterCoordinator
+from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.scheduler import Scheduler
@@ -58,7 +59,7 @@ class GatewayServer:
         self._routes: list[Routes] = [
             FleetRoutes(config.fleet, fleet, scheduler, metrics, self.status),
             models,
-            RolloutRoutes(completions, chat, tokens, sglang, self._measurement),
+            RolloutRoutes(completions, chat, tokens, sglang, self._measurement, Deliveries(fleet, metrics)),
             SnapshotFiles(fleet, self._snapshots),
             AdapterRoutes(self._adapters),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),

@@ -15,7 +15,7 @@ from tests.rigs.rig import Rig
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 PROMETHEUS_OWN = {"up"}
 _WORDS = {"sum", "by", "min", "max", "rate", "increase", "histogram_quantile", "instance", "group", "replica", "le"}
-_WORDS |= {"model", "step", "status", "label_values"}
+_WORDS |= {"model", "step", "status", "reason", "behind", "label_values"}
 
 
 def expressions() -> Iterator[str]:

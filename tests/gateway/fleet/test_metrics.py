@@ -1,8 +1,11 @@
 """The gateway's metrics page."""
 
+import asyncio
 import re
 
-from tests.rigs.rig import Rig
+import pytest
+
+from tests.rigs.rig import Rig, StartRig
 
 
 async def page_of(rig: Rig) -> str:
@@ -41,3 +44,33 @@ async def test_times_of_creation_are_left_out_and_the_release_is_named(rig: Rig)
     page = await page_of(rig)
     assert "_created" not in page
     assert re.search(r'^rollout_gateway_build_info\{version="[^"]+"\} 1.0$', page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_delivered_samples_are_counted_by_their_end_and_tokens_by_their_staleness(rig: Rig, stream: bool) -> None:
+    await rig.open_group()
+    await rig.update()
+    body = {"model": "sim", "prompt": [3, 4], "max_tokens": 5, "ignore_eos": True, "stream": stream}
+    async with rig.client.post(rig.url + "/v1/completions", json=body | {"n": 3}) as response:
+        assert response.status == 200
+        await response.read()
+    page = await page_of(rig)
+    assert value(page, 'completions_total{finish_reason="length",model="sim"}') == 3
+    assert value(page, 'delivered_tokens_total{behind="0",model="sim"}') == 15
+    rig.fleet.begin(5)  # as an update to version 5 under way does: what is delivered now is 4 versions behind
+    async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
+        await response.read()
+    assert value(await page_of(rig), 'delivered_tokens_total{behind="4",model="sim"}') == 5
+
+
+async def test_retries_have_a_reason(start_rig: StartRig) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.01, "mean_tokens": 100_000})
+    assert value(await page_of(rig), 'retries_total{reason="failed"}') == 0
+    running = asyncio.create_task(rig.complete([[3], [4], [5], [6]], max_tokens=2000, ignore_eos=True))
+    while not all(replica.load_samples for replica in rig.fleet.replicas):
+        await asyncio.sleep(0.01)
+    await rig.replicas.pop(0).kill()
+    rig.hurry()
+    await running
+    page = await page_of(rig)
+    assert value(page, 'retries_total{reason="failed"}') + value(page, 'retries_total{reason="busy"}') > 0

@@ -1,0 +1,43 @@
+"""Counts delivered samples: how they ended, and how stale their tokens were."""
+
+from collections.abc import AsyncGenerator, Iterable
+
+from engines.engine import Json
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.metrics import Metrics
+
+# Larger distances share a label, so that their number is bounded.
+_MOST_BEHIND = 8
+
+
+class Deliveries:
+    """Counts by model. Canaries and warm-ups never pass here, so they are no deliveries."""
+
+    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+
+    def count(self, model: str, choices: Iterable[Json]) -> None:
+        """Count the choices that end."""
+        for choice in choices:
+            if reason := choice.get("finish_reason"):
+                self._metrics.completions.labels(model, reason).inc()
+                self._count_tokens(model, choice.get("weight_versions") or ())
+
+    async def counted(self, model: str, chunks: AsyncGenerator[Json]) -> AsyncGenerator[Json]:
+        """Pass the chunks of a stream on, and count the choices that end in them."""
+        try:
+            async for chunk in chunks:
+                self.count(model, chunk.get("choices") or ())
+                yield chunk
+        finally:
+            await chunks.aclose()
+
+    def _count_tokens(self, model: str, spans: Iterable[Json]) -> None:
+        """A span without limits is of a request that met several versions; its engine does not say which made what."""
+        target = self._fleet.target_of(model)
+        for span in spans:
+            start, end, version = span.get("start"), span.get("end"), span.get("base_version", span.get("version"))
+            if start is not None and end is not None and version is not None:
+                behind = min(max(0, target - int(version)), _MOST_BEHIND)
+                self._metrics.delivered_tokens.labels(model, str(behind)).inc(end - start)

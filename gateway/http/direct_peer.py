@@ -1,0 +1,61 @@
+"""The peer of a request, where its address says who sent it.
+
+A trusted network stands for people's own programs. A page in a browser on a trusted machine, and a reverse proxy in
+front of the gateway, send other people's requests from the same address, so such requests need a key.
+"""
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+_FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Via")
+# Cross-site forms send these without asking the server first.
+_FORM_TYPES = ("text/plain", "multipart/form-data")
+
+
+def direct_peer(request: web.Request) -> str | None:
+    """Return the peer's address; None for a request that a page of another site or a proxy may have sent."""
+    if _is_forwarded(request) or _is_from_another_site(request) or _has_a_foreign_host(request):
+        return None
+    return request.remote
+
+
+def _is_forwarded(request: web.Request) -> bool:
+    return any(name in request.headers for name in _FORWARDED)
+
+
+def _is_from_another_site(request: web.Request) -> bool:
+    """Browsers name the page that sends a request, and send a form of any site without asking."""
+    origin = request.headers.get("Origin")
+    if origin is not None and urlsplit(origin).netloc != request.host:
+        return True
+    if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        return True
+    return request.method != "GET" and request.content_type in _FORM_TYPES
+
+
+def _has_a_foreign_host(request: web.Request) -> bool:
+    """A page may have its site's name resolve to a loopback address, and is then of the same site as this server."""
+    if not _is_loopback(request.remote):
+        return False
+    name = (urlsplit(f"//{request.host}").hostname or "").rstrip(".").lower()
+    return not (_is_address(name) or f".{name}".endswith(".localhost") or name in _own_names())
+
+
+def _is_loopback(address: str | None) -> bool:
+    return address is not None and _is_address(address) and ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _own_names() -> tuple[str, str]:
+    name = socket.gethostname().lower()
+    return name, name.partition(".")[0]

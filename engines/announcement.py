@@ -32,6 +32,8 @@ def check_tensors(announced: Mapping[str, Any], served: Served, param: str) -> N
     names, shapes = announced.get("names"), announced.get("shapes")
     if not (isinstance(names, list) and isinstance(shapes, list) and len(names) == len(shapes)):
         raise InvalidRequest(f"{param} needs names and shapes, lists of equal length", param=param)
+    if not all(isinstance(name, str) for name in names) or not all(map(_is_shape, shapes)):
+        raise InvalidRequest(f"{param} needs names that are strings and shapes that are lists of integers", param=param)
     if served.tensors is None:
         return
     expected = {tensor.name: tensor for tensor in served.tensors}
@@ -74,6 +76,10 @@ def check_fused(names: Collection[str], served: Served) -> None:
                 "through the store, which takes any subset",
                 param="update_info.names",
             )
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list | tuple) and all(type(length) is int for length in shape)
 
 
 def _fused_into(name: str) -> str:

@@ -1,9 +1,8 @@
-"""The weight store of another machine: versions come over HTTP, in parallel ranges, and are renamed into place whole.
+"""Fetches versions from another machine's weight store over HTTP, in parallel ranges; renames whole ones into place.
 
-The gateway serves them (`GET /v1/weight_store/versions/N` and the files under it). A range whose connection breaks goes
-on at the byte where it broke; files that were whole when a fetch died are not fetched again. Where a version has
-changes to one that lies beside its place, these come and are joined with that. No engine and no torch is needed here:
-engines' workers and the command line use this file.
+The gateway serves them (`GET /v1/weight_store/versions/N` and the files under it). A broken range resumes at its last
+byte; whole files of an earlier fetch are reused. Where the version's base is on this machine, only the changes are
+fetched and joined with it. Engines' workers and the command line use this file; it needs neither engine nor torch.
 """
 
 import http.client
@@ -53,12 +52,12 @@ class _Range:
 
 
 class PeerStore:
-    """The store that the gateway at `url` keeps. `key` opens it, where the gateway wants one. Blocking."""
+    """The store of the gateway at `url`, with its key where it needs one. Blocking."""
 
     def __init__(self, url: str, key: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidRequest(f"{url!r} is no URL of a gateway, http://HOST:PORT", param="url")
+            raise InvalidRequest(f"{url!r} is not a gateway's URL, http://HOST:PORT", param="url")
         self._url = url.rstrip("/")
         self._path = parts.path.rstrip("/")
         self._connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -66,18 +65,18 @@ class PeerStore:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def newest(self) -> int:
-        """The newest version that the peer keeps. Raises `StoreFailed` where it keeps none, or cannot be asked."""
+        """The newest version that the peer keeps. Raises `StoreFailed` where it keeps none, or does not answer."""
         versions = self._ask(VERSIONS_PATH)["versions"]
         if not versions:
             raise StoreFailed(f"{self._url} keeps no weight version yet: version 0 is the checkpoint")
         return int(max(versions))
 
     def fetch(self, version: int, target: Path, timeout_s: float) -> Path:
-        """Have folder `target` hold the version, with every tensor's digest checked; returns it.
+        """Fetch the version into folder `target` and check every tensor's digest. Returns the folder.
 
-        One that is there stays where its digests are the peer's: a run before may have given its number to others.
-        Raises `StoreFailed` where the peer lacks the version or is silent, the bytes are not those of the manifest, or
-        the disk is full, and `DeadlineExceeded` after `timeout_s`. What had come by then serves the next try.
+        A version that is there stays if its digests are the peer's; an earlier run may have used the number. Raises
+        `StoreFailed` where the peer lacks the version or is silent, the bytes are damaged, or the disk is full, and
+        `DeadlineExceeded` after `timeout_s`. The next fetch of the version reuses what had arrived.
         """
         fetch = _Fetch(self, version, target, time.monotonic() + timeout_s)
         with disk_errors(target):
@@ -98,7 +97,7 @@ class PeerStore:
         return self._connection_class(self._host, self._port, timeout=_SILENCE_S)
 
     def get(self, connection: http.client.HTTPConnection, path: str, span: str = "") -> http.client.HTTPResponse:
-        """The head of an answer, which is a success: `StoreFailed` for any other."""
+        """The response to a GET. Raises `StoreFailed` where it is not a success."""
         headers = {**self._headers, **({"Range": f"bytes={span}"} if span else {})}
         connection.request("GET", self._path + path, headers=headers)
         answer = connection.getresponse()
@@ -121,7 +120,7 @@ class PeerStore:
 
 
 class _Fetch:
-    """One version on its way."""
+    """The fetch of one version."""
 
     def __init__(self, peer: PeerStore, version: int, target: Path, deadline: float) -> None:
         self._peer = peer
@@ -133,7 +132,7 @@ class _Fetch:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Workers of one machine want the same version at the same time: one fetches, the others wait for it."""
+        """Holds the machine's lock: of several workers one fetches, and the others wait."""
         lock = os.open(self._target.parent / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             while not try_lock(lock):
@@ -151,11 +150,18 @@ class _Fetch:
                 shutil.rmtree(self._partial)
                 return
             shutil.rmtree(self._target)
+        self._remove_other_partials()
         manifest = self._joined(files) or self._whole(files)
         if manifest.version != self._version:
             raise StoreFailed(f"the peer's version {self._version} says that it is {manifest.version}")
         (self._partial / _FETCHED).touch()
         self._partial.rename(self._target)
+
+    def _remove_other_partials(self) -> None:
+        """Free the room of versions whose fetch broke off, and which nobody wants any more."""
+        for partial in self._target.parent.glob(".*.partial"):
+            if partial != self._partial:
+                shutil.rmtree(partial, ignore_errors=True)
 
     def _is_there(self, files: Sequence[_File]) -> bool:
         self._receive([file for file in files if file.name == MANIFEST])
@@ -172,12 +178,12 @@ class _Fetch:
         try:
             return check_bytes(self._partial)
         except (InvalidRequest, StoreFailed):
-            # What a fetch before left may be of other bytes under the same names.
+            # Files of an earlier fetch may have other bytes under the same names.
             self._receive(files)
             return self._checked()
 
     def _joined(self, files: Sequence[_File]) -> Manifest | None:
-        """The version, made of the one it has changes to; None where that is not beside it, or comes to nothing."""
+        """The version, built from its base; None where the base is not here, or the build fails."""
         self._receive([file for file in files if file.name == MANIFEST])
         if (successor := Successor.of(self._partial, self._target.parent)) is None:
             return None
@@ -187,7 +193,7 @@ class _Fetch:
         try:
             return successor.build(self._partial)
         except (InvalidRequest, StoreFailed, OSError, ValueError):
-            # The base is damaged, or was removed in this moment.
+            # The base is damaged or was just removed.
             self._remove_all_but([])
             return None
 
@@ -197,7 +203,7 @@ class _Fetch:
         self._receive(lacking)
 
     def _remove_all_but(self, files: Sequence[_File]) -> None:
-        """What a fetch before linked from another version must not be written into."""
+        """Removes files that an earlier fetch may have linked from another version: they must not be written to."""
         for path in {*self._partial.iterdir()} - {self._partial / file.name for file in files}:
             path.unlink()
 
@@ -214,7 +220,7 @@ class _Fetch:
             raise StoreFailed(f"{self._partial.parent} has {free} bytes free, version {self._version} needs {size}")
 
     def _receive(self, files: Sequence[_File]) -> None:
-        """All ranges of these files, several at once. A file has its name when it is whole."""
+        """Fetches all ranges of these files in parallel. A file gets its name when it is whole."""
         for file in files:
             (self._partial / file.name).unlink(missing_ok=True)
             with (self._partial / _beside(file)).open("wb") as begun:
@@ -235,7 +241,7 @@ class _Fetch:
             (self._partial / _beside(file)).rename(self._partial / file.name)
 
     def _receive_range(self, wanted: _Range) -> None:
-        """One range, again from where it broke; given up after `_TRIES` connections that brought nothing."""
+        """Fetches one range, resumed where it broke; given up after `_TRIES` connections without a byte."""
         position, failures = wanted.begin, 0
         while position < wanted.end:
             before = position
@@ -252,7 +258,7 @@ class _Fetch:
                 self._stopped.wait(_RETRY_S * failures)
 
     def _pieces(self, wanted: _Range, position: int) -> Iterator[bytes]:
-        """What comes over one connection, from `position` on."""
+        """The bytes of one connection, from `position` on."""
         connection = self._peer.connect()
         try:
             path = f"{VERSIONS_PATH}/{self._version}/{wanted.file.name}"
@@ -273,12 +279,12 @@ class _Fetch:
 
 
 def fetched(path: Path, peer: PeerStore, version: int, timeout_s: float) -> Path:
-    """The version in the folder that the gateway calls `path`, fetched where this machine does not have it.
+    """The folder of a version, fetched where this machine lacks it. `path` is its folder on the gateway's machine.
 
-    The last two that were fetched are kept.
+    The last two fetched versions are kept.
     """
     if path.is_dir() and not (path / _FETCHED).is_file():
-        return path  # the gateway's own, or one that is shared
+        return path  # the gateway's own folder, or a shared one
     peer.fetch(version, path, timeout_s)
     ours = [folder for folder in path.parent.glob("v*") if (folder / _FETCHED).is_file()]
     for old in sorted(ours, key=lambda folder: (folder / _FETCHED).stat().st_mtime_ns)[:-_KEPT]:

@@ -34,6 +34,7 @@ HELD_BY = "held_by"
 _HOLDERS = ".holders.json"
 _HOLDERS_NOTED = 1000
 _GONE = "gone-"
+_LONGEST_NAME = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,8 @@ class WeightStore:
     def named(self, name: str) -> Path:
         """The draft of this name that another process wrote. Raises `InvalidRequest` for anything else."""
         path = self.folder / name
-        is_draft = name.startswith(DRAFT) and Path(name).name == name and not path.is_symlink()
-        if not (is_draft and (path / MANIFEST).is_file()):
+        is_name = name.startswith(DRAFT) and name.removeprefix(DRAFT).isalnum() and len(name) < _LONGEST_NAME
+        if not is_name or path.is_symlink() or not (path / MANIFEST).is_file():
             raise InvalidRequest(
                 f"snapshot = {name!r} is no finished draft in {self.folder}: write it there with WeightSender, and "
                 "give the name of its folder alone",
@@ -200,9 +201,9 @@ class WeightStore:
         return max((version for version in numbers if self._was_held(version, incarnation)), default=0)
 
     def join(self, draft: Path) -> None:
-        """Make a draft of another process whole where some of its tensors are changes to those of a version.
+        """Join a draft that has changes with their base.
 
-        Raises `InvalidRequest` before anything is written where that version is not here, or another than was meant.
+        Raises `InvalidRequest` before anything is written where the base is not kept, or has other tensors.
         """
         manifest = Manifest.read(draft)
         if all(tensor.file for tensor in manifest.tensors.values()):

@@ -39,7 +39,8 @@ class SnapshotFiles:
         with contextlib.suppress(StoreFailed):
             async with self._reading(self._fleet.version):
                 pass
-        return reply({"versions": self._snapshots.versions, "served": self._fleet.version})
+        served = self._fleet.version  # a newer version is not verified yet
+        return reply({"versions": [one for one in self._snapshots.versions if one <= served], "served": served})
 
     async def _list_files(self, request: web.Request) -> web.Response:
         version = int(request.match_info["version"])

@@ -115,7 +115,7 @@ class WeightRoutes:
     async def _store(self, request: web.Request) -> web.Response:
         """The folder for drafts, the model, and how versions reach the replicas. `base` is the version that a delta may
         refer to; null where it is not kept."""
-        await self._snapshots.removed()  # a trainer writes at once, and may need the room
+        await self._snapshots.make_room(self._fleet.version)  # a trainer writes next
         place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first, "base": await self._base()}
         return reply(place | {"rolling": self._config.rolling, "replicas": len(self._fleet.trained)})
 

@@ -58,9 +58,9 @@ class Canary:
             self._token_ids = canary_token_ids([replica.info for replica in replicas], self._config.tokens)
         return self._token_ids
 
-    def check_length(self, logprobs: Sequence[float] | None) -> None:
-        """Refuse log-probs that are not of this sequence."""
-        wanted = len(self._token_ids or ()) - 1
+    def check_length(self, logprobs: Sequence[float] | None, replicas: Sequence[Replica]) -> None:
+        """Refuse a trainer's log-probs that are not of the sequence of these replicas."""
+        wanted = len(self.token_ids(replicas)) - 1
         if logprobs is not None and len(logprobs) != wanted:
             raise InvalidRequest(
                 f"canary_logprobs has {len(logprobs)} numbers, the canary needs {wanted}: one for each token of GET "

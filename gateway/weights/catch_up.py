@@ -1,11 +1,11 @@
-"""Brings back replicas whose weights are not the fleet's: from the store, and to version 0 from the checkpoint.
+"""Brings replicas to the fleet's weights: from the store, or from the checkpoint for version 0.
 
-A replica is behind when it is SYNCING: started anew, joined late, or left in the middle by an update that was aborted.
-One that serves the version of a rolling update that came to nothing is ahead, and serves on until it is its turn.
+A replica is behind when it is SYNCING: restarted, joined late, or overwritten by an aborted update. A replica is ahead
+when it serves the version of an aborted rolling update; it serves on until its turn. Neither is a member of an update.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from weakref import WeakKeyDictionary
 
@@ -25,11 +25,12 @@ log = structlog.get_logger()
 
 _TRIES = 3
 _RETRY_S = 2.0
+_RESET_AGAIN_S = 0.05
 _AND = "; not brought back: "
 
 
 class CatchUp:
-    """One task for each replica that is behind. Owns them all."""
+    """Owns a task for each replica that is behind or ahead."""
 
     def __init__(
         self,
@@ -44,13 +45,14 @@ class CatchUp:
         self._canary = canary
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._ahead: set[Replica] = set()
+        self._restored: set[Replica] = set()
         self._given_up: WeakKeyDictionary[Replica, int] = WeakKeyDictionary()
         self._look = asyncio.Event()
         fleet.on_change(self._look.set)
         snapshots.on_change(self._look_again)
 
     async def run(self) -> None:
-        """Bring back whoever is behind, until cancelled."""
+        """Bring back replicas that are behind, until cancelled."""
         try:
             while True:
                 await self._look.wait()
@@ -65,13 +67,14 @@ class CatchUp:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def restore(self, replicas: Iterable[Replica], *, leaves_group: bool) -> None:
-        """Take these, which an update has left in the middle, back to the fleet's version, and out of their group."""
+        """Take replicas of an aborted update back to the fleet's version, and out of their group."""
         for replica in replicas:
             replica.brake.join(Holder.CATCH_UP)  # frozen until the engine has ended the update
+            self._restored.add(replica)
             self._start(replica, leaves_group=leaves_group)
 
     def take_back(self, replicas: Iterable[Replica], width: int) -> None:
-        """Take these, which are ahead, back to the fleet's version, so many at a time."""
+        """Take replicas that are ahead back to the fleet's version, `width` at a time."""
         turns = asyncio.Semaphore(width)
         self._ahead = {replica for replica in replicas if replica not in self._tasks}
         for replica in self._ahead:
@@ -79,22 +82,45 @@ class CatchUp:
         if not self._ahead:
             self._fleet.end_roll()
 
-    async def settled(self, timeout_s: float) -> None:
-        """Returns when nobody is being brought back; `DeadlineExceeded` names who still is."""
-        tasks = [task for task in self._tasks.values() if task is not asyncio.current_task()]
-        if not tasks:
-            return
-        _, late = await asyncio.wait(tasks, timeout=timeout_s)
-        if late:
-            names = ", ".join(replica.replica_id for replica, task in self._tasks.items() if task in late)
-            raise DeadlineExceeded(f"{names}: still being brought back to version {self._fleet.version}; try again")
+    def is_busy_with(self, replica: Replica) -> bool:
+        """True while a replica is brought back, or waits for its turn."""
+        return replica in self._tasks
+
+    async def settled(self, members: Iterable[Replica], timeout_s: float) -> None:
+        """Returns when none of these replicas is being brought back; `DeadlineExceeded` names those that still are."""
+        await self._wait([self._tasks[one] for one in members if one in self._tasks], timeout_s, asyncio.ALL_COMPLETED)
+        if late := [replica for replica in members if replica in self._tasks]:
+            raise self._late(late)
+
+    async def available(self, replicas: Sequence[Replica], timeout_s: float) -> list[Replica]:
+        """The replicas that can be members of an update. Others follow it once they are back.
+
+        Waits for those that served until an update was aborted, or for any where all are busy.
+        """
+        restored = [self._tasks[replica] for replica in replicas if replica in self._restored & self._tasks.keys()]
+        await self._wait(restored, timeout_s, asyncio.ALL_COMPLETED)
+        if replicas and all(replica in self._tasks for replica in replicas):
+            tasks = [self._tasks[replica] for replica in replicas]
+            await self._wait(tasks, timeout_s, asyncio.FIRST_COMPLETED)
+        available = [replica for replica in replicas if replica not in self._tasks]
+        if replicas and not available:
+            raise self._late(replicas)
+        return available
+
+    async def _wait(self, tasks: Collection[asyncio.Task[None]], timeout_s: float, until: str) -> None:
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s, return_when=until)
+
+    def _late(self, replicas: Iterable[Replica]) -> DeadlineExceeded:
+        names = ", ".join(replica.replica_id for replica in replicas)
+        return DeadlineExceeded(f"{names}: still being brought back to version {self._fleet.version}; try again")
 
     def _look_again(self) -> None:
         self._given_up.clear()
         self._look.set()
 
     def _is_behind(self, replica: Replica) -> bool:
-        """One that is SYNCING with the fleet's weights misses LoRA adapters, and is not ours."""
+        """A SYNCING replica with the fleet's weights lacks LoRA adapters, and is left to `AdapterCoordinator`."""
         is_behind = replica.state is ReplicaState.SYNCING and replica.weight_version != self._fleet.version
         return is_behind and replica.info.loads_snapshots
 
@@ -108,6 +134,7 @@ class CatchUp:
 
     def _ended(self, replica: Replica) -> None:
         self._tasks.pop(replica, None)
+        self._restored.discard(replica)
         replica.brake.let_go(Holder.CATCH_UP)
         self._look.set()
         if replica in self._ahead:
@@ -118,24 +145,22 @@ class CatchUp:
     async def _take_back(self, replica: Replica, turns: asyncio.Semaphore) -> None:
         async with turns:
             if not replica.can_serve:
-                return  # gone; or out of service, and the watch over those behind sees to it
+                return  # gone, or behind by now
             version = replica.weight_version
             self._fleet.set_state(replica, ReplicaState.UPDATING, f"leaves version {version}, which was aborted")
             try:
                 await bounded(replica.idle.wait(), self._config.drain_timeout_s, "its rollouts did not end")
             except DeadlineExceeded as error:
-                log.warning("its rollouts are done elsewhere", replica=replica.replica_id, reason=str(error))
+                log.warning("its rollouts are retried elsewhere", replica=replica.replica_id, reason=str(error))
             if replica.state is ReplicaState.UPDATING:
                 self._fleet.fence(replica, f"held version {version}, which was aborted")
-                # A gateway that is started anew may give the number again, to other weights.
-                await self._try(replica, replica.engine.reset_prefix_cache)
                 await self._bring_back(replica, leaves_group=False)
 
     async def _bring_back(self, replica: Replica, *, leaves_group: bool) -> None:
         is_overwritten = replica.weight_version is None
         clearing = self._clear(replica, is_overwritten=is_overwritten, leaves_group=leaves_group)
         if is_overwritten:
-            # A gateway that died in the middle of an update left nobody who says what they held before.
+            # After a restart of the gateway in the middle of an update only the store knows the version before.
             held, _ = await asyncio.gather(self._snapshots.last_held_by(replica.info.incarnation), clearing)
             self._fleet.learn(held)
         else:
@@ -154,7 +179,7 @@ class CatchUp:
                 if failures == _TRIES:
                     self._give_up(replica, version, f"did not take version {version}: {error}")
                     return
-                with suppress(EngineUnreachable):  # whoever waits for us does not wait for one that is gone
+                with suppress(EngineUnreachable):  # a lost replica ends the wait
                     await replica.unless_lost(asyncio.sleep(_RETRY_S))
 
     async def _load(self, replica: Replica, version: int) -> None:
@@ -163,8 +188,9 @@ class CatchUp:
         async with self._source(replica, version) as path:
             replica.lose_version()
             await self._snapshots.note_overwritten([replica])
-            replica.drop_calls()  # of a replica that was silent while the others went on
+            replica.drop_calls()  # a replica that was SUSPECT during the update may still have rollouts
             await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
+            await self._forget_kv(replica)
             load = replica.engine.load_snapshot(path, version, timeout_s)
             await bounded(replica.unless_lost(load), timeout_s, f"replica {replica.replica_id} did not load {path}")
         # A paused engine cannot answer; the next update reads its canary.
@@ -179,9 +205,23 @@ class CatchUp:
         if replica.state is ReplicaState.SYNCING:
             self._fleet.settle(replica, f"loaded version {version} from {path}")
 
+    async def _forget_kv(self, replica: Replica) -> None:
+        """Empty the prefix cache: refused weights may have written KV for requests salted with an older version.
+
+        The engine refuses while it still ends the requests that were dropped.
+        """
+        if not replica.info.has("/reset_prefix_cache"):
+            return
+
+        async def reset() -> None:
+            while not await replica.engine.reset_prefix_cache(self._config.control_timeout_s):  # noqa: ASYNC110 it says no
+                await asyncio.sleep(_RESET_AGAIN_S)
+
+        await bounded(replica.unless_lost(reset()), self._config.control_timeout_s, "its prefix cache was not reset")
+
     @asynccontextmanager
     async def _source(self, replica: Replica, version: int) -> AsyncIterator[str]:
-        """The folder that holds the version; `StoreFailed` where there is none."""
+        """The folder of the version. Raises `StoreFailed` where there is none."""
         if version == 0:
             group = self._fleet.models.groups[replica.info.group]
             if group.kind is EngineKind.EXTERNAL:
@@ -193,7 +233,7 @@ class CatchUp:
             yield str(path)
 
     async def _clear(self, replica: Replica, *, is_overwritten: bool, leaves_group: bool) -> None:
-        """End what the update left open. An engine that cannot take part in it is found out by its probes."""
+        """End the update in the engine. An engine that does not answer is found by its probes."""
         engine = replica.engine
         calls: list[Callable[[float], Awaitable[None]]] = []
         if is_overwritten or leaves_group:

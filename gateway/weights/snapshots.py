@@ -1,6 +1,6 @@
-"""The fleet's weight versions in the store: asked for off the event loop, and never in the way of an update.
+"""The fleet's weight versions in the store. Its calls run in threads, and its failures fail no update.
 
-Where there is no store, or it has no room, the fleet goes on without, and `report` says why.
+Where there is no store, or it has no room, the fleet goes on without one, and `report` has the reason.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import complete, is_whole
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import Note, WeightStore, remove_folder
+from engines.types import ReplicaState
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.replica import Replica
 
@@ -35,7 +36,7 @@ _COPIES = 2
 
 
 class Snapshots:
-    """The store of one gateway. `checkpoint` is asked for the folder of version 0, which engines may yet download."""
+    """The store of one gateway. `checkpoint` returns the folder of version 0, once engines have downloaded it."""
 
     def __init__(self, config: WeightsConfig, app: str, checkpoint: Callable[[], Path | None]) -> None:
         self._config = config
@@ -48,7 +49,7 @@ class Snapshots:
         self._listeners: list[Callable[[], None]] = []
 
     async def open(self) -> None:
-        """Find the store, or the reason to go without."""
+        """Open the store, or note the reason to go without one."""
         if self._folder is None:
             return
         try:
@@ -72,7 +73,7 @@ class Snapshots:
         self._listeners.append(listener)
 
     def report(self) -> Json:
-        """As `status` shows it. `reason` says why versions are not kept; empty where they are."""
+        """The store's part of `status`; `reason` is empty where versions are kept."""
         return {
             "folder": str(self._folder) if self._folder else None,
             "versions": self.versions,
@@ -81,7 +82,7 @@ class Snapshots:
 
     @property
     def versions(self) -> list[int]:
-        """Those that can be loaded."""
+        """The versions that can be loaded."""
         return self._store.versions if self._store else []
 
     @property
@@ -94,7 +95,7 @@ class Snapshots:
         return self._open_store().folder
 
     def base(self, version: int) -> str:
-        """The folder of a version's weights, to complete the next from; "" where there is none."""
+        """The folder of a version, from which missing tensors of the next are copied; "" where there is none."""
         if version == 0:
             return str(self._checkpoint() or "")
         return str(self._store.path(version)) if self._store and self._store.has(version) else ""
@@ -110,52 +111,65 @@ class Snapshots:
             return None
 
     async def claim(self, served: int, num_bytes: int) -> Path:
-        """As `draft`, for a version that reaches nobody but through the store. Raises `StoreFailed`."""
+        """As `draft`, where replicas get the version from the store alone. Raises `StoreFailed`."""
         store = self._open_store()
         if self._keeping is not None:
             await asyncio.wait([self._keeping], timeout=self._config.store_wait_s)
             if not self._keeping.done():
                 raise StoreFailed("the version before is still being written (weights.store_wait_s)")
-        await self.removed()
-        # While a version is written only the one that is served is kept beside it.
-        await self._aside(store.prune, served, 1)
+        await self.make_room(served)
         if not await self._has_room(num_bytes):
             raise StoreFailed(self._why_not)
         return await self._aside(store.draft)
 
+    async def make_room(self, served: int) -> None:
+        """Keep the served version alone beside one that is about to be written."""
+        await self.removed()
+        if self._store is not None:
+            await self._aside(self._store.prune, served, 1)
+            await self._aside(self._store.sweep)
+
     async def discard(self, draft: Path | None) -> None:
-        """A draft is worth nothing: whoever writes it fails, and the bytes go in the background."""
+        """Take a draft from its writer, which fails then, and remove it in the background."""
         if draft is not None and self._store is not None:
             self._remove(await self._aside(self._store.throw_away, draft))
 
     async def removed(self) -> None:
-        """Returns once what was thrown away takes no room any more, or when that takes too long."""
+        """Returns once discarded drafts are removed, at most after weights.store_wait_s."""
         if self._removing:
             await asyncio.wait(self._removing, timeout=self._config.store_wait_s)
 
     def _remove(self, folder: Path) -> None:
-        """Beside what comes next: neither the trainer of a refused update nor a replica that goes back waits for it."""
+        """Remove a folder in the background: neither trainer nor replica waits for it."""
         removing = asyncio.create_task(asyncio.to_thread(remove_folder, folder), name=f"remove {folder.name}")
         self._removing.add(removing)
         removing.add_done_callback(self._removing.discard)
 
-    def keep(self, draft: Path, version: int, holders: Sequence[Replica], digests: dict[str, str]) -> None:
-        """In the background: wait until the draft is whole, and make it `version`, which these replicas hold.
+    def keep(
+        self, draft: Path, version: int, scribe: Replica, holders: Sequence[Replica], digests: dict[str, str]
+    ) -> None:
+        """In the background, wait until `scribe` has written the draft, and make it `version` of these holders.
 
-        `digests` are what all of them received: what was written must be that.
+        `digests` are those of the received tensors: the draft must have the same. It is given up with its scribe.
         """
         self._keeping = asyncio.create_task(
-            self._keep(draft, version, holders, digests), name=f"keep version {version}"
+            self._keep(draft, version, scribe, holders, digests), name=f"keep version {version}"
         )
 
-    async def announced(self, name: str) -> Json:
-        """Names, dtypes and shapes of the draft that a trainer wrote, whose bytes are what its manifest says.
+    async def announced(self, name: str, served: int) -> Json:
+        """Join a trainer's draft with its base, check its bytes, and return names, dtypes and shapes.
 
-        What came as changes to a version is joined with it. Raises `InvalidRequest` where there is no such draft or
-        version, or the bytes are others.
+        A draft of changes must refer to version `served`. Raises `InvalidRequest` where it is missing or damaged.
         """
         store = self._open_store()
         draft = store.named(name)
+        manifest = await self._aside(Manifest.read, draft)
+        if manifest.base not in (None, served):
+            raise InvalidRequest(
+                f"snapshot = {name!r} has changes to version {manifest.base}, and version {served} is served: another "
+                "trainer has pushed in between; push the tensors whole",
+                param="snapshot",
+            )
         await self._aside(store.join, draft)
         manifest = await self._aside(check_bytes, draft)
         return {
@@ -164,24 +178,27 @@ class Snapshots:
             "shapes": [tensor.shape for tensor in manifest.tensors.values()],
         }
 
-    async def finished(self, draft: Path) -> Json:
-        """As `announced`, of a draft whose writer is done. Raises `StoreFailed` with the reason where it gave up."""
+    async def finished(self, draft: Path, served: int) -> Json:
+        """As `announced`, for the relay's draft. Raises `StoreFailed` with the reason where the relay gave up."""
         if not await self._aside(is_whole, draft):
             raise StoreFailed(f"{draft} was not written to its end")
         try:
-            return await self.announced(draft.name)
-        except InvalidRequest as error:  # which the trainer has not made
-            raise StoreFailed(f"what was received was not written as it was: {error}") from error
+            return await self.announced(draft.name, served)
+        except InvalidRequest as error:  # the relay's fault, not the trainer's
+            raise StoreFailed(f"the draft differs from what was received: {error}") from error
 
     async def promote(self, name: str, version: int, served: int, names: Iterable[str]) -> Path:
-        """Make the draft that a trainer wrote `version`. What of `names` it lacks is as in version `served`."""
+        """Make a draft `version`, with missing tensors of `names` copied from version `served`.
+
+        A cancelled call returns when the thread has ended: what it promoted can be withdrawn then.
+        """
         store, base = self._open_store(), self.base(served)
         draft = store.named(name)
-        await self._aside(complete, draft, Path(base) if base else None, list(names))
-        return await self._aside(store.promote, draft, version, self._checkpoint())
+        await self._to_its_end(complete, draft, Path(base) if base else None, list(names))
+        return await self._to_its_end(store.promote, draft, version, self._checkpoint())
 
     async def withdraw(self, version: int) -> None:
-        """Remove a version that came to nothing, as `discard` does a draft."""
+        """Remove a version that is not served, as `discard` does a draft."""
         if self._store is not None:
             self._remove(await self._aside(self._store.withdraw, version))
 
@@ -228,14 +245,14 @@ class Snapshots:
                 log.error("not noted: the version of engines", engines=incarnations, version=version, error=str(error))
 
     async def last_held_by(self, incarnation: str) -> int:
-        """The last version that this engine was noted to hold, by us or by the gateway before us; 0 if none."""
+        """The last version that this engine was noted to hold, also before a restart of the gateway; 0 if none."""
         return await self._aside(self._store.last_held_by, incarnation) if self._store else 0
 
     @asynccontextmanager
     async def reading(self, version: int, holders: Iterable[str]) -> AsyncIterator[Path]:
-        """The folder of a version, which stays meanwhile. Raises `StoreFailed` where it is not there.
+        """The folder of a version, which is not removed during the block. Raises `StoreFailed` where there is none.
 
-        `holders` are incarnations of engines that hold the version: they vouch for one from before our start.
+        A version from before our start counts where one of `holders`, incarnations of engines, was noted to hold it.
         """
         store = self._open_store()
         for incarnation in holders:
@@ -244,11 +261,15 @@ class Snapshots:
         with store.reading(version) as path:
             yield path
 
-    async def _keep(self, draft: Path, version: int, holders: Sequence[Replica], digests: dict[str, str]) -> None:
+    async def _keep(
+        self, draft: Path, version: int, scribe: Replica, holders: Sequence[Replica], digests: dict[str, str]
+    ) -> None:
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
-                while not await self._aside(is_whole, draft):  # noqa: ASYNC110 another process writes it
+                while not await self._aside(is_whole, draft):
+                    if scribe.state is ReplicaState.LOST:
+                        raise StoreFailed(f"replica {scribe.replica_id}, which wrote it, is lost: {scribe.reason}")
                     await asyncio.sleep(_POLL_S)
             await self._aside(_check_digests, draft, digests)
             store = self._open_store()
@@ -267,7 +288,7 @@ class Snapshots:
         await self.settle(version)
 
     async def why_not(self, num_bytes: int) -> str:
-        """Why versions of so many bytes cannot be kept; empty where they can."""
+        """The reason why versions of so many bytes cannot be kept; empty where they can."""
         if self._store is not None:
             await self._has_room(num_bytes)
         return self._why_not
@@ -293,8 +314,16 @@ class Snapshots:
             raise StoreFailed(f"there is no weight store: {self._why_not}")
         return self._store
 
+    async def _to_its_end(self, call: Callable[..., T], *arguments: object) -> T:
+        running = asyncio.ensure_future(self._aside(call, *arguments))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
     async def _aside(self, call: Callable[..., T], *arguments: object) -> T:
-        """The call in a thread; what the file system has against it, silence included, as `StoreFailed`."""
+        """Runs the call in a thread. Turns errors and silence of the file system into `StoreFailed`."""
         timeout_s = self._config.load_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -306,7 +335,7 @@ class Snapshots:
 
 
 async def bounded(wait: Awaitable[T], timeout_s: float, what: str) -> T:
-    """The wait's result; `DeadlineExceeded` with `what` when it takes longer."""
+    """The result of `wait`. Raises `DeadlineExceeded` with `what` when it takes longer."""
     try:
         async with asyncio.timeout(timeout_s):
             return await wait
@@ -315,14 +344,14 @@ async def bounded(wait: Awaitable[T], timeout_s: float, what: str) -> T:
 
 
 def in_memory(app: str) -> Path:
-    """The store of an app that names none."""
+    """The default store of an app."""
     place = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     return place / f"rollout-gateway-{os.getuid()}-{app}"
 
 
 def _check_digests(draft: Path, received: dict[str, str]) -> None:
-    """What a GPU received is told by sums that the store does not have; there is nothing to compare then."""
+    """Digests of a GPU are of another kind than the store's, and are not compared."""
     for name, tensor in Manifest.read(draft).tensors.items():
         kind = tensor.digest.partition(":")[0]
         if name in received and received[name].partition(":")[0] == kind and received[name] != tensor.digest:
-            raise StoreFailed(f"tensor {name!r} was written with other bytes than were received")
+            raise StoreFailed(f"tensor {name!r} was written with other bytes than received")

@@ -25,6 +25,11 @@ class TransferGroup:
     opened_at: float = field(default_factory=time.monotonic)
 
     @property
+    def scribe(self) -> Replica | None:
+        """The member that copies what it receives into the store, whose folder may not be on other nodes."""
+        return next((one for one in self.members if one.info.has_tee and not one.info.is_far), None)
+
+    @property
     def broken_by(self) -> Replica | None:
         gone = (ReplicaState.DRAINING, ReplicaState.LOST)
         return next((replica for replica in self.members if replica.state in gone), None)

@@ -73,7 +73,8 @@ class StoreTransport:
 
     def _write(self, path: Path, model: str, base: Manifest | None, parts: Iterable[Part]) -> None:
         held: Mapping[str, StoredTensor] = base.tensors if base else {}
-        draft = Draft(path, model, base=base.version if base else None)
+        # A whole push refers to no version; one of changes leaves out tensors that the base has.
+        draft = Draft(path, model, base=base.version if base and self._last_sent is not None else None)
         with ShardWriter(draft) as writer:
             files = _Files(draft, writer)
             for part in parts:

@@ -1,4 +1,4 @@
-"""An update whose trainer is in one group with all engines' workers, which receive it by themselves."""
+"""Updates over a transfer group of the trainer and all engines' workers."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 
 class FlatUpdate:
-    """The calls of a trainer whose group has all replicas. A member that dies breaks the group."""
+    """The calls of a trainer whose group has all replicas. A member's death breaks the group."""
 
     def __init__(self, parts: Parts, machine: UpdateMachine) -> None:
         self._parts = parts
@@ -38,8 +38,8 @@ class FlatUpdate:
 
     async def init(self, init_info: Json) -> None:
         """Join all replicas to the trainer's group."""
-        await self._parts.catch_up.settled(self._parts.config.init_timeout_s)
         members = tuple(replica for replica in self._parts.fleet.updatable() if replica.info.takes_weights)
+        await self._parts.catch_up.settled(members, self._parts.config.init_timeout_s)
         check_some_take_weights(members, self._parts.fleet.updatable())
         check_capable(members)
         check_one_protocol(members)
@@ -69,13 +69,13 @@ class FlatUpdate:
         await self._machine.open(WeightUpdate(self._parts.fleet.next_version, group.transport, in_flight))
 
     async def receive(self, update_info: Json) -> None:
-        """Have every replica of the group receive the tensors that the trainer is about to send."""
+        """Have every replica receive the tensors that the trainer is about to send."""
         update, group = self._machine.opened("update_weights"), await self._whole_group()
         try:
             for replica in group.members:
                 check_tensors(update_info, replica.info, "update_info")
         except InvalidRequest as error:
-            # The trainer may already sit in its broadcast: leaving the group is what lets it go.
+            # The trainer may already be in its broadcast, which ends when the replicas leave the group.
             await self._machine.abort(str(error))
             await self.close()
             raise
@@ -99,7 +99,7 @@ class FlatUpdate:
         if update.phase is Phase.OPEN:
             await self._machine.abort("no tensors were sent")
             return self._parts.fleet.version
-        self._parts.canary.check_length(canary_logprobs)
+        self._parts.canary.check_length(canary_logprobs, group.members)
         update.phase = Phase.VERIFYING
         async with self._machine.step(update, "digests"):
             for replica in group.members:
@@ -120,11 +120,11 @@ class FlatUpdate:
                 # Before the commit: a replica that failed may have the copy, and is brought back then.
                 await try_on_all(group.members, lambda engine: engine.keep_receipt(timeout_s))
         await self._machine.commit(update, group.members, findings)
-        await self._keep(update, digests)
+        await self._keep(update, group.scribe, digests)
         return update.version
 
     async def close(self) -> None:
-        """Leave the group, if there is one, which lets a trainer go that sits in its broadcast."""
+        """Leave the group, if any, which ends a trainer's broadcast."""
         group, self._group = self._group, None
         if group is not None:
             await self._leave(group.members)
@@ -133,7 +133,7 @@ class FlatUpdate:
         await try_on_all(members, lambda engine: engine.close_weight_group(self._parts.config.control_timeout_s))
 
     async def _whole_group(self) -> TransferGroup:
-        """The open group. An update whose group has lost a member is over, whichever call finds out."""
+        """The open group. Aborts an update whose group has lost a member."""
         group = self._group
         if group is None:
             raise WeightUpdateConflict("there is no transfer group: call /init_weight_transfer_engine first")
@@ -149,18 +149,18 @@ class FlatUpdate:
         return group
 
     async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
-        """Have every engine start its update, and one of them copy it into the store.
+        """Start the update on every engine, and on the scribe the copy into the store.
 
-        What can be done beforehand is done before they stand still.
+        Draft and receipts are prepared before the engines are frozen.
         """
         timeout_s = self._parts.config.control_timeout_s
-        # On another node the store's folder may be another.
-        scribe = next((one for one in group.members if one.info.has_tee and not one.info.is_far), None)
+        scribe = group.scribe
         async with self._machine.step(update, "store", leaving=group.members):
             size = max(map(checkpoint_bytes, group.members))
             update.draft = await self._parts.snapshots.draft(self._parts.fleet.version, size) if scribe else None
         async with self._machine.step(update, "receipt", leaving=group.members):
-            await self._parts.catch_up.settled(timeout_s)  # a replica that is brought back drops its receipt
+            # A replica that is brought back drops its receipt.
+            await self._parts.catch_up.settled(group.members, timeout_s)
             copy = self._copy(update, scribe) if scribe and update.draft else None
             await on_all(
                 group.members,
@@ -173,7 +173,7 @@ class FlatUpdate:
             await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
 
     def _copy(self, update: WeightUpdate, scribe: Replica) -> ReceiptCopy:
-        """What the replica that writes the version down has to know."""
+        """The scribe's instructions."""
         return ReceiptCopy(
             draft=str(update.draft),
             model=scribe.info.model,
@@ -183,16 +183,16 @@ class FlatUpdate:
         )
 
     async def _receipts(self, group: TransferGroup) -> dict[str, str]:
-        """Digests of the tensors received, by name, once all replicas agree on them."""
+        """Digests of the received tensors by name. Raises where replicas differ."""
         timeout_s = self._parts.config.control_timeout_s
         told = await on_all(group.members, lambda replica: replica.engine.close_receipt(timeout_s), timeout_s)
         check_receipts(dict(zip(group.members, told, strict=True)))
         return next(filter(None, told), {})
 
-    async def _keep(self, update: WeightUpdate, digests: dict[str, str]) -> None:
-        """Have the store keep the version just committed, or at least forget those that nobody needs."""
-        holders = self._parts.fleet.holders(update.version)
-        if update.draft is None:
+    async def _keep(self, update: WeightUpdate, scribe: Replica | None, digests: dict[str, str]) -> None:
+        """Have the store keep the committed version; without a copy of it, only remove older ones."""
+        if update.draft is None or scribe is None:
             await self._parts.snapshots.settle(update.version)
             return
-        self._parts.snapshots.keep(update.draft, update.version, holders, digests)
+        holders = self._parts.fleet.holders(update.version)
+        self._parts.snapshots.keep(update.draft, update.version, scribe, holders, digests)

@@ -86,7 +86,7 @@ class UpdateMachine:
 
     async def overwrite(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
         """Freeze the engines and forget their versions, until the commit."""
-        await self._parts.catch_up.settled(self._parts.config.control_timeout_s)
+        await self._parts.catch_up.settled(members, self._parts.config.control_timeout_s)
         await self._parts.pauses.freeze(update, members)
         update.phase = Phase.RECEIVING
         self._parts.fleet.overwrite(members, update.version)

@@ -69,10 +69,10 @@ class RelayUpdate:
         if update.phase is Phase.OPEN or update.draft is None:
             await self._machine.abort("no tensors were sent")
             return self._parts.fleet.version
-        self._parts.canary.check_length(canary_logprobs)
+        self._parts.canary.check_length(canary_logprobs, self._parts.fleet.updatable())
         async with self._machine.step(update, "store"):
             await self._relay.end()
-            announced = await self._parts.snapshots.finished(update.draft)
+            announced = await self._parts.snapshots.finished(update.draft, self._parts.fleet.version)
             members = await self._store.loaders()
             await self._store.check_fits(announced, members)
         # Nobody generates under a pause, so that rolling would keep nothing up.

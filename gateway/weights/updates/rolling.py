@@ -70,6 +70,7 @@ class Rolling:
             and replica.weight_version != update.version
             and replica.info.loads_snapshots
             and replica not in findings
+            and not self._parts.catch_up.is_busy_with(replica)
         ]
 
     async def _next(self, update: WeightUpdate, findings: Mapping[Replica, Finding]) -> list[Replica]:

@@ -39,8 +39,8 @@ class StoreUpdate:
         rolling = self._parts.config.rolling if rolling is None else rolling
         in_flight = self._parts.pauses.in_flight(members, in_flight)
         update = WeightUpdate(self._next_version(version), "store", in_flight, rolling=rolling)
-        self._parts.canary.check_length(canary_logprobs)
-        announced = await self._parts.snapshots.announced(snapshot)
+        self._parts.canary.check_length(canary_logprobs, members)
+        announced = await self._parts.snapshots.announced(snapshot, self._parts.fleet.version)
         update.receive(announced)
         await self.check_fits(announced, members)
         await self.take(update, members, snapshot, canary_logprobs)
@@ -49,11 +49,11 @@ class StoreUpdate:
     async def loaders(self) -> tuple[Replica, ...]:
         """The replicas that load from the store."""
         await self._parts.fleet.settled_within(self._parts.config.control_timeout_s)
-        members = tuple(replica for replica in self._parts.fleet.updatable() if replica.info.loads_snapshots)
-        if not members:
-            there = names(self._parts.fleet.updatable()) or "nobody, see /health"
-            raise WeightUpdateConflict(f"no replica can load weights from a folder; there is {there}")
-        return members
+        able = [replica for replica in self._parts.fleet.updatable() if replica.info.loads_snapshots]
+        if not able:
+            there = names(self._parts.fleet.updatable()) or "none, see /health"
+            raise WeightUpdateConflict(f"no replica can load weights from a folder; replicas: {there}")
+        return tuple(await self._parts.catch_up.available(able, self._parts.config.control_timeout_s))
 
     async def check_fits(self, announced: Json, members: Sequence[Replica]) -> None:
         """Raise where a draft's tensors are not the model's, and see what replicas say before they load it."""
@@ -121,7 +121,6 @@ class StoreUpdate:
                 "generation is paused, and in a rolling update replicas go on generating: /resume first, or push "
                 "without rolling"
             )
-        await self._parts.catch_up.settled(self._parts.config.load_timeout_s)
         if not any(replica.can_serve for replica in members):
             raise WeightUpdateConflict("no replica serves, so there is nothing to roll: push without rolling")
         self._machine.open_rolling(update)

@@ -291,7 +291,7 @@ def test_a_version_that_the_peer_does_not_keep_is_refused_in_its_words(peer: Pee
 def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match=r"http://127\.0\.0\.1:9/v1/weight_store.* cannot be read"):
         PeerStore("http://127.0.0.1:9").fetch(1, tmp_path / "v1", TIMEOUT_S)
-    with pytest.raises(InvalidRequest, match="is no URL of a gateway"):
+    with pytest.raises(InvalidRequest, match="is not a gateway's URL"):
         PeerStore("127.0.0.1:9")
 
 
@@ -353,6 +353,14 @@ def test_the_last_two_fetched_versions_are_kept_and_nothing_else_is_touched(peer
         fetched(here / f"v{version}", PeerStore(peer.url), version, TIMEOUT_S)
         time.sleep(0.01)
     assert sorted(path.name for path in here.glob("v*")) == ["v0", "v2", "v3"]
+
+
+def test_what_a_fetch_left_of_a_superseded_version_goes_with_the_next(peer: Peer, tmp_path: Path) -> None:
+    left = tmp_path / "there" / ".v7.partial"
+    left.mkdir(parents=True)
+    (left / "model-00001.safetensors").write_bytes(bytes(100))
+    fetched(tmp_path / "there" / "v1", PeerStore(peer.url), 1, 10)
+    assert not left.exists()
 
 
 def test_a_disk_without_room_is_told_with_both_sizes(

@@ -154,7 +154,10 @@ def test_a_version_of_another_run_is_replaced(store: WeightStore) -> None:
     assert file_bytes(again.path(1), "a") == bytes([9]) * 16
 
 
-@pytest.mark.parametrize("name", ["../other", "v1", "/etc", "draft-x/../../other", "", "draft-missing", ".."])
+@pytest.mark.parametrize(
+    "name",
+    ["../other", "v1", "/etc", "draft-x/../../other", "", "draft-missing", "..", "draft-\0", "draft-" + "x" * 300],
+)
 def test_a_snapshot_outside_the_store_is_refused(store: WeightStore, name: str) -> None:
     outside = store.folder.parent / "other"
     outside.mkdir()

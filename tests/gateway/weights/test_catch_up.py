@@ -15,6 +15,7 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.engine import ReceiptCopy
 from engines.sim.server import SimServer
 from engines.sim.worker import SimWorker
+from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore, remove_folder
 from gateway.fleet.replica import Replica
@@ -329,6 +330,25 @@ async def test_a_gateway_that_dies_in_the_middle_of_an_update_leaves_no_mixture_
     assert await served_versions(again) == {2}
 
 
+async def test_a_trainers_log_probs_are_taken_by_a_restarted_gateway(kept: Rig, start: StartRig) -> None:
+    length = len((await kept.get("/v1/weight_canary"))[1]["token_ids"]) - 1
+    again = await moved(kept, start)
+    await again.until(BOTH_SERVE)
+    await again.open_group()
+    await again.post("/start_weight_update", {})
+    await again.post("/update_weights", {"update_info": again.tensors})
+    status, _ = await again.post("/finish_weight_update", {"canary_logprobs": [-1.0] * length})
+    assert status == 200
+
+
+@pytest.mark.parametrize("wrong", [{"shapes": [5, 4]}, {"names": [["w"], "b"]}, {"names": [1, 2]}], ids=str)
+async def test_a_malformed_announcement_is_refused_as_the_trainers_fault(kept: Rig, wrong: Json) -> None:
+    await begun(kept)
+    status, reply = await kept.post("/update_weights", {"update_info": kept.tensors | wrong})
+    assert (status, reply["error"]["param"]) == (400, "update_info")
+    assert await served_versions(kept) == {1}
+
+
 async def test_a_version_that_a_gateway_died_before_committing_is_not_served(kept: Rig, start: StartRig) -> None:
     said = await greedy(kept)
     await kept.stop_gateway()
@@ -338,6 +358,53 @@ async def test_a_version_that_a_gateway_died_before_committing_is_not_served(kep
     await again.until(BOTH_SERVE)
     assert await served_versions(again) == {1}
     assert await greedy(again) == said
+
+
+async def test_a_version_whose_writer_died_is_given_up_and_the_next_is_kept(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(3, sim=TENSORS, weights={"store": str(folder), "relay": "never"})
+    with monkeypatch.context() as killed:
+        killed.setattr("engines.sim.worker._write", lambda *_: None)
+        await rig.open_group()
+        await rig.update()
+    await rig.replicas[0].kill()
+    del rig.replicas[0]
+    await rig.until({"engine-1": "SERVING", "engine-2": "SERVING"})
+    async with asyncio.timeout(10):
+        while folders(folder):
+            await asyncio.sleep(0.02)
+    await rig.open_group()
+    await rig.update()
+    await until_kept(rig, [2])
+
+
+async def test_a_version_withdrawn_while_it_was_promoted_is_never_listed(
+    kept: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, may_go_on = asyncio.Event(), threading.Event()
+    loop, promote = asyncio.get_running_loop(), WeightStore.promote
+
+    def slow(*args: object) -> object:
+        loop.call_soon_threadsafe(entered.set)
+        assert may_go_on.wait(20)
+        return promote(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(WeightStore, "promote", slow)
+    draft, _ = claim_draft(folder)
+    written = Draft(draft, "sim")
+    written.add([raw("b", "float32", [4], bytes(16))])
+    written.finish()
+    pushing = asyncio.create_task(kept.post("/v1/weight_updates", {"transport": "store", "snapshot": draft.name}))
+    await asyncio.wait_for(entered.wait(), 20)
+    pushing.cancel()
+    await asyncio.gather(pushing, return_exceptions=True)
+    may_go_on.set()
+    await kept.until(BOTH_SERVE)
+    async with asyncio.timeout(10):
+        while folders(folder) != {"v1"} or kept.fleet.update_to is not None:
+            await asyncio.sleep(0.02)
+    assert (await kept.get("/v1/weight_store/versions"))[1] == {"versions": [1], "served": 1}
 
 
 async def test_a_trainer_that_leaves_before_the_commit_leaves_no_update_open(

@@ -382,7 +382,7 @@ async def test_bytes_that_are_not_written_as_they_came_are_found_and_nobody_load
         await trainer.send(tensors())
         status, reply = await trainer.finish()
     assert status == 409
-    assert "was not written as it was: tensor " in reply["error"]["message"]
+    assert "the draft differs from what was received: tensor " in reply["error"]["message"]
     assert await served(trainer.rig) == {0}
     assert await trainer.update() == 1
 

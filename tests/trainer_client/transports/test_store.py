@@ -1,6 +1,8 @@
 """A trainer that sends versions through the weight store to simulated replicas."""
 
 import asyncio
+import os
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -245,8 +247,55 @@ async def test_changes_to_a_version_that_is_gone_are_refused_and_nothing_is_touc
     await push(rig, tensors())
     status, reply = await announce(rig, snapshot=written_changes(folder, base=9))
     assert (status, reply["error"]["param"]) == (400, "snapshot")
-    assert "changes to version 9, and the store keeps [1]" in reply["error"]["message"]
+    assert "changes to version 9, and version 1 is served" in reply["error"]["message"]
     assert (await said(rig))[0] == {1}
+
+
+async def test_changes_to_a_version_that_another_trainer_has_replaced_are_refused(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, fifty = (torch.full((4,), value) for value in (1.0, 2.0, 50.0))
+
+    def race() -> str:
+        with (
+            BlockingRolloutClient(rig.url, attempts=1) as client,
+            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
+        ):
+            sender.push({"w": torch.ones(4, 4), "b": one})
+            load = client.load_weights
+
+            def late(*args: Any) -> int:
+                send(rig.url, [("w", torch.ones(4, 4)), ("b", fifty)])
+                return load(*args)
+
+            monkeypatch.setattr(client, "load_weights", late)
+            with pytest.raises(InvalidRequest) as refused:
+                sender.push({"w": torch.full((4, 4), 2.0), "b": one})
+            monkeypatch.undo()
+            assert sender.push({"w": torch.ones(4, 4), "b": two}) == 3, "after a refusal a push is whole"
+            return str(refused.value)
+
+    assert "has changes to version 1, and version 2 is served" in await asyncio.to_thread(race)
+
+
+@pytest.mark.parametrize("copies", [2.5, 3.3], ids=["two copies", "three with the draft of a dead trainer"])
+async def test_versions_go_on_coming_where_two_fit(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch, copies: float
+) -> None:
+    size = 4 << 18
+    limit, usage = int(copies * size), shutil.disk_usage
+
+    def used() -> int:
+        return sum({file.stat().st_ino: file.stat().st_size for file in folder.rglob("*.safetensors")}.values())
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=max(0, limit - used())))
+    rig = await start_rig(2, sim={"tensors": {"w": [512, 512]}}, weights={"store": str(folder)})
+    for version in range(1, 6):
+        if copies > 3 and version == 4:
+            draft, owner = claim_draft(folder)
+            Draft(draft, "sim").add([raw("w", "float32", [512, 512], bytes(size))])
+            os.close(owner)
+        assert await push(rig, [("w", torch.zeros(512, 512))]) == version
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,137 @@
+"""Members of an update: replicas that are being brought back delay none, and follow it."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.sim.scheduler import PrefixCache, Sample
+from engines.store.draft import Draft, claim_draft, raw
+from tests.rigs.rig import Rig, SimReplica, StartRig
+
+Reply = tuple[int, Any]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+async def push(rig: Rig, folder: Path, **body: Any) -> Reply:
+    path, _ = claim_draft(folder)
+    draft = Draft(path, "sim")
+    draft.add([raw("weight", "float32", [4, 4], bytes(64))])
+    draft.finish()
+    return await rig.post("/v1/weight_updates", {"transport": "store", "snapshot": path.name, **body})
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_true():
+            await asyncio.sleep(0.01)
+
+
+async def with_a_slow_joiner(start_rig: StartRig, folder: Path, **weights: Any) -> Rig:
+    """A fleet of two at version 1, and a third replica that loads it for longer than any call may take."""
+    rig = await start_rig(
+        2,
+        odd={"engine-2": {"load_s": 3.0}},
+        weights={"store": str(folder), "control_timeout_s": 1, "relay": "never", **weights},
+    )
+    assert (await push(rig, folder))[0] == 200
+    await rig.add_replica("engine-2")
+    await until(lambda: len(rig.fleet.replicas) == 3 and rig.fleet.replicas[2].weight_version is None)
+    return rig
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+async def test_a_replica_that_is_being_brought_back_is_no_member_and_follows(
+    start_rig: StartRig, folder: Path, rolling: bool
+) -> None:
+    rig = await with_a_slow_joiner(start_rig, folder)
+    assert await push(rig, folder, rolling=rolling) == (200, {"weight_version": 2})
+    assert rig.fleet.replicas[2].state == "SYNCING"
+    await until(lambda: rig.fleet.holders(2) == rig.fleet.replicas)
+    await until(lambda: all(replica.can_serve for replica in rig.fleet.replicas))
+
+
+async def test_a_group_without_it_does_not_wait_for_a_replica_that_is_being_brought_back(
+    start_rig: StartRig, folder: Path
+) -> None:
+    rig = await start_rig(
+        2,
+        odd={"engine-2": {"load_s": 3.0}},
+        weights={"store": str(folder), "control_timeout_s": 1, "relay": "never"},
+    )
+    assert (await push(rig, folder))[0] == 200
+    await rig.open_group()
+    await rig.add_replica("engine-2")
+    await until(lambda: len(rig.fleet.replicas) == 3 and rig.fleet.replicas[2].weight_version is None)
+    await rig.update()
+    assert rig.fleet.replicas[2].state == "SYNCING"
+
+
+async def test_a_push_after_a_refused_rolling_one_does_not_wait_for_long_rollouts(
+    start_rig: StartRig, folder: Path
+) -> None:
+    rig = await start_rig(
+        3,
+        sim={"decode_step_s": 0.2},
+        odd={"engine-2": {"corrupt_loads": True}},
+        weights={"store": str(folder), "control_timeout_s": 1},
+    )
+    running = asyncio.create_task(rig.complete([[5 + index] for index in range(6)], max_tokens=100, ignore_eos=True))
+    await rig.begun(6)
+    assert (await push(rig, folder, rolling=True))[0] == 424
+    rig.replicas[2].heal()
+    assert (await push(rig, folder))[0] == 200
+    rig.hurry()
+    await running
+    await until(lambda: rig.fleet.holders(rig.fleet.version) == rig.fleet.replicas)
+
+
+def watched(replica: SimReplica) -> list[tuple[str | None, str]]:
+    """The blocks of KV that are read by other weights than wrote them, as (wrote, reads)."""
+    scheduler = replica._server._scheduler
+    wrote: dict[int, str] = {}
+    stale: list[tuple[str | None, str]] = []
+    cache: PrefixCache = scheduler.cache
+    remember, lookup = cache.remember, cache.lookup
+
+    def noted(blocks: Any) -> None:
+        blocks = list(blocks)
+        for block in blocks:
+            if block not in cache._blocks:
+                wrote[block] = scheduler.version
+        remember(blocks)
+
+    def checked(sample: Sample) -> int:
+        hit = lookup(sample)
+        read = (wrote.get(block) for block in sample.prompt_blocks[: hit // 16])
+        stale.extend((one, scheduler.version) for one in read if one != scheduler.version)
+        return hit
+
+    cache.remember, cache.lookup = noted, checked  # type: ignore[method-assign]
+    return stale
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+async def test_the_version_before_reads_no_kv_that_refused_weights_have_written(
+    start_rig: StartRig, folder: Path, rolling: bool
+) -> None:
+    rig = await start_rig(
+        2, sim={"decode_step_s": 0.02}, odd={"engine-1": {"corrupt_loads": True}}, weights={"store": str(folder)}
+    )
+    stale = [watched(replica) for replica in rig.replicas]
+    prompt = list(range(10, 58))
+    running = asyncio.create_task(rig.complete([prompt] * 2, max_tokens=60, ignore_eos=True))
+    await rig.begun(2)
+    assert (await push(rig, folder, in_flight="recompute", rolling=rolling))[0] == 424
+    rig.replicas[1].heal()
+    rig.hurry()
+    await until(lambda: all(one.can_serve and one.weight_version == 0 for one in rig.fleet.replicas))
+    await running
+    await rig.complete([prompt] * 8, max_tokens=2)
+    assert stale == [[], []]

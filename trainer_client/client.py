@@ -1,14 +1,16 @@
-"""The rollout URL from a trainer's side: prompts in, completions out as they end, and the weight calls.
+"""Client of the rollout URL for trainers: prompts in, completions out as they end, and the weight calls.
 
-Every prompt is a request of its own: it ends, fails, is tried again and is called off by itself. That costs the gateway
-about what chunks of all prompts in one stream cost, which do none of it (docs/benchmarks.md).
+Every prompt is a request of its own: it ends, fails, is retried and is cancelled by itself. That costs the gateway
+about as much as one stream of all prompts, which could do none of it (docs/benchmarks.md).
 """
 
 import asyncio
 import os
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from engines.errors import (
@@ -51,7 +53,8 @@ class RolloutClient:
     `url` and `api_key` may stand in the environment, as ROLLOUT_URL and ROLLOUT_API_KEY; the key is sent as bearer.
     `model` is the policy unless named. At most `max_in_flight` prompts are asked for at the same time, each on a
     connection of its own: the engines should have work for all their `max_num_seqs`, and no more connections are of
-    use. A prompt is asked for up to `attempts` times where the connection fails or the gateway answers 502, 503 or 504.
+    use. A prompt is retried after 502 and 504, up to `attempts` times in all, and for `outage_s` seconds while the
+    gateway is not reached or answers 503: longer than a restart of the gateway takes.
 
     Errors are the classes of engines/errors.py, as the gateway raised them. It belongs to the event loop that first
     uses it.
@@ -65,6 +68,7 @@ class RolloutClient:
         model: str | None = None,
         max_in_flight: int = 512,
         attempts: int = 5,
+        outage_s: float = 180.0,
     ) -> None:
         for name, value in (("max_in_flight", max_in_flight), ("attempts", attempts)):
             if value < 1:
@@ -73,6 +77,7 @@ class RolloutClient:
         self._http = GatewayHttp(self.url, api_key if api_key is not None else os.environ.get(KEY_VARIABLE, ""))
         self._model = model
         self._attempts = attempts
+        self._outage_s = outage_s
         self._room = asyncio.Semaphore(max_in_flight)
         self._batches: list[Batch] = []
 
@@ -226,30 +231,32 @@ class RolloutClient:
         await self._call("POST", "/resume", None, timeout_s)
 
     async def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
-        """Once more after a failed connection where that changes nothing, or it cannot have arrived; in `timeout_s`."""
+        """Retried after a failed connection if the call changes nothing, or cannot have arrived; in `timeout_s`."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
-        for attempt in range(1, self._attempts + 1):
+        outage_ends = clock() + min(timeout_s, self._outage_s)
+        for attempt in count(1):
             try:
                 return await self._http.call(method, path, body, timeout_s=max(0.001, round(deadline - clock(), 3)))
             except GatewayUnreachable as error:
                 pause = _pause_after(attempt)
                 may_repeat = method in _REPEATABLE or not error.arrived
-                if not may_repeat or attempt == self._attempts or clock() + pause >= deadline:
+                if not may_repeat or clock() + pause >= outage_ends:
                     raise
                 await asyncio.sleep(pause)
         raise AssertionError("the loop returns or raises")
 
     async def _rollout(self, asking: "_Asking", deadline: float) -> Rollout:
-        """One prompt's completions, by whichever attempt brings them. Raises what the last one met."""
+        """One prompt's completions from the first attempt that succeeds. Raises the error of the last attempt."""
         last: RolloutGatewayError | None = None
+        retries = _Retries(self._attempts, self._outage_s)
         try:
             async with asyncio.timeout_at(deadline), self._room:
-                for attempt in range(1, self._attempts + 1):
+                for attempt in count(1):
                     try:
                         return await self._ask(asking, attempt)
                     except RolloutGatewayError as error:
-                        if status_of(error) not in _PASSING or attempt == self._attempts:
+                        if not retries.allow(error):
                             raise asking.naming(error, attempt) from error.__cause__
                         last = error
                     await asyncio.sleep(_pause_after(attempt))
@@ -263,6 +270,27 @@ class RolloutClient:
     async def _ask(self, asking: "_Asking", attempt: int) -> Rollout:
         reply = await self._http.call("POST", _COMPLETIONS, asking.body, timeout_s=None, headers=asking.headers)
         return read_rollout(reply, asking.request_id, asking.index, asking.n, attempts=attempt)
+
+
+class _Retries:
+    """Counts failed answers, and times outages, in which the gateway is not reached or answers 503."""
+
+    def __init__(self, attempts: int, outage_s: float) -> None:
+        self._left = attempts
+        self._outage_s = outage_s
+        self._outage_began: float | None = None
+
+    def allow(self, error: RolloutGatewayError) -> bool:
+        """True if the prompt may be tried again after this error."""
+        if status_of(error) not in _PASSING:
+            return False
+        if not isinstance(error, GatewayUnreachable):
+            self._outage_began = None
+            self._left -= 1
+            return self._left > 0
+        now = time.monotonic()
+        self._outage_began = now if self._outage_began is None else self._outage_began
+        return now - self._outage_began < self._outage_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,12 @@ class Access:
     def _checked(self, handler: Handler, *, admin: bool) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
             self.check(request.remote, request.headers.get("Authorization"), admin=admin)
+            if admin and "Origin" in request.headers and self._is_trusted(request.remote):
+                raise NotAllowed(
+                    "web pages may not call this route: a browser on a trusted network sent it (Origin: "
+                    f"{request.headers['Origin']!r})",
+                    known=True,
+                )
             return await handler(request)
 
         return checked
@@ -100,7 +106,7 @@ def _digests(keys: Iterable[SecretStr]) -> tuple[bytes, ...]:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def _is_among(digest: bytes, digests: tuple[bytes, ...]) -> bool:

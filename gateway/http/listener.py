@@ -1,6 +1,7 @@
 """Runs the gateway server on a port and an event loop of its own, beside whatever hosts it."""
 
 import asyncio
+import resource
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 _START_TIMEOUT_S = 60.0
 _SHUTDOWN_TIMEOUT_S = 5.0
+_DESCRIPTORS, _DESCRIPTORS_NEEDED = 1 << 20, 16_384
 _ANY = ("0.0.0.0", "::", "")  # all addresses of the machine
 
 
@@ -56,7 +58,8 @@ class Listener:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        """True while the thread runs and none of its background tasks has ended."""
+        return self._thread.is_alive() and not (self._server and self._server.failure)
 
     async def status(self) -> Json:
         """The status report, from any loop."""
@@ -104,6 +107,7 @@ class Listener:
 
     async def _serve(self) -> None:
         config, stopping = self._config, asyncio.Event()
+        raise_descriptor_limit()
         self._fleet = fleet = Fleet(
             config,
             discover=self._discover,
@@ -125,6 +129,23 @@ class Listener:
             await stopping.wait()
         finally:
             await runner.cleanup()
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files to the hard limit: each client and each request to an engine needs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError) as error:
+            log.warning("the limit of open files cannot be raised", soft=soft, hard=hard, error=str(error))
+    if soft != resource.RLIM_INFINITY and soft < _DESCRIPTORS_NEEDED:
+        log.warning(
+            "few open files are allowed: raise the hard limit (ulimit -Hn) above two for each rollout in flight",
+            limit=soft,
+        )
 
 
 def engine_client(config: Config, info: ReplicaInfo) -> Engine:

@@ -27,6 +27,7 @@ from gateway.http.rollout_routes import RolloutRoutes
 from gateway.http.sglang_routes import SglangRoutes
 from gateway.http.snapshot_files import SnapshotFiles
 from gateway.http.status import status_report
+from gateway.http.supervisor import Supervisor
 from gateway.http.trace import Trace
 from gateway.http.trl_legacy_routes import TrlLegacyRoutes
 from gateway.http.weight_routes import WeightRoutes
@@ -47,6 +48,7 @@ class GatewayServer:
         self._adapters = AdapterCoordinator(config.weights, fleet)
         self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
         self._measurement = Measurement(metrics, self._trace)
+        self._tasks = Supervisor()
         runner = Runner(scheduler)
         completions = Completions(config.gateway, fleet, runner)
         tokens = TokenGeneration(config.gateway, fleet, runner)
@@ -54,9 +56,9 @@ class GatewayServer:
         sglang = SglangGenerate(completions, fleet)
         models = ModelRoutes(config.fleet, fleet, weights)
         self._routes: list[Routes] = [
-            FleetRoutes(config.fleet, fleet, scheduler, metrics, self.status),
+            FleetRoutes(config.fleet, fleet, scheduler, metrics, self.status, self._tasks),
             models,
-            RolloutRoutes(completions, chat, tokens, sglang, self._measurement),
+            RolloutRoutes(completions, chat, tokens, sglang, self._measurement, config.gateway.write_timeout_s),
             SnapshotFiles(fleet, self._snapshots),
             AdapterRoutes(self._adapters),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
@@ -75,6 +77,11 @@ class GatewayServer:
         app.cleanup_ctx.append(self._watching)
         return app
 
+    @property
+    def failure(self) -> str:
+        """The end of a background task that should run on; "" while all run."""
+        return self._tasks.failure
+
     def status(self) -> Json:
         """The status report."""
         return status_report(self._fleet, self._scheduler, self._weights, self._snapshots)
@@ -82,15 +89,11 @@ class GatewayServer:
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
         await self._snapshots.open()
         await self._fleet.look()
-        tasks = [
-            asyncio.create_task(self._fleet.run(), name="watch fleet"),
-            asyncio.create_task(self._weights.run(), name="watch update"),
-            asyncio.create_task(self._adapters.run(), name="watch adapters"),
-        ]
+        self._tasks.start("watch fleet", self._fleet.run())
+        self._tasks.start("watch update", self._weights.run())
+        self._tasks.start("watch adapters", self._adapters.run())
         yield
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
         await self._snapshots.close()
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)

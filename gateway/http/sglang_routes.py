@@ -4,22 +4,28 @@ The engines' own ports are on loopback, so the gateway lists itself as the one w
 replica. Calls for a single worker are refused with the alternative.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
+import structlog
 from aiohttp import web
 
 from engines.engine import Json
-from engines.errors import InvalidRequest, UnknownRoute
+from engines.errors import DeadlineExceeded, InvalidRequest, UnknownRoute, WeightUpdateError
 from engines.types import PauseMode
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.scheduler import Scheduler
-from gateway.http.access import Access
+from gateway.http.access import Access, Handler
 from gateway.http.json_body import read_object, reply
 from gateway.weights.coordinator import WeightCoordinator
 
+log = structlog.get_logger()
+
 _MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.KEEP}
 _ABORT_TIMEOUT_S = 30.0
+_RESUME_ATTEMPTS, _RESUME_AFTER_S = 120, 0.5
 
 _WORKERS = "replicas come from the configuration and join by themselves: rollout-gateway up, rollout-gateway scale"
 _GROUP = (
@@ -60,13 +66,15 @@ class SglangRoutes:
         self._weights = weights
         self._generate = generate
         self._model_info = model_info
+        self._resuming: asyncio.Task[None] | None = None
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_get("/workers", access.for_inference(self._workers))
         router.add_get("/list_workers", access.for_inference(self._list_workers))
         router.add_get("/get_server_info", access.for_inference(self._server_info))
         router.add_get("/get_weight_version", access.for_inference(self._weight_version))
-        router.add_post("/abort_request", access.for_inference(self._abort_request))
+        abort_all = access.for_admin(self._abort_all)
+        router.add_post("/abort_request", access.for_inference(partial(self._abort_request, abort_all)))
         for method in ("GET", "POST"):
             router.add_route(method, "/flush_cache", access.for_admin(self._flush_cache))
         router.add_post("/pause_generation", access.for_admin(self._pause_generation))
@@ -107,28 +115,45 @@ class SglangRoutes:
     async def _weight_version(self, request: web.Request) -> web.Response:
         return reply({"weight_version": str(self._fleet.version)})
 
-    async def _abort_request(self, request: web.Request) -> web.Response:
-        """`abort_all` ends running rollouts with the tokens they have; `rid` ends one request without tokens."""
+    async def _abort_request(self, abort_all: Handler, request: web.Request) -> web.StreamResponse:
+        """`abort_all` ends running rollouts with the tokens they have; `rid` ends one request.
+
+        `abort_all` needs an admin key: it reaches the rollouts of all clients.
+        """
         body = await read_object(request)
         if body.get("abort_all") is True:
-            await self._abort_all()
-            return web.Response()
+            return await abort_all(request)
         rid = body.get("rid")
         if not isinstance(rid, str) or not rid:
             raise InvalidRequest(f"rid = {rid!r}: send the id of a request, or abort_all = true", param="rid")
         self._generate.abort(lambda its, _: its == rid)
         return web.Response()
 
-    async def _abort_all(self) -> None:
+    async def _abort_all(self, request: web.Request) -> web.Response:
         """Pause the engines, which ends their rollouts; then end the rollouts that wait for a replica."""
         was_paused = self._weights.pauses.is_paused
-        await self._weights.pauses.pause(PauseMode.ABORT, clear_cache=False)
         try:
+            await self._weights.pauses.pause(PauseMode.ABORT, clear_cache=False)
             await self._scheduler.drained(_ABORT_TIMEOUT_S)
             self._generate.abort(lambda _, rollout: self._scheduler.waits(rollout))
         finally:
             if not was_paused:
+                # Shielded: a client that leaves must not leave the fleet paused.
+                self._resuming = asyncio.create_task(self._resume(), name="resume after abort_all")
+                await asyncio.shield(self._resuming)
+        return web.Response()
+
+    async def _resume(self) -> None:
+        """End the pause of an `abort_all`, also if a replica dies under that."""
+        for _ in range(_RESUME_ATTEMPTS):
+            try:
                 await self._weights.pauses.resume()
+            except (WeightUpdateError, DeadlineExceeded) as error:
+                log.warning("the fleet is not resumed yet", error=str(error))
+                await asyncio.sleep(_RESUME_AFTER_S)
+            else:
+                return
+        log.error("the fleet stays paused after an abort_all: POST /resume when its replicas are back")
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
         if await self._weights.pauses.reset_prefix_cache():

@@ -5,7 +5,8 @@ BIN := .venv/bin
 EXTRAS := --extra serve --extra cpu --extra trl --extra load --extra demo --extra dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang setup-verl check format test test-unit test-load test-vllm test-sglang test-verl test-ray test-all test-slow test-verl-slow demo \
+.NOTPARALLEL:
+.PHONY: help setup setup-sglang setup-verl check docs format test test-rest test-all test-unit test-load test-vllm test-sglang test-verl test-ray test-slow test-verl-slow demo \
   loadtest compare chaos lock clean
 
 help: ## Say what there is
@@ -25,19 +26,28 @@ setup-verl: setup ## Make .venv-verl what requirements/verl.txt says: verl's tra
 demo: setup ## Train a tiny model with TRL against two vLLM replicas, on CPU
 	@$(BIN)/python -m examples.demo
 
-check: setup ## Format, lint, types, import contracts
+check: setup ## Format, lint, types, import contracts, docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m scripts.docs --check
+
+docs: setup ## Write what is generated in docs/
+	$(BIN)/python -m scripts.docs
 
 format: setup ## Mend what format and lint can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 # One process a suite: Ray and vLLM leave state in a process that the next suite must not meet.
-test: setup setup-sglang setup-verl ## Unit tests, then those with real engines and a real Ray cluster
-	@scripts/suites unit load vllm sglang verl ray
+test: setup ## Unit tests and a story on each real part: vLLM and TRL on CPU, Ray Serve, chaos
+	@scripts/suites unit story ray-story
+
+test-rest: setup setup-sglang setup-verl ## Everything that `make test` leaves out
+	@scripts/suites load vllm sglang verl ray slow verl-slow
+
+test-all: test test-rest ## Everything
 
 test-unit: setup ## Unit tests alone
 	@scripts/suites unit
@@ -45,8 +55,8 @@ test-unit: setup ## Unit tests alone
 test-load: setup ## Tests of load tests and tune with simulated engines
 	@scripts/suites load
 
-test-vllm: setup ## Tests with real vLLM engines
-	@scripts/suites vllm
+test-vllm: setup ## Tests with real vLLM engines, stories included
+	@scripts/suites story vllm
 
 test-sglang: setup-sglang ## Tests with real SGLang engines
 	@scripts/suites sglang
@@ -54,14 +64,14 @@ test-sglang: setup-sglang ## Tests with real SGLang engines
 test-verl: setup setup-verl ## Tests with verl's own trainer against real vLLM engines
 	@scripts/suites verl
 
-test-ray: setup ## Tests with a real Ray cluster
-	@scripts/suites ray
+test-ray: setup ## Tests with a real Ray cluster, stories included
+	@scripts/suites ray-story ray
 
-test-slow: setup setup-sglang setup-verl ## Tests that take minutes
+test-slow: setup setup-sglang ## Tests that take minutes
 	@scripts/suites slow
 
-test-all: setup setup-sglang setup-verl ## Everything
-	@scripts/suites unit load vllm sglang verl ray slow verl-slow
+test-verl-slow: setup setup-verl ## Tests with verl that take minutes
+	@scripts/suites verl-slow
 
 # What each scenario of `make loadtest` asks for, small enough for engines on CPU. ARGS="..." adds to it or overrides it.
 SCENARIO ?= trainer

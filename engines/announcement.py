@@ -62,13 +62,13 @@ def check_fused(names: Collection[str], served: Served) -> None:
 
     Its reload begins such a tensor anew, and leaves what does not come as it finds it in memory.
     """
-    if served.tensors is None:
-        return
-    whole = defaultdict(list)
-    for tensor in served.tensors:
-        whole[_fused_into(tensor.name)].append(tensor.name)
-    for name in names:
-        if missing := set(whole.get(_fused_into(name), ())).difference(names):
+    received = frozenset(names)
+    absent = defaultdict(list)
+    for tensor in served.tensors or ():
+        if tensor.name not in received:
+            absent[_fused_into(tensor.name)].append(tensor.name)
+    for name in names if absent else ():
+        if missing := absent.get(_fused_into(name)):
             raise InvalidRequest(
                 f"the update has {name!r} and not {min(missing)!r}, which vLLM holds together: send both, or push "
                 "through the store, which takes any",

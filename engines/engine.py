@@ -93,6 +93,11 @@ class Engine(ABC):
     async def abandon_weight_update(self, timeout_s: float) -> None:
         """End an update without a commit, so that the next one can start. The weights are a mixture then."""
 
+    async def plan_updates(self, timeout_s: float) -> str:
+        """Prepare for updates, before the first. Returns why each will be a reload by the engine itself, which takes
+        longer; "" where it is loaded in place, and from an engine that does not say."""
+        return ""
+
     @abstractmethod
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
         """Digest all tensors received from now on; with `copy`, write them into a draft of the weight store too."""

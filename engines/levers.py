@@ -14,7 +14,6 @@ class Lever:
     """
 
     name: str
-    vllm: str
     sglang: str = ""
     instead: str = ""
     off_by_default: bool = False
@@ -24,51 +23,35 @@ class Lever:
 
 # Our names are vLLM's wherever both engines mean the same. In the order in which a command line carries them.
 LEVERS = (
-    Lever("served_model_name", vllm="served_model_name", sglang="served_model_name"),
-    Lever("dtype", vllm="dtype", sglang="dtype"),
-    Lever("quantization", vllm="quantization", sglang="quantization"),
-    Lever("load_format", vllm="load_format", sglang="load_format"),
-    Lever("seed", vllm="seed", sglang="random_seed"),
-    Lever("tensor_parallel_size", vllm="tensor_parallel_size", sglang="tp_size"),
-    Lever("pipeline_parallel_size", vllm="pipeline_parallel_size", sglang="pp_size"),
+    Lever("served_model_name", sglang="served_model_name"),
+    Lever("dtype", sglang="dtype"),
+    Lever("quantization", sglang="quantization"),
+    Lever("load_format", sglang="load_format"),
+    Lever("seed", sglang="random_seed"),
+    Lever("tensor_parallel_size", sglang="tp_size"),
+    Lever("pipeline_parallel_size", sglang="pp_size"),
+    Lever("data_parallel_size", instead="engine.num_replicas: one server of several copies takes no weights"),
+    Lever("api_server_count", instead="engine.extra.tokenizer_worker_num"),
+    Lever("max_model_len", sglang="context_length"),
+    Lever("max_num_seqs", sglang="max_running_requests"),
+    Lever("max_num_batched_tokens", sglang="chunked_prefill_size"),
     Lever(
-        "data_parallel_size",
-        vllm="data_parallel_size",
-        instead="engine.num_replicas: one server of several copies takes no weights",
+        "gpu_memory_utilization", instead="engine.extra.mem_fraction_static, the share for weights and KV cache alone"
     ),
-    Lever("api_server_count", vllm="api_server_count", instead="engine.extra.tokenizer_worker_num"),
-    Lever("max_model_len", vllm="max_model_len", sglang="context_length"),
-    Lever("max_num_seqs", vllm="max_num_seqs", sglang="max_running_requests"),
-    Lever("max_num_batched_tokens", vllm="max_num_batched_tokens", sglang="chunked_prefill_size"),
-    Lever(
-        "gpu_memory_utilization",
-        vllm="gpu_memory_utilization",
-        instead="engine.extra.mem_fraction_static, the share for weights and KV cache alone",
-    ),
-    Lever(
-        "kv_cache_memory_bytes",
-        vllm="kv_cache_memory_bytes",
-        instead="engine.extra.max_total_tokens, the size of the KV cache in tokens",
-    ),
-    Lever("kv_cache_dtype", vllm="kv_cache_dtype", sglang="kv_cache_dtype"),
-    Lever("enable_prefix_caching", vllm="enable_prefix_caching", instead="engine.extra.disable_radix_cache"),
-    Lever(
-        "enable_chunked_prefill",
-        vllm="enable_chunked_prefill",
-        instead="engine.extra.chunked_prefill_size, -1 for whole prompts",
-    ),
-    Lever("enforce_eager", vllm="enforce_eager", sglang="disable_cuda_graph", off_by_default=True),
-    Lever("cudagraph_capture_sizes", vllm="cudagraph_capture_sizes", sglang="cuda_graph_bs_decode", is_list=True),
-    Lever("max_cudagraph_capture_size", vllm="max_cudagraph_capture_size", sglang="cuda_graph_max_bs_decode"),
-    Lever(
-        "speculative_config", vllm="speculative_config", instead="engine.extra.speculative_algorithm and its companions"
-    ),
-    Lever("enable_lora", vllm="enable_lora", sglang="enable_lora", off_by_default=True, of_adapters=True),
-    Lever("max_loras", vllm="max_loras", sglang="max_loras_per_batch", of_adapters=True),
-    Lever("max_cpu_loras", vllm="max_cpu_loras", sglang="max_loaded_loras", of_adapters=True),
-    Lever("max_lora_rank", vllm="max_lora_rank", sglang="max_lora_rank", of_adapters=True),
-    Lever("logprobs_mode", vllm="logprobs_mode", instead="nothing: its log-probabilities are of what was sampled from"),
-    Lever("max_logprobs", vllm="max_logprobs", instead="nothing: it has no such limit"),
-    Lever("stream_interval", vllm="stream_interval", sglang="stream_interval"),
-    Lever("disable_log_stats", vllm="disable_log_stats", instead="engine.extra.log_level", off_by_default=True),
+    Lever("kv_cache_memory_bytes", instead="engine.extra.max_total_tokens, the size of the KV cache in tokens"),
+    Lever("kv_cache_dtype", sglang="kv_cache_dtype"),
+    Lever("enable_prefix_caching", instead="engine.extra.disable_radix_cache"),
+    Lever("enable_chunked_prefill", instead="engine.extra.chunked_prefill_size, -1 for whole prompts"),
+    Lever("enforce_eager", sglang="disable_cuda_graph", off_by_default=True),
+    Lever("cudagraph_capture_sizes", sglang="cuda_graph_bs_decode", is_list=True),
+    Lever("max_cudagraph_capture_size", sglang="cuda_graph_max_bs_decode"),
+    Lever("speculative_config", instead="engine.extra.speculative_algorithm and its companions"),
+    Lever("enable_lora", sglang="enable_lora", off_by_default=True, of_adapters=True),
+    Lever("max_loras", sglang="max_loras_per_batch", of_adapters=True),
+    Lever("max_cpu_loras", sglang="max_loaded_loras", of_adapters=True),
+    Lever("max_lora_rank", sglang="max_lora_rank", of_adapters=True),
+    Lever("logprobs_mode", instead="nothing: its log-probabilities are of what was sampled from"),
+    Lever("max_logprobs", instead="nothing: it has no such limit"),
+    Lever("stream_interval", sglang="stream_interval"),
+    Lever("disable_log_stats", instead="engine.extra.log_level", off_by_default=True),
 )

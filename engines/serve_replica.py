@@ -3,6 +3,7 @@
 import asyncio
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import ray
@@ -30,14 +31,16 @@ _ASK_EVERY_S = 0.5
 class EngineReplica:
     """Deployed by `gateway.app`. Ready when its engine is; the engine ends with it, also on SIGKILL."""
 
-    async def __init__(self, config: EngineConfig, group: str) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: EngineConfig, group: str, hidden: Sequence[str]
+    ) -> None:
         # Serve's tag of this replica, not its rank: Serve deals ranks out again, and two replicas with one name or
         # one seed would be taken for the same and would draw the same samples.
         context = serve.get_replica_context()
         index = zlib.crc32(context.replica_tag.encode()) % _SEEDS
         self._app_name = context.app_name
         self._drain_timeout_s = config.drain_timeout_s
-        self._server = _server(config, f"{group}-{context.replica_tag}", group, index)
+        self._server = _server(config, f"{group}-{context.replica_tag}", group, index, hidden)
         self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
         self._opening = asyncio.Lock()
@@ -102,7 +105,9 @@ class EngineReplica:
         return found is not None and found.status != ApplicationStatus.DELETING
 
 
-def _server(config: EngineConfig, replica_id: str, group: str, index: int) -> EngineServer | ExternalServer:
+def _server(
+    config: EngineConfig, replica_id: str, group: str, index: int, hidden: Sequence[str]
+) -> EngineServer | ExternalServer:
     if config.kind is EngineKind.EXTERNAL:
         return ExternalServer(config, replica_id=replica_id, group=group)
-    return EngineServer(config, replica_id=replica_id, group=group, index=index)
+    return EngineServer(config, replica_id=replica_id, group=group, index=index, hidden=hidden)

@@ -69,8 +69,11 @@ class ReplicaInfo:
     `max_model_len` is None where it does not say.
     `has_tee` is True where it can tell digests of the weights it receives, and copy them into the weight store.
     `fetches` is True where it can fetch a version of the weights that is not on its machine.
+    `reload_reason` says why an update is a reload by the engine itself, which takes longer; "" where it is loaded in
+    place, and where the engine does not say.
     `gpus` are the UUIDs of its GPUs, where the driver tells them.
     `key` is the bearer key of `url`, which is a forwarder's then: the engine is on another node than the gateway.
+    `started` is when its engine became ready, in seconds of the epoch; 0 where somebody else started it.
     `streams` is True where a reply costs the engine least in coarse chunks; any other is asked for whole replies.
     """
 
@@ -89,10 +92,12 @@ class ReplicaInfo:
     streams: bool = False
     has_tee: bool = False
     fetches: bool = False
+    reload_reason: str = ""
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
     pid: int = 0
+    started: float = 0.0
     log_path: str = ""
     key: str = field(default="", repr=False)
     tensors: tuple[TensorMeta, ...] | None = field(default=None, repr=False)

@@ -5,8 +5,8 @@ from typing import Any
 
 from engines import errors
 
-# Trainers replay 500, 502 and 503 without looking (facts of TRL 1.16), and a replayed weight call meets a broadcast
-# that is over. So no weight error, and no wait that ran out, has one of these.
+# Trainers (TRL 1.16) replay 500, 502 and 503 blindly, and a replayed weight call would join a broadcast that is over.
+# So weight errors and timeouts never have these statuses.
 _STATUS: dict[type[errors.RolloutGatewayError], int] = {
     errors.BodyTooLarge: 413,
     errors.UnknownModel: 404,
@@ -23,7 +23,7 @@ _STATUS: dict[type[errors.RolloutGatewayError], int] = {
 
 
 def status_of(error: errors.RolloutGatewayError) -> int:
-    """HTTP status of an error: that of the nearest class in the table."""
+    """Return the HTTP status of an error: that of the nearest class in the table."""
     if isinstance(error, errors.EngineRefused):
         return error.status
     if isinstance(error, errors.NotAllowed):
@@ -32,7 +32,7 @@ def status_of(error: errors.RolloutGatewayError) -> int:
 
 
 def body_of(error: errors.RolloutGatewayError) -> dict[str, Any]:
-    """The body that tells of an error: an engine's own where it refused, vLLM's name of it where it has one."""
+    """Build the body of an error reply: the engine's own body where it refused, else OpenAI's form."""
     if isinstance(error, errors.EngineRefused) and error.body:
         return error.body
     kind = None if isinstance(error, errors.InvalidRequest | errors.NotAllowed) else type(error).__name__
@@ -43,29 +43,28 @@ def body_of(error: errors.RolloutGatewayError) -> dict[str, Any]:
 
 
 def error_of(status: int, body: Any) -> errors.RolloutGatewayError:
-    """The error that a reply tells of, in the same class as where it was raised; `body` as `body_of` makes it.
+    """Restore the error of a reply, in the class that was raised; `body` is as `body_of` makes it.
 
-    An engine's refusal comes back as what it is to the client: `InvalidRequest`. What no gateway wrote is judged by its
-    status.
+    An engine's refusal becomes `InvalidRequest`. A body that no gateway wrote is judged by its status.
     """
-    told = body.get("error", body) if isinstance(body, dict) else {"message": body}
-    told = told if isinstance(told, dict) else {"message": told}
-    message = str(told.get("message") or told.get("detail") or f"the answer was HTTP {status} without a reason")
-    param = told.get("param")
-    cls = _NAMED.get(str(told.get("type"))) or _class_of(status, param)
+    found = body.get("error", body) if isinstance(body, dict) else {"message": body}
+    found = found if isinstance(found, dict) else {"message": found}
+    message = str(found.get("message") or found.get("detail") or f"the answer was HTTP {status} without a reason")
+    param = found.get("param")
+    cls = _NAMED.get(str(found.get("type"))) or _class_of(status, param)
     if issubclass(cls, errors.NotAllowed):
         return cls(message, known=status == 403)
     if issubclass(cls, errors.InvalidRequest):
         return cls(message, param=param if isinstance(param, str) else None)
     error = cls(message)
     if isinstance(error, errors.EngineError | errors.WeightUpdateFailed):
-        # Set afterwards: the message has it in words already.
-        error.replica_id = str(told.get("replica_id", ""))
+        # Set afterwards: the message names it already.
+        error.replica_id = str(found.get("replica_id", ""))
     return error
 
 
 def error_body(message: str, status: int, *, param: str | None = None, kind: str | None = None) -> dict[str, Any]:
-    """OpenAI's and vLLM's form of an error."""
+    """Build an error in OpenAI's and vLLM's form."""
     kinds = {400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError"}
     return {
         "error": {

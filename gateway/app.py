@@ -3,6 +3,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -17,7 +18,7 @@ from engines.errors import ConfigError
 from engines.process.launch import gpus_to_reserve
 from engines.serve_replica import EngineReplica
 from engines.types import EngineKind, ReplicaInfo
-from gateway.config.load import check_models, with_secrets
+from gateway.config.load import check_models, key_variables, with_secrets
 from gateway.config.placement import ClusterGpus, check_placement, gpus_needed, lacking
 from gateway.config.schema import Config
 from gateway.control import Control
@@ -30,7 +31,7 @@ _SHUTDOWN_SLACK_S = 10.0
 _ASK_TIMEOUT_S = 5.0
 # Ray's resource of the head node.
 _HEAD = "node:__internal_head__"
-# GPUs of what ended a moment ago come back within this.
+# Longest delay until Ray frees the GPUs of processes that have just ended.
 _FREE_WITHIN_S = 15.0
 
 
@@ -43,11 +44,11 @@ def build(args: Config) -> serve.Application:
     check_models(config)
     if gpus_needed(config.groups) and not config.serve.nodes_may_join:
         _check_gpus(config)
-    engines = {name: _engine_group(name, group) for name, group in config.groups.items()}
+    engines = {name: _engine_group(name, group, key_variables(args)) for name, group in config.groups.items()}
     gateway = serve.deployment(
         name="gateway",
         max_ongoing_requests=1000,
-        # Its URL and its store stay where they are when it is started anew.
+        # Its URL and its store stay on one node when it restarts.
         ray_actor_options={"num_cpus": 0, "resources": {_HEAD: 0.001}},
     )(Gateway)
     control = serve.deployment(name="control", max_ongoing_requests=100, ray_actor_options={"num_cpus": 0})(Control)
@@ -72,19 +73,19 @@ def _cluster_gpus() -> ClusterGpus:
     return ClusterGpus(nodes=nodes, free=ray.available_resources().get("GPU", 0.0))
 
 
-def _engine_group(name: str, config: EngineConfig) -> serve.Application:
+def _engine_group(name: str, config: EngineConfig, hidden: Sequence[str]) -> serve.Application:
     return serve.deployment(
         name=name,
         num_replicas=config.num_replicas,
         ray_actor_options={"num_cpus": _cpus_per_replica(config), "num_gpus": gpus_to_reserve(config)},
-        # A start that failed has been tried again by the replica itself where that could help. Once a replica of the
-        # group has come up Serve starts it anew without end, whatever this says.
+        # The replica itself retries a failed start where that may help. Once a replica of the group has come up, Serve
+        # restarts it without limit, whatever this says.
         max_constructor_retry_count=1,
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=config.drain_timeout_s + config.stop_timeout_s + _SHUTDOWN_SLACK_S,
         max_ongoing_requests=100,
-    )(EngineReplica).bind(config, name)
+    )(EngineReplica).bind(config, name, hidden)
 
 
 def _cpus_per_replica(config: EngineConfig) -> float:
@@ -110,7 +111,7 @@ class Gateway:
         await self._listener.expect(user_config.get("num_replicas") or {})
 
     async def drain(self, replica_id: str) -> int:
-        """Give a replica that Serve removes no new rollouts; the number of samples that it still has."""
+        """Stop placing on a replica that Serve is removing; return its samples in flight."""
         return await self._listener.drain(replica_id)
 
     def url(self) -> str:
@@ -128,12 +129,12 @@ class Gateway:
             await asyncio.to_thread(self._listener.stop)
 
     async def _discover(self) -> list[ReplicaInfo]:
-        """Called on the listener's loop; Serve's handles are asked on theirs."""
-        asked = asyncio.run_coroutine_threadsafe(self._list_replicas(), self._serve_loop)
-        return await asyncio.wrap_future(asked)
+        """Run on the listener's loop; Serve's handles belong to Serve's loop."""
+        listed = asyncio.run_coroutine_threadsafe(self._list_replicas(), self._serve_loop)
+        return await asyncio.wrap_future(listed)
 
     async def _list_replicas(self) -> list[ReplicaInfo]:
-        """Every replica that runs now. A broadcast passes over dead ones in silence, so absence means absence."""
+        """List running replicas. A broadcast skips dead ones silently, so an absent replica is gone."""
         incarnations = set(await self._ask_all("incarnation"))
         if incarnations != {info.incarnation for info in self._known}:
             self._known = await self._ask_all("describe", self._node)
@@ -146,8 +147,8 @@ class Gateway:
                 for handle in self._engines.values()
             )
         )
-        told = [answer for group in answers for answer in group]
-        for answer in told:
-            if isinstance(answer, RayTaskError):  # of one that is gone nothing is to be said
+        replies = [reply for group in answers for reply in group]
+        for answer in replies:
+            if isinstance(answer, RayTaskError):  # other errors mean a replica that is gone
                 log.error("a replica could not answer", call=method, error=str(answer))
-        return [answer for answer in told if not isinstance(answer, BaseException)]
+        return [answer for answer in replies if not isinstance(answer, BaseException)]

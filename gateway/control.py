@@ -1,6 +1,7 @@
-"""The control plane on Serve's own HTTP port: what the fleet is doing, with OpenAPI pages. It changes nothing."""
+"""The control plane on Serve's own HTTP port: the fleet's status, with OpenAPI pages. It changes nothing."""
 
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Response
 from ray import serve
@@ -33,3 +34,9 @@ class Control:
     async def url(self) -> dict[str, str]:
         """The rollout URL that trainers are pointed at."""
         return {"url": await self._gateway.url.remote()}
+
+    @api.get("/prometheus/targets")
+    async def targets(self) -> list[dict[str, Any]]:
+        """Prometheus' HTTP service discovery: the gateway, whose /metrics has the engines' pages too."""
+        address = urlsplit(await self._gateway.url.remote()).netloc
+        return [{"targets": [address], "labels": {"application": serve.get_replica_context().app_name}}]

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -28,11 +29,13 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError, EngineStartFailed
 from engines.process.engine_server import EngineServer
 from engines.process.launch import gpus_per_replica
+from engines.store.weight_store import remove_store
 from engines.types import ReplicaInfo
 from gateway.config.load import load
 from gateway.config.node_gpus import visible_gpus
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
+from gateway.weights.snapshots import in_memory
 
 _GATEWAY_START_TIMEOUT_S = 60.0
 _GATEWAY_STOP_S = 30.0
@@ -137,12 +140,15 @@ def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -
     async def discover() -> list[ReplicaInfo]:
         return infos
 
+    # Several gateways of one configuration run side by side, and each keeps a weight store of its own.
+    config = config.model_copy(update={"name": f"{config.name}-{os.getpid()}"})
     listener = Listener(config, discover)
     pipe.send(listener.start())
     try:
         pipe.recv()
     except EOFError:
         listener.stop()
+        remove_store(in_memory(config.name))
 
 
 async def _run(config: Config, sizes: Sequence[int], command: Sequence[str]) -> int:

@@ -1,13 +1,18 @@
 """Model folders without weights, for engines that fill in random ones: speed needs a model's shape, not its skill.
 
 python -m loadtests.shapes qwen2-7b /tmp/qwen2-7b     # then serve it with engine.load_format=dummy
+python -m loadtests.shapes qwen3-30b-a3b /tmp/moe --layers 12
+
+Their checkpoint has the headers of its tensors, from which a trainer learns what to send, over a file without content.
 """
 
 import argparse
 import json
+import math
 import string
+import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -44,6 +49,36 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 152064,
     },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "decoder_sparse_step": 1,
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        "router_aux_loss_coef": 0.001,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
     "qwen2-0.5b": {
         **_QWEN2,
         "hidden_size": 896,
@@ -57,9 +92,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(shape: str, folder: Path) -> None:
-    """Configuration and tokenizer of the shape; no weights."""
-    config = SHAPES[shape]
+def write_model(shape: str, folder: Path, layers: int | None = None) -> None:
+    """Configuration, tokenizer and headers of the shape, with fewer layers where asked; no weights."""
+    config = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
     end = config["vocab_size"] - 1
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, Any] = {
@@ -76,6 +111,53 @@ def write_model(shape: str, folder: Path) -> None:
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    _write_headers(folder / "model.safetensors", dict(_tensors(config)))
+
+
+def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes as the checkpoint has them."""
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    yield "model.embed_tokens.weight", (vocabulary, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        for name, shape in _layer_tensors(config):
+            yield f"model.layers.{layer}.{name}", shape
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (vocabulary, hidden)
+
+
+def _layer_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, experts = config["hidden_size"], config.get("num_experts", 0)
+    head = config.get("head_dim", hidden // config["num_attention_heads"])
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+        yield f"self_attn.{name}_proj.weight", (rows, hidden)
+        if not experts:
+            yield f"self_attn.{name}_proj.bias", (rows,)
+    yield "self_attn.o_proj.weight", (hidden, queries)
+    if experts:
+        yield from (("self_attn.q_norm.weight", (head,)), ("self_attn.k_norm.weight", (head,)))
+        yield "mlp.gate.weight", (experts, hidden)
+    width = config["moe_intermediate_size"] if experts else config["intermediate_size"]
+    for block in [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]:
+        yield f"{block}.gate_proj.weight", (width, hidden)
+        yield f"{block}.up_proj.weight", (width, hidden)
+        yield f"{block}.down_proj.weight", (hidden, width)
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+
+
+def _write_headers(file: Path, tensors: Mapping[str, tuple[int, ...]]) -> None:
+    """A safetensors file of bf16 tensors whose content takes no room on the disk: it is a hole."""
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.truncate(8 + len(text) + end)
 
 
 def tokenizer(vocab_size: int) -> dict[str, Any]:
@@ -106,8 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests.shapes", description=__doc__.splitlines()[0])
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
     args = parser.parse_args(argv)
-    write_model(args.shape, args.folder)
+    write_model(args.shape, args.folder, args.layers)
     return 0
 
 

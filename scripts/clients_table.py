@@ -1,7 +1,7 @@
-"""The table of clients in README.md, from the results that real runs left in docs/results/clients/.
+"""The table of clients in docs/compatibility.md, from the results that real runs left in docs/results/clients/.
 
-python -m scripts.clients_table            # write it into README.md
-CLIENTS_OUT=docs/results/clients make test-all    # run clients again; benches: loadtests/studies/bench_clients.py
+python -m scripts.docs                            # write it
+CLIENTS_OUT=docs/results/clients make test-all    # run the clients again; benches: loadtests/studies/bench_clients.py
 """
 
 import json
@@ -9,50 +9,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "docs" / "results" / "clients"
-README = ROOT / "README.md"
+RESULTS = Path(__file__).parents[1] / "docs" / "results" / "clients"
 
-BEGIN, END = "<!-- clients: made by python -m scripts.clients_table -->\n", "<!-- end of clients -->\n"
-_HEAD = "| client | version | against | what was run | result | on |\n| --- | --- | --- | --- | --- | --- |\n"
+BEGIN, END = "<!-- clients: made by python -m scripts.docs -->\n", "<!-- end of clients -->\n"
+_HEAD = "| client | version | against | run | result | on |\n| --- | --- | --- | --- | --- | --- |\n"
 
 Result = dict[str, Any]
 
 
+def clients_table() -> str:
+    """The table of all kept results."""
+    return f"\n{table(read_results())}\n"
+
+
 def read_results(folder: Path = RESULTS) -> list[Result]:
-    """One a client, by name."""
+    """Returns one result a client, in the order of names."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
 def table(results: Sequence[Result]) -> str:
-    """The rows, with a head. Clients come in the order of their names."""
-    return _HEAD + "".join(_row(one) for one in results)
+    """A head and a row for each result."""
+    return _HEAD + "".join(_row(result) for result in results)
 
 
-def with_table(page: str, rows: str) -> str:
-    """The page with `rows` between its marks. Raises `ValueError` where it has none."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"no place for the table: {BEGIN!r} and {END!r} are missing")
-    return before + BEGIN + rows + END + after
-
-
-def _row(one: Result) -> str:
-    cells = [one["client"], one["version"], one["against"], one["ran"], _outcome(one), one["date"]]
+def _row(result: Result) -> str:
+    cells = [result["client"], result["version"], result["against"], result["ran"], _outcome(result), result["date"]]
     return f"| {' | '.join(cells)} |\n"
 
 
-def _outcome(one: Result) -> str:
-    outcomes = list(one["checks"].values())
+def _outcome(result: Result) -> str:
+    outcomes = list(result["checks"].values())
     passed = outcomes.count("passed")
     counted = f"{passed} of {len(outcomes)} checks" if len(outcomes) > 1 else "yes" if passed else "**no**"
-    return "; ".join([counted, *one["facts"]])
-
-
-def main() -> None:
-    README.write_text(with_table(README.read_text(encoding="utf-8"), table(read_results())), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return "; ".join([counted, *result["facts"]])

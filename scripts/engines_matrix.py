@@ -1,9 +1,9 @@
-"""Prints docs/engines.md from the results that the conformance suite left in docs/results/conformance/, and from the
-table of levers: `python -m scripts.engines_matrix > docs/engines.md`.
+"""Makes docs/engines.md from the conformance suite's results in docs/results/conformance/ and from the table of levers.
+
+`python -m scripts.docs` writes it.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,23 +15,23 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results" / "conformance"
 _NAMES = {"sim": "simulated", "vllm": "vLLM", "sglang": "SGLang"}
 _HEAD = """# Engines
 
-What the gateway needs of an engine, asked of running ones, and what our levers are called there. This page is printed
-by `python -m scripts.engines_matrix > docs/engines.md` from `docs/results/conformance/*.json` and `engines/levers.py`.
+The gateway's needs of an engine, checked on running ones, and the engines' names of our levers. The page is generated
+by `python -m scripts.docs` from `docs/results/conformance/*.json` and `engines/levers.py`.
 
 ## Conformance
 
 One suite, `tests/engines/conformance/`, starts an engine as the product does and speaks to it through the `Engine`
 interface. Each row is one check. `yes` passed; `no` is a lack that the suite declares and has seen the engine show,
-with the reason below; `not run` lacked something around the engine; `FAIL` failed.
+with the reason below; `not run` lacked a precondition outside of the engine; `FAIL` failed.
 
     CONFORMANCE_CONFIG=FILE.yaml CONFORMANCE_OUT=docs/results/conformance/NAME.json \\
         python -m pytest -q tests/engines/conformance
 """
 _LEVERS_HEAD = """## Levers
 
-Keys of `engine` in the configuration, and the argument each becomes. Where SGLang has none of that meaning, giving the
-key is an error that says what to use instead. Any other argument of an engine goes under `engine.extra` by the engine's
-own name.
+Keys of `engine` in the configuration, and the argument that each becomes. Where SGLang has no argument of that meaning,
+the key is an error that names the alternative. Any other argument of an engine goes under `engine.extra` by the
+engine's own name.
 """
 
 Result = dict[str, Any]
@@ -83,7 +83,7 @@ def _reasons(results: Sequence[Result]) -> list[str]:
 
 
 def _levers() -> list[str]:
-    rows = [[f"`{one.name}`", f"`{one.vllm}`", f"`{one.sglang}`" if one.sglang else "", one.instead] for one in LEVERS]
+    rows = [[f"`{one.name}`", f"`{one.name}`", f"`{one.sglang}`" if one.sglang else "", one.instead] for one in LEVERS]
     return _table(["ours", "vLLM", "SGLang", "with SGLang instead"], rows)
 
 
@@ -106,7 +106,3 @@ def _word(outcome: str) -> str:
 
 def _joined(checks: Sequence[str]) -> str:
     return "; ".join(f"“{check}”" for check in checks)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page(read_results()))

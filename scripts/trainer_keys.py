@@ -1,64 +1,108 @@
-"""Prints what a trainer may be told, with its defaults, for the doctor to read: the keys of verl's own configuration,
-or the fields of TRL's GRPOConfig.
+"""Prints the keys of a trainer with their defaults, for the doctor to read: those that Hydra composes of verl's own
+configuration, or the fields of TRL's GRPOConfig.
 
-    python -m scripts.trainer_keys verl FOLDER_OF_THE_PACKAGE > gateway/tuning/doctor/known/verl-0.9.1.json
-    python -m scripts.trainer_keys trl > gateway/tuning/doctor/known/trl-1.16.0.json
+    python scripts/trainer_keys.py verl 0.9.1 FOLDER > gateway/tuning/doctor/known/verl-0.9.1.json
+    python scripts/trainer_keys.py trl > gateway/tuning/doctor/known/trl-1.16.0.json
 
-Of verl nothing is imported: its composed YAML files and the dataclasses in its source are read.
+FOLDER holds the package `verl`, and `recipe` beside it where a release has recipes. Hydra composes its
+YAML files, and the decorators and dataclasses in its source are read. Run it with an interpreter that has Hydra, such
+as verl's own.
 """
 
 import ast
 import dataclasses
 import json
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-# The default trainer first: where several trainers have a key, its default counts.
-_COMPOSED = (
-    "_generated_ppo_trainer.yaml",
-    "_generated_ppo_megatron_trainer.yaml",
-    "_generated_ppo_veomni_trainer.yaml",
-    "_generated_ppo_torchtitan_trainer.yaml",
-)
-_HYDRAS = ("hydra", "defaults")
-# Trainers of their own, which add keys to the default trainer's: the folder of each, and what its commands are called
-# with (a module, or --config-name).
-_OTHERS = {"fully_async_policy": "fully_async", "one_step_off_policy": "one_step_off"}
-# A dataclass with fields that the composed files leave out, which Hydra takes with a leading plus; and people build it
-# by themselves, with defaults of its own.
-_SECTION, _FILE, _CLASS = "actor_rollout_ref.rollout", "workers/config/rollout.py", "RolloutConfig"
+_BASE = "ppo_trainer"
+# Choices between groups of keys that change which keys there are, by the configuration that has them.
+_CHOICES = {
+    "ppo_trainer": [f"model_engine={name}" for name in ("megatron", "veomni", "torchtitan")],
+    "sft_trainer_engine": [f"engine={name} optim={name}" for name in ("megatron", "veomni", "torchtitan", "automodel")],
+}
+_WITHOUT_TRAINER = ("generation", "evaluation")
+_MAIN = re.compile(r"@hydra\.main\(([^)]*)\)")
+_NAME = re.compile(r"config_name=[\"']([\w.-]+)[\"']")
+# A dataclass that people build by themselves, with defaults of its own.
+_CLASS_FILE, _CLASS = "workers/config/rollout.py", "RolloutConfig"
 
 
-def verl_keys(package: Path) -> dict[str, Any]:
-    """`keys` by dotted name with their defaults; `of_trainers`, those that only other trainers have, by what these are
-    called; `added`, names that Hydra wants a plus for; `rollout_config`, the defaults of that class."""
-    keys: dict[str, Any] = {}
-    for name in _COMPOSED:
-        tree = yaml.safe_load((package / "trainer" / "config" / name).read_text(encoding="utf-8"))
-        for key, value in _leaves(tree):
-            keys.setdefault(key, value)
-    rollout = dict(_fields(package / _FILE, _CLASS))
-    names = (f"{_SECTION}.{field}" for field in rollout)
-    added = [name for name in names if not any(key == name or key.startswith(f"{name}.") for key in keys)]
-    of_trainers = {
-        name: _own_keys(package / "experimental" / folder / "config", keys) for folder, name in _OTHERS.items()
+def verl_table(release: str, folder: Path) -> dict[str, Any]:
+    """`trainers`: keys with their defaults by name of a configuration, with its choices of groups; all but the base as
+    what they add to and lack of it. `modules`: the configuration that a module takes of its own accord.
+    `rollout_config`: the defaults of that class, where the release has it."""
+    trainers = dict(_trainers(folder))
+    base = trainers[_BASE]
+    others = {name: _beside(base, keys) for name, keys in trainers.items() if name != _BASE}
+    path = folder / "verl" / _CLASS_FILE
+    return {
+        "release": release,
+        "base": base,
+        "others": others,
+        "modules": dict(_modules(folder, trainers)),
+        "rollout_config": dict(_fields(path, _CLASS)) if path.exists() else {},
     }
-    return {"keys": keys, "of_trainers": of_trainers, "added": added, "rollout_config": rollout}
 
 
-def _own_keys(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that the YAML files of a folder add to `keys`."""
-    own: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.yaml"), key=lambda path: "megatron" in path.name):
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        for key, value in _leaves({name: value for name, value in tree.items() if name not in _HYDRAS}):
-            if key not in keys:
-                own.setdefault(key, value)
-    return own
+def _trainers(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in sorted({*folder.glob("verl/**/config/*.yaml"), *folder.glob("recipe/**/config/*.yaml")}):
+        name = path.stem
+        is_own = path.parent == folder / "verl" / "trainer" / "config"
+        if name.startswith("_generated") or not ("trainer" in name or (is_own and name in _WITHOUT_TRAINER)):
+            continue
+        for choice in ("", *_CHOICES.get(name, ())):
+            keys = _composed(path, choice.split(), folder)
+            if keys:
+                yield f"{name} {choice}".strip(), keys
+
+
+def _composed(path: Path, choices: list[str], folder: Path) -> dict[str, Any]:
+    """Leaves of the composed configuration by dotted key; empty where it composes to nothing by itself."""
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    # Configurations name their search paths from here, and by the package.
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    with initialize_config_dir(str(path.parent.resolve()), version_base=None):
+        try:
+            tree = OmegaConf.to_container(compose(path.stem, overrides=choices), resolve=False)
+        except HydraException:
+            return {}  # a part of others, or a choice that this release does not have
+    return dict(_leaves(tree)) if isinstance(tree, dict) else {}
+
+
+def _beside(base: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "keys": {key: value for key, value in keys.items() if key not in base or base[key] != value},
+        "without": _sections(set(base) - set(keys), keys),
+    }
+
+
+def _sections(missing: set[str], keys: Mapping[str, Any]) -> list[str]:
+    """The shortest prefixes that hold the missing keys and none that is there."""
+    found = set()
+    for key in missing:
+        parts = key.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+        found.add(
+            next((one for one in prefixes if one not in keys and not any(k.startswith(f"{one}.") for k in keys)), key)
+        )
+    return sorted(found)
+
+
+def _modules(folder: Path, trainers: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for path in sorted([*folder.glob("verl/**/*.py"), *folder.glob("recipe/**/*.py")]):
+        main = _MAIN.search(path.read_text(encoding="utf-8"))
+        name = _NAME.search(main[1]) if main else None
+        if name and (config := name[1].removesuffix(".yaml")) in trainers:
+            yield ".".join(path.relative_to(folder).with_suffix("").parts), config
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -95,6 +139,6 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 
 
 if __name__ == "__main__":
-    found = verl_keys(Path(sys.argv[2])) if sys.argv[1] == "verl" else trl_fields()
-    json.dump(found, sys.stdout, indent=1, sort_keys=True)
+    found = verl_table(sys.argv[2], Path(sys.argv[3]).resolve()) if sys.argv[1] == "verl" else trl_fields()
+    json.dump(found, sys.stdout, indent=0, sort_keys=True, separators=(",", ":"))
     sys.stdout.write("\n")

@@ -2,23 +2,33 @@
 generation goes on while the trainer computes."""
 
 import asyncio
+import functools
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from engines.types import InFlight, PauseMode
 from trainer_client.batch import Batch, Failures
 from trainer_client.client import Prompt, RolloutClient
-from trainer_client.http import Json
 from trainer_client.progress import OnProgress, Progress
-from trainer_client.push_options import PushOptions
 from trainer_client.results import Completion, Rollout
 from trainer_client.sampling import SamplingParams
-from trainer_client.served import ServedWeights
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 10.0
+
+
+def _blocking(
+    call: Callable[Concatenate[RolloutClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["BlockingRolloutClient", P], T]:
+    """Make a method that waits for `call` on the client's thread."""
+
+    @functools.wraps(call)
+    def waiting(self: "BlockingRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._wait(call(self._client, *args, **kwargs))
+
+    return waiting
 
 
 class BlockingRolloutClient:
@@ -90,56 +100,23 @@ class BlockingRolloutClient:
 
         return BlockingBatch(self._wait(begin()), self)
 
-    def wait_ready(self, timeout_s: float = 600.0) -> None:
-        self._wait(self._client.wait_ready(timeout_s))
-
-    def status(self) -> Json:
-        return self._wait(self._client.status())
-
-    def models(self) -> list[Json]:
-        return self._wait(self._client.models())
-
-    def server_info(self) -> Json:
-        return self._wait(self._client.server_info())
-
-    def weight_version(self) -> int:
-        return self._wait(self._client.weight_version())
-
-    def world_size(self, timeout_s: float) -> int:
-        return self._wait(self._client.world_size(timeout_s))
-
-    def init_weight_transfer(self, init_info: Json, timeout_s: float) -> None:
-        self._wait(self._client.init_weight_transfer(init_info, timeout_s))
-
-    def start_weight_update(self, timeout_s: float, *, in_flight: InFlight | None = None) -> None:
-        self._wait(self._client.start_weight_update(timeout_s, in_flight=in_flight))
-
-    def update_weights(self, update_info: Json, timeout_s: float) -> None:
-        self._wait(self._client.update_weights(update_info, timeout_s))
-
-    def finish_weight_update(self, canary_logprobs: Sequence[float] | None, timeout_s: float) -> int:
-        return self._wait(self._client.finish_weight_update(canary_logprobs, timeout_s))
-
-    def served_weights(self) -> ServedWeights:
-        return self._wait(self._client.served_weights())
-
-    def weight_store(self) -> Json:
-        return self._wait(self._client.weight_store())
-
-    def load_weights(self, snapshot: str, options: PushOptions, timeout_s: float) -> int:
-        return self._wait(self._client.load_weights(snapshot, options, timeout_s))
-
-    def abandon_weight_update(self, reason: str) -> None:
-        self._wait(self._client.abandon_weight_update(reason))
-
-    def canary_token_ids(self) -> list[int]:
-        return self._wait(self._client.canary_token_ids())
-
-    def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
-        self._wait(self._client.pause(mode))
-
-    def resume(self) -> None:
-        self._wait(self._client.resume())
+    wait_ready = _blocking(RolloutClient.wait_ready)
+    status = _blocking(RolloutClient.status)
+    models = _blocking(RolloutClient.models)
+    server_info = _blocking(RolloutClient.server_info)
+    weight_version = _blocking(RolloutClient.weight_version)
+    world_size = _blocking(RolloutClient.world_size)
+    init_weight_transfer = _blocking(RolloutClient.init_weight_transfer)
+    start_weight_update = _blocking(RolloutClient.start_weight_update)
+    update_weights = _blocking(RolloutClient.update_weights)
+    finish_weight_update = _blocking(RolloutClient.finish_weight_update)
+    abandon_weight_update = _blocking(RolloutClient.abandon_weight_update)
+    served_weights = _blocking(RolloutClient.served_weights)
+    weight_store = _blocking(RolloutClient.weight_store)
+    load_weights = _blocking(RolloutClient.load_weights)
+    canary_token_ids = _blocking(RolloutClient.canary_token_ids)
+    pause = _blocking(RolloutClient.pause)
+    resume = _blocking(RolloutClient.resume)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Its result, from the client's thread. Whoever interrupts the wait cancels it there."""

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,35 +41,34 @@ OnWeightProgress = Callable[[WeightProgress], object]
 
 @contextmanager
 def progress_bar(description: str = "rollouts") -> Iterator[OnProgress]:
-    """A bar on the terminal's standard error for as long as the block runs; give what it yields as `on_progress`."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
+    """Show a bar on standard error while the block runs; pass the yielded function as `on_progress`."""
+    from rich.progress import MofNCompleteColumn, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-    with Bar(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=None, rate="")
+    with _bar(description, MofNCompleteColumn(), TextColumn("{task.fields[rate]}")) as update:
 
         def show(progress: Progress) -> None:
             rate = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
             lost = f", {progress.failed} failed" if progress.failed else ""
-            bar.update(task, total=progress.num_prompts, completed=progress.ended, rate=rate + lost)
+            update(total=progress.num_prompts, completed=progress.ended, rate=rate + lost)
 
         yield show
 
 
 @contextmanager
 def weight_bar(description: str = "weights") -> Iterator[OnWeightProgress]:
-    """The same for a sender: bytes sent of the update that runs."""
+    """Show the same bar for a sender: bytes sent of the running update."""
+    from rich.progress import DownloadColumn, TransferSpeedColumn
+
+    with _bar(description, DownloadColumn(), TransferSpeedColumn()) as update:
+        yield lambda progress: update(total=progress.num_bytes, completed=progress.bytes)
+
+
+@contextmanager
+def _bar(description: str, *columns: Any) -> Iterator[Callable[..., None]]:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Bar(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=None)
-
-        def show(progress: WeightProgress) -> None:
-            bar.update(task, total=progress.num_bytes, completed=progress.bytes)
-
-        yield show
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn())
+    with Bar(*shown, console=Console(stderr=True)) as bar:
+        yield partial(bar.update, bar.add_task(description, total=None, rate=""))

@@ -91,6 +91,10 @@ class VllmEngine(HttpEngine):
                 await self.ask("POST", "/finish_weight_update", {}, timeout_s)
         await self._label(MIXED, timeout_s)
 
+    async def plan_updates(self, timeout_s: float) -> str:
+        workers = await self._on_workers("plan_updates", {}, timeout_s) if self._has_tee else []
+        return next((worker["obstacle"] for worker in workers if worker.get("obstacle")), "")
+
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
         if self._has_tee:
             await self._on_workers("open_receipt", asdict(copy) if copy else {}, timeout_s)

@@ -1,19 +1,24 @@
 """What we add to vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all of them."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from engines.checkpoint import read_tensors as read_checkpoint
+from engines.checkpoint import served_in
+from engines.inside_vllm.base_layers import base_layers, loader_of
 from engines.inside_vllm.gloo_receiver import rebuild_tied_head
-from engines.inside_vllm.in_place import load_in_place, load_layerwise, loads_in_place
-from engines.inside_vllm.planned_load import PlannedLoad
+from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
+from engines.inside_vllm.planned_load import Load, PlannedLoad, form_of
 from engines.inside_vllm.prefetch import Prefetch
 from engines.inside_vllm.snapshot_reader import pin_buffers, read_tensors
 from engines.store.peer_store import PeerStore, fetched
 from engines.transfer.gloo import NamedTensor
 from engines.transfer.packed_streams import keep_streams
 from engines.transfer.tee import Scribe, WeightTee, prepare
+from engines.types import TensorMeta
 
 _BATCH_BYTES = 512 << 20
 """Of a folder that is loaded in place: enough that its loaders are seldom asked, little enough for a full GPU."""
@@ -42,8 +47,8 @@ class WeightWorker:
         in_place = self._begin_in_place()
         if in_place is not None:
             load_in_place(worker.weight_transfer_engine)
-        model = worker.weight_transfer_engine.model
-        self.tee = WeightTee(model, self.scribe if draft else None, in_place.load if in_place is not None else None)
+        load = in_place.load if in_place is not None else _loader(worker)
+        self.tee = WeightTee(worker.weight_transfer_engine.model, self.scribe if draft else None, load)
 
     def close_receipt(self) -> dict[str, str]:
         """The digest of each tensor received. What is to be copied waits for `keep_receipt`."""
@@ -74,6 +79,17 @@ class WeightWorker:
     def fetches(self) -> dict[str, bool]:
         """Asked of servers that somebody else started: `load_snapshot` is here. vLLM would tell a bare True as text."""
         return {"fetches": True}
+
+    def plan_updates(self) -> dict[str, str]:
+        """Plan loads of the checkpoint's tensors, so that the first update takes no longer than the next.
+
+        Returns why updates need vLLM's own reload instead; "" where they are loaded in place.
+        """
+        worker: Any = self
+        in_place = self._begin_in_place()
+        if in_place is not None:
+            in_place.plan(map(form_of, _expected(worker.vllm_config.model_config)))
+        return {"obstacle": self.obstacle}
 
     def prepare_snapshot(
         self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
@@ -123,7 +139,8 @@ class WeightWorker:
         worker: Any = self
         in_place = self._begin_in_place()
         if in_place is None:
-            worker.reload_weights(weights_iterator=tensors)
+            with base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext():
+                worker.reload_weights(weights_iterator=tensors)
             return
         in_place.load_all(tensors, _BATCH_BYTES)
         # As vLLM does after a reload: what it keeps of images was made by the weights before.
@@ -131,16 +148,33 @@ class WeightWorker:
         worker.model_runner.reset_mm_cache()
 
     @cached_property
+    def obstacle(self) -> str:
+        """Why weights are not loaded where they lie; "" where they are."""
+        return obstacle(self)
+
+    @cached_property
     def in_place(self) -> PlannedLoad | None:
         """Loads weights where they lie. None in a model with which that is not to be done."""
         worker: Any = self
-        return PlannedLoad(worker.get_model()) if loads_in_place(worker) else None
+        return None if self.obstacle else PlannedLoad(worker.get_model(), _loader(worker))
 
     def _begin_in_place(self) -> PlannedLoad | None:
         """`in_place`, ready to load all or some weights."""
         if self.in_place is not None:
             self.in_place.begin()
         return self.in_place
+
+
+def _loader(worker: Any) -> Load | None:
+    """What stands in the place of the model's own loader, where that does not know the checkpoint's names."""
+    return loader_of(worker.get_model()) if worker.vllm_config.lora_config is not None else None
+
+
+def _expected(model_config: Any) -> tuple[TensorMeta, ...]:
+    """The tensors that a trainer of this model sends, as far as its checkpoint says: in the dtype of the engine."""
+    folder = Path(model_config.model)
+    tensors = read_checkpoint(folder) if folder.is_dir() else None
+    return served_in(str(model_config.dtype).removeprefix("torch."), tensors or ())
 
 
 def _end_reload(worker: Any) -> None:

@@ -107,12 +107,8 @@ CAUSES = (
         "correct {engine}.model: a checkpoint folder holds config.json, the tokenizer's files and *.safetensors",
     ),
     Cause(
-        r"Model architectures (?P<architectures>\[[^\]]*\]) are not supported for now",
-        "the engine does not know the architecture {architectures}",
-        "correct `architectures` in the model's config.json, or use an engine release or {engine}.kind that knows it",
-    ),
-    Cause(
-        r"Cannot find model module\. '(?P<architecture>\w+)' is not a registered model",
+        r"(?:Model architectures |Cannot find model module\. ')(?P<architecture>\[[^\]]*\]|\w+)'? (?:are not supported "
+        r"for now|is not a registered model)",
         "the engine does not know the architecture {architecture}",
         "correct `architectures` in the model's config.json, or use an engine release or {engine}.kind that knows it",
     ),
@@ -143,14 +139,8 @@ CAUSES = (
         "set {engine}.tensor_parallel_size to a divisor of the model's num_attention_heads",
     ),
     Cause(
-        r"User-specified max_model_len \((?P<asked>\d+)\) is greater than the derived max_model_len "
-        r"\(\w+=(?P<limit>\d+)",
-        "{asked} tokens are more than the model's own limit of {limit}",
-        "lower {engine}.max_model_len to {limit} or leave it out",
-    ),
-    Cause(
-        r"ValueError: Warning: .*context_length \((?P<asked>\d+)\) is greater than the derived context_length "
-        r"\((?P<limit>\d+)\)",
+        r"(?:User-specified max_model_len|ValueError: Warning: .*context_length) \((?P<asked>\d+)\) is greater "
+        r"than the derived \w+ \((?:\w+=)?(?P<limit>\d+)",
         "{asked} tokens are more than the model's own limit of {limit}",
         "lower {engine}.max_model_len to {limit} or leave it out",
     ),
@@ -231,21 +221,13 @@ CAUSES = (
     Cause(
         _OUT_OF_MEMORY,
         "the GPU ran out of memory while CUDA graphs were captured",
-        "lower {engine}.gpu_memory_utilization or {engine}.max_cudagraph_capture_size",
+        "lower {engine}.{memory} or {engine}.max_cudagraph_capture_size",
         inside=_CAPTURES,
-        kind=EngineKind.VLLM,
     ),
     Cause(
         r"Capture (?:cuda|CUDA) graph failed:.*out of memory",
         "the GPU ran out of memory while CUDA graphs were captured",
         "lower {engine}.extra.mem_fraction_static or {engine}.max_cudagraph_capture_size",
-    ),
-    Cause(
-        _OUT_OF_MEMORY,
-        "the GPU ran out of memory while CUDA graphs were captured",
-        "lower {engine}.extra.mem_fraction_static or {engine}.max_cudagraph_capture_size",
-        inside=_CAPTURES,
-        kind=EngineKind.SGLANG,
     ),
     Cause(
         r"Capture (?:cuda|CUDA) graph failed",
@@ -287,14 +269,7 @@ CAUSES = (
     Cause(
         _OUT_OF_MEMORY,
         "the GPU ran out of memory",
-        "lower {engine}.gpu_memory_utilization, {engine}.max_num_seqs or {engine}.max_num_batched_tokens",
-        kind=EngineKind.VLLM,
-    ),
-    Cause(
-        _OUT_OF_MEMORY,
-        "the GPU ran out of memory",
-        "lower {engine}.extra.mem_fraction_static, {engine}.max_num_seqs or {engine}.max_num_batched_tokens",
-        kind=EngineKind.SGLANG,
+        "lower {engine}.{memory}, {engine}.max_num_seqs or {engine}.max_num_batched_tokens",
     ),
     # The host.
     Cause(
@@ -384,7 +359,7 @@ def diagnose(kind: EngineKind, log: str, exit_code: int | None, section: str = "
             continue
         for index, line in enumerate(lines):
             if (found := re.search(cause.says, line)) and _is_inside(cause, lines, index):
-                return _told(cause, found, line, section)
+                return _found(cause, kind, found, line, section)
     # SGLang ends itself with SIGKILL when a worker fails, and says so before.
     if exit_code == _SIGKILL_EXIT and not any("kill_process_tree called" in line for line in lines):
         return _KILLED
@@ -403,8 +378,9 @@ def _is_inside(cause: Cause, lines: list[str], index: int) -> bool:
     return not cause.inside or any(re.search(cause.inside, line) for line in above)
 
 
-def _told(cause: Cause, found: "re.Match[str]", line: str, section: str) -> Diagnosis:
-    facts = {**found.groupdict(), "engine": section}
+def _found(cause: Cause, kind: EngineKind, found: "re.Match[str]", line: str, section: str) -> Diagnosis:
+    memory = "extra.mem_fraction_static" if kind is EngineKind.SGLANG else "gpu_memory_utilization"
+    facts = {**found.groupdict(), "engine": section, "memory": memory}
     if "flag" in facts:
         facts["key"] = _key_of(facts["flag"])
     return Diagnosis(cause.meaning.format(**facts), _words(line), cause.remedy.format(**facts), cause.may_pass)
@@ -419,5 +395,5 @@ def _words(line: str) -> str:
 def _key_of(flag: str) -> str:
     """Our key of an engine's argument; what is no lever came by `extra`."""
     name = flag.removeprefix("--").replace("-", "_")
-    ours = next((lever.name for lever in LEVERS if name in (lever.vllm, lever.sglang)), None)
+    ours = next((lever.name for lever in LEVERS if name in (lever.name, lever.sglang)), None)
     return ours or f"extra.{name}"

@@ -5,6 +5,8 @@ import os
 import socket
 import textwrap
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from engines.checkpoint import read_tensors, served_in
@@ -17,7 +19,7 @@ from engines.model_folder import model_folder
 from engines.process.diagnosis import diagnose, last_error
 from engines.process.engine_log import doing, read_tail
 from engines.process.launch import VLLM_WORKER, engine_command
-from engines.process.process import EngineProcess
+from engines.process.process import Command, EngineProcess
 from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 
 _PROBE_TIMEOUT_S = 5.0
@@ -30,10 +32,22 @@ _COARSE_INTERVAL = 16
 
 
 class EngineServer:
-    """One engine process and what is known of it. `index` sets its seed apart from its peers'."""
+    """One engine process and what is known of it. `index` sets its seed apart from its peers'; `hidden` names variables
+    that it does not inherit."""
 
-    def __init__(self, config: EngineConfig, *, replica_id: str, group: str, index: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        replica_id: str,
+        group: str,
+        index: int,
+        hidden: Sequence[str] = (),
+        process: Callable[[Command, Path, float], EngineProcess] = EngineProcess,
+    ) -> None:
         self._config = config
+        self._hidden = hidden
+        self._new_process = process
         self._replica_id = replica_id
         self._group = group
         self._index = index
@@ -76,8 +90,11 @@ class EngineServer:
         log_path = Path(config.log_dir) / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
         self._has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
-        self._process = EngineProcess(command, log_path, config.stop_timeout_s)
-        self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}")
+        command = replace(command, hidden=self._hidden)
+        self._process = self._new_process(command, log_path, config.stop_timeout_s)
+        self._engine = engine = connect(
+            config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=self._has_tee
+        )
         self._process.start()
         try:
             async with asyncio.timeout(config.start_timeout_s):
@@ -134,6 +151,7 @@ class EngineServer:
                 for path in ("/v1/models", "/version", "/get_world_size", "/openapi.json")
             )
         )
+        reload_reason = await engine.plan_updates(_WARM_UP_TIMEOUT_S)
         assert self._process is not None
         visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return ReplicaInfo(
@@ -154,7 +172,9 @@ class EngineServer:
             streams=streams_coarsely(self._config),
             has_tee=self._has_tee,
             fetches=self._has_tee,
-            pid=self._process.pid,
+            reload_reason=reload_reason,
+            pid=self._process.engine_pid,
+            started=time.time(),
             log_path=str(self._process.log_path),
             tensors=_expected_tensors(self._config),
         )

@@ -2,9 +2,10 @@
 
 Standard library alone, since any Python runs it.
 
-The guard runs the command in a session of its own and ends the whole tree of processes when the owner's end of the
-pipe on standard input closes, which the kernel does for an owner that died of SIGKILL too. It exits as the command did,
-with 128 and the signal's number where a signal ended that.
+The guard is two processes. The inner one runs the command in a session of its own and ends the whole tree of processes
+when the owner's end of the pipe on standard input closes, which the kernel does for an owner that died of SIGKILL too.
+The outer one, which the owner started, watches the inner one, and the inner one the outer: whichever is killed, the
+other ends the tree. The guard exits as the command did, with 128 and the signal's number where a signal ended that.
 """
 
 import contextlib
@@ -15,63 +16,123 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
+
+from engines.process.shared_memory import remove_left_segments
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+
+
+class Child(Protocol):
+    """A process as `subprocess.Popen` shows it."""
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def wait(self) -> int: ...
 
 
 def main() -> int:
     grace_s, command = float(sys.argv[1]), sys.argv[2:]
-    # Engines start workers, some in sessions of their own. As subreaper the guard becomes the parent of each orphan,
-    # so that "my descendants" stays the whole tree whatever dies first.
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    wakeup = _signals_as_readable(signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, 9)
+    return guard(
+        lambda: subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent),
+        grace_s,
     )
-    code = _wait_for_end(child, wakeup)
-    _end_tree(child, grace_s)
-    code = child.returncode if code is None else code
+
+
+def guard(start: Callable[[], Child], grace_s: float) -> int:
+    """Run the child that `start` starts until it ends or the owner does; return its exit code as a shell does."""
+    # Engines start workers, some in sessions of their own. As subreapers the two become parents of each orphan, so that
+    # "my descendants" stays the whole tree whichever process dies first.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    lifeline, held = os.pipe()
+    began = time.time()
+    if inner := os.fork():
+        os.close(lifeline)
+        code = _watch(inner, held)
+        remove_left_segments(began)
+        return code
+    os.close(held)
+    os.dup2(lifeline, sys.stdin.fileno())
+    os.setsid()  # a signal to the outer one's group leaves this one
+    return _run(start, grace_s)
+
+
+def _watch(inner: int, lifeline: int) -> int:
+    """Have the inner guard end the tree when the owner leaves; end the tree here when the inner guard dies."""
+    code = _wait_for_end(lambda: _exit_code(inner), _signals_as_readable(*_WATCHED))
+    os.close(lifeline)
+    while code is None:
+        code = _exit_code(inner, os.WEXITED)
+    _kill_descendants()
+    return code
+
+
+def end_with_parent() -> None:
+    """Have the kernel send SIGKILL to this process when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _run(start: Callable[[], Child], grace_s: float) -> int:
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # a fork does not inherit it
+    wakeup = _signals_as_readable(*_WATCHED)
+    child = start()
+    code = _wait_for_end(child.poll, wakeup)
+    ended = _end_tree(child, grace_s)
+    code = ended if code is None else code
     return code if code >= 0 else 128 - code
 
 
-def _wait_for_end(child: "subprocess.Popen[bytes]", wakeup: int) -> int | None:
-    """The child's exit code, or None when the owner left or asked for the end."""
+def _exit_code(pid: int, options: int = os.WEXITED | os.WNOHANG) -> int | None:
+    """Return the exit code of a child as a shell does; None while it runs."""
+    found = os.waitid(os.P_PID, pid, options)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
+
+
+def _wait_for_end(poll: Callable[[], int | None], wakeup: int) -> int | None:
+    """Return the child's exit code, or None when the owner left or sent a signal to end."""
     with selectors.DefaultSelector() as selector:
         selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
         selector.register(wakeup, selectors.EVENT_READ)
-        while True:
+        while (code := poll()) is None:
             for key, _ in selector.select():
                 data = os.read(key.fd, 64)
                 if key.fd != wakeup and not data:
                     return None
                 if key.fd == wakeup and set(data) & {signal.SIGTERM, signal.SIGINT}:
                     return None
-            if (code := child.poll()) is not None:
-                return code
+        return code
 
 
-def _end_tree(child: "subprocess.Popen[bytes]", grace_s: float) -> None:
-    """SIGTERM to the child, SIGKILL to whatever of the tree is left after the grace."""
+def _end_tree(child: Child, grace_s: float) -> int:
+    """Send SIGTERM to the child, and SIGKILL to the rest of the tree after the grace; return the child's exit code."""
     deadline = time.monotonic() + grace_s
     if child.poll() is None:
         child.terminate()
     while child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
+    _kill_descendants()
+    return child.wait()
+
+
+def _kill_descendants() -> None:
+    """Send SIGKILL to the tree until none is left."""
     while alive := _descendants(os.getpid()):
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    child.wait()  # before the others, or its exit code would be lost among theirs
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def _descendants(root: int) -> list[int]:
-    """Process ids below `root` that are not zombies."""
+    """List the process ids below `root` that are not zombies."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -87,7 +148,7 @@ def _descendants(root: int) -> list[int]:
 
 
 def _signals_as_readable(*signals: signal.Signals) -> int:
-    """A descriptor on which each of these signals arrives as one byte."""
+    """Return a descriptor on which each of these signals arrives as one byte."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)

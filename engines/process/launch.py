@@ -135,7 +135,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
             "gloo: pip install rollout-gateway there"
         )
     arguments = [
-        *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in _levers(config)),
+        *(_argument(lever.name, getattr(config, lever.name), lever.name, lever) for lever in _levers(config)),
         _argument("host", "127.0.0.1"),
         _argument("port", port),
         _argument("seed", seed, "seed"),
@@ -185,10 +185,10 @@ def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("host", "127.0.0.1"),
         _argument("port", port),
         _argument("model", config.served_name, "served_model_name" if config.served_model_name else "model"),
-        *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in _SIM_LEVERS),
+        *(_argument(lever.name, getattr(config, lever.name), lever.name, lever) for lever in _SIM_LEVERS),
         _argument("seed", seed, "seed"),
         _argument("world_size", config.world_size, "tensor_parallel_size"),
-        *(_argument(lever.vllm, getattr(config, lever.name), lever.name, lever) for lever in _lora_levers(config)),
+        *(_argument(lever.name, getattr(config, lever.name), lever.name, lever) for lever in _lora_levers(config)),
         _argument("sim", config.sim.model_dump(), "sim"),
         *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
     ]

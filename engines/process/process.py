@@ -12,9 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_LAST_WORDS_BYTES = 16_384
+from engines.process.engine_log import read_tail
+
 # In the environment of every process of one start, also of those that engines put into sessions of their own.
-_MARK = "ROLLOUT_GATEWAY_ENGINE"
+MARK = "ROLLOUT_GATEWAY_ENGINE"
+_OUR_PREFIX = "ROLLOUT_GATEWAY_"
+_KEYS = ("ROLLOUT_API_KEY", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,13 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run. `env` is laid over the environment of the owner; `arguments` tell where the words come from."""
+    """A command line. `env` is laid over the owner's environment, less `hidden` variables and our own keys; `arguments`
+    have the sources of its words."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[Argument] = ()
+    hidden: Sequence[str] = ()
 
 
 class EngineProcess:
@@ -55,7 +60,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._command.env, _MARK: self._mark},
+                env={**_inherited(self._command.hidden), **self._command.env, MARK: self._mark},
                 start_new_session=True,
             )
 
@@ -65,16 +70,19 @@ class EngineProcess:
         return self._guard.pid if self._guard else 0
 
     @property
+    def engine_pid(self) -> int:
+        """Process id of the command itself: the first child of the inner guard; 0 where it does not run."""
+        inner = _first_child(self.pid)
+        return _first_child(inner)
+
+    @property
     def exit_code(self) -> int | None:
         """None while it runs."""
         return self._guard.poll() if self._guard else None
 
     def last_words(self, lines: int = 20) -> str:
         """The end of the log, where an engine says why it gave up."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, self.log_path.stat().st_size - _LAST_WORDS_BYTES))
-            text = log.read().decode(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(read_tail(self.log_path).splitlines()[-lines:])
 
     async def stop(self) -> None:
         """End the whole tree; returns when it is gone."""
@@ -90,9 +98,27 @@ class EngineProcess:
         await asyncio.to_thread(_end_marked, self._mark)
 
 
+def _inherited(hidden: Sequence[str]) -> dict[str, str]:
+    """Return our environment without keys: an engine runs code that comes with a model, and needs none of them."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in hidden and name not in _KEYS and not name.startswith(_OUR_PREFIX)
+    }
+
+
+def _first_child(pid: int) -> int:
+    """Return the oldest child of a process, 0 where there is none. Orphans that it adopts come after its own."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return 0
+    return int(children[0]) if children else 0
+
+
 def _end_marked(mark: str) -> None:
     """Kill what a guard left that was itself killed: workers hold GPU memory that a successor needs."""
-    sought = f"{_MARK}={mark}".encode()
+    sought = f"{MARK}={mark}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
             if sought in environ.read_bytes().split(b"\0"):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engines.sim.scheduler import SimScheduler
@@ -33,6 +33,18 @@ class SchedulerMetrics(Collector):
         for reason, count in scheduler.finished.items():
             finished.add_metric([*self._labels.values(), reason], count)
         yield finished
+        yield self._lengths()
+
+    def _lengths(self) -> Metric:
+        """vLLM's histogram of completion lengths, in its edges."""
+        counts = self._scheduler.finished_lengths
+        edges = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
+        buckets = [(str(float(edge)), sum(n for length, n in counts.items() if length <= edge)) for edge in edges]
+        buckets.append(("+Inf", counts.total()))
+        total = sum(length * count for length, count in counts.items())
+        family = HistogramMetricFamily("vllm:request_generation_tokens", "Tokens of a request.", labels=[*self._labels])
+        family.add_metric([*self._labels.values()], buckets, total)
+        return family
 
     def _cache_config(self) -> Metric:
         """As vLLM tells its KV cache: in the labels."""

@@ -5,7 +5,7 @@ The loop is ahead of the real clock by at most a millisecond, and runs many step
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -130,8 +130,9 @@ class SimScheduler:
         graph_seqs: int = GRAPH_SEQS,
     ) -> None:
         """`graph_seqs` is the largest step that has a CUDA graph; 0 where none has."""
-        self._config = config
+        self.config = config
         self._model = model
+        self._stalled_at: int | None = None
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._graph_seqs = graph_seqs
@@ -148,6 +149,7 @@ class SimScheduler:
         self.generated_tokens = 0
         self.preemptions = 0
         self.finished: dict[str, int] = {}
+        self.finished_lengths: Counter[int] = Counter()
 
     async def run(self) -> None:
         """Generate for ever."""
@@ -197,6 +199,20 @@ class SimScheduler:
         self.paused = None
         self._work.set()
 
+    def stall(self, after: int) -> None:
+        """Make no token of a sample beyond its first `after` from here on, as an engine that hangs; see `go_on`."""
+        self._stalled_at = after
+
+    def go_on(self) -> None:
+        """End a stall."""
+        self._stalled_at = None
+        self._work.set()
+
+    @property
+    def stalled(self) -> list[Sample]:
+        """Running samples that get no token, as the engine stalls."""
+        return [] if self._stalled_at is None else [one for one in self.running if self._is_stalled(one)]
+
     def hold_version(self, version: str) -> None:
         """The weights are `version` from the next step on."""
         self.version = version
@@ -214,23 +230,33 @@ class SimScheduler:
 
     @property
     def _can_step(self) -> bool:
-        return self.paused is not PauseMode.KEEP and bool(self.running or (self.waiting and self.paused is None))
+        return self.paused is not PauseMode.KEEP and bool(self._moving or (self.waiting and self.paused is None))
+
+    @property
+    def _moving(self) -> list[Sample]:
+        """Running samples that get a token in each step."""
+        if self._stalled_at is None:
+            return self.running
+        return [sample for sample in self.running if not self._is_stalled(sample)]
+
+    def _is_stalled(self, sample: Sample) -> bool:
+        return self._stalled_at is not None and len(sample.tokens) >= self._stalled_at
 
     def _begin_step(self) -> float:
         """Choose who takes part; returns the seconds until their tokens are there."""
         cost_s = self._admit()
-        while self.kv_used + len(self.running) > self._config.kv_tokens:
+        while self.kv_used + len(self.running) > self.config.kv_tokens:
             self._preempt()
         others = max(0, len(self.running) - 1)
-        eager_s = self._config.eager_step_s if len(self.running) > self._graph_seqs else 0.0
-        return cost_s + self._config.decode_step_s + self._config.decode_step_per_seq_s * others + eager_s
+        eager_s = self.config.eager_step_s if len(self.running) > self._graph_seqs else 0.0
+        return cost_s + self.config.decode_step_s + self.config.decode_step_per_seq_s * others + eager_s
 
     def _admit(self) -> float:
         """Start what fits, in order of arrival; returns the seconds of prefill."""
         prefilled = 0
         while self.waiting and self.paused is None and len(self.running) < self._max_num_seqs:
             # One more than it holds, for the token that this step adds.
-            if self.kv_used + len(self.running) + self.waiting[0].held_tokens + 1 > self._config.kv_tokens:
+            if self.kv_used + len(self.running) + self.waiting[0].held_tokens + 1 > self.config.kv_tokens:
                 break
             sample = self.waiting.popleft()
             sample.cached_tokens = self.cache.lookup(sample) if sample.reads_cache else 0
@@ -242,14 +268,14 @@ class SimScheduler:
             self.kv_used += sample.held_tokens
             prefilled += sample.held_tokens - sample.cached_tokens
         steps = math.ceil(prefilled / self._max_num_batched_tokens)
-        return prefilled / self._config.prefill_tokens_per_s + steps * self._config.prefill_step_s
+        return prefilled / self.config.prefill_tokens_per_s + steps * self.config.prefill_step_s
 
     def _end_step(self) -> None:
         """One token for each running sample."""
         next_token = self._model.next_token
         keys = {"": self._model.key(self.version)}
-        ended = False
-        for sample in self.running:
+        ended, moving = False, self._moving
+        for sample in moving:
             made = len(sample.tokens) + 1
             if (weights := keys.get(sample.adapter)) is None:
                 weights = keys[sample.adapter] = self._model.key(self.version, sample.adapter)
@@ -264,8 +290,8 @@ class SimScheduler:
             elif made >= sample.report_at:
                 sample.report_at = made + sample.report_every
                 sample.reports.put_nowait(sample)
-        self.generated_tokens += len(self.running)
-        self.kv_used += len(self.running)
+        self.generated_tokens += len(moving)
+        self.kv_used += len(moving)
         if ended:
             self.running = [sample for sample in self.running if sample.finish_reason is None]
             self._account()
@@ -280,6 +306,7 @@ class SimScheduler:
     def _finish(self, sample: Sample, reason: str) -> None:
         sample.finish_reason = reason
         self.finished[reason] = self.finished.get(reason, 0) + 1
+        self.finished_lengths[len(sample.tokens)] += 1
         sample.reports.put_nowait(sample)
 
     def _account(self) -> None:

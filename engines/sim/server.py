@@ -131,7 +131,7 @@ class SimServer:
         self._limits = limits
         self._world_size = world_size
         self._model = SimModel.of(sim)
-        self._scheduler = SimScheduler(
+        self.scheduler = SimScheduler(
             sim,
             self._model,
             max_num_seqs,
@@ -140,10 +140,10 @@ class SimServer:
         )
         self.worker = SimWorker(model_name, sim.tensors)
         self.injector = FaultInjector()
-        self._scheduler.is_wedged = lambda: self.injector.faults.wedged
+        self.scheduler.is_wedged = lambda: self.injector.faults.wedged
         self._weights = WeightSession(sim.tensors, world_size, self.worker)
         self._registry = CollectorRegistry()
-        self._registry.register(SchedulerMetrics(self._scheduler, model_name, sim.kv_tokens))
+        self._registry.register(SchedulerMetrics(self.scheduler, model_name, sim.kv_tokens))
         self._started = int(time.time())
         self._next_prompt_number = 0
         self._num_answers = 0
@@ -275,26 +275,26 @@ class SimServer:
             mode = PauseMode(request.query.get("mode", PauseMode.ABORT))
         except ValueError as error:
             raise InvalidRequest(str(error), param="query.mode") from error
-        await self._scheduler.pause(mode, _flag(request, "clear_cache", default=True))
+        await self.scheduler.pause(mode, _flag(request, "clear_cache", default=True))
         return _json({"status": "paused"})
 
     async def resume(self, _: web.Request) -> web.Response:
-        self._scheduler.resume()
+        self.scheduler.resume()
         return _json({"status": "resumed"})
 
     async def is_paused(self, _: web.Request) -> web.Response:
-        return _json({"is_paused": self._scheduler.paused is not None})
+        return _json({"is_paused": self.scheduler.paused is not None})
 
     async def abort_requests(self, request: web.Request) -> web.Response:
         request_ids = (await _body(request, AbortBody)).request_ids
-        in_flight = [*self._scheduler.running, *self._scheduler.waiting]
+        in_flight = [*self.scheduler.running, *self.scheduler.waiting]
         aborted = [sample for sample in in_flight if not request_ids or sample.request_id in request_ids]
-        self._scheduler.abort(aborted)
+        self.scheduler.abort(aborted)
         return _json({"status": "aborted", "aborted": len(request_ids or aborted)})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         preempt = _flag(request, "reset_running_requests", default=False)
-        return _json({"success": self._scheduler.reset_prefix_cache(preempt=preempt)})
+        return _json({"success": self.scheduler.reset_prefix_cache(preempt=preempt)})
 
     async def init_weight_transfer_engine(self, request: web.Request) -> web.Response:
         self._weights.open_group((await _body(request, InitBody)).init_info)
@@ -315,7 +315,7 @@ class SimServer:
     async def finish_weight_update(self, request: web.Request) -> web.Response:
         asked = await _body(request, FinishBody) if request.can_read_body else FinishBody()
         self._weights.finish()
-        self._take(asked.weight_version or _next_version(self._scheduler.version))
+        self._take(asked.weight_version or _next_version(self.scheduler.version))
         return _json({"message": "Weight update finished"})
 
     def _take(self, version: str) -> None:
@@ -328,7 +328,7 @@ class SimServer:
             )
         self._num_updates += 1
         self._last_held = version
-        self._scheduler.hold_version(version)
+        self.scheduler.hold_version(version)
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
         version = (await _body(request, VersionBody)).new_version
@@ -336,7 +336,7 @@ class SimServer:
             self._last_held = CHECKPOINT_VERSION if version == "0" else version
             if self.corrupt_loads:
                 self._model.held[self._last_held] = f"garbage of {self._limits.seed}"
-        self._scheduler.hold_version(MIXED if version == MIXED else self._last_held)
+        self.scheduler.hold_version(MIXED if version == MIXED else self._last_held)
         return _json({"success": True, "new_version": version})
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
@@ -355,10 +355,10 @@ class SimServer:
         return _json({"results": [answer] * self._world_size})
 
     async def weight_info(self, _: web.Request) -> web.Response:
-        return _json({"weight_version": self._scheduler.version})
+        return _json({"weight_version": self.scheduler.version})
 
     async def _generate(self, _: web.Application) -> AsyncIterator[None]:
-        self._generation = asyncio.create_task(self._scheduler.run())
+        self._generation = asyncio.create_task(self.scheduler.run())
         yield
         self._generation.cancel()
         with suppress(asyncio.CancelledError):
@@ -378,12 +378,12 @@ class SimServer:
         answer.fill(self._next_prompt_number)
         self._next_prompt_number += len(answer.prompts)
         self._num_answers += 1
-        self._scheduler.add(answer.samples)
+        self.scheduler.add(answer.samples)
         try:
             return await (_stream(request, answer, self.injector.events) if answer.body.stream else _whole(answer))
         finally:
             self._num_answers -= 1
-            self._scheduler.abort(answer.samples)  # a client that went away leaves some unfinished
+            self.scheduler.abort(answer.samples)  # a client that went away leaves some unfinished
 
 
 async def _whole(answer: Answer) -> web.Response:

@@ -53,6 +53,8 @@ class SimWorker:
                 self._damaged.clear()
             case "fetches":
                 return {"fetches": True}
+            case "plan_updates":
+                return {"obstacle": ""}
             case "prepare_snapshot":
                 await asyncio.to_thread(self._fetch, **arguments)
                 return {"ready": True}

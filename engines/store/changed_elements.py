@@ -1,7 +1,7 @@
-"""A tensor as what differs from another of its size: places and new values of its changed elements.
+"""A tensor as its difference from another of equal size: gaps between changed elements, and their new values.
 
-In a step of reinforcement learning a few percent of the bfloat16 elements change, and hardly a block of 4 KiB has none
-of them (docs/benchmarks.md): so elements are told, and not blocks.
+In a step of reinforcement learning a few percent of the bfloat16 elements change, and almost every block of 4 KiB has
+some (docs/benchmarks.md): so elements are stored, and not blocks.
 """
 
 from dataclasses import dataclass
@@ -14,23 +14,22 @@ from engines.errors import InvalidRequest
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_PIECE = 1 << 20  # elements compared at a time: what is made of them stays in a core's cache
+_PIECE = 1 << 20  # elements compared at a time: they fit into a core's cache
 _KINDS: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("u2"))
 _WIDTHS = (8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedElements:
-    """`gaps` (uint8 or uint16) are how many elements lie between each one told and the one told before; `values`
-    (unsigned, as wide as the elements) are what they are now. A gap too wide for its type is cut by an element that
-    has not changed."""
+    """`gaps` (uint8 or uint16) counts the unchanged elements before each stored one; `values` (unsigned, as wide as the
+    elements) are the new values. A gap too wide for its type is split by an unchanged element."""
 
     gaps: Array
     values: Array
 
     @classmethod
     def between(cls, old: Array, new: Array, width: int) -> "ChangedElements":
-        """Of two arrays of bytes of one length; `width` is the bytes of an element."""
+        """The difference of two byte arrays of equal length; `width` is the bytes of an element."""
         width = next(one for one in _WIDTHS if width % one == 0)
         unsigned = np.dtype(f"u{width}")
         before, after = old.view(unsigned), new.view(unsigned)
@@ -52,7 +51,7 @@ class ChangedElements:
         return int(self.gaps.nbytes + self.values.nbytes)
 
     def apply_to(self, content: Array) -> None:
-        """Make the new tensor's bytes of the old one's, in place. Raises `InvalidRequest` where they are not of it."""
+        """Turns the old tensor's bytes into the new one's, in place. Raises `InvalidRequest` where sizes do not fit."""
         places = _places(self.gaps) if self.gaps.dtype.kind == "u" else np.array([content.size])
         fits = self.gaps.shape == self.values.shape == (places.size,) and content.size % self.values.itemsize == 0
         elements = content.view(self.values.dtype) if fits else content
@@ -66,12 +65,12 @@ class ChangedElements:
 
 
 def _reach(kind: np.dtype[Any]) -> int:
-    """The gap that is one too wide for the type."""
+    """The smallest gap that is too wide for the type."""
     return int(np.iinfo(kind).max) + 1
 
 
 def _with_stops(places: Array, stops: Array, reach: int) -> Array:
-    """The places, with so many stops before each, `reach` from it and from each other."""
+    """The places, with `stops` more before each, at distances of `reach`."""
     runs = stops + 1
     back = np.repeat(np.cumsum(runs), runs) - np.arange(1, int(runs.sum()) + 1)
     stopped: Array = np.repeat(places, runs) - back * reach

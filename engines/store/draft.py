@@ -1,4 +1,4 @@
-"""A version that is being written: whole tensors, or changed elements that are joined with those they are of."""
+"""A draft: a version that is being written, as whole tensors or as changes to a base version."""
 
 import contextlib
 import ctypes
@@ -24,13 +24,13 @@ from engines.store.joined_file import write_joined
 from engines.store.manifest import MANIFEST, Manifest, StoredTensor, digest_of
 
 SHARD_BYTES = 512 << 20
-"""A file of a version is written once its tensors reach this: so much memory a writer holds, at the least."""
+"""Size at which a file of a version is written; a writer holds at least so much memory."""
 DRAFT = "draft-"
-"""What names of drafts begin with."""
+"""Prefix of draft folders."""
 OWNER = ".owner"
-"""A draft's file that its writer keeps locked."""
+"""A file in a draft that its writer keeps locked."""
 DELTA = ".delta"
-"""What names of files of changed elements end with."""
+"""Suffix of files of changed elements."""
 
 _FAILED = "failed"
 _INDEX = "model.safetensors.index.json"
@@ -39,7 +39,7 @@ _GAPS, _VALUES = ".gaps", ".values"
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor's bytes, contiguous and in host memory at `address`, where `owner` keeps them. `digest` if known."""
+    """A tensor's contiguous bytes in host memory at `address`, kept alive by `owner`. `digest` may be unknown."""
 
     name: str
     dtype: str
@@ -57,7 +57,7 @@ class RawTensor:
 
 @dataclass(frozen=True, slots=True)
 class ChangedTensor:
-    """A tensor of which only some elements differ from those of the one with digest `base`. `digest` is its own."""
+    """A tensor as changes to the tensor with digest `base`. `digest` is its own."""
 
     name: str
     dtype: str
@@ -68,9 +68,9 @@ class ChangedTensor:
 
 
 class Draft:
-    """A version that is being written, by one writer. A name that comes twice counts as it came last.
+    """A version that is being written by one writer. The last tensor of a name in one `add` counts.
 
-    Every method raises `StoreFailed` where the disk is full or gone; the draft is worth nothing then.
+    Every method raises `StoreFailed` where the disk is full or gone; the draft must be discarded then.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Draft:
         tensors: Mapping[str, StoredTensor] | None = None,
         base: int | None = None,
     ) -> None:
-        """In a folder that `WeightStore.draft` or `claim_draft` has made, with `tensors` already. `base` is the version
-        that changes are of."""
+        """`folder` is from `WeightStore.draft` or `claim_draft` and may have `tensors` already. Changes refer to
+        version `base`."""
         self.folder = folder
         self._model = model
         self._tensors = dict(tensors or {})
@@ -96,7 +96,7 @@ class Draft:
         return set(self._tensors)
 
     def add(self, tensors: Sequence[RawTensor]) -> None:
-        """Write one file of tensors and note their digests. Several threads may, a file each."""
+        """Write one file of tensors and note their digests. Threads may write a file each."""
         last = {tensor.name: tensor for tensor in tensors}
         size = sum(tensor.num_bytes for tensor in last.values())
         path = self._next_file()
@@ -117,7 +117,7 @@ class Draft:
         self._note(stored)
 
     def add_changes(self, tensors: Sequence[ChangedTensor]) -> None:
-        """Write one file of tensors that differ in some elements from those of the draft's base."""
+        """Write one file of changes to tensors of the base version."""
         path = self._next_file(f"changes-{{:05d}}{DELTA}")
         content = {}
         for tensor in tensors:
@@ -133,15 +133,14 @@ class Draft:
     def _note(self, stored: Mapping[str, StoredTensor]) -> None:
         with self._lock:
             if again := stored.keys() & self._tensors.keys():
-                # An engine would load both of them, in whatever order.
+                # An engine would load both files, in any order.
                 raise StoreFailed(f"tensor {min(again)!r} came twice in one update, in different files")
             self._tensors |= stored
 
     def join(self, base: Path) -> None:
-        """Make the tensors whole that are here as changes to those of the version in folder `base`.
+        """Join the changes with the tensors of the version in folder `base`; `check_bytes` checks the digests.
 
-        Their digests are left to `check_bytes`. Raises `InvalidRequest` before anything is written where the version
-        has others, and where the changes cannot be of them.
+        Raises `InvalidRequest` before anything is written where the base has other tensors, or the changes do not fit.
         """
         lacking = {name: tensor for name, tensor in self._tensors.items() if not tensor.file}
         held = Manifest.read(base)
@@ -165,12 +164,12 @@ class Draft:
             self._tensors |= {span.name: replace(lacking[span.name], file=path.name) for span in wanted}
 
     def complete_from(self, base: Path | None, names: Iterable[str]) -> None:
-        """Take what of `names` never came from the checkpoint or version in folder `base`: it has not changed."""
+        """Copy missing tensors of `names` from the checkpoint or version in folder `base`."""
         missing = set(names) - self.names
         if not missing:
             return
         if base is None:
-            raise StoreFailed(f"tensor {min(missing)!r} never came, and the version before is not kept")
+            raise StoreFailed(f"tensor {min(missing)!r} was not sent, and the version before is not kept")
         kept = Manifest.read(base).tensors if (base / MANIFEST).is_file() else {}
         for file, spans in read_spans(base).items():
             wanted = [span for span in spans if span.name in missing]
@@ -183,10 +182,10 @@ class Draft:
                         [_copied(content, span.name, span.dtype, span.shape, span.begin, span.end) for span in batch]
                     )
         if missing:
-            raise StoreFailed(f"{base} lacks tensor {min(missing)!r}, which never came either")
+            raise StoreFailed(f"{base} lacks tensor {min(missing)!r}, which was not sent either")
 
     def _link(self, file: Path, kept: Mapping[str, StoredTensor]) -> bool:
-        """Take a file of a version as it is: the same bytes under another name. False where the disk cannot."""
+        """Hard-link a file of a version. Returns False where the file system cannot."""
         path = self._next_file()
         try:
             os.link(file, path)
@@ -206,7 +205,7 @@ class Draft:
             return self.folder / name.format(self._num_files)
 
     def finish(self) -> None:
-        """Write index and manifest: from here on the draft is whole."""
+        """Write index and manifest, which make the draft whole."""
         with disk_errors(self.folder):
             size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
             weight_map = {name: tensor.file for name, tensor in self._tensors.items() if tensor.file}
@@ -215,16 +214,16 @@ class Draft:
             Manifest(self._model, self._tensors, base=self._base).write(self.folder)
 
     def fail(self, reason: str) -> None:
-        """Say in the draft why it will not become whole, to whoever waits for it."""
-        # Where the disk is gone, or the folder with whoever asked for it, the wait ends by itself.
+        """Write down why the draft will not become whole, for the gateway that waits for it."""
+        # Where the disk or the folder is gone, the wait ends without this.
         with contextlib.suppress(OSError):
             (self.folder / _FAILED).write_text(reason, encoding="utf-8")
 
 
 def claim_draft(store: Path) -> tuple[Path, int]:
-    """A new draft folder, and the descriptor that marks its writer as alive until closed."""
+    """A new draft folder, and a descriptor whose lock marks its writer as alive until it is closed."""
     folder = store / f"{DRAFT}{uuid.uuid4().hex}"
-    begun = store / f".{folder.name}"  # who removes drafts of dead writers must not see one before it is locked
+    begun = store / f".{folder.name}"  # `sweep` must not see a draft before it is locked
     with disk_errors(folder):
         begun.mkdir(mode=0o700)
         owner = os.open(begun / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -234,7 +233,7 @@ def claim_draft(store: Path) -> tuple[Path, int]:
 
 
 def complete(draft: Path, base: Path | None, names: Iterable[str]) -> None:
-    """Add to a finished draft what of `names` it lacks, from the checkpoint or version in folder `base`."""
+    """Copy the tensors of `names` that a finished draft lacks from the checkpoint or version in folder `base`."""
     manifest = Manifest.read(draft)
     if set(names) <= manifest.tensors.keys():
         return
@@ -244,7 +243,7 @@ def complete(draft: Path, base: Path | None, names: Iterable[str]) -> None:
 
 
 def join(draft: Path, base: Path) -> None:
-    """Make a finished draft whole that has changes to the version in folder `base`; see `Draft.join`."""
+    """Join a finished draft with its base version in folder `base`; see `Draft.join`."""
     manifest = Manifest.read(draft)
     joined = Draft(draft, manifest.model, manifest.tensors, manifest.base)
     joined.join(base)
@@ -252,7 +251,7 @@ def join(draft: Path, base: Path) -> None:
 
 
 def is_whole(draft: Path) -> bool:
-    """Whether its writer has finished it. Raises `StoreFailed` where it never will."""
+    """True where the writer has finished the draft. Raises `StoreFailed` where it gave up, or the draft is gone."""
     if (draft / _FAILED).is_file():
         raise StoreFailed((draft / _FAILED).read_text(encoding="utf-8"))
     if not draft.is_dir():
@@ -261,7 +260,7 @@ def is_whole(draft: Path) -> bool:
 
 
 def raw(name: str, dtype: str, shape: Sequence[int], content: bytes | bytearray | memoryview) -> RawTensor:
-    """A tensor from a copy of its bytes."""
+    """A tensor with a copy of these bytes."""
     buffer = (ctypes.c_ubyte * len(content)).from_buffer_copy(content)
     return RawTensor(name, dtype, shape, ctypes.addressof(buffer), len(content), buffer)
 
@@ -276,7 +275,7 @@ def _files_of(tensor: StoredTensor) -> list[str]:
 
 
 def _number(file: str) -> int:
-    """Of "model-00003.safetensors", 3; 0 where the name has none."""
+    """The number in a name such as "model-00003.safetensors"; 0 where there is none."""
     number = file.partition(".")[0].rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
@@ -286,7 +285,7 @@ def _read_changes(path: Path, name: str) -> ChangedElements:
         with safetensors.safe_open(path, framework="np") as file:
             return ChangedElements(file.get_tensor(name + _GAPS), file.get_tensor(name + _VALUES))
     except (OSError, safetensors.SafetensorError) as error:
-        raise InvalidRequest(f"{path} does not tell the changes of {name!r}: {error}", param="snapshot") from error
+        raise InvalidRequest(f"{path} has no changes of {name!r}: {error}", param="snapshot") from error
 
 
 def _batches(spans: Iterable[Any]) -> Iterator[list[Any]]:

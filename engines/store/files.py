@@ -1,4 +1,4 @@
-"""What is done with files of a weight store, by whoever writes or reads one: locked, written through, mapped."""
+"""File operations of the weight store: locks, synced writes, mapped reads."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ import safetensors
 from engines.errors import StoreFailed
 
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Files that are read or written at a time: one core moves some GB/s between a file in memory and its own."""
+"""Files read or written at a time; a core copies some GB/s from or to a file in memory."""
 
 
 def check_room(folder: Path, size: int) -> None:
@@ -26,13 +26,13 @@ def check_room(folder: Path, size: int) -> None:
 
 @contextmanager
 def mapped(path: Path) -> Iterator[mmap.mmap]:
-    """A file's content, read as it is used."""
+    """A file's content, mapped into memory."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         yield content
 
 
 def try_lock(descriptor: int) -> bool:
-    """Whether the lock is ours now; it ends with the process."""
+    """True where the lock was taken; it ends with the process."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -41,7 +41,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Return once a file, or a folder's list of names, would outlive the machine's end."""
+    """Returns once a file, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -50,7 +50,7 @@ def sync(path: Path) -> None:
 
 
 def write_at(descriptor: int, content: bytes | memoryview, position: int) -> None:
-    """Write all of it at this place of a file, where others may write elsewhere."""
+    """Writes all bytes at this position; other threads may write elsewhere in the file."""
     view = memoryview(content)
     while view:
         view = view[(written := os.pwrite(descriptor, view, position)) :]
@@ -59,7 +59,7 @@ def write_at(descriptor: int, content: bytes | memoryview, position: int) -> Non
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """What the file system has against us, in our words."""
+    """Turns errors of the file system into `StoreFailed`, with a remedy for a full disk."""
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:

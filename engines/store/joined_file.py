@@ -1,7 +1,4 @@
-"""A safetensors file whose tensors are those of another file with some of their elements changed.
-
-Threads copy and change a tensor each: a version is joined while nobody generates with it, and its trainer waits.
-"""
+"""Writes a safetensors file: the tensors of another file with changed elements. A thread per tensor."""
 
 import json
 import os
@@ -16,7 +13,7 @@ from engines.store.changed_elements import Array, ChangedElements
 from engines.store.files import write_at
 
 _THREADS = 4
-"""So many tensors are held at a time."""
+"""Tensors held in memory at a time."""
 
 
 def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Callable[[str], ChangedElements]) -> None:
@@ -24,7 +21,7 @@ def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Calla
 
     Raises `OSError`, and what `changes` and applying them raise.
     """
-    spans = sorted(spans, key=lambda span: span.begin)  # wide elements stay before narrow ones, and so aligned
+    spans = sorted(spans, key=lambda span: span.begin)  # wide elements stay before narrow ones, to stay aligned
     header, places = _header(spans)
     with base.open("rb", buffering=0) as source, target.open("wb", buffering=0) as file:
         file.write(header)
@@ -42,7 +39,7 @@ def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Calla
 
 
 def _header(spans: Sequence[Span]) -> tuple[bytes, list[int]]:
-    """The file's first bytes, and where each tensor begins in it."""
+    """The file's header, and the offset of each tensor."""
     offsets = np.cumsum([0, *(span.num_bytes for span in spans)]).tolist()
     tree: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for span, begin, end in zip(spans, offsets[:-1], offsets[1:], strict=True):

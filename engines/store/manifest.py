@@ -1,4 +1,4 @@
-"""What a weight version consists of, and whether its files hold that. No engine and no torch is needed here."""
+"""The manifest of a weight version, and the check of its files against it. Needs neither engine nor torch."""
 
 import json
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ _FORMAT = 1
 class StoredTensor:
     """One tensor of a version. `dtype` as torch names it ("bfloat16"); `file` is the safetensors file that holds it.
 
-    `changes` is the file of its elements that differ from those of the tensor with digest `base`; both are empty where
-    there is none. In a draft `file` is empty where nothing else is there yet.
+    `changes` is the file of its elements that differ from the tensor with digest `base`; both may be empty. `file` is
+    empty in a draft that has only the changes.
     """
 
     dtype: str
@@ -36,8 +36,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a version consists of. `version` is None in a draft, which has no number yet; `base` is the version that
-    changes are of, if there are any."""
+    """The content of a version. `version` is None in a draft; `base` is the version that changes refer to, if any."""
 
     model: str
     tensors: dict[str, StoredTensor]
@@ -46,7 +45,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Raises `StoreFailed` where the folder holds none that we understand."""
+        """Raises `StoreFailed` where the folder has no readable manifest."""
         path = folder / MANIFEST
         try:
             tree = json.loads(path.read_bytes())
@@ -58,7 +57,7 @@ class Manifest:
             raise StoreFailed(f"{path} is no manifest of a weight version: {error!r}") from error
 
     def write(self, folder: Path) -> None:
-        """Readers see the whole manifest or none."""
+        """Writes atomically: readers see the whole manifest or none."""
         tree = {
             "format": _FORMAT,
             "version": self.version,
@@ -74,13 +73,13 @@ class Manifest:
 
 
 def digest_of(content: Any) -> str:
-    """Digest of a tensor's bytes. xxh3_128 reads 14 GB/s on one core where blake2b reads 0.3, and guards against
-    damage, not against forgers: whoever can write into the store can write a manifest."""
+    """Digest of a tensor's bytes. xxh3_128 reads 14 GB/s on a core (blake2b 0.3) and detects damage, not forgery:
+    a process that can write into the store can write a manifest."""
     return f"xxh3_128:{xxhash.xxh3_128(content).hexdigest()}"
 
 
 def check_bytes(folder: Path) -> Manifest:
-    """The manifest of a draft or version whose files hold what it says; `InvalidRequest` where they do not."""
+    """Checks the files against the manifest and returns it. Raises `InvalidRequest` where they differ."""
     manifest = Manifest.read(folder)
     try:
         spans_of = read_spans(folder)
@@ -95,7 +94,7 @@ def check_bytes(folder: Path) -> Manifest:
 
 
 def _check_file(path: Path, spans: Sequence[Span], manifest: Manifest) -> list[str]:
-    """Names of the tensors in a file, all of them as the manifest has them."""
+    """Checks one file against the manifest; returns the names of its tensors."""
     with mapped(path) as content:
         for span in spans:
             entry = manifest.tensors.get(span.name)

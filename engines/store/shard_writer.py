@@ -10,7 +10,7 @@ from engines.store.files import THREADS
 
 
 class ShardWriter:
-    """A context: none of its writes goes on beyond it. So many files as are written at a time are held in memory."""
+    """A context that owns its writes. At most `THREADS` files are held in memory."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
@@ -26,16 +26,16 @@ class ShardWriter:
         self._pool.shutdown(cancel_futures=True)
 
     def add(self, shard: Sequence[RawTensor], written: Callable[[], None] = lambda: None) -> None:
-        """Have the tensors written as one file, then call `written`, in another thread.
+        """Write the tensors as one file, then call `written`, in another thread.
 
-        Waits for the oldest file where as many are being written as may be. Raises what became of that: `StoreFailed`.
+        Waits for the oldest file when all threads are busy, and raises its `StoreFailed`.
         """
         if len(self._writing) == THREADS:
             self._writing.popleft().result()
         self._writing.append(self._pool.submit(self._write, shard, written))
 
     def finish(self) -> None:
-        """Return once all are written. Raises `StoreFailed` where one could not be."""
+        """Returns once all files are written. Raises `StoreFailed` where one failed."""
         while self._writing:
             self._writing.popleft().result()
 

@@ -1,4 +1,4 @@
-"""A version that is made of the one it has changes to: which of its files have to come, and how it is put together."""
+"""Builds a version from its base and the changes to it: the files to fetch, and the assembly."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +9,10 @@ from engines.store.manifest import Manifest, StoredTensor, check_bytes
 
 
 class Successor:
-    """The version of `manifest`, where folder `base` holds what `held` says: the version that it has changes to.
+    """The version of `manifest`; folder `base` holds its base, whose manifest is `held`.
 
-    A file comes whole, so a tensor is made of changes, or taken as it was, where no other of its file has to come.
+    Files are fetched whole, so a tensor is built from changes, or taken from the base, only where no other tensor of
+    its file has to be fetched.
     """
 
     def __init__(self, manifest: Manifest, base: Path, held: Manifest) -> None:
@@ -25,7 +26,7 @@ class Successor:
 
     @classmethod
     def of(cls, folder: Path, versions: Path) -> "Successor | None":
-        """Of the version whose manifest is in `folder`; None where it has changes to none that is among `versions`."""
+        """For the version whose manifest is in `folder`; None where its base is not in folder `versions`."""
         try:
             manifest = Manifest.read(folder)
             base = versions / f"v{manifest.base}"
@@ -35,13 +36,13 @@ class Successor:
         return cls(manifest, base, held) if held.version == manifest.base else None
 
     def needs(self, file: str) -> bool:
-        """Whether a file of the version has to come."""
+        """True where a file of the version has to be fetched."""
         return file not in self._files - self._files_that_come
 
     def build(self, folder: Path) -> Manifest:
-        """Make the version in `folder`, where the files that it needs are, and check its bytes.
+        """Build the version in `folder`, which has the needed files, and check its bytes.
 
-        Raises `InvalidRequest` or `StoreFailed` where that cannot be, or other bytes came of it.
+        Raises `InvalidRequest` or `StoreFailed` where that fails or the bytes differ.
         """
         changed: dict[str, StoredTensor] = {name: replace(one, file="") for name, one in self._changed.items()}
         come = {name: one for name, one in self._manifest.tensors.items() if name not in changed.keys() | self._same}

@@ -20,7 +20,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engines.checkpoint import WEIGHT_FILES
@@ -34,6 +34,13 @@ HELD_BY = "held_by"
 _HOLDERS = ".holders.json"
 _HOLDERS_NOTED = 1000
 _GONE = "gone-"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """The version that an engine was last noted to hold; None while it is overwritten."""
+
+    version: int | None
 
 
 class WeightStore:
@@ -157,7 +164,7 @@ class WeightStore:
             notes.write(f"{incarnation}\n")
 
     def note_held(self, version: int | None, incarnations: Iterable[str]) -> None:
-        """Write down what engines hold that cannot say it themselves, be it kept here or not; None is a mixture."""
+        """Write down the version that engines hold, whether the store keeps it or not; None is a mixture."""
         notes = self._notes()
         for incarnation in incarnations:
             notes.pop(incarnation, None)  # those noted last stand last
@@ -169,7 +176,7 @@ class WeightStore:
             whole.rename(path)
 
     def held_by(self, incarnation: str) -> int | None:
-        """What `note_held` said of this engine last; 0 where it said nothing."""
+        """The last `note_held` of this engine; 0 where there is none."""
         return self._notes().get(incarnation, 0)
 
     def _notes(self) -> dict[str, int | None]:
@@ -253,6 +260,18 @@ class WeightStore:
 def remove_folder(folder: Path) -> None:
     """What of it cannot be removed stays, and so does one that is not there."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_kept(folder: Path) -> bool:
+    """Return True where a living gateway keeps the store in this folder."""
+    try:
+        keeper = os.open(folder / _KEEPER, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not try_lock(keeper)
+    finally:
+        os.close(keeper)
 
 
 def remove_store(folder: Path) -> bool:

@@ -1,10 +1,11 @@
-"""Digests of tensors on a GPU, made where they lie: one kernel a tensor, which reads every byte once.
+"""Digests of tensors on a GPU, made where they lie: one kernel reads every byte of all tensors once.
 
-torch has `hash_tensor`, but that is the exclusive or of all words: two that change places, and two equal ones that
-become two others, leave it as it was.
+torch has `hash_tensor`, but that is the exclusive or of all words: two words that change places, and two equal words
+that become two others, leave it as it was.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -12,8 +13,13 @@ import triton.language as tl
 
 _LANES = 1024
 _ROUNDS = 16  # so many words of a lane are added up before the one atomic addition of its program
+_LAYOUTS = 256
+"""Tables that are kept. A trainer packs alike each time, in a chunk for each GiB."""
 _MIX = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _STIR = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+
+_Layout = tuple[tuple[int, int, int], ...]
+"""Of each tensor: its first byte, counted from the first tensor's, its words and its bytes."""
 
 
 def sums_on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -22,22 +28,38 @@ def sums_on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Each 4-byte word is multiplied with an odd number of its place, modulo 2**64, and the products are added to the
     number of bytes: a word that changes changes the sum, and so do words that change places, but for one case in 2**32.
     """
-    sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
-    for place, tensor in enumerate(tensors):
-        words = _words(tensor.detach().contiguous().view(-1).view(torch.uint8))
-        if words.numel():
-            programs = triton.cdiv(words.numel(), _LANES * _ROUNDS)
-            _add_words[(programs,)](words, sums, place, words.numel(), tensor.nbytes, LANES=_LANES, ROUNDS=_ROUNDS)
+    words = [_words(tensor) for tensor in tensors]
+    base = words[0].data_ptr()
+    layout = tuple(
+        (one.data_ptr() - base, one.nbytes // 4, tensor.nbytes) for one, tensor in zip(words, tensors, strict=True)
+    )
+    return _sums(base, layout, tensors[0].device)
+
+
+def _sums(base: int, layout: _Layout, device: torch.device) -> torch.Tensor:
+    sums = torch.zeros(len(layout), dtype=torch.int64, device=device)
+    owners, table = _tables(layout, device)
+    if len(owners):
+        _add_words[(len(owners),)](base, owners, table, sums, LANES=_LANES, ROUNDS=_ROUNDS)
     return sums
 
 
-def _words(content: torch.Tensor) -> torch.Tensor:
-    """As int32, with zeros behind the last bytes."""
-    if rest := content.numel() % 4:
-        content = torch.nn.functional.pad(content, (0, 4 - rest))
-    # Tensors packed behind each other may begin at any byte; words may not.
-    is_aligned = content.data_ptr() % 4 == 0 and content.storage_offset() % 4 == 0
-    return (content if is_aligned else content.clone()).view(torch.int32)
+@lru_cache(_LAYOUTS)
+def _tables(layout: _Layout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor that each program of the kernel reads, and for each tensor its first program and its layout."""
+    starts = torch.tensor(layout, dtype=torch.int64)
+    programs = starts[:, 1].add(_LANES * _ROUNDS - 1).div(_LANES * _ROUNDS, rounding_mode="floor")
+    owners = torch.repeat_interleave(torch.arange(len(layout), dtype=torch.int32), programs)
+    first = programs.cumsum(0) - programs
+    return owners.to(device), torch.cat([first[:, None], starts], dim=1).contiguous().to(device)
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where it can be read word by word, else a copy of it, with zeros behind its last bytes."""
+    if tensor.is_contiguous() and tensor.data_ptr() % 4 == 0 and tensor.nbytes % 4 == 0:
+        return tensor
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(content, (0, -len(content) % 4)).clone()
 
 
 @triton.jit
@@ -45,15 +67,20 @@ def _plus(left, right):  # type: ignore[no-untyped-def]
     return left + right
 
 
-# Numbers that differ from tensor to tensor shall not have the kernel compiled for each kind of them.
-@triton.jit(do_not_specialize=["place", "num_words", "num_bytes"])
-def _add_words(words, sums, place, num_words, num_bytes, LANES: tl.constexpr, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    program = tl.program_id(0).to(tl.int64)
+# An address that differs from chunk to chunk shall not have the kernel compiled for each kind of them.
+@triton.jit(do_not_specialize=["base"])
+def _add_words(base, owners, table, sums, LANES: tl.constexpr, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    owner = tl.load(owners + tl.program_id(0)).to(tl.int64)
+    row = table + owner * 4
+    turn = tl.program_id(0).to(tl.int64) - tl.load(row)
+    words = (base + tl.load(row + 1)).to(tl.pointer_type(tl.int32))
+    num_words = tl.load(row + 2)
     total = tl.full([LANES], 0, dtype=tl.int64)
-    for turn in range(ROUNDS):
-        index = (program * ROUNDS + turn) * LANES + tl.arange(0, LANES)
+    for step in range(ROUNDS):
+        index = (turn * ROUNDS + step) * LANES + tl.arange(0, LANES)
         word = tl.load(words + index, mask=index < num_words, other=0).to(tl.int64)
         factor = (index + 1) * _MIX
         factor = (factor ^ (factor >> 29)) * _STIR
         total += word * (factor | 1)
-    tl.atomic_add(sums + place, tl.reduce(total, 0, _plus) + tl.where(program == 0, num_bytes, 0))
+    num_bytes = tl.where(turn == 0, tl.load(row + 3), 0)
+    tl.atomic_add(sums + owner, tl.reduce(total, 0, _plus) + num_bytes)

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's
 
 _Load = Callable[[Iterable[NamedTensor]], Any]
 
+_Digested = tuple[str, torch.Tensor, str]
+"""Name, tensor and the store's digest; "" where that is made from the copy, as for tensors on a GPU."""
+
 _BUDGET_BYTES = 4 << 30
 """Tensors that wait in host memory for the disk."""
 _SPARE_BYTES = 4 << 30
@@ -39,7 +42,7 @@ class WeightTee:
         """`load` takes the place of the model's own."""
         self._model = model
         self._scribe = scribe
-        self._digests: dict[str, Any] = {}  # texts, and numbers that are still on a GPU
+        self._digests: list[_Digests] = []  # of each chunk
         self._is_blind = False
         self._load: _Load = load or model.load_weights
         model.load_weights = self._load_and_see
@@ -54,9 +57,7 @@ class WeightTee:
         self.remove()
         if self._scribe is not None:
             self._scribe.close()
-        sums = {name: one for name, one in self._digests.items() if isinstance(one, torch.Tensor)}
-        told = torch.stack(list(sums.values())).tolist() if sums else []  # the GPU is waited for once
-        return self._digests | {name: _told(one) for name, one in zip(sums, told, strict=True)}
+        return {name: digest for chunk in self._digests for name, digest in chunk.told().items()}
 
     def drop(self) -> None:
         """End without a result: the draft is worth nothing."""
@@ -67,7 +68,8 @@ class WeightTee:
     def _load_and_see(self, weights: Iterable[NamedTensor]) -> Any:
         tensors = list(weights)
         try:
-            self._digests |= {} if self._is_blind else _digests(tensors)
+            if not self._is_blind:
+                self._digests.append(_Digests(tensors))
         except Exception as error:  # such as a GPU without the memory for it: the update is worth more
             log.exception("digests of this update are given up")
             self._is_blind = True
@@ -77,7 +79,8 @@ class WeightTee:
         if self._scribe is None or self._is_blind:
             return self._load(tensors)
         # A copy to the host runs beside the load; the stream that uses the receiver's buffer again waits for it.
-        with self._scribe.copying([(name, tensor, self._digests[name]) for name, tensor in tensors]):
+        known = self._digests[-1].on_host
+        with self._scribe.copying([(name, tensor, known.get(name, "")) for name, tensor in tensors]):
             return self._load(tensors)
 
 
@@ -105,7 +108,7 @@ class Scribe:
         self._thread = threading.Thread(target=self._write, name="scribe", daemon=True)
         self._thread.start()
 
-    def copying(self, tensors: Sequence[tuple[str, torch.Tensor, Any]]) -> "_Copying":
+    def copying(self, tensors: Sequence[_Digested]) -> "_Copying":
         """Tensors are kept, or copies under way, when entered, and safe from the receiver's next chunk when left."""
         return _Copying(self, tensors)
 
@@ -234,7 +237,7 @@ class _Copy:
 
 
 class _Copying:
-    def __init__(self, scribe: Scribe, tensors: Sequence[tuple[str, torch.Tensor, Any]]) -> None:
+    def __init__(self, scribe: Scribe, tensors: Sequence[_Digested]) -> None:
         self._scribe = scribe
         self._tensors = tensors
         self._device = next((tensor.device for _, tensor, _ in tensors if tensor.is_cuda), None)
@@ -255,7 +258,7 @@ class _Copying:
         if not self._scribe.has_room(self._num_bytes):
             return
         if self._device is None:
-            self._scribe.put(_Copy(name, t.clone(), _known(digest)) for name, t, digest in self._tensors)
+            self._scribe.put(_Copy(name, t.clone(), digest) for name, t, digest in self._tensors)
         else:
             self._copy_to_host(self._device)
 
@@ -263,14 +266,14 @@ class _Copying:
         """On its GPU a tensor needs no copy: receivers there take new memory for each chunk."""
         done, stream = torch.cuda.Event(), self._scribe.stream(device)
         done.record(torch.cuda.current_stream(device))
-        self._scribe.put(_Copy(name, t, _known(digest), done, stream) for name, t, digest in self._tensors)
+        self._scribe.put(_Copy(name, t, digest, done, stream) for name, t, digest in self._tensors)
 
     def _copy_to_host(self, device: torch.device) -> None:
         self._leaves_by = stream = self._scribe.stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             pinned = [
-                (name, torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True), _known(digest))
+                (name, torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True), digest)
                 for name, t, digest in self._tensors
             ]
             done = torch.cuda.Event()
@@ -286,20 +289,35 @@ def prepare(device: torch.device) -> None:
     """Compile what digests tensors on this device, if anything: no update shall wait for it."""
     if device.type == "cuda":
         try:
-            _digests([("", torch.zeros(1, device=device))])
+            _Digests([("", torch.zeros(1, device=device))])
         except Exception:  # an update does without digests, and says so
             log.exception("tensors on %s cannot be digested", device)
 
 
-def _digests(tensors: Sequence[NamedTensor]) -> dict[str, Any]:
-    """By name: a text, or a number that is still on its way on the tensor's GPU."""
-    on_gpu = [tensor for _, tensor in tensors if tensor.is_cuda]
-    sums: Iterator[torch.Tensor] = iter(())
-    if on_gpu:
-        from engines.transfer.device_sum import sums_on_device  # needs Triton, which is where GPUs are
+class _Digests:
+    """Of the tensors of one chunk: made on the host, or on their way on the GPU that the tensors are on."""
 
-        sums = iter(sums_on_device(on_gpu).unbind())
-    return {name: next(sums) if tensor.is_cuda else digest_on_host(tensor) for name, tensor in tensors}
+    def __init__(self, tensors: Sequence[NamedTensor]) -> None:
+        self.on_host = {name: digest_on_host(tensor) for name, tensor in tensors if not tensor.is_cuda}
+        there = [(name, tensor) for name, tensor in tensors if tensor.is_cuda]
+        self._names = [name for name, _ in there]
+        self._sums = _sums([tensor for _, tensor in there])
+
+    def told(self) -> dict[str, str]:
+        """All of them, once the GPU has made them."""
+        if self._sums is None:
+            return self.on_host
+        torch.cuda.synchronize(self._sums.device)  # it has them on the streams of the receiver
+        sums = self._sums.tolist()
+        return self.on_host | {name: _told(one) for name, one in zip(self._names, sums, strict=True)}
+
+
+def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    if not tensors:
+        return None
+    from engines.transfer.device_sum import sums_on_device  # needs Triton, which is where GPUs are
+
+    return sums_on_device(tensors)
 
 
 def room_on(device: torch.device) -> int:
@@ -307,11 +325,6 @@ def room_on(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + unused - _SPARE_BYTES)
-
-
-def _known(digest: Any) -> str:
-    """The store's digest of a tensor on a GPU is made from its copy."""
-    return digest if isinstance(digest, str) else ""
 
 
 def _told(total: int) -> str:

@@ -1,4 +1,4 @@
-"""What each engine group will run, and which key of the configuration every word of it comes from."""
+"""The command line of each engine group, and the configuration key behind every word of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from engines.types import EngineKind
 from gateway.config.load import Setting
 from gateway.config.schema import Config
 
-# Ports and seeds are dealt when a replica starts.
+# Ports and seeds are assigned when a replica starts.
 _PORT = 0
 _SEED = "<engine.seed + the replica's number>"
 _AT_START = {"--port": "<free port>", "--seed": _SEED, "--random-seed": _SEED}
@@ -18,7 +18,7 @@ _OURS = "rollout-gateway"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """An argument or a variable as it will stand, the key behind it ("" where none is), and who gave its value."""
+    """An argument or variable, the key behind it (empty where there is none), and the origin of its value."""
 
     text: str
     key: str
@@ -28,7 +28,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """One engine group. `command` is empty for a server that somebody else runs at `url`."""
+    """One engine group. `command` is empty for an external server at `url`."""
 
     group: str
     kind: str
@@ -40,9 +40,9 @@ class Explanation:
 
 
 def explain_engines(config: Config, settings: Sequence[Setting]) -> list[Explanation]:
-    """Each group of `config`; `settings` are its values with their origins, from `load.explain`.
+    """Explain each group of `config`; `settings` are its values with their origins, from `load.explain`.
 
-    Raises `ConfigError` where the engine is not installed here, or does not take what it is given.
+    Raises `ConfigError` where the engine is not installed here, or refuses an argument.
     """
     return [_explain_group(name, group, bool(config.engines), settings) for name, group in config.groups.items()]
 
@@ -92,7 +92,7 @@ def _part(text: str, key: str, given: Mapping[str, Setting]) -> Part:
 
 
 def _setting(key: str, given: Mapping[str, Setting]) -> Setting | None:
-    """The value at `key`; of a section, the first of its values that somebody gave."""
+    """Return the value at `key`; for a section, the first of its values that is not a default."""
     if key in given:
         return given[key]
     below = [setting for name, setting in given.items() if name.startswith(f"{key}.")]

@@ -1,6 +1,7 @@
-"""How a deployment comes up, for the eyes of whoever waits: what every replica is doing, and for how long."""
+"""Progress of a deployment, for people: the current step, and the stage and age of every replica's start."""
 
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,14 @@ from rich.table import Table
 from engines.config import EngineConfig
 from engines.process.engine_log import doing, read_tail
 
-# Where lines cannot be taken back, a count that goes up is told this often.
+# Off a terminal a count that goes up is printed this often.
 _COUNT_EVERY_S = 10.0
+_SILENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One replica on its way up. `name` is its group and Serve's tag, as in the names of its log files."""
+    """One replica that starts. `name` is its group and Serve's tag, as in the names of its log files."""
 
     name: str
     doing: str
@@ -29,18 +31,21 @@ class Start:
 
 
 class Report(Protocol):
-    """Is told of each step, and again and again of all replicas."""
+    """Receives each step, notes, and the starts of all replicas repeatedly."""
 
     def step(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
 
     def replicas(self, starts: Sequence[Start]) -> None: ...
 
 
 def starts_of(application: Mapping[str, Any], groups: Mapping[str, EngineConfig]) -> list[Start]:
-    """What each engine replica of an application does now, by Serve's details of it and the engines' logs.
+    """Return the stage of each engine replica, from Serve's details of the application and the engines' logs.
 
-    A replica cannot be asked before it is up. Its log is read where `engine.log_dir` is on this machine; elsewhere
-    Serve's word is all there is.
+    A replica answers no calls before it is up. Its log is read where `engine.log_dir` is on this machine; elsewhere
+    Serve's state is all there is.
     """
     deployments = application.get("deployments", {})
     return [
@@ -71,71 +76,102 @@ def _doing(name: str, log_dir: str, replica: Mapping[str, Any], gpus: float) -> 
 
 
 def _gpus(deployment: Mapping[str, Any]) -> float:
-    """What Serve reserves for a replica of it."""
+    """Return the GPUs that Serve reserves for a replica."""
     options = deployment.get("deployment_config", {}).get("ray_actor_options", {})
     return float(options.get("num_gpus", 0))
 
 
 @contextmanager
-def shown(console: Console) -> Iterator[Report]:
-    """A report on `console`: a table that changes on a terminal, a line per change elsewhere."""
-    if not console.is_terminal:
-        yield _Lines(console)
+def shown(console: Console, silence_s: float = _SILENCE_S) -> Iterator[Report]:
+    """Open a report on `console`: a table that changes on a terminal, elsewhere a line per change.
+
+    The current step is repeated, with its age, after each `silence_s` seconds without a line.
+    """
+    if console.is_terminal:
+        table = _Table(console)
+        with Live(get_renderable=table.draw, console=console, refresh_per_second=4, transient=True):
+            yield table
         return
-    with Live(console=console, refresh_per_second=4, transient=True) as live:
-        yield _Table(live)
+    lines, ended = _Lines(console), threading.Event()
+
+    def remind() -> None:
+        while not ended.wait(min(1.0, silence_s / 4)):
+            lines.remind(silence_s)
+
+    reminder = threading.Thread(target=remind, name="reminder", daemon=True)
+    reminder.start()
+    try:
+        yield lines
+    finally:
+        ended.set()
+        reminder.join()
 
 
 class _Lines:
-    """A line per change."""
+    """Prints a line per change. The reminder has a thread of its own, since waits block."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._began = time.monotonic()
+        self._began = self._stepped = self._spoke = time.monotonic()
         self._step = ""
-        self._told: dict[str, tuple[str, float]] = {}
+        self._printed: dict[str, tuple[str, float]] = {}
+        self._lock = threading.Lock()
 
     def step(self, text: str) -> None:
         if text != self._step:
-            self._step = text
+            self._step, self._stepped = text, time.monotonic()
             self._print(text)
+
+    def note(self, text: str) -> None:
+        self._print(text)
 
     def replicas(self, starts: Sequence[Start]) -> None:
         for start in starts:
-            before, told_at = self._told.get(start.name, ("", 0.0))
+            before, printed_at = self._printed.get(start.name, ("", 0.0))
             now = time.monotonic()
             counts_on = _without_count(before) == _without_count(start.doing)
-            if start.doing == before or (counts_on and now - told_at < _COUNT_EVERY_S):
+            if start.doing == before or (counts_on and now - printed_at < _COUNT_EVERY_S):
                 continue
-            self._told[start.name] = (start.doing, now)
+            self._printed[start.name] = (start.doing, now)
             self._print(f"{start.name}: {start.doing}")
 
+    def remind(self, silence_s: float) -> None:
+        """Repeat the step when nothing was printed for `silence_s`."""
+        now = time.monotonic()
+        if self._step and now - self._spoke >= silence_s:
+            self._print(f"still {self._step}, for {now - self._stepped:.0f} s now")
+
     def _print(self, text: str) -> None:
-        line = f"[{time.monotonic() - self._began:5.1f} s] {text}"
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with self._lock:
+            self._spoke = time.monotonic()
+            line = f"[{self._spoke - self._began:5.1f} s] {text}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Table:
-    """Redrawn in place: the step, and below it a row per replica."""
+    """Redrawn in place: the step with its age, and below it a row per replica."""
 
-    def __init__(self, live: Live) -> None:
-        self._live = live
-        self._step = ""
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._step, self._stepped = "", time.monotonic()
         self._starts: Sequence[Start] = ()
 
     def step(self, text: str) -> None:
-        self._step = text
-        self._draw()
+        if text != self._step:
+            self._step, self._stepped = text, time.monotonic()
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
 
     def replicas(self, starts: Sequence[Start]) -> None:
         self._starts = starts
-        self._draw()
 
-    def _draw(self) -> None:
-        table = Table(box=None, pad_edge=False, show_header=False, title=self._step, title_justify="left")
+    def draw(self) -> Table:
+        title = f"{self._step} ({time.monotonic() - self._stepped:.0f} s)" if self._step else ""
+        table = Table(box=None, pad_edge=False, show_header=False, title=title, title_justify="left")
         for start in self._starts:
             table.add_row(start.name, start.doing, f"{start.elapsed_s:.0f} s")
-        self._live.update(table)
+        return table
 
 
 def _without_count(text: str) -> str:

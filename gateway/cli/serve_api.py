@@ -1,6 +1,6 @@
 """Serve's documented REST API, which the stock `serve` command uses too, and our control plane.
 
-Standard library alone, so that asking costs no import of ray.
+Standard library alone: importing ray takes seconds.
 """
 
 import json
@@ -30,7 +30,7 @@ class ClusterSilent(RolloutGatewayError):
 
 
 class ClusterRefused(RolloutGatewayError):
-    """The dashboard answered, and said no."""
+    """The dashboard answered with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class ServeApi:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "ServeApi":
-        """The cluster and token that Ray's own commands would take."""
+        """Find the cluster and token as Ray's own commands do."""
         address = environ.get("RAY_DASHBOARD_ADDRESS") or "http://127.0.0.1:8265"
         return cls(address.rstrip("/"), ray_token(environ))
 
     def is_up(self) -> bool:
-        """Whether a Ray dashboard answers, be it with a demand for a token. Raises `ClusterSilent`."""
+        """Return True where a Ray dashboard answers, also with a demand for a token. Raises `ClusterSilent`."""
         try:
             self._call("GET", "/api/version")
         except ClusterRefused:
@@ -61,7 +61,7 @@ class ServeApi:
         return True
 
     def details(self) -> dict[str, Any]:
-        """Everything Serve knows; no application where Serve does not run."""
+        """Return Serve's own report; it has no application where Serve does not run."""
         found: dict[str, Any] = json.loads(self._call("GET", _APPLICATIONS))
         return found
 
@@ -76,7 +76,7 @@ class ServeApi:
         self._put({**document, "applications": [*document["applications"], *others]})
 
     def redeploy(self, name: str, application: Mapping[str, Any]) -> None:
-        """Deploy one application of those that run with what is changed in it; the others stay as they are."""
+        """Deploy a running application again, changed; the others stay as they are."""
         details = self.details()
         others = _deployed(details, without={name})
         document = {key: details[key] for key in ("proxy_location", "http_options")}
@@ -129,7 +129,7 @@ class ServeApi:
 
 
 def ask_control_plane(control_url: str, path: str) -> dict[str, Any] | None:
-    """What the control plane of a running application says; None when it does not answer."""
+    """Return a reply of the control plane; None when it does not answer."""
     try:
         found: dict[str, Any] = json.loads(_send(urllib.request.Request(control_url + path), _ASK_TIMEOUT_S))
     except (OSError, ValueError):
@@ -146,7 +146,7 @@ def _send(request: urllib.request.Request, timeout_s: float) -> bytes:
 
 
 def ray_token(environ: Mapping[str, str]) -> str | None:
-    """The token of Ray's own order of places, if there is one and tokens are not turned off."""
+    """Find the token where Ray's own commands look; None without one, or where tokens are off."""
     if environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
         return None
     if token := environ.get("RAY_AUTH_TOKEN"):
@@ -159,6 +159,6 @@ def ray_token(environ: Mapping[str, str]) -> str | None:
 
 
 def _deployed(details: Mapping[str, Any], without: set[str]) -> list[dict[str, Any]]:
-    """What the other applications were deployed with. Serve removes each that a deploy leaves out."""
+    """Return the documents of the other applications: Serve removes each that a deploy leaves out."""
     found = {name: app.get("deployed_app_config") for name, app in details["applications"].items()}
     return [config for name, config in found.items() if config and name not in without]

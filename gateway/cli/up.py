@@ -1,173 +1,129 @@
-"""`rollout-gateway up` and `down`: a Ray head where none runs, the Serve application on it, and the way back."""
+"""`rollout-gateway up`: a Ray head where none runs, and the Serve application on it."""
 
-import json
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import textwrap
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from engines.errors import DeadlineExceeded, RolloutGatewayError
-from engines.process.diagnosis import last_error
-from gateway.cli.progress import Report, starts_of
-from gateway.cli.serve_api import ClusterRefused, ClusterSilent, ClusterUnreachable, ServeApi, ask_control_plane
-from gateway.config.node_gpus import VISIBLE
+from engines.errors import ConfigError, RolloutGatewayError
+from gateway.cli.application import (
+    DeployFailed,
+    Running,
+    configured_url,
+    last_words,
+    running,
+    wait_for_gateway,
+    wait_for_serve,
+)
+from gateway.cli.changes import changes, has_running_engine, scaled
+from gateway.cli.down import delete, down
+from gateway.cli.lock import changing
+from gateway.cli.progress import Report
+from gateway.cli.ray_head import check_gpus, start_ray
+from gateway.cli.serve_api import ClusterRefused, ServeApi, ask_control_plane
+from gateway.cli.state import State, write_private
+from gateway.config.machine import lacks
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config, written_out_keys
 
-_RAY_START_TIMEOUT_S = 240.0
-_TOKEN_TIMEOUT_S = 120.0
-_RAY_STOP_TIMEOUT_S = 30.0
-_DELETE_TIMEOUT_S = 120.0
-# What placing replicas and Serve's own start may take on top of the engines' start.
+# Time for placing replicas and for Serve's own start, on top of the engines' start.
 DEPLOY_SLACK_S = 120.0
-_POLL_S = 0.5
-_STAY_POLL_S = 5.0
-_STAY_SILENCE_S = 180.0
-_RAY_GCS_PORT = 6379
-
-
-class DeployFailed(RolloutGatewayError):
-    """Serve gave the application up; says first what the engine said."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """An application that Serve knows. A URL is empty where it cannot be told."""
-
-    status: str
-    message: str
-    rollout_url: str
-    control_url: str
-    replicas: dict[str, str]
-    """Per deployment, how many replicas are in which state."""
-    dashboard: str
-    started_ray: bool
-
-
-@dataclass(slots=True, kw_only=True)
-class State:
-    """What `down` must know of `up`, kept in a file. `ray_started_at` guards against a reused process id."""
-
-    name: str
-    dashboard: str
-    ray_pid: int | None = None
-    ray_started_at: int | None = None
-    gpus: list[str] = field(default_factory=list)
-    """Those that Ray was started with, where the user chose."""
-
-    @staticmethod
-    def folder(environ: Mapping[str, str] = os.environ) -> Path:
-        base = environ.get("XDG_STATE_HOME")
-        return (Path(base) if base else Path.home() / ".local" / "state") / "rollout-gateway"
-
-    @classmethod
-    def read(cls, name: str) -> "State | None":
-        try:
-            return cls(**json.loads((cls.folder() / f"{name}.json").read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def write(self) -> None:
-        write_private(self.folder() / f"{self.name}.json", json.dumps(asdict(self)))
-
-    def remove(self) -> None:
-        for suffix in ("json", "inference_keys", "admin_keys"):
-            (self.folder() / f"{self.name}.{suffix}").unlink(missing_ok=True)
-
-    @property
-    def ray_lives(self) -> bool:
-        return self.ray_pid is not None and process_started_at(self.ray_pid) == self.ray_started_at
 
 
 def up(config: Config, report: Report, timeout_s: float | None = None, gpus: Sequence[str] = ()) -> Running:
     """Start what is missing, deploy, and return when the application runs. A failure undoes what this call began.
 
-    `gpus` are those of this node that Ray may give to engines; all where none are named. Raises `ClusterRefused` when
-    a Ray runs already that was not started with them.
+    `gpus` are the GPUs of this node that Ray may give to engines; all unless named. Raises `ClusterRefused` where a
+    running Ray was started with others, or has another application in this one's place.
     """
+    with changing(config.name, "up"):
+        return _up(config, report, timeout_s or _deploy_timeout_s(config), gpus)
+
+
+def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str]) -> Running:
     api = ServeApi.from_environment()
-    state = State.read(config.name)
-    if state is None or state.dashboard != api.address or not state.ray_lives:
-        state = State(name=config.name, dashboard=api.address)
+    state = _state(config.name, api)
     is_new = False
     try:
         if api.is_up():
-            _check_gpus(state, gpus)
+            check_gpus(state, gpus)
         else:
+            if lacking := lacks(config, gpus=len(gpus) or None):
+                raise ConfigError("\n".join(lacking))
             is_new = True
             state.gpus = list(gpus)
-            _start_ray(state, api, report)
+            start_ray(state, api, report)
             api = ServeApi.from_environment()  # the token may be new
-        before = api.application(config.name)
+        before = _application_before(api, config.name, report)
         is_new = before is None
         state.write()
-        report.step("deploying")
-        api.deploy(serve_config(config, _key_files(config)))
-        _wait_until_running(api, config, before, report, timeout_s or _deploy_timeout_s(config))
+        _deploy(api, config, before, report)
+        _wait_until_running(api, config, before, report, timeout_s)
         found = running(config.name)
         assert found is not None
         if not found.rollout_url:
-            found = replace(found, rollout_url=_configured_url(config))
-        _wait_until_ready(found, config.fleet.complete_within_s)
+            found = replace(found, rollout_url=configured_url(config))
+        report.step("waiting for the gateway to meet all replicas")
+        url = found.control_url or found.rollout_url
+        wait_for_gateway(
+            found,
+            config.fleet.complete_within_s,
+            "all replicas",
+            lambda _: ask_control_plane(url, "/health") is not None,
+        )
         return found
-    except BaseException:  # Ctrl-C too: what never ran must not go on trying behind the user's back
+    except BaseException:  # Ctrl-C too: an application that never ran must not go on trying in the background
         if is_new:
             _undo(config.name, report)
         raise
 
 
-def down(name: str, report: Report) -> bool:
-    """Remove the application, and Ray where `up` started it. False when there was nothing to remove."""
-    api = ServeApi.from_environment()
+def _state(name: str, api: ServeApi) -> State:
+    """Return the record of an earlier `up` where its Ray lives on, else a new one."""
     state = State.read(name)
-    if state is None:
-        return _delete(api, name, report)
-    try:
-        removed = _delete(replace(api, address=state.dashboard), name, report)
-    except ClusterSilent:
-        if not state.ray_lives:
-            raise
-        removed = False  # its Ray is ours, and takes the application along
-    if state.ray_lives:
-        report.step("stopping Ray")
-        _stop_ray(state)
-        removed = True
-    state.remove()
-    return removed
+    if state is None or not state.ray_lives:
+        return State(name=name, dashboard=api.address)
+    if state.dashboard != api.address:
+        raise ClusterRefused(
+            f"{name} is up already, on the Ray at {state.dashboard}, and another gateway of that name on this machine "
+            f"would share its weight store: set another `name`, or first run: rollout-gateway down --name {name}"
+        )
+    return state
 
 
-def stay(name: str, report: Report) -> None:
-    """Wait until the application is gone or somebody ends us, and then take down what there is of it.
+def _application_before(api: ServeApi, name: str, report: Report) -> dict[str, Any] | None:
+    """Return the application that runs already. One without a running engine is removed first: Serve would count the
+    failures of its replicas against their successors."""
+    applications = api.details()["applications"]
+    for other, found in applications.items():
+        if other != name and found.get("route_prefix") == "/":
+            raise ClusterRefused(
+                f"the Ray at {api.address} serves the application {other!r} at /, and has room for one gateway's "
+                f"control plane: first run `rollout-gateway down --name {other}`, or give {name!r} a Ray of its own "
+                "with RAY_DASHBOARD_ADDRESS=http://127.0.0.1:8266, gateway.port and serve.http_port"
+            )
+    before: dict[str, Any] | None = applications.get(name)
+    if before is None or has_running_engine(before):
+        return before
+    report.note(f"{name} has no running engine ({before['status']}): removing it before it is deployed again")
+    delete(api, name, report)
+    return None
 
-    Raises `ClusterUnreachable` or `ClusterSilent` when nothing was heard of its Ray for three minutes.
-    """
-    ended = threading.Event()
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    heard = time.monotonic()
-    try:
-        while not ended.wait(_STAY_POLL_S):
-            try:
-                if running(name) is None:
-                    report.step(f"{name} was taken down")
-                    return
-                heard = time.monotonic()
-            except (ClusterUnreachable, ClusterSilent):
-                if time.monotonic() - heard > _STAY_SILENCE_S:
-                    raise
-        down(name, report)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+def _deploy(api: ServeApi, config: Config, before: Mapping[str, Any] | None, report: Report) -> None:
+    deployed = before and before.get("deployed_app_config")
+    document = serve_config(config, _key_files(config))
+    found = changes(deployed, document["applications"][0]) if deployed else None
+    if found is not None:
+        report.note(str(found))
+    report.step("deploying")
+    if deployed is None or found is None or found.keys:
+        api.deploy(document)
+        return
+    for group, (_, number) in found.replicas.items():
+        deployed = scaled(deployed, group, number)
+    api.redeploy(config.name, deployed)
 
 
 def _undo(name: str, report: Report) -> None:
@@ -178,119 +134,21 @@ def _undo(name: str, report: Report) -> None:
         report.step(f"could not undo: {error}")
 
 
-def _check_gpus(state: State, gpus: Sequence[str]) -> None:
-    """A node's GPUs are fixed when its Ray starts, so others can be chosen only by starting it anew."""
-    if not gpus or (state.ray_lives and state.gpus == list(gpus)):
-        return
-    chosen = ",".join(gpus)
-    if state.ray_lives:
-        has = f"with GPUs {','.join(state.gpus)}" if state.gpus else "with all GPUs of the node"
-        remedy = f"rollout-gateway down --name {state.name}"
-    else:
-        has, remedy = "by somebody else", f"ray stop, or start it as {VISIBLE}={chosen} ray start --head"
-    raise ClusterRefused(
-        f"--gpus {chosen}: the Ray at {state.dashboard} was started {has}, and a running Ray keeps the GPUs it has; "
-        f"first run: {remedy}"
-    )
-
-
-def _start_ray(state: State, api: ServeApi, report: Report) -> None:
-    if os.environ.get("RAY_ADDRESS", "local") not in ("", "local", "auto"):
-        raise ClusterUnreachable(
-            f"RAY_ADDRESS names a cluster, but no Ray dashboard answers at {api.address}: set RAY_DASHBOARD_ADDRESS"
-        )
-    where = urlsplit(api.address)
-    if where.hostname not in ("127.0.0.1", "localhost"):
-        raise ClusterUnreachable(
-            f"no Ray dashboard answers at {api.address}, and `up` starts Ray on this machine alone"
-        )
-    report.step("starting Ray")
-    environ = _ray_environment() | ({VISIBLE: ",".join(state.gpus)} if state.gpus else {})
-    log = State.folder() / f"{state.name}.ray.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    # --block keeps one process that owns all others of this node, so that `down` ends these and no other Ray's.
-    command = [_script("ray"), "start", "--head", "--block", "--disable-usage-stats", f"--port={_gcs_port()}"]
-    command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={where.port or 80}"]
-    command += [f"--num-gpus={len(state.gpus)}"] if state.gpus else []
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
-        )
-    state.ray_pid, state.ray_started_at = process.pid, process_started_at(process.pid)
-    state.write()
-    wait_until(lambda: _answers(process, api, log), _RAY_START_TIMEOUT_S, f"Ray to start; its output is in {log}")
-
-
-def _answers(process: "subprocess.Popen[bytes]", api: ServeApi, log: Path) -> bool:
-    if process.poll() is not None:
-        text = log.read_text(errors="replace")
-        last_words = textwrap.indent("\n".join(text.strip().splitlines()[-10:]), "    | ")
-        raise RolloutGatewayError(
-            f"ray start --head ended with exit code {process.returncode}: {last_error(text)}\n{last_words}"
-        )
-    try:
-        return api.is_up()
-    except ClusterSilent:  # it still starts
-        return False
-
-
-def _ray_environment() -> dict[str, str]:
-    """Tokens on unless the user says otherwise: Ray listens on every interface, and runs code for whoever may ask."""
-    environ = {"RAY_AUTH_MODE": "token", **os.environ}
-    # `down` has removed the application before it stops Ray, so there is nothing to drain.
-    environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
-    if environ["RAY_AUTH_MODE"].lower() == "token":
-        _run([_script("ray"), "get-auth-token", "--generate"], environ)
-    return environ
-
-
-def _gcs_port() -> int:
-    """Ray's usual port, or 0 (a free one) where something else has it."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", _RAY_GCS_PORT))
-        except OSError:
-            return 0
-    return _RAY_GCS_PORT
-
-
-def _script(name: str) -> str:
-    path = Path(sys.executable).with_name(name)
-    if not path.exists():
-        raise RolloutGatewayError(f"{path} does not exist; install the extra: pip install 'rollout-gateway[serve]'")
-    return str(path)
-
-
-def _run(command: list[str], environ: Mapping[str, str]) -> None:
-    try:
-        # The umask is for the token, which Ray would write for everyone to read.
-        done = subprocess.run(
-            command, env=environ, capture_output=True, text=True, check=False, timeout=_TOKEN_TIMEOUT_S, umask=0o077
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DeadlineExceeded(f"{' '.join(command)} has not ended within {_TOKEN_TIMEOUT_S:.0f} s") from error
-    if done.returncode:
-        raise RolloutGatewayError(f"{' '.join(command)} failed: {done.stderr.strip()[-1000:]}")
-
-
 def _key_files(config: Config) -> dict[str, str]:
-    """Keys travel to the builder in files that only this user reads; Serve shows their path and not them."""
-    references = {}
-    for name, keys in written_out_keys(config).items():
-        path = State.folder() / f"{config.name}.{name}"
-        references[name] = f"file:{path}"
-        if keys:
-            write_private(path, "\n".join(keys) + "\n")
-    return references
+    """Write keys for the builder into files that this user alone reads; Serve shows their paths to everybody."""
+    files = {name: _key_file(f"{config.name}.{name}", keys) for name, keys in written_out_keys(config).items() if keys}
+    return {name: f"file:{path}" for name, path in files.items()}
 
 
-def write_private(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
+def _key_file(name: str, keys: Sequence[str]) -> Path:
+    """Return the file of these keys. Other keys get another file, since Serve restarts nothing for equal arguments."""
+    text = "\n".join(keys) + "\n"
+    for path in State.folder().glob(f"{name}.*"):
+        if path.read_text(encoding="utf-8") == text:
+            return path
+    path = State.folder() / f"{name}.{secrets.token_hex(4)}"
+    write_private(path, text)
+    return path
 
 
 def _deploy_timeout_s(config: Config) -> float:
@@ -301,138 +159,12 @@ def _wait_until_running(
     api: ServeApi, config: Config, before: Mapping[str, Any] | None, report: Report, timeout_s: float
 ) -> None:
     deployed_before = before["last_deployed_time_s"] if before else None
-    seen: dict[str, Any] = {}
 
-    def settled() -> bool:
-        seen.update(api.application(config.name) or {})
-        if not seen or seen["last_deployed_time_s"] == deployed_before:
+    def settled(application: dict[str, Any]) -> bool:
+        if application["last_deployed_time_s"] == deployed_before:
             return False
-        report.replicas(starts_of(seen, config.groups))
-        if seen["status"] == "DEPLOY_FAILED":  # UNHEALTHY is not the end: Serve goes on restarting
-            raise DeployFailed(last_words(seen) or f"Serve gave up on {config.name} and does not say why")
-        return bool(seen["status"] == "RUNNING")
+        if application["status"] == "DEPLOY_FAILED":  # UNHEALTHY is not the end: Serve goes on restarting
+            raise DeployFailed(last_words(application) or f"Serve gave up on {config.name} and does not say why")
+        return bool(application["status"] == "RUNNING")
 
-    try:
-        wait_until(settled, timeout_s, "the application to run")
-    except DeadlineExceeded as error:
-        raise DeployFailed(f"{error}; Serve says: {describe(seen)} {last_words(seen)}") from error
-
-
-def _wait_until_ready(found: Running, timeout_s: float) -> None:
-    """Serve knows that the replicas run a moment before the gateway has met them. One that it refuses ends the wait."""
-    url = found.control_url or found.rollout_url
-
-    def met() -> bool:
-        status = ask_control_plane(found.control_url, "/status") if found.control_url else None
-        for replica_id, reason in (status or {}).get("replicas_refused", {}).items():
-            raise DeployFailed(f"replica {replica_id} does not fit in: {reason}")
-        return ask_control_plane(url, "/health") is not None
-
-    wait_until(met, timeout_s, "the gateway to meet all replicas")
-
-
-def describe(application: Mapping[str, Any]) -> str:
-    """One line: each deployment with its replicas by state."""
-    states = replica_states(application)
-    return "  ".join(f"{name}: {text}" for name, text in states.items()) or str(application.get("status", "waiting"))
-
-
-def replica_states(application: Mapping[str, Any]) -> dict[str, str]:
-    """Deployment name -> such as "2 RUNNING" or "1 RUNNING, 1 STARTING"."""
-    counted: dict[str, str] = {}
-    for name, deployment in application.get("deployments", {}).items():
-        states = [replica["state"] for replica in deployment["replicas"]]
-        counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
-        counted[name] = counts or str(deployment["status"])
-    return counted
-
-
-def last_words(application: Mapping[str, Any]) -> str:
-    """What went wrong, by our own errors where there are any; else all that Serve says."""
-    found = {name: deployment["message"] for name, deployment in application.get("deployments", {}).items()}
-    messages = {"": application.get("message", ""), **found}
-    own = [_own_error(message) for message in messages.values()]
-    if any(own):
-        return "\n".join(dict.fromkeys(text for text in own if text))
-    plain = {name: re.sub(r"\x1b\[\d*m", "", message).strip() for name, message in messages.items()}
-    return "\n".join(f"{name}: {text}" if name else text for name, text in plain.items() if text)
-
-
-def _own_error(message: str) -> str:
-    """Our own error out of the traceback that Serve wraps around it; "" where there is none."""
-    found = list(re.finditer(r"^engines\.errors\.\w+: ", message, re.MULTILINE))
-    return message[found[-1].end() :].strip() if found else ""
-
-
-def running(name: str) -> Running | None:
-    """The application as it is now; None when Serve does not know it."""
-    state = State.read(name)
-    api = ServeApi.from_environment()
-    if state:
-        api = replace(api, address=state.dashboard)
-    details = api.details()
-    application = details["applications"].get(name)
-    if application is None:
-        return None
-    http = details["http_options"]
-    control_url = f"http://{_reachable(http['host'])}:{http['port']}"
-    if details["proxy_location"] == "Disabled":
-        control_url = ""
-    return Running(
-        status=application["status"],
-        message=last_words(application),
-        rollout_url=(ask_control_plane(control_url, "/url") or {}).get("url", "") if control_url else "",
-        control_url=control_url,
-        replicas=replica_states(application),
-        dashboard=api.address,
-        started_ray=state is not None and state.ray_lives,
-    )
-
-
-def _configured_url(config: Config) -> str:
-    """Where the control plane is off, or still has to come up. A port of 0 is known to the gateway alone."""
-    return f"http://{_reachable(config.gateway.host)}:{config.gateway.port}" if config.gateway.port else ""
-
-
-def _reachable(host: str) -> str:
-    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host
-
-
-def _delete(api: ServeApi, name: str, report: Report) -> bool:
-    try:
-        if api.application(name) is None:
-            return False
-        report.step(f"removing {name}")
-        api.delete(name)
-        wait_until(lambda: api.application(name) is None, _DELETE_TIMEOUT_S, f"Serve to remove {name}")
-    except ClusterUnreachable:
-        return False
-    return True
-
-
-def _stop_ray(state: State) -> None:
-    assert state.ray_pid is not None
-    os.kill(state.ray_pid, signal.SIGTERM)
-    try:
-        wait_until(lambda: not state.ray_lives, _RAY_STOP_TIMEOUT_S, "Ray to stop")
-    except DeadlineExceeded:
-        os.killpg(state.ray_pid, signal.SIGKILL)
-
-
-def process_started_at(pid: int) -> int | None:
-    """When the process began, in clock ticks since boot; None when it is gone or a zombie."""
-    try:
-        # The second field is the command in parentheses, which may itself hold spaces.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Raises `DeadlineExceeded` that says for what it waited."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(_POLL_S)
+    wait_for_serve(api, config, report, timeout_s, "the application to run", settled)

@@ -50,7 +50,7 @@ FLAGS = (
     Flag("distributed_executor_backend", "engine.extra.distributed_executor_backend", "mp; a replica is on one node"),
     Flag("speculative_config", "engine.speculative_config", "speculative decoding, as JSON"),
 )
-_KEYS = {flag.name: flag.key for flag in FLAGS} | {lever.vllm: f"engine.{lever.name}" for lever in LEVERS}
+_KEYS = {flag.name: flag.key for flag in FLAGS} | {lever.name: f"engine.{lever.name}" for lever in LEVERS}
 _KEYS |= {"replicas": "engine.num_replicas", "name": "name"}
 _DEFAULTS = Source(origin="default", tree={"gateway": {"port": TRL_PORT}})
 _OUR_PAIR = re.compile(r"[A-Za-z_]+(\.\w+)+=")  # engine.num_cpus=2, as every verb takes it
@@ -77,8 +77,8 @@ Any other option goes to `vllm serve` as it is, and any key of ours can be given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the words of one command ask for."""
+class ServeCommand:
+    """One command, parsed."""
 
     config: Config
     gpus: tuple[str, ...]
@@ -86,8 +86,8 @@ class Asked:
     timeout_s: float | None
 
 
-def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Asked:
-    """Raises `ConfigError`, which names the option at fault. What the words leave out: `--config` < environment."""
+def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> ServeCommand:
+    """Parse a command; `--config` < environment < words. Raises `ConfigError`, which names the option at fault."""
     given = dict(_options(words))
     file = given.pop("config", None)
     gpus, detach, timeout_s = given.pop("gpus", None), given.pop("detach", None), given.pop("timeout_s", None)
@@ -103,7 +103,7 @@ def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) 
             "--replicas where one node is not enough"
         )
     config = load_sources(sources)
-    return Asked(
+    return ServeCommand(
         config=_with_a_control_port_of_its_own(config, sources),
         gpus=read_gpus(_text("gpus", gpus), environ) if gpus is not None else (),
         detach=detach is not None and _is_true("detach", detach),
@@ -112,7 +112,7 @@ def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) 
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str | bool | list[str]]]:
-    """Each option with its text; True where it has none, False for --no-NAME, a list where it has several."""
+    """Yield each option with its text; True without a text, False for --no-NAME, a list for several texts."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -130,7 +130,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str | bool | list[str]
 
 
 def _source(origin: Any, options: Mapping[str, tuple[Any, str]]) -> Source:
-    """Options as a tree of ours: TRL's and vLLM's by their keys, keys of ours as they are, the rest for vLLM."""
+    """Build our tree from options: TRL's and vLLM's by their keys, our keys unchanged, the rest for vLLM."""
     tree: Tree = {}
     places: dict[Key, str] = {}
     for name, (value, place) in options.items():
@@ -158,7 +158,7 @@ def _parsed(value: Any, key: Key) -> Any:
 
 
 def _from_file(name: Any) -> Source:
-    """TRL's own YAML: options by name, and under `env` variables of the environment."""
+    """Read TRL's own YAML: options by name, and environment variables under `env`."""
     path = Path(_text("config", name))
     tree, lines = read_yaml(path, read_text(path))
     if sections := [key for key in ("engine", "engines", "gateway", "applications") if key in tree]:
@@ -174,7 +174,7 @@ def _from_file(name: Any) -> Source:
 
 
 def _with_a_control_port_of_its_own(config: Config, sources: Sequence[Source]) -> Config:
-    """Serve's own port is TRL's default too, and trainers look for the model there."""
+    """Move Serve's port where it is the rollout port: TRL's default is Serve's default too."""
     key: Key = ("serve", "http_port")
     if config.gateway.port != config.serve.http_port or any(source.holds(key) for source in sources):
         return config

@@ -1,4 +1,4 @@
-"""How a file, the environment and the command line become one `Config`: default < file < environment < command line.
+"""Merging of file, environment and command line into one `Config`: default < file < environment < command line.
 
 A wrong key or value is reported with its place (file and line, variable or argument), its value and the nearest key.
 """
@@ -33,7 +33,7 @@ HIDDEN = "**********"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One value of the configuration, and who said so."""
+    """One value of the configuration, and its source."""
 
     key: str
     value: Any
@@ -42,35 +42,35 @@ class Setting:
 
 
 def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
-    """The configuration that file, environment and command line give together."""
+    """Merge file, environment and command line."""
     return _validate(_sources(path, overrides, environ), _bases(path))
 
 
 def load_sources(sources: Sequence[Source]) -> Config:
-    """The configuration that trees give together, of which a later one wins. Relative paths start here."""
+    """Merge trees; a later one wins. Relative paths start in the current folder."""
     return _validate(sources, _bases(None))
 
 
 def explain(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> list[Setting]:
-    """Every value of the same configuration with where it came from. Keys are hidden."""
+    """List every value of the same configuration with its source. Keys are hidden."""
     sources = _sources(path, overrides, environ)
     config = _validate(sources, _bases(path))
     return [_setting(sources, key, value) for key, value in _leaves(config.model_dump(mode="json"))]
 
 
 def from_args(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Config:
-    """The configuration from a Serve application's `args`, as its builder sees them, with the keys they refer to."""
+    """Read the configuration from a Serve application's `args`, with the keys that they refer to."""
     source = Source(origin="file", tree=dict(args), places={(): "Serve application args"})
     return with_secrets(_validate([source], [Path.cwd()]), environ)
 
 
 def check_models(config: Config) -> None:
-    """Raise `ConfigError` for what of the engines cannot work with their checkpoints, where those can be read here."""
+    """Raise `ConfigError` for engine settings that their checkpoints rule out, where those can be read here."""
     _check_models(config, [])
 
 
 def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
-    """The same configuration with `env:NAME` and `file:PATH` for keys replaced by the keys found there."""
+    """Replace `env:NAME` and `file:PATH` by the keys found there."""
     lists = {
         name: [
             SecretStr(key)
@@ -84,6 +84,14 @@ def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Con
     # With groups, `engine` is nothing but their defaults, whose key may be nowhere to be found.
     engine = config.engine if engines else _with_key("engine", config.engine, environ)
     return config.model_copy(update={"gateway": gateway, "engine": engine, "engines": engines})
+
+
+def key_variables(config: Config) -> tuple[str, ...]:
+    """List the environment variables that the configuration names for keys, which engines need not see."""
+    gateway, groups = config.gateway, config.groups.values()
+    items = [*gateway.inference_keys, *gateway.admin_keys, *(group.api_key for group in groups if group.api_key)]
+    references = (item.get_secret_value().partition(":") for item in items)
+    return tuple(sorted({name for kind, _, name in references if kind == "env"}))
 
 
 def _with_key(section: str, engine: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
@@ -117,7 +125,7 @@ def _sources(path: Path | None, overrides: Sequence[str], environ: Mapping[str, 
 
 
 def _bases(path: Path | None) -> list[Path]:
-    """Folders that a relative path may start from. The current one comes first: Serve's workers have no other."""
+    """List the folders that a relative path may start from. Serve's workers have the current one alone."""
     return [Path.cwd(), path.resolve().parent] if path else [Path.cwd()]
 
 
@@ -160,7 +168,7 @@ def _report(sources: Sequence[Source], problem: dict[str, Any]) -> str:
 
 
 def _shown(key: Key, value: Any) -> str:
-    """The value at fault, unless it is a key or a whole section."""
+    """Show the value at fault, unless it is a key or a whole section."""
     if _is_secret(key):
         return f" = {HIDDEN}"
     return "" if isinstance(value, dict) or value is None else f" = {value!r}"
@@ -172,14 +180,14 @@ def _is_secret(key: Key) -> bool:
 
 
 def _blame(sources: Sequence[Source], key: Key) -> tuple[Key, Source | None]:
-    """The key to mend, and who gave its value; where nobody did, who gave the section it belongs to."""
+    """Return the key to mend and the source of its value, or of the nearest section that has a source."""
     if given := _given(sources, key):
         return given
     return key, _blame(sources, key[:-1])[1] if key else None
 
 
 def _given(sources: Sequence[Source], key: Key) -> tuple[Key, Source] | None:
-    """Who gave the value at `key`. What a group takes over from `engine` was given there."""
+    """Return the source of the value at `key`. A group's defaults come from `engine`."""
     inherited = [("engine", *key[2:])] if key[:1] == ("engines",) and len(key) > 2 else []
     for candidate in (key, *inherited):
         for source in reversed(sources):
@@ -189,7 +197,7 @@ def _given(sources: Sequence[Source], key: Key) -> tuple[Key, Source] | None:
 
 
 def _with_paths_found(config: Config, sources: Sequence[Source], bases: Sequence[Path]) -> Config:
-    """Model folders and Pythons as absolute paths: engines start in another folder, perhaps in another shell."""
+    """Make model folders and Pythons absolute: engines start in another folder, perhaps in another shell."""
 
     def found(engine: EngineConfig, section: Key) -> EngineConfig:
         if engine.kind in (EngineKind.SIM, EngineKind.EXTERNAL):
@@ -204,7 +212,7 @@ def _with_paths_found(config: Config, sources: Sequence[Source], bases: Sequence
 
 
 def _found(path: str, key: Key, sources: Sequence[Source], bases: Sequence[Path]) -> str:
-    """The model folder or Python at `path`. What is no path, or an absolute one that another node may have, stays."""
+    """Return the absolute path of a model folder or Python. Model ids and absolute paths are unchanged."""
     is_python = key[-1] == "python"
     if not path:
         return path
@@ -226,7 +234,7 @@ def _found(path: str, key: Key, sources: Sequence[Source], bases: Sequence[Path]
 
 
 def _is_relative_path(model: str) -> bool:
-    """Whether this can only be a path: a model id has at most one slash and no leading dot."""
+    """Tell a path from a model id, which has at most one slash and no leading dot."""
     return not Path(model).is_absolute() and (model.startswith((".", "~")) or model.count("/") > 1)
 
 

@@ -11,7 +11,7 @@ from engines.types import ReplicaInfo
 
 
 class Models:
-    """Which model each engine group serves. One model at most is not frozen: the policy.
+    """The model of each engine group. At most one model is not frozen: the policy.
 
     A group whose server alone knows its model (kind: external without `model`) has no name until it joins.
     """
@@ -29,7 +29,7 @@ class Models:
 
     @property
     def names(self) -> list[str]:
-        """Those known, the policy first: trainers and benchmarks take the first of a list for theirs."""
+        """Known models, the policy first: trainers and benchmarks take the first of a list for theirs."""
         policy = self.policy
         return sorted({name for name in self._names.values() if name}, key=lambda name: (name != policy, name))
 
@@ -55,7 +55,7 @@ class Models:
         return self._groups[group].frozen
 
     def join(self, info: ReplicaInfo) -> None:
-        """Note what a replica serves. Raises `ConfigError` where that does not fit in."""
+        """Note the model of a replica. Raises `ConfigError` where it contradicts the configuration."""
         configured = self._groups[info.group].served_name
         if configured not in ("", info.model):
             raise ConfigError(
@@ -66,7 +66,7 @@ class Models:
         self._names = names
 
     def asked(self, model: Any) -> str:
-        """The model that a request means. One that names none means the policy, or the only model there is.
+        """Resolve the model of a request. A request without one means the policy, or the only model.
 
         Raises `UnknownModel`, `InvalidRequest` where it has to name one, `DeadlineExceeded` as `first` does.
         """

@@ -14,10 +14,10 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def read_gpus(text: str, environ: Mapping[str, str] = os.environ, driver: Path = _DRIVER) -> tuple[str, ...]:
-    """The ids in `text`, as CUDA_VISIBLE_DEVICES would have them: numbers or UUIDs between commas.
+    """Parse GPU ids in the form of CUDA_VISIBLE_DEVICES: numbers or UUIDs between commas.
 
-    Raises `ConfigError` for what is no id, for an id given twice, for a number that this machine does not have (where
-    the driver tells), and for one outside the CUDA_VISIBLE_DEVICES that a batch system has set.
+    Raises `ConfigError` for a malformed or repeated id, for a number that this machine does not have (where the driver
+    is loaded), and for an id outside the CUDA_VISIBLE_DEVICES that a batch system has set.
     """
     ids = tuple(part.strip() for part in text.split(","))
     for one in ids:
@@ -36,7 +36,7 @@ def read_gpus(text: str, environ: Mapping[str, str] = os.environ, driver: Path =
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
-    """The ids of what this process may use, told without CUDA: the variable, else the device files."""
+    """List the GPUs that this process may use, without CUDA: from the variable, else from device files."""
     if (visible := environ.get(VISIBLE)) is not None:
         return [gpu for gpu in visible.split(",") if gpu]
     return [str(index) for index in range(len(list(devices.glob("nvidia[0-9]*"))))]

@@ -1,4 +1,4 @@
-"""Whether the engines of a configuration fit the GPUs of a cluster. Pure: asks no Ray.
+"""The fit of a configuration's engines to the GPUs of a cluster. Pure: imports no Ray.
 
 A replica is one Ray actor that reserves all GPUs of its engine, so they are on one node by construction, and Ray gives
 the actor a CUDA_VISIBLE_DEVICES of exactly those, which its engine process inherits. A placement group would add
@@ -34,7 +34,7 @@ def gpus_needed(groups: Mapping[str, EngineConfig]) -> float:
 
 
 def check_placement(groups: Mapping[str, EngineConfig], cluster: ClusterGpus) -> None:
-    """Raise `ConfigError` for what can never be placed on these nodes, whoever gives up its GPUs."""
+    """Raise `ConfigError` for replicas that do not fit these nodes even when all GPUs are free."""
     largest = max((gpus for _, gpus in cluster.nodes), default=0)
     for name, group in groups.items():
         wanted = gpus_to_reserve(group)
@@ -54,14 +54,14 @@ def check_placement(groups: Mapping[str, EngineConfig], cluster: ClusterGpus) ->
 
 
 def lacking(groups: Mapping[str, EngineConfig], cluster: ClusterGpus) -> str:
-    """Why the replicas cannot be placed now, although the cluster is large enough; "" where they can."""
+    """Return the reason why replicas cannot be placed now on a large enough cluster; "" where they can."""
     needed = gpus_needed(groups)
     if needed <= cluster.free:
         return ""
     return (
         f"the replicas take {needed:g} GPUs ({_shares(groups)}); of the cluster's {cluster.total:g} are "
         f"{cluster.free:g} free and {cluster.total - cluster.free:g} taken by others. Free them (`ray status` and "
-        f"`serve status` tell who has them), lower num_replicas, {_REMEDY}"
+        f"`serve status` list their users), lower num_replicas, {_REMEDY}"
     )
 
 

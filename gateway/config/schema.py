@@ -19,7 +19,7 @@ class _Section(BaseModel):
 
 
 class TraceConfig(_Section):
-    """A record of requests in a file, which load tests can ask again."""
+    """A record of requests in a file, which load tests can replay."""
 
     file: str | None = None
     """Absolute path of the file, one line of JSON a request; none is written unless given."""
@@ -89,11 +89,11 @@ class CanaryConfig(_Section):
     """The check after an update: every replica scores one fixed sequence with its new weights before it serves."""
 
     enabled: bool = True
-    """False to serve what replicas say they hold."""
+    """False to trust the replicas' own labels."""
     tokens: int = Field(64, ge=8, le=4096)
-    """Length of the sequence. More tells smaller updates from noise."""
+    """Length of the sequence. A longer one separates smaller updates from noise."""
     timeout_s: float = Field(30.0, gt=0)
-    """Longest wait for a replica's log-probs; one that is idle and later than that has failed."""
+    """Longest wait for a replica's log-probs; an idle replica that takes longer has failed."""
 
 
 class WeightsConfig(_Section):
@@ -106,35 +106,34 @@ class WeightsConfig(_Section):
     """must_pass: quorum: least share of the replicas that must pass."""
     canary: CanaryConfig = CanaryConfig()
     in_flight: InFlight = InFlight.KEEP
-    """What becomes of rollouts in flight, unless the update says so or the trainer has paused generation: `keep`
-    freezes them while engines are overwritten, `recompute` has the new weights read them again too, `abort` ends them
-    at once and has any replica go on from their tokens, `drain` waits for their end first."""
+    """Treatment of rollouts in flight, unless the update names another or the trainer has paused generation: `keep`
+    freezes them while engines are overwritten, `recompute` freezes them and computes their KV again, `abort` ends them
+    at once and any replica resumes them from their tokens, `drain` waits for their end first."""
 
     rolling: bool = False
-    """How a version in the store reaches the replicas, where the push does not say: True for one after the other, so
-    that tokens never stop, False for all at once, so that no two versions are ever served."""
+    """Order in which replicas load a version from the store, unless the push names one: True for one after the other,
+    so that tokens never stop, False for all at once, so that no two versions are ever served."""
     rolling_width: int = Field(1, ge=1)
-    """Replicas that a rolling update takes out at a time; one serves on, where there are two."""
+    """Replicas that a rolling update takes out of service at a time; of two or more, one always serves."""
 
     store: str | None = "auto"
     """Folder that keeps the last two weight versions, for replicas that lose theirs; null keeps none, auto is a folder
     in memory, /dev/shm/rollout-gateway-USER-NAME."""
     peer_url: str | None = Field(None, pattern=r"^https?://[^/\s]+$")
-    """This gateway's URL as other machines reach it, http://HOST:PORT: an engine whose machine does not have a version
-    in the store's folder fetches it from there. Of other nodes of the cluster it is known where gateway.host is no
-    loopback address."""
+    """This gateway's URL for other machines, http://HOST:PORT: an engine whose machine lacks a version in the store's
+    folder fetches it from there. For other nodes of the cluster it is known if gateway.host is no loopback address."""
     store_wait_s: float = Field(5.0, ge=0)
-    """Longest that a transfer waits for the store's disk; what takes longer is not kept."""
+    """Longest wait of a transfer for the store's disk; a version that takes longer is not kept."""
     load_timeout_s: float = Field(600.0, gt=0)
     """Longest load of a version from the store, and longest write of one."""
 
     relay: Literal["auto", "always", "never"] = "auto"
-    """Who receives what a trainer sends: one process that writes it into the store, from which all replicas load it, or
-    (never) the engines themselves in one group, which a replica's death breaks. auto is the relay for more than one
-    replica, and for vLLM beside SGLang, where there is a store and the relay receives over what the engines do."""
+    """Receiver of a trainer's tensors: one process that writes them into the store, from which all replicas load them,
+    or (never) the engines themselves in one group, which a replica's death breaks. auto is the relay for more than one
+    replica, and for vLLM beside SGLang, if there is a store and the relay has the engines' transport."""
     relay_device: str | None = Field(None, pattern=r"^cuda:\d+$")
-    """GPU of the gateway's node that the relay receives on, over NCCL, such as cuda:7. Not the trainer's own; where it
-    is a replica's, that one leaves 3 GB free. null receives over gloo, in host memory."""
+    """GPU of the gateway's node on which the relay receives over NCCL, such as cuda:7. Not the trainer's own; a replica
+    on the same GPU must leave 3 GB free. null receives over gloo, in host memory."""
 
     init_timeout_s: float = Field(300.0, gt=0)
     """Rendezvous of the trainer and all engine workers, or the relay."""
@@ -219,6 +218,17 @@ class Config(_Section):
             raise ValueError(
                 f"gateway.host = {gateway.host!r} is reachable from other hosts: set gateway.inference_keys and "
                 "gateway.admin_keys, or bind 127.0.0.1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _an_open_control_plane_is_meant(self) -> "Config":
+        serve, gateway = self.serve, self.gateway
+        is_open = serve.proxy_location != "Disabled" and serve.http_host not in LOOPBACK_HOSTS
+        if is_open and not (gateway.inference_keys and gateway.admin_keys):
+            raise ValueError(
+                f"serve.http_host = {serve.http_host!r} shows the fleet's status to other hosts: bind 127.0.0.1, or "
+                "set gateway.inference_keys and gateway.admin_keys"
             )
         return self
 

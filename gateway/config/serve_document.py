@@ -1,4 +1,4 @@
-"""The Serve deploy document of a configuration: what `serve deploy` takes, and what `rollout-gateway up` sends."""
+"""The Serve deploy document of a configuration, for `serve deploy` and for `rollout-gateway up`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,10 @@ ENVIRONMENT_REFERENCES = {name: f"env:{PREFIX}GATEWAY__{name.upper()}" for name 
 
 
 def serve_config(config: Config, references: Mapping[str, str] = ENVIRONMENT_REFERENCES) -> dict[str, Any]:
-    """The document, without a single key in it: Serve shows it to whoever asks for its status.
+    """Build the document without a key in it: Serve shows the document to everybody.
 
-    Keys written out in `config` are replaced by `references`: where the gateway's builder shall read them, as
-    `env:NAME` or `file:PATH`, by the name of their list.
+    Keys written out in `config` are replaced by `references`, from which the gateway's builder reads them: `env:NAME`
+    or `file:PATH`, by the name of their list.
     """
     serve = config.serve
     return {
@@ -34,7 +34,7 @@ def serve_config(config: Config, references: Mapping[str, str] = ENVIRONMENT_REF
 
 
 def written_out_keys(config: Config) -> dict[str, list[str]]:
-    """The keys that stand in the configuration themselves, by the name of their list."""
+    """Return keys that are written out in the configuration, by the name of their list."""
     lists = {name: getattr(config.gateway, name) for name in KEY_LISTS}
     return {
         name: [item.get_secret_value() for item in items if not _is_reference(item)] for name, items in lists.items()

@@ -1,6 +1,6 @@
 """Where values come from: a file, the environment, the command line. Each becomes a tree that knows its own places.
 
-What the trees mean, and which of them wins, is left to `load.py`.
+Their meaning and precedence belong to `load.py`.
 """
 
 import difflib
@@ -121,7 +121,7 @@ def _read_toml(path: Path, text: str) -> tuple[Tree, dict[Key, int]]:
 
 
 def _toml_lines(text: str) -> Iterator[tuple[Key, int]]:
-    """tomllib keeps no places, so headers and keys are looked up; what stands inside a value shares its key's line."""
+    """Find the lines of headers and keys, which tomllib drops; parts of a value share its key's line."""
     table: Key = ()
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[+([^\[\]]+)\]+", line):
@@ -217,7 +217,7 @@ class _Environment(EnvSettingsSource):
         try:
             return json.loads(value)
         except ValueError:
-            return value  # the validation that follows says what is wrong with it, and names the variable
+            return value  # validation names the variable
 
 
 def from_environment(environ: Mapping[str, str]) -> Source:

@@ -1,6 +1,6 @@
-"""LoRA adapters as one event for the whole fleet: every replica of the policy holds an adapter, or none serves it.
+"""Loads LoRA adapters on the whole fleet: every replica of the policy holds an adapter, or none serves it.
 
-A replica that joins, or comes back, is given the adapters in use before it serves.
+A replica that joins or returns loads the adapters in use before it serves.
 """
 
 import asyncio
@@ -49,10 +49,10 @@ class AdapterCoordinator:
         fleet.on_change(self._look_again.set)
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """Have every replica of the policy hold the adapter in folder `path` under `name`.
+        """Load the adapter in folder `path` under `name` on every replica of the policy.
 
-        `in_place` takes a name that is loaded: what uses it ends first. Raises `InvalidRequest` before any engine is
-        asked; `WeightUpdateFailed` when a replica fails, and then no replica keeps it.
+        `in_place` replaces a loaded name once its rollouts have ended. Raises `InvalidRequest` before any engine is
+        called; `WeightUpdateFailed` when a replica fails, and then no replica keeps the adapter.
         """
         async with self._one_at_a_time:
             before = self._fleet.adapters.get(name)
@@ -148,7 +148,7 @@ class AdapterCoordinator:
         task.add_done_callback(lambda _: self._catching_up.pop(replica, None))
 
     async def _catch_up(self, replica: Replica) -> None:
-        """One replica's adapters as they should be. What fails is told in its reason and tried again."""
+        """Load and unload one replica's adapters as needed. A failure is shown in its reason and retried."""
         doing = ""
         try:
             for name in self._left_over(replica):
@@ -171,7 +171,7 @@ class AdapterCoordinator:
             if replica.holds(adapter):
                 return
             timeout_s = self._config.adapter_timeout_s
-            if adapter.name in replica.adapters:  # another load, or one that nobody knows the end of
+            if adapter.name in replica.adapters:  # an earlier load, or an unfinished one
                 await replica.engine.unload_lora_adapter(adapter.name, timeout_s)
             replica.adapters[adapter.name] = None
             await replica.engine.load_lora_adapter(adapter.name, adapter.path, timeout_s)
@@ -186,7 +186,7 @@ class AdapterCoordinator:
                 del replica.adapters[name]
 
     def _left_over(self, replica: Replica) -> list[str]:
-        """Names that its engine knows and requests cannot mean any more."""
+        """Adapters of its engine that requests can no longer name."""
         return [
             name
             for name, adapter in replica.adapters.items()
@@ -197,10 +197,10 @@ class AdapterCoordinator:
         return [replica for replica in self._fleet.trained_alive if name in replica.adapters]
 
     def _members(self) -> list[Replica]:
-        """Replicas that have to hold an adapter. Raises `WeightUpdateConflict` where one of them cannot."""
+        """The replicas that must hold an adapter. Raises `WeightUpdateConflict` where one cannot."""
         members = self._fleet.trained_alive
         if not members:
-            raise WeightUpdateConflict("no replica of a policy is up to load an adapter: see /health")
+            raise WeightUpdateConflict("no replica of the policy is up to load an adapter: see /health")
         for replica in members:
             if not self._takes_adapters(replica):
                 raise WeightUpdateConflict(
@@ -215,7 +215,7 @@ class AdapterCoordinator:
         return LOAD_ROUTE in replica.info.capabilities and (group.enable_lora or group.kind is EngineKind.EXTERNAL)
 
     async def _check_folder(self, path: str, members: Sequence[Replica]) -> None:
-        """An external server reads folders of its own machine, which may not be this one."""
+        """Checks rank and shapes, except for external servers: they may read another machine's folder."""
         ours = [replica for replica in members if replica.info.kind is not EngineKind.EXTERNAL]
         if not ours:
             return
@@ -240,7 +240,7 @@ class AdapterCoordinator:
                 )
 
     def _check_room(self, members: Sequence[Replica], name: str) -> None:
-        """vLLM would put another adapter out without a word, and read it from its folder again when it is named."""
+        """vLLM would silently evict another adapter, and read its folder again at the next request."""
         others = [adapter.name for adapter in self._fleet.adapters.loaded if adapter.name != name]
         groups = (self._fleet.models.groups[replica.info.group] for replica in members)
         room = min((group.num_adapters for group in groups if group.enable_lora), default=None)
@@ -251,21 +251,21 @@ class AdapterCoordinator:
             )
 
     async def _on_all(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]], verb: str) -> None:
-        """The call on all replicas. Raises for the first that failed, when all have ended."""
+        """Make the call on all replicas. Raises the first failure when all calls have ended."""
         for replica, error in (await self._ends(replicas, call)).items():
             raise WeightUpdateFailed(
                 f"replica {replica.replica_id} did not {verb} the adapter: {error}", replica_id=replica.replica_id
             ) from error
 
     async def _on_all_that_can(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]]) -> None:
-        """A replica that fails is seen to by `run`."""
+        """Make the call and log failures: `run` retries them."""
         for replica, error in (await self._ends(replicas, call)).items():
             log.warning("adapter stays behind", replica=replica.replica_id, error=str(error))
 
     async def _ends(
         self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]]
     ) -> dict[Replica, Exception]:
-        """The errors of those that failed."""
+        """Errors by replica, of the calls that failed."""
         ends = await asyncio.gather(
             *(self._within(replica, call(replica)) for replica in replicas), return_exceptions=True
         )
@@ -278,7 +278,7 @@ class AdapterCoordinator:
         return errors
 
     async def _within(self, replica: Replica, call: Awaitable[T]) -> T:
-        """Bounded as a whole: a call may wait for another one on the same replica first."""
+        """Bounds the call together with its wait for another call on the same replica."""
         timeout_s = 2 * self._config.adapter_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""The LoRA adapters of the policy: which are loaded, what they are called, and who still uses them."""
+"""The loaded LoRA adapters of the policy, and the rollouts that use them."""
 
 import asyncio
 import re
@@ -14,8 +14,8 @@ _VERSIONED = re.compile(r"(\d+)$")
 class Adapter:
     """One load of one adapter.
 
-    `version` is the number that its name ends in, as in "trl-policy-v7"; of a name without one, how many times that
-    name was loaded here. `load_id` differs for every load, so that KV of one is never taken for another's.
+    `version` is the number that its name ends in, as in "trl-policy-v7"; a name without a number counts its loads.
+    `load_id` differs for every load, so that loads never share KV.
     """
 
     def __init__(self, name: str, path: str, *, load_id: int, loads: int = 1) -> None:
@@ -35,9 +35,9 @@ class Adapter:
 
     @contextmanager
     def used(self, request_id: str, *, goes_on: bool = False) -> Iterator[None]:
-        """By one rollout, from its place in the queue on, and by what is left of it after an update has cut it off.
+        """Marks the adapter as used by a rollout, from the queue on; `goes_on` for the rest after an update cut it off.
 
-        Raises `UnknownModel` where it was unloaded meanwhile, but for the rest (`goes_on`) of one that uses it still.
+        Raises `UnknownModel` where the adapter was unloaded, unless the rollout already uses it.
         """
         if self.is_leaving and not goes_on and request_id not in self._uses:
             raise UnknownModel(f"the LoRA adapter {self.name!r} was unloaded", param="model")
@@ -54,7 +54,7 @@ class Adapter:
 
 
 class Adapters:
-    """The adapters that every serving replica of the policy holds, and requests may name."""
+    """The adapters that requests may name: every serving replica of the policy holds them."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Adapter] = {}
@@ -68,11 +68,11 @@ class Adapters:
         return self._loaded.get(name) if isinstance(name, str) else None
 
     def was_loaded(self, name: str) -> bool:
-        """Whether it was ever loaded here, also where it was unloaded since."""
+        """True where the name was ever loaded here, even if it was unloaded since."""
         return name in self._loads
 
     def next_load(self, name: str) -> int:
-        """How many times `name` will have been loaded with the load that comes now."""
+        """The ordinal of the next load of `name`, from 1."""
         return self._loads.get(name, 0) + 1
 
     def add(self, adapter: Adapter) -> None:
@@ -80,7 +80,7 @@ class Adapters:
         self._loaded[adapter.name] = adapter
 
     def remove(self, adapter: Adapter) -> None:
-        """From here on no request finds it; those that do already go on."""
+        """Hide the adapter from new requests; running ones go on."""
         adapter.is_leaving = True
         if self._loaded.get(adapter.name) is adapter:
             del self._loaded[adapter.name]

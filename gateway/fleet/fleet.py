@@ -1,7 +1,7 @@
-"""Who is there and who may serve: the replicas, their states, and the watch over them.
+"""The fleet: the replicas, their states and weight versions, and the watch over them.
 
-States change here alone. What an update means for them is decided in `update_machine.py`, where rollouts go in
-`scheduler.py`.
+States and versions are assigned here alone. `weights/updates/machine.py` decides about updates, and `scheduler.py`
+places rollouts.
 """
 
 import asyncio
@@ -21,10 +21,12 @@ from engines.errors import (
     UnknownModel,
     WeightUpdateConflict,
 )
+from engines.store.weight_store import Note
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.config.models import Models
 from gateway.config.schema import Config
 from gateway.fleet.adapters import Adapter, Adapters
+from gateway.fleet.events import Events
 from gateway.fleet.replica import Replica
 from gateway.fleet.standstill import Standstill
 
@@ -36,17 +38,18 @@ Discover = Callable[[], Awaitable[list[ReplicaInfo]]]
 Connect = Callable[[ReplicaInfo], Engine]
 
 
-async def _nothing_noted(incarnation: str) -> int | None:
-    return 0
+async def _no_record(incarnation: str) -> Note | None:
+    return None
 
 
 class Fleet:
-    """All replicas of all models. `version` is the policy's weight version: what its SERVING replicas hold.
-    `target_version` is the one that they are to hold: the next one while an update is under way. `rolling_to` is the
-    version that a rolling update brings, which replicas may serve beside `version` until it is over, or taken back.
+    """All replicas of all models.
 
-    `refused` says why a replica did not come in, by its id. `remembered` tells by its incarnation what an engine holds
-    that cannot say it. `discover` lists the replicas that Serve runs, `connect` makes the engine client of one.
+    `version` is the policy's committed weight version. `target_version` is the next one while an update runs.
+    `rolling_to` is the version of a rolling update, which replicas may serve beside `version` until the update ends or
+    is taken back. `refused` has the reason by id of each replica that was not admitted. `noted` returns the record of
+    an engine's last committed version by its incarnation; None where no record is kept. `discover` lists the replicas
+    that Serve runs; `connect` makes a replica's engine client.
     """
 
     def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
@@ -58,6 +61,9 @@ class Fleet:
         self.models = Models(config.groups)
         self.adapters = Adapters()
         self.refused: dict[str, str] = {}
+        self.events = Events()
+        self.losses: Counter[str] = Counter()
+        self._last_loss: dict[str, str] = {}
         self._expected = {name: group.num_replicas for name, group in config.groups.items()}
         self._config = config.fleet
         self._discover = discover
@@ -71,7 +77,12 @@ class Fleet:
         self.tokens_may_stand: Callable[[Replica], bool] = lambda replica: False
         self._listeners: list[Callable[[], None]] = []
         self._incomplete_since: float | None = time.monotonic()
-        self.remembered: Callable[[str], Awaitable[int | None]] = _nothing_noted
+        self.noted: Callable[[str], Awaitable[Note | None]] = _no_record
+        self._is_certain = False
+
+    @property
+    def expected_by_group(self) -> Mapping[str, int]:
+        return self._expected
 
     @property
     def expected(self) -> int:
@@ -83,7 +94,7 @@ class Fleet:
 
     @property
     def replicas(self) -> list[Replica]:
-        """In a fixed order, which weight groups take their ranks from."""
+        """All replicas in a fixed order, from which weight groups derive ranks."""
         return [self._replicas[key] for key in sorted(self._replicas)]
 
     @property
@@ -112,14 +123,14 @@ class Fleet:
         return [replica for replica in self.trained if replica.weight_version == version]
 
     def serving(self, model: str, adapter: Adapter | None = None) -> list[Replica]:
-        """Those that take rollouts of `model`, or of one adapter of it."""
+        """Replicas that take rollouts of `model`, or of an adapter of it."""
         found = [replica for replica in self.replicas if replica.can_serve and replica.info.model == model]
         return found if adapter is None else [replica for replica in found if replica.holds(adapter)]
 
     def asked(self, name: object) -> tuple[str, Adapter | None]:
-        """The model that a request means by `name`, and the adapter of it where it names one.
+        """The model of a request that names `name`, and the adapter where `name` is an adapter's.
 
-        Raises what `Models.asked` raises; `UnknownModel` tells of adapters too.
+        Raises as `Models.asked`; the message of `UnknownModel` lists adapters too.
         """
         adapter = self.adapters.get(name)
         if adapter is not None:
@@ -131,7 +142,7 @@ class Fleet:
             raise UnknownModel(f"{error}; LoRA adapters: {adapters}", param="model") from error
 
     def missing_adapters(self, replica: Replica) -> list[Adapter]:
-        """Those that the policy serves and this replica of it does not hold."""
+        """Loaded adapters that this replica of the policy lacks."""
         return [] if replica.frozen else [one for one in self.adapters.loaded if not replica.holds(one)]
 
     @property
@@ -140,18 +151,18 @@ class Fleet:
 
     @property
     def next_version(self) -> int:
-        """The number of the next update. One whose tokens were delivered is never given again."""
+        """The number of the next update. A number whose tokens were delivered is not used again."""
         return max(self.version, self._spent) + 1
 
     def is_current(self, replica: Replica) -> bool:
-        """Whether a replica may serve with the weights that it holds."""
+        """True where a replica may serve with the weights that it holds."""
         return replica.frozen or (
             replica.weight_version is not None and replica.weight_version in (self.version, self.rolling_to)
         )
 
     @property
     def serving_behind(self) -> int:
-        """Replicas of a rolling update that serve another version than the one that all are to hold."""
+        """Number of replicas that serve another version than a rolling update's target."""
         if self.rolling_to is None:
             return 0
         return sum(replica.can_serve and replica.weight_version != self.target_version for replica in self.trained)
@@ -173,7 +184,7 @@ class Fleet:
         self, version: int, members: Iterable[Replica], fenced: Mapping[Replica, str], *, keeps_kv: bool
     ) -> None:
         """Serve `version` on these members, but for the fenced ones, whose reason is given."""
-        self.version, self.update_to, self.rolling_to = version, None, None
+        self.version, self.update_to, self.rolling_to, self._is_certain = version, None, None, True
         for replica in members:
             if replica not in fenced:
                 replica.hold(version, keeps_kv=keeps_kv)
@@ -199,28 +210,26 @@ class Fleet:
         return overwritten
 
     def serve_ahead(self, replica: Replica, version: int, *, keeps_kv: bool) -> None:
-        """A replica has taken the version of a rolling update before the others, and serves it."""
+        """Serve a rolling update's version on a replica that took it before the others."""
         self._spent = max(self._spent, version)
         replica.hold(version, keeps_kv=keeps_kv)
         self.settle(replica, f"loaded version {version}")
 
     def end_roll(self) -> None:
-        """Nobody serves two versions any more: who does not hold `version` is behind."""
+        """End the time of two versions: a replica without `version` is behind."""
         self.rolling_to = None
-        for replica in self.trained:
-            if replica.can_serve and not self.is_current(replica):
-                self.settle(replica, f"the fleet is at version {self.version}")
+        self._settle_serving(f"the fleet is at version {self.version}")
 
     def version_of(self, model: str) -> int:
-        """The newest weight version of a model; a frozen one's is its checkpoint's."""
+        """The weight version of a model: 0, its checkpoint, where it is frozen."""
         return self.version if model == self.models.policy else 0
 
     def target_of(self, model: str) -> int:
-        """The weight version that replicas of a model are to hold."""
+        """The weight version that replicas of a model are brought to."""
         return self.target_version if model == self.models.policy else 0
 
     def why_fixed(self, model: str) -> str:
-        """Why the version of a model will never change; empty where it may."""
+        """The reason why the version of a model never changes; empty where it may."""
         if model != self.models.policy:
             return f"model {model!r} is frozen and holds version 0, its checkpoint, for ever"
         if self.trained and not any(replica.info.takes_weights for replica in self.trained):
@@ -229,10 +238,7 @@ class Fleet:
 
     @property
     def is_ready(self) -> bool:
-        """All expected replicas are there, or we have waited for the missing ones long enough.
-
-        The policy is never done without.
-        """
+        """True when all expected replicas are there or fleet.complete_within_s has passed; never without the policy."""
         needed = self.replicas if self.models.all_frozen else self.trained
         if not any(replica.is_alive for replica in needed):
             return False
@@ -244,13 +250,14 @@ class Fleet:
         self._listeners.append(listener)
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Discover and watch replicas until cancelled."""
         try:
             while True:
                 await self.look()
                 await asyncio.sleep(self._config.discover_interval_s)
         finally:
-            for watcher in self._watchers.values():
+            for replica, watcher in self._watchers.items():
+                replica.brake.close()
                 watcher.cancel()
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
             await asyncio.gather(*self._closing, *(replica.engine.close() for replica in self.replicas))
@@ -260,26 +267,28 @@ class Fleet:
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
                 infos = await self._discover()
-        except Exception as error:  # Ray's own errors: the next round asks again, probes go on meanwhile
+        except Exception as error:  # any error of Ray's: the next round asks again
             log.warning("discovery failed", error=repr(error))
             return
         listed = {info.replica_id: info for info in infos}
         for replica in self.replicas:
             replica.listed = replica.replica_id in listed
         self.refused = {replica_id: reason for replica_id, reason in self.refused.items() if replica_id in listed}
-        for info in infos:
-            known = self._replicas.get(info.replica_id)
-            if known is None or known.info.incarnation != info.incarnation:
-                await self._welcome(info, known)
+        new = [info for info in infos if not self._is_known(info)]
+        joined = [replica for replica in await asyncio.gather(*map(self._welcome, new)) if replica is not None]
+        if joined:
+            self._agree()
+        for replica in joined:
+            self.settle(replica, "joined")
+            self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {replica.replica_id}")
 
     async def settled(self) -> None:
-        """Returns when no replica of the policy is SUSPECT: before long each is vouched for again, or LOST."""
+        """Returns when no replica of the policy is SUSPECT: each answers again, or is LOST."""
         while any(replica.state is ReplicaState.SUSPECT for replica in self.trained):
             await self._changed.wait()
 
     async def settled_within(self, timeout_s: float) -> None:
-        """The same, or as long: a probe that came late on a busy machine must neither break a group nor leave a replica
-        out of one."""
+        """As `settled`, at most so long: a late probe on a busy machine must not change an update's members."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.settled()
@@ -293,20 +302,22 @@ class Fleet:
             "replica state", replica=replica.replica_id, was=replica.state, now=state, version=replica.weight_version,
             reason=reason,
         )  # fmt: skip
+        self.events.add(replica.replica_id, f"{replica.state} -> {state}: {reason}")
         replica.enter(state, reason)
         if state is ReplicaState.LOST:
+            self._count_loss(replica)
             self._forget(replica)
         self._look_who_is_missing()
         self.notify()
 
     def expect(self, num_replicas: Mapping[str, int]) -> None:
-        """So many replicas of these engine groups there are to be from now on."""
+        """Set the expected number of replicas of these engine groups."""
         self._expected |= {group: count for group, count in num_replicas.items() if group in self._expected}
         self._look_who_is_missing()
         self.notify()
 
     def drain(self, replica_id: str) -> int:
-        """Give a replica that Serve removes no new rollouts. The number of samples that it still has."""
+        """Stop placing on a replica that Serve is removing; returns its samples in flight."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return 0
@@ -320,33 +331,73 @@ class Fleet:
         missing = any(there[group] < expected for group, expected in self._expected.items())
         self._incomplete_since = (self._incomplete_since or time.monotonic()) if missing else None
 
+    @property
+    def missing(self) -> dict[str, tuple[int, str]]:
+        """Missing replicas by engine group: their number, and the last loss of the group or "" where none was lost."""
+        there = Counter(replica.info.group for replica in self.replicas)
+        lacking = {group: expected - there[group] for group, expected in self._expected.items()}
+        return {group: (number, self._last_loss.get(group, "")) for group, number in lacking.items() if number > 0}
+
+    def _count_loss(self, replica: Replica) -> None:
+        """A replica that Serve removes on purpose is no loss."""
+        if not replica.is_leaving:
+            self.losses[replica.info.group] += 1
+            self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}"
+
+    def _free_slot(self, group: str) -> int:
+        """Return the lowest free number in a group: a successor takes its predecessor's."""
+        taken = {replica.slot for replica in self.replicas if replica.info.group == group}
+        return next(number for number in range(len(taken) + 1) if number not in taken)
+
     def notify(self) -> None:
-        """Tell listeners that replicas may take what they could not take before."""
+        """Call the listeners: replicas may take rollouts that they could not take before."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         for listener in self._listeners:
             listener()
 
     def suspect(self, replica: Replica, reason: str) -> None:
-        """No new rollouts until a probe vouches for it again."""
+        """Stop placing on a replica until it answers a probe."""
         if replica.state not in (ReplicaState.SUSPECT, ReplicaState.LOST):
             self.set_state(replica, ReplicaState.SUSPECT, reason)
 
     def learn(self, version: int) -> None:
-        """Only a gateway that was itself started anew meets weights newer than it knows of. A replica that comes back
-        with the version of an update that came to nothing here is no news."""
+        """Take over a newer version that was committed before the gateway was restarted. A version that this gateway
+        began is no news."""
         if version > max(self.version, self._begun):
-            self.version = version
-            for replica in self.trained:
-                if replica.can_serve:
-                    self.settle(replica, "a replica holds newer weights")
+            self.version, self._is_certain = version, True
+            self._settle_serving("a replica holds newer weights")
+
+    def _agree(self) -> None:
+        """Judge the versions that engines report without a record: only the fleet's counts.
+
+        An engine may have another from an update that was never verified, or from another trainer. While no version is
+        certain, the fleet's is the one that most engines report; half is enough where they are not external.
+        """
+        trained = self.trained
+        if not self._is_certain and trained:
+            votes = Counter(replica.weight_version or 0 for replica in trained)
+            version = max(votes, key=lambda version: (votes[version], version))
+            is_ours = any(one.weight_version == version and one.info.kind is not EngineKind.EXTERNAL for one in trained)
+            if 2 * votes[version] + is_ours > len(trained):
+                self.version = version
+        for replica in trained:
+            if replica.is_unproven and replica.weight_version != self.version:
+                log.warning("no record of a version", replica=replica.replica_id, version=replica.weight_version)
+                replica.lose_version()
+        self._settle_serving(f"the fleet is at version {self.version}")
+
+    def _settle_serving(self, reason: str) -> None:
+        for replica in self.trained:
+            if replica.can_serve and not self.is_current(replica):
+                self.settle(replica, reason)
 
     def explain(self, replica: Replica, reason: str) -> None:
-        """Say why it is in the state that it stays in."""
+        """Change the reason of a replica's state."""
         replica.reason = reason
 
     def fence(self, replica: Replica, reason: str) -> None:
-        """Keep a replica whose weights are not what it says from serving; what it was working on is done elsewhere."""
+        """Stop serving from a replica with wrong weights; its rollouts are generated again elsewhere."""
         replica.lose_version()
         self.set_state(replica, ReplicaState.SYNCING, reason)
         replica.drop_calls()
@@ -367,51 +418,71 @@ class Fleet:
             )
         self.set_state(replica, ReplicaState.SERVING if current else ReplicaState.SYNCING, reason)
 
-    async def _welcome(self, info: ReplicaInfo, before: Replica | None) -> None:
+    def _is_known(self, info: ReplicaInfo) -> bool:
+        known = self._replicas.get(info.replica_id)
+        return known is not None and known.info.incarnation == info.incarnation
+
+    async def _welcome(self, info: ReplicaInfo) -> Replica | None:
+        """The replica that joins; None where it is refused, or does not answer yet."""
+        before = self._replicas.get(info.replica_id)
         if before is not None:
             self.set_state(before, ReplicaState.LOST, "its engine was started anew")
         try:
             self.models.join(info)
         except ConfigError as error:
             self._refuse(info, str(error))
-            return
+            return None
         self.refused.pop(info.replica_id, None)
         replica = Replica(info, self._connect(info), frozen=self.models.is_frozen(info.group))
         try:
             await self._wake(replica)
-            version = await self._held_by(replica)
+            await self._read_version(replica)
             adapters = await self._adapters_of(replica)
         except BaseException as error:
             await replica.engine.close()
-            if not isinstance(error, EngineError | DeadlineExceeded):
+            if not isinstance(error, Exception):
                 raise
-            log.warning("replica does not answer yet", replica=info.replica_id, error=str(error))
-            return
+            is_expected = isinstance(error, EngineError | DeadlineExceeded)
+            log.warning(
+                "replica does not answer yet", replica=info.replica_id, error=str(error), exc_info=not is_expected
+            )
+            return None
+        replica.slot = self._free_slot(info.group)
         self._replicas[info.replica_id] = replica
-        replica.weight_version = version
         self._take_over(replica, adapters)
-        self.learn(version or 0)
-        self.settle(replica, "joined")
-        self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {info.replica_id}")
+        if not replica.is_unproven:
+            self.learn(replica.weight_version or 0)
+        return replica
 
     def _refuse(self, info: ReplicaInfo, reason: str) -> None:
         if self.refused.get(info.replica_id) != reason:
             log.error("replica does not come in", replica=info.replica_id, url=info.url, reason=reason)
+            self.events.add(info.replica_id, f"refused: {reason}")
         self.refused[info.replica_id] = reason
 
     async def _wake(self, replica: Replica) -> None:
-        """A gateway that died in an update, or under a trainer's pause, left its engines frozen. Here the gate alone
-        holds rollouts back."""
+        """Resume an engine that an earlier gateway left frozen, by an update or a trainer's pause."""
         if replica.info.takes_weights and not replica.frozen and replica.info.has("/resume"):
             await replica.engine.resume(self._config.probe_timeout_s)
 
-    async def _held_by(self, replica: Replica) -> int | None:
-        """The weight version of a replica that answers; None where an update broke off in it."""
+    async def _read_version(self, replica: Replica) -> None:
+        """Take the version that the engine reports, or that was noted where it cannot report one.
+
+        None where an update broke off in it, or it reports another version than was noted at the last commit. 0 is the
+        checkpoint that it started with, and needs no note.
+        """
         if replica.frozen:
             await replica.engine.health(self._config.probe_timeout_s)
-            return 0
+            replica.weight_version = 0
+            return
         version = await replica.engine.weight_version(self._config.probe_timeout_s)
-        return version if replica.engine.tells_version else await self.remembered(replica.info.incarnation)
+        note = await self.noted(replica.info.incarnation)
+        if not replica.engine.tells_version:
+            replica.weight_version = note.version if note else 0
+        elif note is None:
+            replica.weight_version, replica.is_unproven = version, bool(version)
+        else:
+            replica.weight_version = version if version in (0, note.version) else None
 
     async def _adapters_of(self, replica: Replica) -> dict[str, str]:
         if replica.frozen or "/v1/load_lora_adapter" not in replica.info.capabilities:
@@ -419,8 +490,8 @@ class Fleet:
         return await replica.engine.lora_adapters(self._config.probe_timeout_s)
 
     def _take_over(self, replica: Replica, adapters: Mapping[str, str]) -> None:
-        """Adapters that a gateway before this one loaded, or the server's owner, are served. One whose name was loaded
-        here is loaded again, since nobody knows of which load it is."""
+        """Serve adapters that an engine already holds. A name that was loaded here is loaded again, as the engine's may
+        be an earlier load."""
         for name, path in adapters.items():
             adapter = None if self.adapters.was_loaded(name) else Adapter(name, path, load_id=time.time_ns())
             replica.adapters[name] = adapter
@@ -472,9 +543,9 @@ class Fleet:
         return None
 
     def _is_lost(self, replica: Replica, failure: EngineError | DeadlineExceeded | None) -> bool:
-        """Two witnesses are enough: Serve lists it no more, and it does not answer.
+        """True where Serve no longer lists it and it does not answer, or where its port is closed.
 
-        Of ours one is, where nobody listens any more: a successor takes another port. A server of others may come back.
+        A closed port is enough for our own engines: a successor takes another port. An external server may come back.
         """
         has_ended = isinstance(failure, EngineGone) and replica.info.kind is not EngineKind.EXTERNAL
         return has_ended or self._is_overdue(replica) or (failure is not None and not replica.listed)
@@ -497,6 +568,7 @@ class Fleet:
     def _forget(self, replica: Replica) -> None:
         if self._replicas.get(replica.replica_id) is replica:
             del self._replicas[replica.replica_id]
+        replica.brake.close()
         watcher = self._watchers.pop(replica, None)
         if watcher is not None and watcher is not asyncio.current_task():
             watcher.cancel()

@@ -1,9 +1,19 @@
-"""The few numbers that matter, named once, and the engines' own pages with a `replica` label."""
+"""The gateway's metrics, and the engines' own pages with a `replica` label."""
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,6 +28,7 @@ class Metrics:
     """One registry per gateway; seconds, bytes and counts, no label that grows with traffic."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client has it untyped
         self.registry = CollectorRegistry()
         counter = partial(Counter, namespace=_NAMESPACE, registry=self.registry)
         gauge = partial(Gauge, namespace=_NAMESPACE, registry=self.registry)
@@ -32,18 +43,30 @@ class Metrics:
         self.weight_updates = counter("weight_updates", "Weight updates by end.", ["end"])
         self.weight_update_seconds = histogram("weight_update_seconds", "Steps of an update.", ["step"])
         self.weight_update_bytes = counter("weight_update_bytes", "Bytes of tensors that every replica received.")
-        self.canaries = counter("canaries", "Replicas asked after an update, by what was found.", ["result"])
+        self.canaries = counter("canaries", "Replicas checked after an update, by result.", ["result"])
         self.replicas = gauge("replicas", "Replicas by state.", ["model", "state"])
         self.replicas_behind = gauge(
             "replicas_behind", "Replicas that, in a rolling update, serve other weights than all are to hold."
         )
+        self.replica_weight_version = gauge(
+            "replica_weight_version", "Weight version that a replica holds; -1 where it is unknown.", ["replica"]
+        )
+        self.weight_age_seconds = gauge("weight_age_seconds", "Time since the policy's weight version changed.")
+        self.replicas_lost = gauge(
+            "replicas_lost", "Replicas lost since the gateway's start, each of which is restarted by Serve.", ["group"]
+        )
+        self.replicas_expected = gauge("replicas_expected", "Replicas that there are to be.", ["group"])
+        self.ready = gauge("ready", "1 where the fleet is complete.")
+        self.build = Info("build", "The running release.", namespace=_NAMESPACE, registry=self.registry)
+        self.build.info({"version": package_version()})
+        self._version_at = (0, time.time())
         self.samples_in_flight = gauge("samples_in_flight", "Samples placed on a replica.", ["model", "replica"])
         self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.", ["model"])
 
     def observe(self, replicas: Iterable[Replica], queue_lengths: Mapping[str, int]) -> None:
-        """Take the gauges' values, just before they are read. `queue_lengths` are by model."""
+        """Set the gauges just before a scrape. `queue_lengths` are by model."""
         replicas = list(replicas)
-        for gauge in (self.queue_length, self.replicas, self.samples_in_flight):
+        for gauge in (self.queue_length, self.replicas, self.samples_in_flight, self.replica_weight_version):
             gauge.clear()
         for model, length in queue_lengths.items():
             self.queue_length.labels(model).set(length)
@@ -51,15 +74,27 @@ class Metrics:
             for state in ReplicaState:
                 self.replicas.labels(model, state).set(states.count(state))
         for replica in replicas:
-            self.samples_in_flight.labels(replica.info.model, replica.replica_id).set(replica.load_samples)
+            self.samples_in_flight.labels(replica.info.model, replica.label).set(replica.load_samples)
+            version = replica.weight_version
+            self.replica_weight_version.labels(replica.label).set(-1 if version is None else version)
+        self.weight_age_seconds.set(time.time() - self._version_at[1])
 
     def observe_versions(self, version: int, behind: int) -> None:
-        """The policy's weight version, and how many replicas serve another than the one to come."""
+        """Set the policy's weight version, and the number of replicas that serve another than the target."""
+        if version != self._version_at[0]:
+            self._version_at = (version, time.time())
         self.weight_version.set(version)
         self.replicas_behind.set(behind)
 
+    def observe_fleet(self, expected: Mapping[str, int], lost: Mapping[str, int], *, is_ready: bool) -> None:
+        """Set the numbers of expected and lost replicas, by engine group."""
+        for group, number in expected.items():
+            self.replicas_expected.labels(group).set(number)
+            self.replicas_lost.labels(group).set(lost.get(group, 0))
+        self.ready.set(is_ready)
+
     def page(self, engine_pages: dict[str, str]) -> bytes:
-        """Ours, then the engines'. `engine_pages` is Prometheus text by replica id."""
+        """Return our metrics, then the engines'. `engine_pages` is Prometheus text by replica label."""
         engines = CollectorRegistry()
         engines.register(_Labelled(engine_pages))
         return generate_latest(self.registry) + generate_latest(engines)
@@ -73,14 +108,26 @@ class _Labelled:
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for replica_id, page in self._pages.items():
+        for label, page in self._pages.items():
             for family in _ours_excluded(text_string_to_metric_families(page)):
                 joined = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
-                    joined.samples.append(sample._replace(labels={**sample.labels, "replica": replica_id}))
+                    joined.samples.append(sample._replace(labels={**sample.labels, "replica": label}))
         yield from families.values()
 
 
 def _ours_excluded(families: Iterable[Metric]) -> Iterator[Metric]:
-    """Process and interpreter families say nothing of an engine and would clash with a scraper's own."""
-    return (family for family in families if not family.name.startswith(("process_", "python_")))
+    """Drop process and interpreter families, which would clash with our own, and times of creation."""
+    return (
+        family
+        for family in families
+        if not family.name.startswith(("process_", "python_")) and not family.name.endswith("_created")
+    )
+
+
+def package_version() -> str:
+    """Return the installed release; a source tree that was never installed has none."""
+    try:
+        return version("rollout-gateway")
+    except PackageNotFoundError:
+        return "unknown"

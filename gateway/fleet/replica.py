@@ -1,4 +1,4 @@
-"""One replica as the gateway sees it: what it holds and what it has in flight. Its state is changed by `fleet.py`."""
+"""One replica: what it holds and what it has in flight. `fleet.py` changes its state."""
 
 import asyncio
 import time
@@ -12,31 +12,35 @@ from engines.errors import EngineFailed, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.backoff import Backoff
+from gateway.fleet.brake import Brake
 from gateway.fleet.flight import Flight
 from gateway.fleet.routing import Rollout
 
 T = TypeVar("T")
 
-# Samples in flight per sequence an engine can run: enough in its own queue that it never waits for us, little enough
-# that the last rollouts of a batch go to whoever is free.
+# Samples in flight per sequence that an engine runs: its queue never runs dry, and the last rollouts of a batch
+# still go to a free replica.
 _OVERCOMMIT = 2
 _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT, ReplicaState.LOST)
 
 
 class Replica:
-    """One replica as the gateway sees it. `weight_version` is None where its weights are unknown.
+    """One replica. `weight_version` is None where its weights are unknown; a frozen replica always holds version 0.
 
-    A frozen one holds version 0, its checkpoint, for ever. `adapters` are those that its engine knows, by name; None
-    is one that may be there and is not to be used. `transport` is what its engine receives over, once that has said so.
-    `cuts_off` while an update has its engine end all that it has in flight. `is_stalled` while its tokens stand still.
+    `is_unproven` marks a version that the engine reported as it joined, and no record bears out. `adapters` are those
+    of its engine by name; None marks an adapter that may be there and must not be used. `transport` is its engine's
+    transfer backend, once known. `cuts_off` is True while an update ends all rollouts in flight.
+    `is_stalled` is True while its tokens stand still.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
         self.info = info
         self.engine = engine
         self.frozen = frozen
+        self.slot = 0
         self.state = ReplicaState.STARTING
         self.weight_version: int | None = None
+        self.is_unproven = False
         self.transport = ""
         self.adapters: dict[str, Adapter | None] = {}
         self.load_tokens = 0
@@ -56,12 +60,18 @@ class Replica:
         self._rollouts: dict[int, Rollout] = {}
         self._progress_at = time.monotonic()
         self._flights: WeakSet[Flight] = WeakSet()
+        self.brake = Brake(engine)
         self._steady = asyncio.Event()
         self._steady.set()
 
     @property
     def replica_id(self) -> str:
         return self.info.replica_id
+
+    @property
+    def label(self) -> str:
+        """Its group and its slot there: a name in metrics that a successor takes over."""
+        return f"{self.info.group}-{self.slot}"
 
     @property
     def max_samples(self) -> int:
@@ -94,7 +104,7 @@ class Replica:
 
     @contextmanager
     def carrying(self, rollout: Rollout) -> Iterator[None]:
-        """Counts a placed rollout out again at the end."""
+        """Releases a placed rollout's load at the end of the block."""
         try:
             yield
         finally:
@@ -114,22 +124,22 @@ class Replica:
         self.idle.clear()
 
     def take_off(self) -> Flight:
-        """A request is sent now: what becomes of the weights under it."""
+        """Starts the record of the weights that a request runs under, as it is sent."""
         flight = Flight(self.weight_version)
         self._flights.add(flight)
         return flight
 
     def hold(self, version: int, *, keeps_kv: bool) -> None:
-        """It has taken `version`; what is in flight goes on over the KV that it has, or has it made anew."""
+        """Takes `version`. Requests in flight go on over their KV, or it is computed again."""
         if version == self.weight_version:
-            return  # in a rolling update it took it before the commit
-        self.weight_version = version
+            return  # taken before the commit, in a rolling update
+        self.weight_version, self.is_unproven = version, False
         for flight in self._flights:
             flight.meet(version, keeps_kv=keeps_kv)
 
     async def unless_lost(self, call: Awaitable[T]) -> T:
-        """The call's result; `EngineUnreachable` as soon as the replica is given up, however long the call hangs."""
-        if self.state is ReplicaState.LOST:  # its connections are closed, and a call would break on that
+        """The call's result. Raises `EngineUnreachable` as soon as the replica is LOST, even if the call hangs."""
+        if self.state is ReplicaState.LOST:  # its connections are closed
             if isinstance(call, Coroutine):
                 call.close()
             raise EngineUnreachable(f"given up: {self.reason}", replica_id=self.replica_id)
@@ -143,32 +153,31 @@ class Replica:
             self._calls.pop(bound, None)
 
     async def vouched(self) -> None:
-        """Returns once no update is under way: until its end nobody knows what made the tokens in flight.
+        """Returns once no update overwrites it: until then the version of its tokens is unknown.
 
-        Raises `EngineFailed` where the update left weights of no known version: what they made is not delivered.
+        Raises `EngineFailed` where the update left no known version: those tokens are not delivered.
         """
         await self._steady.wait()
         if self.weight_version is None:
             raise EngineFailed(f"its tokens are of no known version: {self.reason}", replica_id=self.replica_id)
 
     def overwrite(self) -> None:
-        """One that is UPDATING holds no known version from here on: what ends on it meanwhile waits for the verdict."""
+        """Forgets the version: rollouts that end from here on wait for the verdict in `vouched`."""
         self.lose_version()
         self._steady.clear()
 
     def lose_version(self) -> None:
-        """Nobody knows from here on which weights it holds."""
-        self.weight_version = None
+        """Forgets the version: the weights are unknown."""
+        self.weight_version, self.is_unproven = None, False
 
     def drop_calls(self) -> None:
-        """End all calls in flight, as a loss does, but for the caller's own: what runs there is generated again
-        elsewhere."""
+        """Ends all calls in flight but the caller's own, as a loss does: rollouts are generated again elsewhere."""
         for call, task in self._calls.items():
             if task is not asyncio.current_task():
                 call.reschedule(asyncio.get_running_loop().time())
 
     def enter(self, state: ReplicaState, reason: str) -> None:
-        """Change state; `Fleet` calls this."""
+        """Changes the state, for `Fleet` alone."""
         if state is ReplicaState.SUSPECT:
             self._before_suspect, self._reason_before = self.state, self.reason
             self.suspect_since = time.monotonic()
@@ -176,7 +185,7 @@ class Replica:
             self.suspect_since = None
         self.state, self.reason = state, reason
         if state is ReplicaState.UPDATING:
-            # One that only leaves for an update knows what makes its last tokens, until `overwrite`.
+            # A replica that leaves for a rolling update knows its version until `overwrite`.
             if self.weight_version is None:
                 self._steady.clear()
         elif state is not ReplicaState.SUSPECT:

@@ -1,4 +1,4 @@
-"""One call on many replicas at once, each bounded, whose failure names its replica."""
+"""One call on many replicas at once: each bounded, each failure with its replica."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -19,19 +19,19 @@ _HEALTH_TIMEOUT_S = 10.0
 
 
 async def on_all(replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]], timeout_s: float) -> list[T]:
-    """The results on all of them, in their order. The first failure ends the wait for the others.
+    """The results in the order of the replicas. The first failure cancels the other calls.
 
     Raises `WeightUpdateFailed` or `DeadlineExceeded`.
     """
     if not replicas:
-        raise WeightUpdateFailed("no replica is there to take the call: see /health")
+        raise WeightUpdateFailed("there is no replica to call: see /health")
     return await _together(_on_one(replica, call, timeout_s) for replica in replicas)
 
 
 async def on_living(
     replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]], timeout_s: float
 ) -> tuple[Replica, ...]:
-    """Those of the replicas on which the call came through. One that dies under it is left out."""
+    """The replicas on which the call succeeded. A replica that dies under it is left out."""
 
     async def on_one(replica: Replica) -> Replica | None:
         try:
@@ -39,18 +39,18 @@ async def on_living(
         except WeightUpdateFailed as error:
             if not await _is_dead(replica):
                 raise
-            log.warning("the update goes on without a replica that died", error=str(error))
+            log.warning("the update goes on without a dead replica", error=str(error))
             return None
         return replica
 
     living = tuple(filter(None, await _together(on_one(replica) for replica in replicas)))
     if not living:
-        raise WeightUpdateFailed(f"every replica died under the call: {names(replicas)}")
+        raise WeightUpdateFailed(f"every replica died during the call: {names(replicas)}")
     return living
 
 
 async def try_on_all(replicas: Sequence[Replica], call: Callable[[Engine], Awaitable[None]]) -> None:
-    """Where one that cannot take part is found out by other means: by its probes, or by the canary."""
+    """Make the call and log failures: a probe or the canary finds a replica that failed."""
     results = await asyncio.gather(*(call(replica.engine) for replica in replicas), return_exceptions=True)
     for replica, result in zip(replicas, results, strict=True):
         if isinstance(result, Exception):
@@ -58,7 +58,7 @@ async def try_on_all(replicas: Sequence[Replica], call: Callable[[Engine], Await
 
 
 async def prepare_all(replicas: Sequence[Replica], path: str, version: int, timeout_s: float) -> None:
-    """Have the replicas bring a version near while they serve. One that cannot takes longer to load it."""
+    """Read a version ahead while replicas serve. A replica where that fails only takes longer to load it."""
 
     async def prepare(replica: Replica) -> None:
         try:
@@ -84,7 +84,7 @@ async def _on_one(replica: Replica, call: Callable[[Replica], Awaitable[T]], tim
 
 
 async def _is_dead(replica: Replica) -> bool:
-    """Whether a replica that failed has ended, or wedged, and has not just refused."""
+    """True where a replica that failed a call also fails its health check."""
     if replica.state is ReplicaState.LOST:
         return True
     try:
@@ -95,7 +95,7 @@ async def _is_dead(replica: Replica) -> bool:
 
 
 async def _together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of calls made at once. The first failure ends the others."""
+    """The results of calls made at once. The first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call) for call in calls]

@@ -53,7 +53,8 @@ class FleetRoutes:
         pages = await asyncio.gather(
             *(replica.engine.metrics(self._config.probe_timeout_s) for replica in replicas), return_exceptions=True
         )
-        found = {r.replica_id: page for r, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
+        found = {r.label: page for r, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
         queue_lengths = {model: self._scheduler.queue_length(model) for model in self._fleet.models.names}
         self._metrics.observe(self._fleet.replicas, queue_lengths)
+        self._metrics.observe_fleet(self._fleet.expected_by_group, self._fleet.losses, is_ready=self._fleet.is_ready)
         return web.Response(body=self._metrics.page(found), content_type="text/plain", charset="utf-8")

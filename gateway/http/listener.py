@@ -1,11 +1,13 @@
 """Runs the gateway server on a port and an event loop of its own, beside whatever hosts it."""
 
 import asyncio
-import resource
-import socket
+import errno
+import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -16,12 +18,17 @@ from aiohttp import web
 from engines.clients.connect import connect
 from engines.clients.external import external_engine
 from engines.engine import Engine, Json, Peer
+from engines.errors import ConfigError
+from engines.store.weight_store import is_kept
 from engines.types import EngineKind, ReplicaInfo
+from gateway.config.addresses import is_any, own_address, url_of
 from gateway.config.schema import LOOPBACK_HOSTS, Config, GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.http.access import store_key
+from gateway.http.descriptors import raise_limit
 from gateway.http.server import GatewayServer
+from gateway.weights.snapshots import AUTO, in_memory
 
 log = structlog.get_logger()
 
@@ -29,8 +36,7 @@ T = TypeVar("T")
 
 _START_TIMEOUT_S = 60.0
 _SHUTDOWN_TIMEOUT_S = 5.0
-_DESCRIPTORS, _DESCRIPTORS_NEEDED = 1 << 20, 16_384
-_ANY = ("0.0.0.0", "::", "")  # all addresses of the machine
+_STORE_FREE_WITHIN_S = 5.0
 
 
 class Listener:
@@ -107,7 +113,8 @@ class Listener:
 
     async def _serve(self) -> None:
         config, stopping = self._config, asyncio.Event()
-        raise_descriptor_limit()
+        raise_limit()
+        await _store_is_free(config)
         self._fleet = fleet = Fleet(
             config,
             discover=self._discover,
@@ -123,29 +130,35 @@ class Listener:
         )
         await runner.setup()
         try:
-            await web.TCPSite(runner, config.gateway.host, config.gateway.port, backlog=2048).start()
+            await _listen(runner, config.gateway)
             host, port = runner.addresses[0][:2]
-            self._started.set_result((asyncio.get_running_loop(), stopping, f"http://{host}:{port}"))
+            self._started.set_result((asyncio.get_running_loop(), stopping, url_of(host, port)))
             await stopping.wait()
         finally:
             await runner.cleanup()
 
 
-def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open files to the hard limit: each client and each request to an engine needs one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-        except (OSError, ValueError) as error:
-            log.warning("the limit of open files cannot be raised", soft=soft, hard=hard, error=str(error))
-    if soft != resource.RLIM_INFINITY and soft < _DESCRIPTORS_NEEDED:
-        log.warning(
-            "few open files are allowed: raise the hard limit (ulimit -Hn) above two for each rollout in flight",
-            limit=soft,
-        )
+async def _listen(runner: web.AppRunner, gateway: GatewayConfig) -> None:
+    try:
+        await web.TCPSite(runner, gateway.host, gateway.port, backlog=2048).start()
+    except OSError as error:
+        reason = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(
+            f"gateway.port = {gateway.port} on {gateway.host} cannot be bound: {reason}; choose another port, or 0"
+        ) from error
+
+
+async def _store_is_free(config: Config) -> None:
+    """Raise `ConfigError` where another gateway keeps our weight store. A gateway that has just ended gives it up."""
+    folder = in_memory(config.name) if config.weights.store == AUTO else Path(config.weights.store or os.devnull)
+    deadline = time.monotonic() + _STORE_FREE_WITHIN_S
+    while await asyncio.to_thread(is_kept, folder):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"another gateway on this machine keeps the weight store {folder}, and two never share one: set "
+                f"another `name` than {config.name!r}, or another folder in weights.store"
+            )
+        await asyncio.sleep(0.1)
 
 
 def engine_client(config: Config, info: ReplicaInfo) -> Engine:
@@ -174,12 +187,8 @@ def _as_reached_from(replica_url: str, gateway: GatewayConfig) -> str | None:
     """The gateway's URL for who listens at `replica_url`; None where it has none that is known beforehand."""
     if gateway.host in LOOPBACK_HOSTS or gateway.port == 0:
         return None
-    ours = gateway.host
-    if ours in _ANY:
-        # Of our addresses the one that leads there. A datagram socket that is connected sends nothing yet.
-        replica = urlsplit(replica_url)
-        family = socket.AF_INET6 if ":" in (replica.hostname or "") else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((replica.hostname, replica.port))
-            ours = probe.getsockname()[0]
-    return f"http://[{ours}]:{gateway.port}" if ":" in ours else f"http://{ours}:{gateway.port}"
+    replica = urlsplit(replica_url)
+    assert replica.hostname is not None
+    assert replica.port is not None
+    ours = own_address(replica.hostname, replica.port) if is_any(gateway.host) else gateway.host
+    return url_of(ours, gateway.port)

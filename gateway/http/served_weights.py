@@ -1,4 +1,4 @@
-"""What the policy consists of, for a trainer that wants to know before it sends: GET /v1/weights."""
+"""GET /v1/weights: the policy's tensors, for a trainer to check before it sends."""
 
 from engines.engine import Json
 from gateway.fleet.fleet import Fleet
@@ -8,9 +8,8 @@ from gateway.weights.updates.update_log import UpdateLog
 def served_weights(fleet: Fleet, updates: UpdateLog) -> Json:
     """Model, version, and each tensor under its checkpoint name, in the dtype and shape that engines hold it in.
 
-    `update` names the update that made the version: another has another name, also after a restart of ours, which knows
-    of none. `tensors` is null where no replica could read its checkpoint. `replicas` tell their engine, and UUIDs of
-    their GPUs.
+    `update` is the unique name of the update that made the version, null after a restart of the gateway. `tensors` is
+    null where no replica could read its checkpoint. `replicas` has engine, release and GPU UUIDs of each.
     """
     infos = [replica.info for replica in fleet.trained_alive]
     tensors = next((info.tensors for info in infos if info.tensors is not None), None)

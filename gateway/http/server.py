@@ -20,6 +20,7 @@ from gateway.fleet.metrics import Metrics
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.access import Access, Routes
 from gateway.http.adapter_routes import AdapterRoutes
+from gateway.http.dashboard import Dashboard
 from gateway.http.fleet_routes import FleetRoutes
 from gateway.http.middleware import Measurement, answer_errors
 from gateway.http.model_routes import ModelRoutes
@@ -43,7 +44,7 @@ class GatewayServer:
         self._fleet = fleet
         self._scheduler = scheduler = Scheduler(config.gateway, fleet, metrics)
         self._snapshots = Snapshots(config.weights, config.name, lambda: _checkpoint(config))
-        fleet.remembered = self._snapshots.held_by
+        fleet.noted = self._snapshots.noted
         self._weights = weights = WeightCoordinator(config.weights, fleet, scheduler, metrics, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)
         self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
@@ -55,6 +56,7 @@ class GatewayServer:
         chat = Chat(config.gateway, fleet, runner, tokens)
         sglang = SglangGenerate(completions, fleet)
         models = ModelRoutes(config.fleet, fleet, weights)
+        self._dashboard = dashboard = Dashboard(config.fleet, fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
             FleetRoutes(config.fleet, fleet, scheduler, metrics, self.status, self._tasks),
             models,
@@ -63,6 +65,7 @@ class GatewayServer:
             AdapterRoutes(self._adapters),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
             SglangRoutes(fleet, scheduler, weights, sglang, models.description),
+            dashboard,
         ]
         if config.gateway.trl_legacy:
             self._routes.append(TrlLegacyRoutes(fleet, weights, completions, chat))
@@ -88,10 +91,14 @@ class GatewayServer:
 
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
         await self._snapshots.open()
+        if self._snapshots.is_open:
+            self._fleet.events.keep_in(self._snapshots.folder)
+        self._fleet.events.add("gateway", "started")
         await self._fleet.look()
         self._tasks.start("watch fleet", self._fleet.run())
         self._tasks.start("watch update", self._weights.run())
         self._tasks.start("watch adapters", self._adapters.run())
+        self._tasks.start("watch load", self._dashboard.run())
         yield
         await self._tasks.stop()
         await self._snapshots.close()

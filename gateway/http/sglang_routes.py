@@ -4,15 +4,13 @@ The engines' own ports are on loopback, so the gateway lists itself as the one w
 replica. Calls for a single worker are refused with the alternative.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-import structlog
 from aiohttp import web
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, InvalidRequest, UnknownRoute, WeightUpdateError
+from engines.errors import InvalidRequest, UnknownRoute
 from engines.types import PauseMode
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.fleet.fleet import Fleet
@@ -21,16 +19,13 @@ from gateway.http.access import Access, Handler
 from gateway.http.json_body import read_object, reply
 from gateway.weights.coordinator import WeightCoordinator
 
-log = structlog.get_logger()
-
 _MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.KEEP}
 _ABORT_TIMEOUT_S = 30.0
-_RESUME_ATTEMPTS, _RESUME_AFTER_S = 120, 0.5
 
 _WORKERS = "replicas come from the configuration and join by themselves: rollout-gateway up, rollout-gateway scale"
 _GROUP = (
     "over a group weights come with /init_weight_transfer_engine, /start_weight_update, /update_weights and "
-    "/finish_weight_update, to all replicas at once (trainer_client.transports.sender does it)"
+    "/finish_weight_update, to all replicas at once (trainer_client.WeightSender does it)"
 )
 _SNAPSHOT = (
     "weights without a group come through the store with /v1/weight_updates (trainer_client.WeightSender does it)"
@@ -66,7 +61,6 @@ class SglangRoutes:
         self._weights = weights
         self._generate = generate
         self._model_info = model_info
-        self._resuming: asyncio.Task[None] | None = None
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_get("/workers", access.for_inference(self._workers))
@@ -131,29 +125,10 @@ class SglangRoutes:
 
     async def _abort_all(self, request: web.Request) -> web.Response:
         """Pause the engines, which ends their rollouts; then end the rollouts that wait for a replica."""
-        was_paused = self._weights.pauses.is_paused
-        try:
-            await self._weights.pauses.pause(PauseMode.ABORT, clear_cache=False)
+        async with self._weights.pauses.aborting_all():
             await self._scheduler.drained(_ABORT_TIMEOUT_S)
             self._generate.abort(lambda _, rollout: self._scheduler.waits(rollout))
-        finally:
-            if not was_paused:
-                # Shielded: a client that leaves must not leave the fleet paused.
-                self._resuming = asyncio.create_task(self._resume(), name="resume after abort_all")
-                await asyncio.shield(self._resuming)
         return web.Response()
-
-    async def _resume(self) -> None:
-        """End the pause of an `abort_all`, also if a replica dies under that."""
-        for _ in range(_RESUME_ATTEMPTS):
-            try:
-                await self._weights.pauses.resume()
-            except (WeightUpdateError, DeadlineExceeded) as error:
-                log.warning("the fleet is not resumed yet", error=str(error))
-                await asyncio.sleep(_RESUME_AFTER_S)
-            else:
-                return
-        log.error("the fleet stays paused after an abort_all: POST /resume when its replicas are back")
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
         if await self._weights.pauses.reset_prefix_cache():

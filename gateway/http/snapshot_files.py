@@ -60,8 +60,8 @@ class SnapshotFiles:
 
 
 async def _send_part(request: web.Request, path: Path) -> web.StreamResponse:
-    """The bytes of a file that the request's `Range` names, read in a thread, so that no token waits for the disk."""
-    # aiohttp's FileResponse leaves the file open where a client goes away as it is opened.
+    """Sends the bytes that `Range` names. Reads run in a thread: no token waits for the disk."""
+    # aiohttp's FileResponse leaks the file when a client disconnects while it is opened.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
@@ -83,14 +83,16 @@ async def _send_part(request: web.Request, path: Path) -> web.StreamResponse:
 
 
 def _span(request: web.Request, size: int) -> tuple[int, int, bool]:
-    """First byte, the one after the last, and whether a part was asked for."""
+    """First byte, end (exclusive), and True for a partial request."""
     try:
         asked = request.http_range
     except ValueError as error:
         raise InvalidRequest(f"Range: {error}", param="Range") from error
     begin, end, _ = asked.indices(size)
     if begin >= end and size:
-        raise InvalidRequest(f"Range {request.headers.get('Range')!r} is outside of {size} bytes", param="Range")
+        raise InvalidRequest(
+            f"Range {request.headers.get('Range')!r} is outside the file of {size} bytes", param="Range"
+        )
     return begin, end, asked != slice(None, None, 1)
 
 

@@ -1,4 +1,6 @@
-"""What is going on, as one JSON document: read by people, by `rollout-gateway status`, and by the control plane."""
+"""The status of the fleet as one JSON document, for people, `rollout-gateway status` and the control plane."""
+
+import time
 
 from engines.engine import Json
 from gateway.fleet.adapters import Adapter
@@ -11,6 +13,9 @@ from gateway.weights.snapshots import Snapshots
 
 def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator, snapshots: Snapshots) -> Json:
     """Seconds and counts; `weight_version` of a replica is null where its weights are unknown.
+
+    `pid` is the engine's own process; `replicas_missing` has a row for each expected replica that is not there;
+    `replicas_lost` counts by engine group since the gateway's start; `events` are the last hundred, oldest first.
 
     Updates, pauses and the gate concern the model `policy`, which is null where all models are frozen.
     """
@@ -31,7 +36,14 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
         "adapters": [_adapter_report(adapter, fleet) for adapter in fleet.adapters.loaded],
         "replicas_expected": fleet.expected,
         "replicas_refused": fleet.refused,
+        "replicas_lost": dict(fleet.losses),
         "replicas": [_replica_report(replica) for replica in fleet.replicas],
+        "replicas_missing": [
+            {"group": group, "reason": reason or "has not joined yet"}
+            for group, (number, reason) in fleet.missing.items()
+            for _ in range(number)
+        ],
+        "events": fleet.events.last,
     }
 
 
@@ -45,6 +57,7 @@ def _replica_report(replica: Replica) -> Json:
     info = replica.info
     return {
         "replica_id": info.replica_id,
+        "label": replica.label,
         "group": info.group,
         "state": replica.state,
         "reason": replica.reason,
@@ -56,9 +69,11 @@ def _replica_report(replica: Replica) -> Json:
         "model": info.model,
         "frozen": replica.frozen,
         "world_size": info.world_size,
+        "reload_reason": info.reload_reason,
         "gpu_ids": info.gpu_ids,
         "node": info.node,
         "url": info.url,
         "pid": info.pid,
+        "uptime_s": round(time.time() - info.started, 1) if info.started else None,
         "log_path": info.log_path,
     }

@@ -1,4 +1,4 @@
-"""The weight calls that a trainer makes, vLLM's and our own, and its pauses."""
+"""HTTP routes of weight updates, vLLM's and our own, and of pauses."""
 
 import contextlib
 import math
@@ -18,7 +18,7 @@ from gateway.weights.snapshots import Snapshots
 
 
 class WeightRoutes:
-    """Reads and answers; what is to be done is the coordinator's."""
+    """Decodes requests, calls the coordinator, encodes replies."""
 
     def __init__(self, config: WeightsConfig, fleet: Fleet, weights: WeightCoordinator, snapshots: Snapshots) -> None:
         self._config = config
@@ -65,7 +65,7 @@ class WeightRoutes:
         return reply({"message": "Weight update finished", "weight_version": version})
 
     async def _load(self, request: web.Request) -> web.Response:
-        """A version that a trainer has written into the store: `trainer_client.WeightSender` does it."""
+        """Loads a draft that `trainer_client.WeightSender` wrote into the store."""
         body = await read_object(request)
         if body.get("transport") != "store":
             raise InvalidRequest(
@@ -78,12 +78,12 @@ class WeightRoutes:
             raise InvalidRequest("snapshot must be the name of a draft's folder", param="snapshot")
         if version is not None and (type(version) is not int or version < 1):
             raise InvalidRequest(
-                f"version = {version!r} is no version: an integer from 1, or left out", param="version"
+                f"version = {version!r} is not a version: send an integer from 1, or leave it out", param="version"
             )
         rolling = body.get("rolling")
         if rolling is not None and type(rolling) is not bool:
             raise InvalidRequest(
-                f"rolling = {rolling!r} is neither true nor false; left out, it is as weights.rolling says",
+                f"rolling = {rolling!r} is neither true nor false; leave it out for weights.rolling",
                 param="rolling",
             )
         served = await self._weights.load(
@@ -92,7 +92,7 @@ class WeightRoutes:
         return reply({"weight_version": served})
 
     async def _abandon(self, request: web.Request) -> web.Response:
-        """A trainer that failed in the middle of its update says so, and nobody has to wait until it is missed."""
+        """Aborts the open update, for a trainer that failed in the middle of it."""
         reason = (await read_object(request, required=False)).get("reason")
         await self._weights.abandon(f"the trainer gave it up: {reason}" if reason else "the trainer gave it up")
         return reply({"weight_version": self._fleet.version})
@@ -104,7 +104,7 @@ class WeightRoutes:
         return reply(served_weights(self._fleet, self._weights.updates))
 
     async def _updates(self, request: web.Request) -> web.Response:
-        """Records of the last updates, newest first; one that runs stands before them."""
+        """Records of the running update and of the last ones, newest first."""
         running = [self._weights.update.report()] if self._weights.update else []
         return reply({"weight_updates": running + self._weights.updates.reports()})
 
@@ -113,8 +113,8 @@ class WeightRoutes:
         return reply({"token_ids": self._weights.canary_token_ids()})
 
     async def _store(self, request: web.Request) -> web.Response:
-        """Where a trainer writes drafts, for which model, and how they get to how many replicas. `base` is the version
-        that a draft may have changes of; None where that is not kept."""
+        """The folder for drafts, the model, and how versions reach the replicas. `base` is the version that a delta may
+        refer to; null where it is not kept."""
         await self._snapshots.removed()  # a trainer writes at once, and may need the room
         place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first, "base": await self._base()}
         return reply(place | {"rolling": self._config.rolling, "replicas": len(self._fleet.trained)})
@@ -155,7 +155,7 @@ def _section(body: Json, key: str) -> Json:
 
 
 def _in_flight(body: Json) -> InFlight | None:
-    """What becomes of rollouts in flight, where the trainer says so."""
+    """The trainer's choice for rollouts in flight, if any."""
     given = body.get("in_flight")
     if given is not None and given not in list(InFlight):
         raise InvalidRequest(f"in_flight = {given!r} is none of {', '.join(InFlight)}", param="in_flight")
@@ -163,7 +163,7 @@ def _in_flight(body: Json) -> InFlight | None:
 
 
 def _canary_logprobs(body: Json) -> list[float] | None:
-    """The trainer's own log-probs of the canary, where it sends them."""
+    """The trainer's own log-probs of the canary, if any."""
     given = body.get("canary_logprobs")
     if given is None:
         return None

@@ -1,7 +1,7 @@
-"""The canary: one fixed sequence of tokens that replicas score after an update, to tell which weights they hold.
+"""The canary: one fixed sequence of tokens that replicas score after an update, to find out which weights they hold.
 
-This file asks and remembers; what the log-probs mean is decided in `verdicts.py`. A label or a checksum says what an
-engine was told. Log-probs say what it computes with.
+This file asks and remembers; `verdicts.py` judges. A label or a checksum is what an engine reports; log-probs are what
+it computes.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ PATH = "/v1/completions"
 
 _SEED = 20260
 _FILLERS = 3
-# Ids that every vocabulary of a model worth serving has, where the checkpoint's own cannot be read.
+# Every vocabulary has these ids; used where the checkpoint cannot be read.
 _SMALL_VOCABULARY = 96
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
-# Of engines that differ in one of these, none says what the other's log-probs should be.
+# Engines that differ in one of these compute different log-probs, so they are not compared.
 _NUMERICS = (
     "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "enforce_eager",
     "extra",
@@ -38,7 +38,7 @@ _NUMERICS = (
 
 
 class Canary:
-    """Asks replicas for the canary's log-probs, and keeps each one's last accepted answer to compare the next with."""
+    """Asks replicas for the canary's log-probs, and keeps the last accepted answer of each for the next comparison."""
 
     def __init__(self, config: CanaryConfig, groups: Mapping[str, EngineConfig]) -> None:
         self._config = config
@@ -53,7 +53,7 @@ class Canary:
         return self._config.enabled
 
     def token_ids(self, replicas: Sequence[Replica]) -> list[int]:
-        """The sequence that all replicas score: always the same, and such that those first asked for can score it."""
+        """The sequence that all replicas score: chosen once, to fit the replicas of the first call."""
         if self._token_ids is None:
             self._token_ids = canary_token_ids([replica.info for replica in replicas], self._config.tokens)
         return self._token_ids
@@ -69,7 +69,7 @@ class Canary:
             )
 
     async def remember(self, replicas: Sequence[Replica]) -> None:
-        """Take the log-probs of the weights that these replicas hold now: the next update is compared with them."""
+        """Reads the log-probs before an update, for comparison after it."""
         unknown = [r for r in replicas if r.weight_version is not None and self._known(r) is None]
         readings = await self._ask_all(unknown, self.token_ids(replicas))
         for replica, reading in readings.items():
@@ -83,10 +83,10 @@ class Canary:
     async def check(
         self, replicas: Sequence[Replica], version: int, *, trainers: Sequence[float] | None = None, busy: bool = False
     ) -> dict[Replica, Finding]:
-        """What each replica's log-probs at `version` say of its weights; call `accept` where the update holds.
+        """Judges each replica's log-probs at `version`; call `accept` when the update is committed.
 
-        `trainers` are the trainer's own log-probs of `token_ids`, one less than there are tokens. `busy` where rollouts
-        run meanwhile: a replica that does not answer in time is then unverified and not failed.
+        `trainers` are the trainer's own log-probs of `token_ids`, without the first token. With `busy`, rollouts run at
+        the same time, and a replica that answers late is unverified instead of failed.
         """
         answers = await self._ask_all(replicas, self.token_ids(replicas), version)
         findings = {replica: answer for replica, answer in answers.items() if isinstance(answer, Finding)}
@@ -111,17 +111,17 @@ class Canary:
         return findings
 
     def accept(self) -> None:
-        """The update just checked holds: the next one is compared with its log-probs."""
+        """Keeps the log-probs of the last check: the update is committed."""
         self.accept_part()
         self._trainers = self._checked[1]
         self._checked = {}, None
 
     def accept_part(self) -> None:
-        """Replicas just checked serve already: those that take the same version after them are compared with them."""
+        """Keeps the log-probs of the last batch of a rolling update, for comparison with the next batch."""
         self._accepted.update(self._checked[0])
 
     async def admit(self, replica: Replica, version: int) -> Finding:
-        """What the log-probs of a replica say that was brought to `version` by itself, while its peers serve."""
+        """Judges a replica that was brought to `version` alone, while its peers serve."""
         answer = await self._ask(replica, self.token_ids([replica]), version, self._accepted_at(version, replica))
         if isinstance(answer, Finding):
             return answer
@@ -133,18 +133,18 @@ class Canary:
         return finding
 
     def _known(self, replica: Replica) -> Reading | None:
-        """The reading of the weights that a replica holds, if there is one."""
+        """The accepted reading of the weights that a replica holds, if there is one."""
         reading = self._accepted.get(replica)
         return reading if reading is not None and reading.version == replica.weight_version else None
 
     def _accepted_at(self, version: int, replica: Replica) -> list[Reading]:
-        """What was accepted at this version, of the replica itself and of its peers."""
+        """Accepted readings at this version, of the replica and of its peers."""
         own = self._accepted.get(replica)
         elsewhere = self._accepted_elsewhere([replica], version)
         return [*elsewhere, own] if own is not None and own.version == version else elsewhere
 
     def _accepted_elsewhere(self, peers: Sequence[Replica], version: int) -> list[Reading]:
-        """Earlier answers at this version of replicas that are not asked now: what one that comes back is held to."""
+        """Accepted readings at this version of replicas that are not being asked now."""
         kind = self._kind(peers[0])
         return [
             reading
@@ -159,13 +159,13 @@ class Canary:
         return list(kinds.values())
 
     def _kind(self, replica: Replica) -> tuple[object, ...]:
-        """Equal for replicas whose log-probs must be equal: same engine, version and shape."""
+        """A key that replicas of the same engine, release and shape share: their log-probs must be equal."""
         info, group = replica.info, self._groups.get(replica.info.group)
         numerics = [repr(getattr(group, name)) for name in _NUMERICS] if group else [info.group]
         return (info.kind, info.engine_version, info.world_size, *numerics)
 
     def _warn_of_strangers(self, peers: Sequence[Replica]) -> None:
-        """Replicas that hold the same version and differ before any update: other checkpoints, most likely."""
+        """Logs replicas of one version whose log-probs differ: most likely their checkpoints do."""
         known = [(replica, reading) for replica in peers if (reading := self._known(replica)) is not None]
         for replica, reading in known[1:]:
             first, other = known[0]
@@ -185,7 +185,7 @@ class Canary:
     async def _ask(
         self, replica: Replica, token_ids: list[int], version: int | None, known: Sequence[Reading] = ()
     ) -> Reading | Finding:
-        """A replica's reading, or the finding that there is none. `known` are accepted ones of this very version."""
+        """A replica's reading, or the finding that there is none. `known` are accepted readings of this version."""
         if not replica.info.speaks_vllm:
             return Finding(Result.UNVERIFIED, f"the server at {replica.info.url} gives no log-probs of a prompt")
         held = replica.weight_version if version is None else version
@@ -193,7 +193,7 @@ class Canary:
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 alone = await self._score(replica, token_ids)
-                # Nobody needs the noise of what is equal to the last bit, and whoever goes back serves the sooner.
+                # A reading equal to a known one needs no measure of noise, which saves a returning replica time.
                 same = next((reading for reading in known if reading.logprobs == alone), None)
                 noise = same.noise if same else distance(alone, await self._score_in_batch(replica, token_ids))
         except (EngineRefused, InvalidRequest) as error:
@@ -208,7 +208,7 @@ class Canary:
         return Reading(held or 0, alone, noise, time.monotonic() - began)
 
     async def _score_in_batch(self, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
-        """The same beside others: how much the log-probs move by nothing but that is the noise of this replica."""
+        """Scores the sequence in a batch: how far the log-probs move then is the replica's noise."""
         fillers = [token_ids[: len(token_ids) // (index + 2)] or token_ids for index in range(_FILLERS)]
         *_, scored = await asyncio.gather(*(self._score(replica, ids) for ids in (*fillers, token_ids)))
         return scored
@@ -231,10 +231,7 @@ class _NoLogprobs(Exception):
 
 
 def canary_token_ids(infos: Sequence[ReplicaInfo], tokens: int) -> list[int]:
-    """`tokens` seeded ids of the middle of the smallest vocabulary: special tokens stand at the ends.
-
-    Shorter where a replica's context is.
-    """
+    """Seeded ids from the middle of the smallest vocabulary, where no special tokens are; at most a context."""
     vocabulary = min(map(_vocabulary, infos), default=_SMALL_VOCABULARY)
     room = min((info.max_model_len - 1 for info in infos if info.max_model_len is not None), default=tokens)
     draw = random.Random(_SEED)
@@ -247,7 +244,7 @@ def _vocabulary(info: ReplicaInfo) -> int:
 
 
 def _logprobs(answer: Json, token_ids: list[int]) -> tuple[float, ...]:
-    """Log-probs of all tokens but the first, which nothing stands before."""
+    """Log-probs of all tokens but the first, which has no context."""
     told = answer["choices"][0].get("prompt_logprobs")
     if not isinstance(told, list) or len(told) != len(token_ids):
         raise _NoLogprobs(f"{len(token_ids)} tokens were asked for, prompt_logprobs is {str(told)[:80]}")

@@ -15,6 +15,7 @@ from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, Sto
 from engines.model_folder import model_folder
 from engines.types import EngineKind, ReplicaState
 from gateway.config.schema import WeightsConfig
+from gateway.fleet.brake import Holder
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
@@ -36,13 +37,11 @@ class CatchUp:
         fleet: Fleet,
         snapshots: Snapshots,
         canary: Canary,
-        is_paused: Callable[[], bool],
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._snapshots = snapshots
         self._canary = canary
-        self._is_paused = is_paused
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._ahead: set[Replica] = set()
         self._given_up: WeakKeyDictionary[Replica, int] = WeakKeyDictionary()
@@ -68,6 +67,7 @@ class CatchUp:
     def restore(self, replicas: Iterable[Replica], *, leaves_group: bool) -> None:
         """Take these, which an update has left in the middle, back to the fleet's version, and out of their group."""
         for replica in replicas:
+            replica.brake.join(Holder.CATCH_UP)  # frozen until the engine has ended the update
             self._start(replica, leaves_group=leaves_group)
 
     def take_back(self, replicas: Iterable[Replica], width: int) -> None:
@@ -108,6 +108,7 @@ class CatchUp:
 
     def _ended(self, replica: Replica) -> None:
         self._tasks.pop(replica, None)
+        replica.brake.let_go(Holder.CATCH_UP)
         self._look.set()
         if replica in self._ahead:
             self._ahead.remove(replica)
@@ -166,8 +167,8 @@ class CatchUp:
             await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
             load = replica.engine.load_snapshot(path, version, timeout_s)
             await bounded(replica.unless_lost(load), timeout_s, f"replica {replica.replica_id} did not load {path}")
-        # A paused engine answers nothing. It is asked with the next update.
-        if self._canary.is_enabled and not self._is_paused():
+        # A paused engine cannot answer; the next update reads its canary.
+        if self._canary.is_enabled and not replica.brake.holders:
             finding = await self._canary.admit(replica, version)
             log.info("canary", replica=replica.replica_id, version=version, **finding.report())
             if not finding.may_serve:
@@ -201,10 +202,9 @@ class CatchUp:
             calls.append(engine.abandon_weight_update)
         if leaves_group:
             calls.append(engine.close_weight_group)
-        if is_overwritten and replica.info.has("/resume") and not self._is_paused():
-            calls.append(engine.resume)  # the update had frozen it
         for call in calls:
             await self._try(replica, call)
+        replica.brake.let_go(Holder.CATCH_UP)
 
     async def _try(self, replica: Replica, call: Callable[[float], Awaitable[object]]) -> None:
         try:

@@ -1,12 +1,11 @@
-"""Weight updates as one event for the whole fleet: the calls of one trainer at a time, one update at a time.
+"""The weight coordinator: one trainer's call at a time, one update at a time, for the whole fleet.
 
-    flat_update.py    the trainer's group has all engines' workers, which receive by themselves
-    relay_update.py   the trainer's group has the relay, which receives for all, into the store
-    store_update.py   the trainer writes into the store itself; replicas load what lies there
-    update_machine.py what these have in common: OPEN -> RECEIVING -> VERIFYING -> COMMITTED | ABORTED
+    updates/flat_update.py   the trainer's group has all engines' workers, which receive the tensors
+    updates/relay_update.py  the trainer's group has the relay, which writes the tensors into the store
+    updates/store_update.py  the trainer writes into the store; replicas load the version from there
+    updates/machine.py       the state machine of all three
 
-Tensors never pass through this process: the trainer's transfer group joins the engines' workers to the trainer, or the
-relay, from which they go through the store.
+Tensors never pass through this process.
 """
 
 import asyncio
@@ -43,7 +42,7 @@ log = structlog.get_logger()
 
 
 class WeightCoordinator:
-    """Takes a trainer's calls to the way that its weights come, and never two at once."""
+    """Sends a trainer's calls to the kind of update that it uses, one call at a time."""
 
     def __init__(
         self, config: WeightsConfig, fleet: Fleet, scheduler: Scheduler, metrics: Metrics, snapshots: Snapshots
@@ -54,7 +53,7 @@ class WeightCoordinator:
         self._snapshots = snapshots
         self._canary = canary = Canary(config.canary, fleet.models.groups)
         self.pauses = pauses = Pauses(config, fleet, scheduler)
-        self._catch_up = catch_up = CatchUp(config, fleet, snapshots, canary, lambda: pauses.is_paused)
+        self._catch_up = catch_up = CatchUp(config, fleet, snapshots, canary)
         self._updates = UpdateLog(metrics)
         self._relay = Relay(config, _log_dir(fleet))
         parts = Parts(config, fleet, canary, pauses, snapshots, catch_up)
@@ -76,14 +75,14 @@ class WeightCoordinator:
         return self._updates
 
     async def world_size(self) -> int:
-        """Workers that a trainer's transfer group must make room for."""
+        """Number of workers in a trainer's transfer group, without the trainer."""
         await self._fleet.settled_within(self._config.control_timeout_s)
         if not await self._why_flat():
             return RELAY_WORLD_SIZE
         return sum(replica.info.world_size for replica in self._fleet.updatable())
 
     async def backend(self) -> str | None:
-        """What trainers send over, in the word of vLLM's weight transfer; None where the engines say it themselves."""
+        """The relay's backend, by vLLM's name; None for a group of engines, which report their own."""
         if self._fleet.models.all_frozen or await self._why_flat():
             return None
         return self._relay.backend
@@ -92,13 +91,13 @@ class WeightCoordinator:
         return {"mode": self._config.relay, **self._relay.report()}
 
     def canary_token_ids(self) -> list[int]:
-        """What a trainer scores with its new weights to have the engines' log-probs compared with its own."""
+        """The tokens that a trainer scores with its new weights, for comparison with the engines' log-probs."""
         members = [replica for replica in self._fleet.updatable() if replica.info.takes_weights]
         check_some_take_weights(members, self._fleet.updatable())
         return self._canary.token_ids(members)
 
     async def init(self, init_info: Json) -> None:
-        """Open a trainer's group. A trainer that starts anew thereby ends what the last one left."""
+        """Open a trainer's group. An update and a group that an earlier trainer left open end first."""
         async with self._exclusively("init_weight_transfer_engine"):
             await self._machine.abort("a trainer opened a new transfer group")
             await self._flat.close()
@@ -111,12 +110,12 @@ class WeightCoordinator:
                 await (self._flat if why else self._by_relay).init(init_info)
 
     async def start(self, in_flight: InFlight | None = None) -> None:
-        """Open the next version. `in_flight` is what becomes of rollouts in flight, as configured unless given."""
+        """Open the next version. `in_flight` overrides weights.in_flight."""
         async with self._exclusively("start_weight_update"):
             await self._way.start(in_flight)
 
     async def receive(self, update_info: Json) -> None:
-        """Have the trainer's group receive the tensors that it is about to send."""
+        """Receive the tensors that the trainer is about to send."""
         async with self._exclusively("update_weights"):
             await self._way.receive(update_info)
 
@@ -137,23 +136,23 @@ class WeightCoordinator:
         rolling: bool | None = None,
         in_flight: InFlight | None = None,
     ) -> int:
-        """Bring all replicas to the version that a trainer wrote into the store. Returns it once they serve it.
+        """Load the draft that a trainer wrote into the store on all replicas. Returns its version once they serve it.
 
-        Replicas of all kinds take it together, or one after the other with `rolling`, which is as `weights.rolling`
-        says unless given. `version` is the next one unless given.
+        `rolling` overrides weights.rolling: replicas load one after the other instead of together. `version` is the
+        next one unless given.
         """
         async with self._exclusively("v1/weight_updates"):
             return await self._by_store.load(snapshot, version, canary_logprobs, rolling=rolling, in_flight=in_flight)
 
     async def abandon(self, reason: str) -> None:
-        """End the open update, if any, and close its group: the trainer begins anew."""
+        """Abort the open update, if any, and close its group."""
         async with self._exclusively("v1/weight_updates"):
             if self._machine.update is not None:
                 await self._machine.abort(reason)
                 await self._flat.close()
 
     async def run(self) -> None:
-        """Abort an update whose trainer has gone silent, and bring back replicas that are behind, until cancelled."""
+        """Abort updates whose trainer is silent, and bring back replicas that are behind, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_update(), name="watch update")
@@ -163,7 +162,7 @@ class WeightCoordinator:
 
     @property
     def _way(self) -> FlatUpdate | RelayUpdate:
-        """How the tensors of the trainer's group come."""
+        """The kind of update that the trainer's group belongs to."""
         return self._by_relay if self._relay.is_open else self._flat
 
     async def _watch_update(self) -> None:
@@ -177,7 +176,7 @@ class WeightCoordinator:
                     await self._machine.abort(f"no word from the trainer for {self._config.idle_timeout_s:g} s")
 
     async def _why_flat(self) -> str:
-        """Why a trainer gets a group of all workers; empty where it gets one of itself and the relay."""
+        """The reason for a group of all workers; empty where the group is the trainer and the relay."""
         if self._config.relay != "auto":
             return "" if self._config.relay == "always" else "weights.relay is never"
         members = [replica for replica in self._fleet.updatable() if replica.info.takes_weights]
@@ -188,7 +187,7 @@ class WeightCoordinator:
             return "there is one replica"
         if not all(replica.info.loads_snapshots for replica in members):
             return "not every replica can load weights from a folder"
-        # In a mixed fleet trainers send as vLLM receives.
+        # In a mixed fleet trainers send over vLLM's backend.
         asked = next((replica for replica in members if replica.info.dialect is Dialect.VLLM), members[0])
         if (backend := await transport_of(asked, self._config.control_timeout_s)) != self._relay.backend:
             return f"engines receive over {backend}, the relay over {self._relay.backend} (weights.relay_device)"
@@ -199,7 +198,7 @@ class WeightCoordinator:
 
     @asynccontextmanager
     async def _exclusively(self, call: str) -> AsyncIterator[None]:
-        """Weight calls never overlap: a second trainer, or a replayed call, learns who is first instead of waiting."""
+        """Refuses a call while another runs: a second trainer, or a replayed call, gets an answer instead of a wait."""
         if self._busy_with:
             raise WeightUpdateConflict(f"/{call} while /{self._busy_with} is still running: wait for its answer")
         self._busy_with = call
@@ -212,6 +211,6 @@ class WeightCoordinator:
 
 
 def _log_dir(fleet: Fleet) -> str:
-    """Where the policy's engines have their logs."""
+    """The folder of the policy's engine logs."""
     groups = fleet.models.groups.values()
     return next((group.log_dir for group in groups if not group.frozen), next(iter(groups)).log_dir)

@@ -1,82 +1,84 @@
-"""Whether the policy's engines make tokens: a trainer pauses them, an update freezes them while it overwrites them."""
+"""Pauses the policy: a trainer stops generation, an update freezes engines while it overwrites them.
+
+New rollouts wait at the scheduler's gate. Each replica's brake knows its holders; a trainer and an update are two of
+them, and neither resumes an engine that the other holds.
+"""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from engines.errors import WeightUpdateConflict
 from engines.types import InFlight, PauseMode
 from gateway.config.schema import WeightsConfig
+from gateway.fleet.brake import Holder
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
-from gateway.fleet.replica_calls import names, on_all, on_living, try_on_all
+from gateway.fleet.replica_calls import names, on_all, on_living
 from gateway.fleet.scheduler import Scheduler
+from gateway.fleet.stopped import stop
 from gateway.weights.updates.record import WeightUpdate
-
-_UPDATE = "weight update"
-_PAUSE = "pause"
-_AGAIN_S = 0.2
-_GRACE_S = 5.0
 
 
 class Pauses:
-    """Stops the policy and lets it go on. What is frozen keeps its place; new rollouts wait at the gate."""
+    """Stops the policy and lets it go on. Frozen rollouts keep their place; new ones wait at the gate."""
 
     def __init__(self, config: WeightsConfig, fleet: Fleet, scheduler: Scheduler) -> None:
         self._config = config
         self._fleet = fleet
         self._scheduler = scheduler
-        self._paused: PauseMode | None = None
+        self._is_paused = False
         self._cleared = False
-        self._frozen: tuple[Replica, ...] = ()
 
     @property
     def is_paused(self) -> bool:
-        """Whether a trainer has paused it."""
-        return self._paused is not None
+        """True while a trainer pauses the policy."""
+        return self._is_paused
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stop the policy's generation everywhere; its new rollouts wait in the queue.
-
-        Refused as a whole where a replica that may have rollouts cannot be paused. One that is left behind by the
-        fleet's weights has none, and is not asked.
-        """
-        members = [replica for replica in self._fleet.updatable() if replica.can_serve or replica.info.has("/pause")]
-        for replica in members:
-            if not replica.info.has("/pause"):
-                raise WeightUpdateConflict(f"replica {replica.replica_id} ({replica.info.url}) has no /pause")
-        if self._fleet.rolling_to is not None:
-            raise WeightUpdateConflict(
-                f"/pause during the rolling update to version {self._fleet.rolling_to}, whose replicas have to answer: "
-                "wait for its end"
-            )
-        self._scheduler.close_gate(_PAUSE)
-        self._paused, self._cleared = mode, clear_cache
-        timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
-        await on_all(
-            members,
-            lambda replica: replica.engine.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s),
-            timeout_s,
-        )
+        """Pause for a trainer. Where a replica fails, nothing is paused that was not before."""
+        was_paused, was_cleared = self._is_paused, self._cleared
+        self._is_paused, self._cleared = True, clear_cache
+        try:
+            await self._stop(Holder.TRAINER, mode, clear_cache=clear_cache)
+        except BaseException:
+            self._is_paused, self._cleared = was_paused, was_cleared
+            if not was_paused:
+                self._let_go(Holder.TRAINER)
+            raise
 
     async def resume(self) -> None:
-        """End a trainer's pause."""
+        """End a trainer's pause. A replica that an update holds stays frozen until that lets go."""
+        self._able("/resume")
+        self._is_paused = False
+        held = [replica for replica in self._fleet.trained_alive if Holder.TRAINER in replica.brake.holders]
         timeout_s = self._config.control_timeout_s
-        await on_all(self._able("/resume"), lambda replica: replica.engine.resume(timeout_s), timeout_s)
-        self._paused = None
-        self._scheduler.open_gate(_PAUSE)
+        try:
+            if held:
+                await on_all(held, lambda replica: replica.brake.release(Holder.TRAINER, timeout_s), timeout_s)
+        finally:
+            self._let_go(Holder.TRAINER)
+
+    @asynccontextmanager
+    async def aborting_all(self) -> AsyncIterator[None]:
+        """Ends all rollouts of the policy with the tokens they have. New ones wait until the end of the block."""
+        try:
+            await self._stop(Holder.ABORT_ALL, PauseMode.ABORT, clear_cache=False)
+            yield
+        finally:
+            self._let_go(Holder.ABORT_ALL)
 
     async def reset_prefix_cache(self) -> bool:
-        """True when every replica of the policy that can forgot its prefixes.
+        """True when every replica of the policy that has the route forgot its prefixes.
 
-        Versions never share prefixes, so this only frees memory. A frozen model's prefixes stay as good as they are.
+        Versions never share prefixes, so this only frees memory. Prefixes of frozen models stay valid.
         """
         timeout_s, able = self._config.control_timeout_s, self._able("/reset_prefix_cache")
         return all(await on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s))
 
     def in_flight(self, members: Sequence[Replica], asked: InFlight | None) -> InFlight:
-        """What an update does to rollouts in flight: as asked, else as configured where all engines can be paused."""
+        """An update's mode for rollouts in flight: as asked, else as configured where all engines can be paused."""
         unable = next((replica for replica in members if not replica.info.has("/pause")), None)
         if unable is None or asked is InFlight.DRAIN:
             return asked or self._config.in_flight
@@ -88,99 +90,81 @@ class Pauses:
         return InFlight.DRAIN
 
     async def drain(self) -> None:
-        """Hold new rollouts back and wait for those in flight."""
-        self._scheduler.close_gate(_UPDATE)
+        """Close the gate and wait for the end of rollouts in flight."""
+        self._scheduler.close_gate(Holder.UPDATE)
         await self._scheduler.drained(self._config.drain_timeout_s)
 
     async def freeze(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
-        """From here on none of these replicas makes a token, until the update lets it."""
-        self._scheduler.close_gate(_UPDATE)
-        if self.is_paused:
-            update.keeps_kv = not self._cleared
+        """Stop these replicas for an update, until `thaw` or `end`. Under a trainer's pause its mode has decided about
+        rollouts in flight."""
+        self._scheduler.close_gate(Holder.UPDATE)
+        in_flight = update.in_flight
+        if self._is_paused:
+            update.keeps_kv, in_flight = not self._cleared, InFlight.KEEP
+        elif in_flight is InFlight.DRAIN:
             return
-        if update.in_flight is InFlight.DRAIN:
-            return
-        timeout_s, clears = self._config.control_timeout_s, update.in_flight is InFlight.RECOMPUTE
-        self._frozen, update.frozen_at = tuple(members), time.monotonic()
-
-        async def stop(replica: Replica) -> None:
-            if update.in_flight is InFlight.ABORT:
-                await cut_off(replica, timeout_s)
-            else:
-                await replica.engine.pause(PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s)
-
-        await on_living(members, stop, timeout_s)
+        else:
+            update.frozen_at = time.monotonic()
+        able = [replica for replica in members if replica.info.has("/pause")]
+        timeout_s = self._config.control_timeout_s
+        if able:
+            await on_living(
+                able,
+                lambda replica: stop(replica, by=Holder.UPDATE, in_flight=in_flight, timeout_s=timeout_s),
+                timeout_s,
+            )
 
     async def thaw(self, update: WeightUpdate) -> None:
-        """Have the engines go on, with the new weights. What they make is delivered once the update is committed."""
-        members, self._frozen = self._frozen, ()
-        if not members:
-            return
-        timeout_s = self._config.control_timeout_s
-        await on_living(members, lambda replica: replica.engine.resume(timeout_s), timeout_s)
+        """Let the engines go on with the new weights. Their tokens are delivered once the update is committed."""
+        members = [replica for replica in self._fleet.trained if Holder.UPDATE in replica.brake.holders]
+        if members:
+            timeout_s = self._config.control_timeout_s
+            await on_living(members, lambda replica: replica.brake.release(Holder.UPDATE, timeout_s), timeout_s)
         update.go_on()
 
     def end(self) -> None:
-        """The update is over: new rollouts are placed again."""
-        self._scheduler.open_gate(_UPDATE)
-
-    async def thaw_untouched(self) -> None:
-        """After an update that failed, have those go on where they were that it did not overwrite. Whoever is brought
-        back goes on when that has begun."""
-        untouched = [replica for replica in self._frozen if replica.weight_version is not None]
-        self._frozen = ()
-        await try_on_all(untouched, lambda engine: engine.resume(self._config.control_timeout_s))
+        """End all holds of the update and open the gate."""
+        self._let_go(Holder.UPDATE)
 
     @asynccontextmanager
     async def answering(self, members: Sequence[Replica]) -> AsyncIterator[None]:
-        """A paused engine answers nothing. So it goes on for the moment of a question, with its new weights.
+        """Has paused engines run during the block, as a paused engine answers no canary.
 
-        The gate stays closed, and what ends meanwhile is held back until the update is over (`Replica.vouched`).
+        The gate stays closed, and rollouts that end meanwhile wait for the verdict (`Replica.vouched`).
         """
-        if not self.is_paused:
+        async with AsyncExitStack() as stack:
+            lifts = (replica.brake.lifted(self._config.control_timeout_s) for replica in members)
+            await asyncio.gather(*(stack.enter_async_context(lift) for lift in lifts))
             yield
-            return
-        timeout_s = self._config.control_timeout_s
-        await try_on_all(members, lambda engine: engine.resume(timeout_s))
-        try:
-            yield
-        finally:
-            await try_on_all(
-                members, lambda engine: engine.pause(PauseMode.KEEP, clear_cache=False, timeout_s=timeout_s)
+
+    async def _stop(self, by: Holder, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Refused as a whole where a serving replica cannot be paused; a replica that is behind has no rollouts."""
+        members = [replica for replica in self._fleet.updatable() if replica.can_serve or replica.info.has("/pause")]
+        for replica in members:
+            if not replica.info.has("/pause"):
+                raise WeightUpdateConflict(f"replica {replica.replica_id} ({replica.info.url}) has no /pause")
+        if self._fleet.rolling_to is not None:
+            raise WeightUpdateConflict(
+                f"/pause during the rolling update to version {self._fleet.rolling_to}, whose replicas have to answer: "
+                "wait for its end"
             )
+        self._scheduler.close_gate(by)
+        timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
+        await on_all(
+            members,
+            lambda replica: replica.brake.stop(by, mode, clear_cache=clear_cache, timeout_s=timeout_s),
+            timeout_s,
+        )
+
+    def _let_go(self, by: Holder) -> None:
+        for replica in self._fleet.trained:
+            replica.brake.let_go(by)
+        self._scheduler.open_gate(by)
 
     def _able(self, route: str) -> list[Replica]:
-        """Those of the policy that serve `route`. Raises `WeightUpdateConflict` where some are there, but none does."""
+        """The replicas that serve `route`. Raises `WeightUpdateConflict` where there are replicas, and none does."""
         alive = self._fleet.updatable()
         able = [replica for replica in alive if replica.info.has(route)]
         if alive and not able:
             raise WeightUpdateConflict(f"no replica has {route}: {names(alive)}")
         return able
-
-
-async def cut_off(replica: Replica, timeout_s: float) -> None:
-    """Returns when nothing is in flight on the replica, whose engine is paused from then on; bounded by the caller.
-
-    A request that was on its way when the engine stopped waits there unread: it is ended with another call, or, where
-    the engine does not look at those either, left behind after some seconds and begun again elsewhere.
-    """
-    replica.cuts_off = True
-    try:
-        grace_ends = time.monotonic() + _GRACE_S
-        while True:
-            await replica.engine.pause(PauseMode.ABORT, clear_cache=False, timeout_s=timeout_s)
-            if await _is_idle(replica):
-                return
-            if time.monotonic() > grace_ends:
-                replica.drop_calls()
-    finally:
-        replica.cuts_off = False
-
-
-async def _is_idle(replica: Replica) -> bool:
-    try:
-        async with asyncio.timeout(_AGAIN_S):
-            await replica.idle.wait()
-    except TimeoutError:
-        return False
-    return True

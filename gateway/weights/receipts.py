@@ -1,4 +1,4 @@
-"""Did all replicas receive the same bytes? Digests of an update, compared before anybody commits."""
+"""Compares the digests of the bytes that replicas received, before any of them commits."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from engines.errors import WeightUpdateFailed
 from gateway.fleet.replica import Replica
 
 Digests = Mapping[str, str]
-"""A digest by tensor name, as `Engine.close_receipt` tells them; empty from an engine that cannot."""
+"""A digest by tensor name, from `Engine.close_receipt`; empty from an engine without digests."""
 
 
 def check_receipts(received: Mapping[Replica, Digests]) -> None:
-    """Raises `WeightUpdateFailed`, which names the replica that received other bytes than most, and the tensor.
+    """Raises `WeightUpdateFailed` with the replica that received other bytes than most, and the tensor.
 
-    Engines of different devices digest differently, so replicas are compared within one kind of digest.
+    Devices have different kinds of digest; replicas are compared within a kind.
     """
     by_kind: dict[str, dict[Replica, Digests]] = {}
     for replica, digests in received.items():
@@ -35,6 +35,6 @@ def _check_peers(received: Mapping[Replica, Digests]) -> None:
         names = " and ".join(f"{replica.replica_id} ({told[replica]})" for replica in odd)
         who = f"replica {names} received other bytes than its peers" if count > next_count else f"{names} differ"
         raise WeightUpdateFailed(
-            f"tensor {name!r} did not arrive alike: {who}; nobody serves this update, send it again",
+            f"tensor {name!r} arrived with different bytes: {who}; the update is not served, send it again",
             replica_id=odd[0].replica_id,
         )

@@ -1,7 +1,7 @@
-"""The relay as the gateway sees it: a process that receives a trainer's weights in the place of all replicas.
+"""The relay process: it receives a trainer's weights instead of the replicas, and writes them into the store.
 
-The trainer's group then has two members, itself and the relay, so that no death of a replica can touch it. How the
-relay receives is told in `engines/transfer/relay.py`; what becomes of it is decided in `relay_update.py`.
+The trainer's group has two members, the trainer and the relay, so a replica's death cannot break it. The process runs
+`engines/transfer/relay.py`; `updates/relay_update.py` decides what to do with the version it wrote.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ WORLD_SIZE = 1
 
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 5.0
-_STOP_GRACE_S = 0.5  # what it is in the middle of is worth nothing, and the trainer waits to be let go
+_STOP_GRACE_S = 0.5  # its unfinished work is lost anyway, and the trainer waits for the connection to end
 
 
 class Relay:
-    """One receiver process, started when a trainer opens a group and ended with the first call that fails.
+    """One receiver process, started when a trainer opens a group and ended by the first call that fails.
 
-    Methods are bounded by the configuration. They raise `InvalidRequest` where the trainer's call makes no sense, else
+    Methods are bounded by the configuration. They raise `InvalidRequest` where the trainer's call is wrong, else
     `WeightUpdateFailed` or `DeadlineExceeded`.
     """
 
@@ -52,16 +52,16 @@ class Relay:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was in a trainer's group when last heard of."""
+        """True while it is a member of a trainer's group."""
         return self._is_open
 
     @property
     def backend(self) -> str:
-        """What a trainer sends over, in the word of vLLM's weight transfer."""
+        """The backend that a trainer sends over, by vLLM's name."""
         return "nccl" if self._config.relay_device else "gloo"
 
     def report(self) -> Json:
-        """As `status` shows it; `pid` is null while no relay runs."""
+        """The relay's part of `status`; `pid` is null while no relay runs."""
         process = self._process
         running = process is not None and process.exit_code is None
         return {
@@ -72,7 +72,7 @@ class Relay:
         }
 
     async def open(self, init_info: Json) -> None:
-        """Join a trainer's group, in the place of any before."""
+        """Join a trainer's group and leave any earlier one."""
         self._is_open = False
         async with self._or_ended("join the trainer's group", self._config.init_timeout_s):
             client = self._client if self._runs else await self._start()
@@ -81,30 +81,30 @@ class Relay:
         self._is_open = True
 
     async def begin(self, draft: Path, model: str) -> None:
-        """Write what is received from now on into this folder of the weight store."""
-        # The trainer waits for a slow disk: what is not written would reach no replica.
+        """Write the tensors of the next calls into this folder of the weight store."""
+        # The trainer waits for a slow disk: a tensor that is not written would reach no replica.
         wait_s = self._config.transfer_timeout_s
         copy = ReceiptCopy(draft=str(draft), model=model, base="", names=(), wait_s=wait_s)
         async with self._or_ended("begin an update", self._config.control_timeout_s):
             await self._member().open_receipt(copy, self._config.control_timeout_s)
 
     async def receive(self, update_info: Json) -> None:
-        """Receive the tensors announced. Without `begin` they are thrown away, which lets a refused trainer go on."""
+        """Receive the announced tensors. Without `begin` they are discarded: a refused trainer does not block."""
         async with self._or_ended("receive the tensors", self._config.transfer_timeout_s):
             await self._member().update_weights(update_info, self._config.transfer_timeout_s)
 
     async def end(self) -> None:
-        """No more tensors come. Returns when the draft is whole, or says why it will not be."""
+        """Finish the draft. Returns when it is whole; raises where it cannot be."""
         async with self._or_ended("write the version down", self._config.load_timeout_s):
             await self._member().close_receipt(self._config.load_timeout_s)
 
     async def drop(self) -> None:
-        """Write no more: the draft is worth nothing."""
+        """Stop writing: the draft is to be removed."""
         async with self._or_ended("drop an update", self._config.control_timeout_s):
             await self._member().drop_receipt(self._config.control_timeout_s)
 
     async def close(self) -> None:
-        """End the process, which lets a trainer go that waits for it."""
+        """End the process, which ends the trainer's wait for it."""
         self._is_open = False
         client, self._client = self._client, None
         if client is not None:
@@ -117,16 +117,16 @@ class Relay:
         return self._client is not None and self._process is not None and self._process.exit_code is None
 
     def _member(self) -> VllmEngine:
-        """The client of a relay that is in a trainer's group."""
+        """The client of the running relay. Raises `EngineError` where it is in no group."""
         if self._client is None or not self._is_open or not self._runs:
             raise EngineError("it has ended")
         return self._client
 
     async def _start(self) -> VllmEngine:
-        """A new process, once it listens."""
+        """Starts a new process and returns when it listens."""
         await self.close()
         port, device = free_port(), self._config.relay_device
-        # Of the node's GPUs it sees the one that it uses; Ray shows an actor without GPUs none.
+        # The relay sees only its own GPU; Ray hides all GPUs from an actor that has none.
         env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": device.removeprefix("cuda:") if device else ""}
         argv = [
             sys.executable,
@@ -139,7 +139,7 @@ class Relay:
         ]
         log_path = self._log_dir / f"relay-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         self._process = process = EngineProcess(Command(argv, env), log_path, _STOP_GRACE_S)
-        # Its receiver over NCCL is vLLM's, whose words changed.
+        # Its NCCL receiver is vLLM's, whose messages differ between releases.
         version = _vllm_version() if device else ""
         self._client = client = VllmEngine("", f"http://127.0.0.1:{port}", version, has_tee=True)
         process.start()
@@ -155,7 +155,7 @@ class Relay:
 
     @asynccontextmanager
     async def _or_ended(self, what: str, timeout_s: float) -> AsyncIterator[None]:
-        """A process of which a call failed, or was called off, may be stuck in it, and the trainer too: it is ended."""
+        """Ends the process when a call fails or is cancelled: relay and trainer may be stuck in it."""
         try:
             yield
         except EngineRefused as error:

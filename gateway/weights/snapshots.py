@@ -20,7 +20,7 @@ from engines.engine import Json
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import complete, is_whole
 from engines.store.manifest import Manifest, check_bytes
-from engines.store.weight_store import WeightStore, remove_folder
+from engines.store.weight_store import Note, WeightStore, remove_folder
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.replica import Replica
 
@@ -83,6 +83,10 @@ class Snapshots:
     def versions(self) -> list[int]:
         """Those that can be loaded."""
         return self._store.versions if self._store else []
+
+    @property
+    def is_open(self) -> bool:
+        return self._store is not None
 
     @property
     def folder(self) -> Path:
@@ -182,43 +186,46 @@ class Snapshots:
             self._remove(await self._aside(self._store.withdraw, version))
 
     async def settle(self, served: int) -> None:
-        """Keep the last versions and tell those who wait for one."""
+        """Remove older versions and dead drafts, and call the listeners. The version is served whatever fails here."""
         if self._store is not None:
-            await self._aside(self._store.prune, served)
-            await self._aside(self._store.sweep)
+            try:
+                await self._aside(self._store.prune, served)
+                await self._aside(self._store.sweep)
+            except StoreFailed as error:
+                log.error("older versions and drafts are not removed", version=served, error=str(error))
         for listener in self._listeners:
             listener()
 
     async def note_holders(self, version: int, replicas: Iterable[Replica]) -> None:
-        """Note for a gateway that is started anew that these replicas hold the version."""
+        """Note that these replicas hold the version, for a restarted gateway: it is committed there."""
         replicas = list(replicas)
-        await self._note_held(version, replicas)
+        await self._note(version, replicas)
         if self._store is not None and self._store.has(version):
-            with contextlib.suppress(StoreFailed):  # it is of use after a restart of ours alone
+            with contextlib.suppress(StoreFailed):  # only a restarted gateway reads it
                 for replica in replicas:
                     await self._aside(self._store.note_holder, version, replica.info.incarnation)
 
     async def note_overwritten(self, replicas: Iterable[Replica]) -> None:
-        """Note that these replicas are about to hold no version: of engines that cannot say so themselves."""
-        await self._note_held(None, replicas)
+        """Note that these replicas are about to hold no version. Engines that report versions report this too."""
+        await self._note(None, [replica for replica in replicas if not replica.engine.tells_version])
 
-    async def held_by(self, incarnation: str) -> int | None:
-        """What an engine that cannot say it was noted to hold; 0, the checkpoint, where nothing was noted."""
+    async def noted(self, incarnation: str) -> Note | None:
+        """The record of an engine; None without a store. Version 0, the checkpoint, needs no note."""
         if self._store is None:
-            return 0
-        try:
-            return await self._aside(self._store.held_by, incarnation)
-        except StoreFailed as error:
-            log.error("nobody knows what an engine holds", engine=incarnation, error=str(error))
             return None
+        try:
+            return Note(await self._aside(self._store.held_by, incarnation))
+        except StoreFailed as error:
+            log.error("no record of an engine can be read", engine=incarnation, error=str(error))
+            return Note(None)
 
-    async def _note_held(self, version: int | None, replicas: Iterable[Replica]) -> None:
-        silent = [replica.info.incarnation for replica in replicas if not replica.engine.tells_version]
-        if silent and self._store is not None:
+    async def _note(self, version: int | None, replicas: Iterable[Replica]) -> None:
+        incarnations = [replica.info.incarnation for replica in replicas]
+        if incarnations and self._store is not None:
             try:
-                await self._aside(self._store.note_held, version, silent)
+                await self._aside(self._store.note_held, version, incarnations)
             except StoreFailed as error:
-                log.error("not noted what engines hold", engines=silent, version=version, error=str(error))
+                log.error("not noted: the version of engines", engines=incarnations, version=version, error=str(error))
 
     async def last_held_by(self, incarnation: str) -> int:
         """The last version that this engine was noted to hold, by us or by the gateway before us; 0 if none."""

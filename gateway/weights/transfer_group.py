@@ -18,7 +18,7 @@ _INIT_ROUTE = "/init_weight_transfer_engine"
 
 @dataclass(frozen=True, slots=True)
 class TransferGroup:
-    """The trainer (rank 0) and the workers of these replicas. Frozen: a member that dies breaks it."""
+    """The trainer (rank 0) and the workers of these replicas. Membership is fixed: a member's death breaks it."""
 
     members: tuple[Replica, ...]
     transport: str
@@ -31,22 +31,22 @@ class TransferGroup:
 
 
 async def transport_of(replica: Replica, timeout_s: float) -> str:
-    """What moves its tensors, in the word of the engine's weight transfer backend; it is asked until it has said so.
+    """The name of the engine's weight transfer backend, asked once and remembered.
 
-    Raises `EngineError` or `DeadlineExceeded` where it does not answer: a trainer that is told of another group than
-    the one it then finds could not join that.
+    Raises `EngineError` or `DeadlineExceeded` where the engine does not answer: a guess could give the trainer another
+    group than the one it then finds.
     """
     if not replica.transport:
         try:
             info = await replica.engine.ask("GET", "/server_info?config_format=json", None, timeout_s)
             replica.transport = str(info["vllm_config"]["weight_transfer_config"]["backend"])
         except (EngineRefused, KeyError, TypeError):
-            replica.transport = "unknown"  # a server that tells nothing of itself may still take weights
+            replica.transport = "unknown"  # a server without this route may still take weights
     return replica.transport
 
 
 def checkpoint_bytes(replica: Replica) -> int:
-    """0 where its checkpoint cannot be read."""
+    """Bytes of the replica's checkpoint; 0 where it could not be read."""
     tensors = replica.info.tensors or ()
     return num_bytes({"dtype_names": [one.dtype for one in tensors], "shapes": [one.shape for one in tensors]})
 
@@ -70,7 +70,7 @@ def check_capable(members: Sequence[Replica]) -> None:
 
 
 def check_one_protocol(members: Sequence[Replica]) -> None:
-    """vLLM's receivers open communicators of their own, SGLang's a process group of torch's: together both hang."""
+    """vLLM's receivers open their own communicators and SGLang's a process group of torch: in one group both hang."""
     sglang = [replica for replica in members if replica.info.dialect is Dialect.SGLANG]
     others = [replica for replica in members if replica not in sglang]
     if sglang and others:
@@ -82,7 +82,7 @@ def check_one_protocol(members: Sequence[Replica]) -> None:
 
 
 def check_reachable(members: Sequence[Replica], init_info: Json) -> None:
-    """An engine elsewhere would look for the trainer on its own machine, until the rendezvous runs out."""
+    """An engine on another machine would look for a loopback address on its own, until the rendezvous times out."""
     address = str(init_info.get("master_address"))
     away = next((replica for replica in members if not _is_loopback(urlsplit(replica.info.url).hostname or "")), None)
     if away is not None and _is_loopback(address):
@@ -101,7 +101,7 @@ def check_world_size(init_info: Json, workers: int, why: str) -> None:
 
 
 def rank_offsets(members: Sequence[Replica], init_info: Json) -> dict[Replica, int]:
-    """First rank of each replica's workers: the trainer's own offset, then one replica after the other."""
+    """First rank of each replica's workers, counted from the trainer's own offset."""
     workers = sum(replica.info.world_size for replica in members)
     if not members:
         raise WeightUpdateConflict("no replica is there to join a transfer group: see /health")
@@ -117,4 +117,4 @@ def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
-        return False  # a name, which leads somewhere
+        return False  # a host name

@@ -1,4 +1,4 @@
-"""What canary readings say of weights: a pure judgement over numbers. Asking for them is in `canary.py`.
+"""Judges canary readings, as pure functions over numbers; `canary.py` asks for them.
 
 A distance is the mean absolute difference of log-probs, in nats a token. Two kinds are measured: between a replica and
 its peers, which should be noise, and between a replica and itself before the update, which should be more than that.
@@ -17,20 +17,20 @@ from gateway.config.schema import WeightsConfig
 
 Key = TypeVar("Key")
 
-# Healthy replicas differ by about the noise, and two measurements of noise by a good part of it: three times as much is
-# still theirs. The previous version is told from the new one when half way to it leaves room for twice the noise.
+# Healthy replicas differ by about the noise, and measurements of noise vary, so three times the noise is tolerated. The
+# previous version is distinguishable when half the distance to it exceeds twice the noise.
 _NOISES = 3.0
 _TOLD_APART = 4.0
-# Engines compute log-probs in float32: where no noise shows, this much of it would.
+# Engines compute log-probs in float32, so this much noise is always assumed.
 _ROUNDING = 1e-5
 
 
 class Result(StrEnum):
-    """What is known of a replica's weights after a check."""
+    """The outcome of a check of a replica's weights."""
 
     VERIFIED = "verified"
-    UNCHANGED = "unchanged"  # equal to its peers, but the update moved nothing that could be told from noise
-    NO_PEER = "no peer"  # it moved, but there was none to compare it with
+    UNCHANGED = "unchanged"  # equal to its peers, but the update moved log-probs by no more than noise
+    NO_PEER = "no peer"  # it moved, but there was no peer to compare it with
     UNVERIFIED = "unverified"  # it cannot be asked
     FAILED = "failed"
     LOST = "lost"  # it is gone, whatever it held
@@ -38,7 +38,7 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One replica's canary: log-probs of all tokens but the first, asked alone, and how far they were in a batch."""
+    """One replica's canary: log-probs of all tokens but the first, and their distance in a batch (noise)."""
 
     version: int
     logprobs: tuple[float, ...]
@@ -48,7 +48,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found of one replica. Distances are None where there was nothing to measure them to."""
+    """The outcome of a check of one replica. A distance is None where there was nothing to compare with."""
 
     result: Result
     reason: str = ""
@@ -65,7 +65,7 @@ class Finding:
         return self.result not in (Result.FAILED, Result.LOST)
 
     def excused_if_late(self) -> "Finding":
-        """An engine full of rollouts may answer late and be healthy."""
+        """Turns a late answer into an unverified one: an engine full of rollouts may be late and healthy."""
         return replace(self, result=Result.UNVERIFIED) if self.is_late else self
 
     def report(self) -> Json:

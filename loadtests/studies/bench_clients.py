@@ -4,8 +4,8 @@
     python -m loadtests.fleet -c examples/sim.yaml -- \
         python -m loadtests.studies.bench_clients {url} --tokenizer /tmp/shape
 
-Prints a row per client; `--record docs/results/clients` keeps what README's table tells of them. Ends with 1 when a
-client failed, or got fewer answers than it sent prompts.
+Prints a row per client; `--record docs/results/clients` keeps what docs/compatibility.md shows of them. Ends with 1
+when a client failed, or got fewer answers than it sent prompts.
 """
 
 import argparse
@@ -185,7 +185,7 @@ def _of_guidellm(told: Any) -> dict[str, Any]:
 
 
 def record(folder: Path, client: Client, load: Load, against: str, completed: int) -> None:
-    """Keep what README's table of clients tells of this run."""
+    """Keep what docs/compatibility.md shows of this run."""
     run = ClientRun(
         client=client.program,
         version=_ask(client.python, f"from importlib.metadata import version; print(version({client.distribution!r}))"),
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sglang-python-path", default="", help="on CPU tests/sglang_cpu")
     parser.add_argument("--aiperf-python", help="Python of an environment that has aiperf")
     parser.add_argument("--guidellm-python", help="Python of an environment that has guidellm")
-    parser.add_argument("--record", type=Path, help="folder for README's table of clients")
+    parser.add_argument("--record", type=Path, help="folder of the table of clients in docs/compatibility.md")
     parser.add_argument("--against", default="4 simulated engines", help="what --record says the URL's engines are")
     args = parser.parse_args(argv)
     load = Load(

@@ -1,6 +1,6 @@
 """Which clients were seen running against the gateway: a JSON file each, written by bench clients and by tests.
 
-The files under docs/results/clients/ make the table in README.md: `python -m scripts.clients_table`.
+The files under docs/results/clients/ make the table in docs/compatibility.md: `python -m scripts.docs`.
 """
 
 import json

@@ -86,3 +86,23 @@ def test_tensors_that_vllm_holds_as_one_come_together(sent: list[str], missing: 
 @pytest.mark.parametrize("sent", [["self_attn.o_proj.weight"], ["input_layernorm.weight"], []])
 def test_tensors_of_their_own_may_come_alone(sent: list[str]) -> None:
     check_fused({f"{LAYER}.{name}" for name in sent}, FUSED)
+
+
+def test_an_update_of_many_experts_is_looked_at_once_for_each_tensor() -> None:
+    """Counted, not timed: this is looked at while generation stands still."""
+    looks = 0
+
+    class Counted(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    names = [f"layers.0.mlp.experts.{expert}.{part}_proj.weight" for expert in range(100) for part in ("gate", "down")]
+    tensors = tuple(TensorMeta(name=Counted(name), dtype="bfloat16", shape=(2,)) for name in names)
+    check_fused(set(names), Model(tensors))
+    assert looks <= 2 * len(names)

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 
 from examples.tiny_model import task, train
-from tests.examples.test_train_sort import assert_engines_hold, rise
 from tests.rigs.real_vllm import RealFleet, fleet
+from tests.rigs.sorting import assert_engines_hold, rise
 
 pytestmark = pytest.mark.vllm
 

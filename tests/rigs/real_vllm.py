@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
 import tempfile
 import time
 import urllib.error
@@ -24,6 +26,7 @@ from engines.sim.model import CHECKPOINT_VERSION
 from engines.types import EngineKind, PauseMode, ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
+from tests.rigs.forked_vllm import engine_process
 
 START_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 60.0
@@ -62,12 +65,52 @@ class RealFleet:
         assert events[-1] == b"[DONE]"
         return [json.loads(event) for event in events[:-1]]
 
+    def kill(self, index: int) -> None:
+        """kill -9 of the engine itself; its guard ends with it."""
+        os.kill(self.replicas[index].pid, signal.SIGKILL)
+
+    def until_serving(self, version: int | None = None) -> dict[str, Any]:
+        """The status, once every replica that was started serves, and serves `version` where that is given."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            status: dict[str, Any] = self.call("/status")[1]
+            found = [(one["state"], one["weight_version"]) for one in status["replicas"]]
+            wanted = [("SERVING", seen if version is None else version) for _, seen in found]
+            if found == wanted and len(found) == len(self.replicas):
+                return status
+            assert time.monotonic() < deadline, status
+            time.sleep(0.05)
+
 
 def tokens_made(real: RealFleet) -> float:
     """By all replicas, since they have started."""
+    return _metric(real, "generation_tokens_total")
+
+
+def until_generating(real: RealFleet, samples: int = 1, tokens: int = 20) -> None:
+    """Returns when so many samples run on the replicas, and these have made about so many tokens each since."""
+    _until(lambda: _metric(real, "num_requests_running") >= samples)
+    wanted = tokens_made(real) + samples * tokens
+    _until(lambda: tokens_made(real) >= wanted)
+
+
+def _metric(real: RealFleet, name: str) -> float:
+    """The sum over all replicas."""
     texts = [replace(real, url=replica.url).text("/metrics")[1] for replica in real.replicas]
-    found = [re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.M) for text in texts]
+    found = [re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", text, re.M) for text in texts]
     return sum(float(one[1]) for one in found if one)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + REQUEST_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {REQUEST_TIMEOUT_S:g} s"
+        time.sleep(0.01)
+
+
+def until_receiving(real: RealFleet) -> None:
+    """Returns when a weight update waits for its tensors."""
+    _until(lambda: (real.call("/status")[1]["weight_update"] or {}).get("phase") == "RECEIVING")
 
 
 @contextmanager
@@ -139,10 +182,7 @@ class KeptEngines:
         self._runner = runner = self._runner or asyncio.Runner()
         names = [_likeness(group, index) for index in range(group.num_replicas)]
         found = [self._idle.pop(name, None) for name in names]
-        servers = [
-            one[0] if one else EngineServer(group, replica_id=f"engine-{index}", group="engine", index=index)
-            for index, one in enumerate(found)
-        ]
+        servers = [one[0] if one else _engine_server("engine", group, index) for index, one in enumerate(found)]
         try:
             replicas = runner.run(_told(servers, found))
         except BaseException:
@@ -207,7 +247,11 @@ async def _is_as_new(server: EngineServer, info: ReplicaInfo) -> bool:
 def _server(name: str, group: EngineConfig, index: int) -> Server:
     if group.kind is EngineKind.EXTERNAL:
         return ExternalServer(group, replica_id=f"{name}-{index}", group=name)
-    return EngineServer(group, replica_id=f"{name}-{index}", group=name, index=index)
+    return _engine_server(name, group, index)
+
+
+def _engine_server(name: str, group: EngineConfig, index: int) -> EngineServer:
+    return EngineServer(group, replica_id=f"{name}-{index}", group=name, index=index, process=engine_process)
 
 
 async def _start_all(servers: Sequence[Server]) -> list[ReplicaInfo]:
@@ -238,9 +282,8 @@ def served(model: Path, log_dir: Path) -> Iterator[str]:
     """Serve `model` in float32 on one replica; gives its URL."""
     config = engine_config(model, log_dir)
     port = free_port()
-    process = EngineProcess(
-        engine_command(config, port=port, index=0), log_dir / f"vllm-{port}.log", stop_timeout_s=5.0
-    )
+    command = engine_command(config, port=port, index=0)
+    process = engine_process(command, log_dir / f"vllm-{port}.log", config.stop_timeout_s)
     process.start()
     try:
         url = f"http://127.0.0.1:{port}"

@@ -14,6 +14,7 @@ from engines.config import EngineConfig, SimConfig
 from engines.sim.adapters import SimAdapters
 from engines.sim.dialect import Limits
 from engines.sim.faults import Faults
+from engines.sim.scheduler import SimScheduler
 from engines.sim.server import SimServer
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 from gateway.config.schema import Config
@@ -73,6 +74,15 @@ class SimReplica:
         self.info = replace(self.info, url=f"http://127.0.0.1:{self._runner.addresses[0][1]}")
         return self
 
+    @property
+    def is_paused(self) -> bool:
+        """True while its engine is paused, in any mode."""
+        return self._server.scheduler.paused is not None
+
+    def label(self, version: int) -> None:
+        """Has it report this version, as after an update whose gateway died before the verdict."""
+        self._server.scheduler.hold_version(str(version))
+
     def inject(self, **faults: Any) -> None:
         """From now on it has these faults (`engines.sim.faults.Faults`), and no others."""
         self._server.injector.faults = Faults(**faults)
@@ -80,7 +90,7 @@ class SimReplica:
     @property
     def generated_tokens(self) -> int:
         """Tokens that it has made so far."""
-        return self._server._scheduler.generated_tokens
+        return self._server.scheduler.generated_tokens
 
     def damage(self, tensor: str) -> None:
         """From now on this tensor arrives with a wrong byte."""
@@ -92,9 +102,13 @@ class SimReplica:
         self._server.corrupt_loads = False
 
     def hurry(self) -> None:
-        """From now on its tokens take no time."""
-        scheduler = self._server._scheduler
-        scheduler._config = scheduler._config.model_copy(update={"decode_step_s": 0.0})
+        """From now on its tokens take no time. Ends a stall."""
+        self.scheduler.config = self.scheduler.config.model_copy(update={"decode_step_s": 0.0})
+        self.scheduler.go_on()
+
+    @property
+    def scheduler(self) -> SimScheduler:
+        return self._server.scheduler
 
     def refuse_adapters(self) -> None:
         """From now on it fails to load any LoRA adapter of more than rank 1, as a worker of vLLM's does: with 500."""
@@ -218,8 +232,8 @@ class Rig:
         status, reply = await self.post("/init_weight_transfer_engine", {"init_info": info})
         assert status == 200, reply
 
-    async def update(self, *, hurries: bool = False) -> None:
-        """One whole weight update, as TRL calls it. With `hurries` tokens take no time once it has begun."""
+    async def update(self) -> None:
+        """One whole weight update, as TRL calls it."""
         for path, body in (
             ("/start_weight_update", {}),
             ("/update_weights", {"update_info": self.tensors}),
@@ -228,8 +242,6 @@ class Rig:
         ):
             status, reply = await self.post(path, body)
             assert status == 200, (path, reply)
-            if hurries:
-                self.hurry()
 
     @property
     def tensors(self) -> Json:
@@ -246,15 +258,17 @@ class Rig:
             while await self.states() != states:
                 await asyncio.sleep(0.02)
 
-    async def begun(self, samples: int = 1) -> None:
-        """Returns when replicas have so many samples in flight, and time to make some of their tokens."""
+    async def begun(self, samples: int = 1, tokens: int = 6) -> None:
+        """Returns when so many samples have this many tokens each and get no more until `hurry`, so that what a test
+        does to them meets them in flight however long it takes. Stalls the engines."""
+        for replica in self.replicas:
+            replica.scheduler.stall(after=tokens)
         async with asyncio.timeout(20):
-            while sum(replica.load_samples for replica in self.fleet.replicas) < samples:
+            while sum(len(replica.scheduler.stalled) for replica in self.replicas) < samples:
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
 
     def hurry(self) -> None:
-        """From now on tokens take no time: what a test has met in flight need not be awaited at its pace."""
+        """From now on tokens take no time, and no engine stalls."""
         for replica in self.replicas:
             replica.hurry()
 

@@ -5,10 +5,12 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from engines.process.engine_server import free_port
 from gateway.cli import main as cli
 
 SCRIPT = Path(sys.executable).with_name("rollout-gateway")
@@ -34,6 +36,18 @@ class Shell:
             timeout=timeout_s,
             check=False,
         )
+
+
+@contextlib.contextmanager
+def clusterless(shell: Shell) -> Iterator[Shell]:
+    """The shell where no Ray runs yet. What its `up` started is gone afterwards."""
+    shell.environ["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{free_port()}"
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        shell.environ.pop(name, None)
+    try:
+        yield shell
+    finally:
+        shell.run("down")
 
 
 class NearShell(Shell):

@@ -5,6 +5,7 @@ The gateway and its engines have the project's environment, verl one of its own.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -37,6 +38,21 @@ class RealFleet:
     def ask(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=ASK_TIMEOUT_S) as response:
             return json.load(response)
+
+    def tokens_made(self) -> float:
+        """By the vLLM replicas, since they have started."""
+        made = 0.0
+        for replica in self.ask("/status")["replicas"]:
+            with urllib.request.urlopen(replica["url"] + "/metrics", timeout=ASK_TIMEOUT_S) as response:
+                found = re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", response.read().decode(), re.M)
+            made += float(found[1]) if found else 0.0
+        return made
+
+    def hold(self) -> None:
+        """Freeze the engines, with the rollouts that they have."""
+        request = urllib.request.Request(self.url + "/pause?mode=keep", b"{}", method="POST")
+        with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S):
+            pass
 
 
 def _settings(folder: Path) -> list[str]:

@@ -1,69 +1,40 @@
-"""The tables of keys: how they are read from verl, and that TRL's is the installed one's."""
+"""The tables of keys: verl's are those that its own Hydra composes, TRL's those of the installed class."""
 
 import ast
 import importlib.util
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway.tuning.doctor import known_keys
-from gateway.tuning.doctor.known_keys import trl_defaults, verl_keys
-from scripts.trainer_keys import verl_keys as read_verl_keys
+from gateway.tuning.doctor.files.hydra_override import parsed_override
+from gateway.tuning.doctor.known_keys import (
+    BASE,
+    Composition,
+    VerlKeys,
+    release_of,
+    trainer_names,
+    trl_defaults,
+    verl_keys,
+    verl_releases,
+)
 
-VERL = Path(__file__).parents[2] / ".venv-verl/lib/python3.11/site-packages/verl"
-
-_ROLLOUT = """
-class RolloutConfig:
-    _mutable_fields = {"n"}
-    n: int = 1
-    max_num_seqs: int = 1024
-    custom: dict = field(default_factory=dict)
-"""
-
-
-def test_keys_of_the_first_trainer_count_and_the_class_adds_what_no_yaml_has(tmp_path: Path) -> None:
-    configs = tmp_path / "trainer" / "config"
-    configs.mkdir(parents=True)
-    (tmp_path / "workers" / "config").mkdir(parents=True)
-    (tmp_path / "workers" / "config" / "rollout.py").write_text(_ROLLOUT, encoding="utf-8")
-    rollout = "actor_rollout_ref: {rollout: {n: 1, max_num_seqs: 256}}\n"
-    for name in ("", "_megatron", "_veomni", "_torchtitan"):
-        own = "actor: {strategy: fsdp}\n" if not name else f"actor: {{strategy: other, a{name}: {{}}}}\n"
-        (configs / f"_generated_ppo{name}_trainer.yaml").write_text(rollout + own, encoding="utf-8")
-    found = read_verl_keys(tmp_path)
-    assert found["keys"] == {
-        "actor_rollout_ref.rollout.n": 1,
-        "actor_rollout_ref.rollout.max_num_seqs": 256,
-        "actor.strategy": "fsdp",
-        "actor.a_megatron": {},
-        "actor.a_veomni": {},
-        "actor.a_torchtitan": {},
-    }
-    assert found["added"] == ["actor_rollout_ref.rollout.custom"]
-    assert found["rollout_config"] == {"n": 1, "max_num_seqs": 1024, "custom": None}
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-verl" / "bin" / "python"
+PACKAGES = ROOT / ".venv-verl" / "lib" / "python3.11" / "site-packages"
+R = "actor_rollout_ref.rollout."
 
 
-def test_keys_that_only_another_trainer_has_are_told_apart(tmp_path: Path) -> None:
-    configs, own = tmp_path / "trainer" / "config", tmp_path / "experimental" / "fully_async_policy" / "config"
-    for folder in (configs, own, tmp_path / "workers" / "config"):
-        folder.mkdir(parents=True)
-    (tmp_path / "workers" / "config" / "rollout.py").write_text(_ROLLOUT, encoding="utf-8")
-    for name in ("", "_megatron", "_veomni", "_torchtitan"):
-        (configs / f"_generated_ppo{name}_trainer.yaml").write_text("data: {seed: 1}\n", encoding="utf-8")
-    text = "hydra: {searchpath: []}\ndefaults: [ppo_trainer]\ndata: {seed: 2}\nrollout: {nnodes: 1}\n"
-    (own / "fully_async_ppo_trainer.yaml").write_text(text, encoding="utf-8")
-    (own / "fully_async_ppo_megatron_trainer.yaml").write_text("rollout: {nnodes: 2, n: 4}\n", encoding="utf-8")
-    assert read_verl_keys(tmp_path)["of_trainers"] == {
-        "fully_async": {"rollout.nnodes": 1, "rollout.n": 4},
-        "one_step_off": {},
-    }
-
-
-@pytest.mark.skipif(not VERL.exists(), reason="needs make setup-verl")
-def test_the_table_is_that_of_the_installed_verl() -> None:
-    table = json.loads((Path(known_keys.__file__).parent / "known" / "verl-0.9.1.json").read_text(encoding="utf-8"))
-    assert read_verl_keys(VERL) == table, "python -m scripts.trainer_keys verl"
+@pytest.mark.skipif(not PYTHON.exists(), reason="needs make setup-verl")
+def test_the_newest_table_is_that_of_the_installed_verl() -> None:
+    release = verl_releases()[-1]
+    command = [str(PYTHON), "scripts/trainer_keys.py", "verl", release, str(PACKAGES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, cwd=ROOT)
+    table = Path(known_keys.__file__).parent / "known" / f"verl-{release}.json"
+    assert json.loads(done.stdout) == json.loads(table.read_text(encoding="utf-8")), "scripts/trainer_keys.py verl"
 
 
 def test_the_table_has_every_field_of_the_installed_grpo_config() -> None:
@@ -79,32 +50,70 @@ def test_the_table_has_every_field_of_the_installed_grpo_config() -> None:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     ]
     assert len(fields) > 50
-    assert [name for name in fields if name not in trl_defaults()] == [], "python -m scripts.trainer_keys trl"
+    assert [name for name in fields if name not in trl_defaults()] == [], "python scripts/trainer_keys.py trl"
 
 
-def test_unknown_keys_of_verl_find_their_neighbours() -> None:
+def test_a_misspelt_key_finds_its_neighbour() -> None:
     keys = verl_keys()
-    assert not keys.knows("actor_rollout_ref.rollout.tensor_parallel_size")
-    assert keys.nearest("actor_rollout_ref.rollout.tensor_parallel_size").endswith(".tensor_model_parallel_size")
+    assert keys.nearest(R + "tensor_parallel_size") == R + "tensor_model_parallel_size"
     assert keys.nearest("actor_rollout_ref.actor.ppo_minibatch_size") == "actor_rollout_ref.actor.ppo_mini_batch_size"
     assert keys.nearest("critic.model.fsdp_config.param_offload") == "critic.fsdp.param_offload"
-    assert keys.nearest("actor_rollout_ref.rollout.update_weights_bucket_megabytes").endswith(
-        "checkpoint_engine.update_weights_bucket_megabytes"
-    )
     assert keys.nearest("colour.of.money") == ""
 
 
-def test_what_stands_below_a_free_section_is_known() -> None:
-    keys = verl_keys()
-    assert keys.knows("actor_rollout_ref.rollout.engine_kwargs.vllm.any_argument")
-    assert keys.knows("actor_rollout_ref.model.override_config.attn_implementation")
-    assert keys.knows("actor_rollout_ref.rollout.val_kwargs.temperature")
-    assert not keys.knows("data.max_prompt_len")
+@pytest.mark.parametrize("version", verl_releases())
+def test_no_key_is_suggested_that_does_not_exist(version: str) -> None:
+    """Each key without its last letter, each with a wrong section, and keys that other releases have."""
+    keys = verl_keys(BASE, version)
+    others = [key for other in verl_releases() for key in verl_keys(BASE, other).defaults]
+    asked = {key[:-1] for key in keys.defaults} | {f"critic.{key}" for key in keys.defaults} | set(others)
+    asked.add("critic.fsdp_config.grad_offload")
+    found = {key: keys.nearest(key) for key in sorted(asked)[::7] if not keys.has(key)}
+    assert [(key, near) for key, near in found.items() if near and not keys.has(near)] == []
+    assert keys.nearest("critic.fsdp_config.grad_offload") != "critic.fsdp.grad_offload"
 
 
-def test_what_keys_are_said_to_be_instead_exists() -> None:
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["a.x=2"], []),
+        (["a.y=2"], ["a.y=2"]),
+        (["+a.y=2", "a.y=3"], []),
+        (["+a.x=2"], ["+a.x=2"]),
+        (["+a.none=2"], []),
+        (["+free.any.key=2"], []),
+        (["free.any=2"], ["free.any=2"]),
+        (["++free.any=2", "++a.x=3"], []),
+        (["+a.list=[2]"], []),
+        (["~a.x"], []),
+        (["~a.none"], ["~a.none"]),
+        (["~b"], ["~b"]),
+        (["none.sub=1"], ["none.sub=1"]),
+    ],
+)
+def test_overrides_are_refused_where_hydra_refuses_them(words: list[str], refused: list[str]) -> None:
+    defaults: dict[str, Any] = {"a.x": 1, "a.none": None, "a.list": [1], "free": {}, "none": None}
+    composition = Composition(VerlKeys("0", "t", defaults))
+    parsed = [(word, parsed_override(word)) for word in words]
+    assert [word for word, one in parsed if one and composition.refusal(one)] == refused
+
+
+def test_releases_are_ordered_and_a_version_takes_the_newest_that_is_not_newer() -> None:
+    assert verl_releases() == ("0.4.1", "0.5.0", "0.6.1", "0.7.0", "0.8.0", "0.9.1")
+    asked = ("", "0.7", "0.6.9", "v0.7.0.post1", "0.1", "2.0")
+    assert [release_of(version) for version in asked] == ["0.9.1", "0.7.0", "0.6.1", "0.7.0", "0.4.1", "0.9.1"]
+
+
+def test_each_release_has_the_trainers_of_megatron_and_of_sft() -> None:
+    for version in verl_releases():
+        names = trainer_names(version)
+        assert "ppo_megatron_trainer" in names
+        assert any(name.startswith("sft_trainer") for name in names)
+        assert verl_keys("ppo_megatron_trainer", version).defaults["actor_rollout_ref.actor.strategy"] == "megatron"
+
+
+def test_new_names_of_keys_exist_in_some_release_and_their_old_names_do_not() -> None:
     from gateway.tuning.doctor.known_keys import _RENAMED
 
     keys = verl_keys()
-    assert [new for new in _RENAMED.values() if not keys.knows(new)] == []
-    assert [old for old in _RENAMED if keys.knows(old)] == []
+    assert [new for new in _RENAMED.values() if not keys.has(new)] == []

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_page_is_what_the_rules_make_it() -> None:
     written = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
-    assert written == page(), "python -m scripts.tuning_guide > docs/tuning.md"
+    assert written == page(), "python -m scripts.docs"
 
 
 def test_every_rule_is_on_it_once_and_says_why_and_from_where() -> None:

@@ -481,10 +481,10 @@ async def test_a_weight_call_without_an_answer_ends_in_time() -> None:
 
 
 async def test_a_replica_that_dies_costs_no_completion(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.02})
+    rig = await start_rig()
     async with RolloutClient(rig.url) as client:
         batch = client.generate(PROMPTS * 4, SamplingParams(n=2, max_tokens=40, ignore_eos=True))
-        await until_in_flight(rig, lambda samples: samples == 24)
+        await rig.begun(16)
         await rig.replicas[0].kill()
         rig.hurry()
         rollouts = await batch.gather()

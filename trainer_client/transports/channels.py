@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from engines.errors import ConfigError, WeightUpdateFailed
-from engines.transfer.gloo import NamedTensor, WeightGroup, send
+from engines.transfer.gloo import SENDER_RANK, NamedTensor, WeightGroup, send
 from engines.transfer.packed_streams import keep_streams
 
 _POLL_S = 0.005
@@ -36,23 +36,14 @@ class Channel(Protocol):
         """Leave. May be called twice."""
 
 
-class GlooChannel:
+class GlooChannel(WeightGroup):
     """Over TCP, from host memory: for engines without CUDA."""
 
     def __init__(self, address: str, port: int, world_size: int, timeout_s: float) -> None:
-        self._group = WeightGroup(address, port, 0, world_size, timeout_s)
-
-    def join(self) -> None:
-        self._group.join()
+        super().__init__(address, port, SENDER_RANK, world_size, timeout_s)
 
     def send(self, tensors: Iterator[NamedTensor]) -> None:
-        send(tensors, self._group)
-
-    def give_up(self, reason: str) -> None:
-        self._group.give_up(reason)
-
-    def close(self, reason: str = "closed the group") -> None:
-        self._group.close(reason)
+        send(tensors, self)
 
 
 class NcclChannel:

@@ -4,14 +4,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from verl.utils import normalize_token_ids
 from verl.workers.rollout.replica import TokenOutput
 
-from engines.errors import ConfigError, DeadlineExceeded
+from engines.errors import ConfigError
 from engines.types import PauseMode
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.verl.settings import Settings, check_gateway
-from trainer_client.verl.token_source import TokenSource, refuse_media
+from trainer_client.verl.token_source import TokenSource
 
 T = TypeVar("T")
 
@@ -47,26 +46,13 @@ class GatewayServer:
         *,
         prompt_ids: list[int],
         sampling_params: dict[str, Any],
-        image_data: list[Any] | None = None,
-        video_data: list[Any] | None = None,
-        audio_data: list[Any] | None = None,
-        **_: Any,
+        **others: Any,
     ) -> TokenOutput:
-        """One completion, or what an abort left of one: verl's client asks for the rest.
+        """Return one completion, or the part before an abort: verl's client asks for the rest.
 
         Raises the gateway's own error, and `DeadlineExceeded`.
         """
-        refuse_media(image_data=image_data, video_data=video_data, audio_data=audio_data)
-        prompt_ids = normalize_token_ids(prompt_ids)
-        budget = self._source.budget(len(prompt_ids), sampling_params)
-        try:
-            async with asyncio.timeout(self._settings.rollout_timeout_s):
-                part = await self._source.complete(request_id, prompt_ids, sampling_params, budget)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"request {request_id}: no completion within {self._settings.rollout_timeout_s:g} s"
-            ) from error
-        output = self._source.output([part])
+        output = await self._source.generate(request_id, prompt_ids, sampling_params, resumes=False, others=others)
         # verl's client that goes on after aborts reads this one step of a part: the oldest never flatters.
         output.extra_fields["global_steps"] = output.extra_fields["min_global_steps"]
         return output
@@ -95,19 +81,10 @@ class GatewayServer:
         if self._pauses:
             await asyncio.to_thread(self._control, BlockingRolloutClient.resume)
 
-    # The gateway's engines keep their memory, and know no profiler of verl's.
-
-    async def clear_kv_cache(self) -> None: ...
-
-    async def release_kv_cache(self) -> None: ...
-
-    async def resume_kv_cache(self) -> None: ...
-
-    async def wake_up(self) -> None: ...
-
-    async def sleep(self) -> None: ...
-
     async def start_profile(self, **_: Any) -> None:
         raise ConfigError("a gateway's engines are not profiled by verl: set global_profiler.steps=null")
 
-    async def stop_profile(self) -> None: ...
+    async def clear_kv_cache(self) -> None:
+        """Do nothing: the gateway's engines keep their memory, and are not profiled."""
+
+    release_kv_cache = resume_kv_cache = wake_up = sleep = stop_profile = clear_kv_cache

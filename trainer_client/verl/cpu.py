@@ -42,25 +42,25 @@ def _copy_saved_weights() -> None:
     fsdp_utils.fsdp2_sharded_save_to_cpu = saved
 
 
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Stand in for a call that a processor has no use for."""
+
+
 class _CpuModule(types.ModuleType):
     """Answers in the place of `torch.cuda`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 
+    empty_cache = ipc_collect = reset_peak_memory_stats = staticmethod(_do_nothing)
+
     def current_device(self) -> str:
         return "cpu"
-
-    def empty_cache(self) -> None: ...
-
-    def ipc_collect(self) -> None: ...
 
     def memory_allocated(self, *_: Any) -> int:
         return 0
 
     memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
-
-    def reset_peak_memory_stats(self, *_: Any) -> None: ...
 
     def mem_get_info(self, *_: Any) -> tuple[int, int]:
         return _MEMORY_BYTES, _MEMORY_BYTES
@@ -93,11 +93,13 @@ class CpuPlatform(PlatformBase):
     vendor_name = "cpu"
     device_module = _MODULE
 
-    def is_available(self) -> bool:
+    set_device = synchronize = set_allocator_settings = empty_cache = staticmethod(_do_nothing)
+    profiler_start = profiler_stop = cudart = staticmethod(_do_nothing)
+
+    def is_available(self, *_: Any, **__: Any) -> bool:
         return True
 
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        return True
+    is_platform_available = is_available
 
     def current_device(self) -> str:
         return "cpu"
@@ -105,19 +107,10 @@ class CpuPlatform(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None: ...
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -132,10 +125,6 @@ class CpuPlatform(PlatformBase):
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
 
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
     def ray_resource_name(self) -> str:
         return "GPU"
 
@@ -147,9 +136,6 @@ class CpuPlatform(PlatformBase):
 
     def is_ipc_supported(self) -> bool:
         return False
-
-    def cudart(self) -> None:
-        return None
 
     def rollout_env_vars(self) -> dict[str, str]:
         return {}

@@ -1,19 +1,23 @@
 """Completions of a gateway in verl's words: its sampling parameters, its token budget, its `TokenOutput`."""
 
+import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.utils import normalize_token_ids
 from verl.workers.rollout.replica import TokenOutput
 
-from engines.errors import EngineFailed, InvalidRequest
+from engines.errors import DeadlineExceeded, EngineFailed, InvalidRequest
 from trainer_client.client import RolloutClient
 from trainer_client.results import Completion
 from trainer_client.sampling import SamplingParams
 from trainer_client.verl.settings import Settings
 
 _REMEMBERED = 10_000
+_ABORTED_PAUSE_S = 0.5
+_MEDIA = ("image_data", "video_data", "audio_data")
 _STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
 """As verl's vLLM server names them."""
 _OWN_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "min_tokens", "seed", "stop", "stop_token_ids")
@@ -42,10 +46,41 @@ class TokenSource:
         if client is not None:
             await client.close()
 
-    async def complete(
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        resumes: bool,
+        others: Mapping[str, Any],
+    ) -> TokenOutput:
+        """Return one completion; `others` are the further arguments of verl's call.
+
+        A completion that an abort cut short is resumed from its tokens where `resumes` is set, else returned as it is.
+        Raises the gateway's own error, `InvalidRequest` for images, video and audio, and `DeadlineExceeded`.
+        """
+        _refuse_media(others)
+        tokens, parts = normalize_token_ids(prompt_ids), list[Completion]()
+        left = self._budget(len(tokens), sampling_params)
+        try:
+            async with asyncio.timeout(self._settings.rollout_timeout_s):
+                while True:
+                    part = await self._complete(request_id, tokens, sampling_params, left)
+                    parts.append(part)
+                    tokens, left = tokens + part.token_ids.tolist(), left - len(part.token_ids)
+                    if not resumes or part.finish_reason != "abort" or left <= 0:
+                        return self._output(parts)
+                    await asyncio.sleep(_ABORTED_PAUSE_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"request {request_id}: no whole completion within {self._settings.rollout_timeout_s:g} s; "
+                f"{len(parts)} parts were aborted"
+            ) from error
+
+    async def _complete(
         self, request_id: str, prompt_ids: list[int], sampling_params: Mapping[str, Any], max_tokens: int
     ) -> Completion:
-        """One completion, or the part of one that an abort left. Raises the gateway's own error."""
         if self._client is None:
             self._client = RolloutClient(self._settings.url, max_in_flight=self._settings.max_in_flight)
         batch = self._client.generate(
@@ -68,7 +103,7 @@ class TokenSource:
             self._sessions.popitem(last=False)
         return session
 
-    def budget(self, prompt_tokens: int, sampling_params: Mapping[str, Any]) -> int:
+    def _budget(self, prompt_tokens: int, sampling_params: Mapping[str, Any]) -> int:
         """Tokens that may be generated: what is asked for, else what verl's own servers take. At least 1."""
         asked = sampling_params.get("max_tokens") or sampling_params.get("max_new_tokens")
         if asked is None:
@@ -76,7 +111,7 @@ class TokenSource:
             asked = min(self._rollout.response_length, room)
         return max(1, min(int(asked), self._max_model_len - prompt_tokens))
 
-    def output(self, parts: Sequence[Completion]) -> TokenOutput:
+    def _output(self, parts: Sequence[Completion]) -> TokenOutput:
         """Parts of one completion as verl has it."""
         last = parts[-1]
         log_probs = None
@@ -103,10 +138,10 @@ class TokenSource:
         return min(versions) - self.version_of_step_0, max(versions) - self.version_of_step_0
 
 
-def refuse_media(**given: Any) -> None:
-    """Raises `InvalidRequest`, which names the argument, where one has anything."""
-    for name, value in given.items():
-        if value:
+def _refuse_media(given: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequest`, which names the argument, unless all media are empty."""
+    for name in _MEDIA:
+        if given.get(name):
             raise InvalidRequest(f"{name} was given, but the gateway takes token ids alone", param=name)
 
 

@@ -7,9 +7,11 @@ from typing import Any
 from engines.types import EngineKind
 from gateway.config.load import Setting
 from gateway.config.schema import Config
-from gateway.tuning.doctor.files.verl import VerlFile
+from gateway.tuning.doctor.files.trl import TrlFile
+from gateway.tuning.doctor.files.verl import VerlFile, VerlKind
 from gateway.tuning.doctor.known_keys import ROLLOUT
 from gateway.tuning.doctor.model_size import weight_gib
+from gateway.tuning.doctor.trainer_memory import is_offloaded, resident_gib
 from gateway.tuning.doctor.values import Values, as_number
 
 # Our lever, and the key of verl's rollout section.
@@ -38,6 +40,8 @@ _TRL_LEVERS = {
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "max_model_len": "vllm_max_model_length",
 }
+# Options of `trl vllm-serve` under another name than our lever.
+_SERVE_LEVERS = {"max_model_length": "max_model_len"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,10 @@ class EngineView:
     """The trainer's own weights and optimiser are on the same GPUs."""
     is_offloaded: bool = False
     """The trainer moves them to the host while the engine runs."""
+    resident_gib: float | None = None
+    """GiB of each GPU that the trainer keeps at the least while the engine runs; None where that is not known."""
     on_cpu: bool = False
+    """It runs on no CUDA GPU: on a CPU, or an accelerator that nothing here was measured on."""
     owner: str = "gateway"
     """gateway, verl or TRL: who starts it."""
 
@@ -111,24 +118,35 @@ def gateway_engines(config: Config, settings: Sequence[Setting]) -> Iterator[Eng
 def verl_engine(file: VerlFile) -> EngineView | None:
     """None where verl's rollouts run elsewhere, such as behind a gateway."""
     values = file.values
-    name = values.text(ROLLOUT + "name")
+    # RolloutConfig wants a name, and most of its levers mean the same in both engines.
+    name = values.text(ROLLOUT + "name") or ("vllm" if file.kind is VerlKind.ROLLOUT else "")
+    if file.kind is VerlKind.SFT:
+        return None
     if name not in (EngineKind.VLLM, EngineKind.SGLANG):
         return None
     settings = {lever: values.at(ROLLOUT + key) for lever, key in _VERL_LEVERS.items()}
     for key, lever in (("mem_fraction_static", "gpu_memory_utilization"), ("context_length", "max_model_len")):
         passed = values.at(f"{ROLLOUT}engine_kwargs.{name}.{key}")
         settings |= {lever: passed} if passed.value is not None else {}
-    offloads = [f"actor_rollout_ref.actor.fsdp_config.{one}_offload" for one in ("param", "optimizer")]
+    shares_gpu = file.has_trainer and _is_colocated(file)
     return EngineView(
         where="verl rollout",
         kind=EngineKind(name),
         settings=settings,
         model=values.text("actor_rollout_ref.model.path"),
         replicas=_verl_replicas(values) if file.has_trainer else None,
-        shares_gpu=file.has_trainer and values.at("actor_rollout_ref.hybrid_engine").value is not False,
-        is_offloaded=all(values.is_true(key) for key in offloads),
+        shares_gpu=shares_gpu,
+        is_offloaded=all(is_offloaded(values, name) for name in ("param", "optimizer")),
+        resident_gib=resident_gib(values) if shares_gpu else None,
+        on_cpu=values.text("trainer.device") not in ("", "cuda"),
         owner="verl",
     )
+
+
+def _is_colocated(file: VerlFile) -> bool:
+    """Whether engines run on the trainer's GPUs. Trainers that overlap both have GPUs for each."""
+    apart = any(name in file.keys.trainer for name in ("fully_async", "one_step_off"))
+    return not apart and file.values.at("actor_rollout_ref.hybrid_engine").value is not False
 
 
 def _verl_replicas(values: Values) -> int | None:
@@ -155,5 +173,21 @@ def trl_engine(values: Values, processes: int) -> EngineView | None:
         replicas=max(1, processes // (values.whole("vllm_tensor_parallel_size") or 1)),
         shares_gpu=True,
         is_offloaded=values.is_true("vllm_enable_sleep_mode"),
+        owner="TRL",
+    )
+
+
+def trl_server(file: TrlFile) -> EngineView | None:
+    """The engine that `trl vllm-serve` starts; None where a script has no such command."""
+    if not file.server:
+        return None
+    levers = {_SERVE_LEVERS.get(name, name): setting for name, setting in file.server.items()}
+    model = file.server.get("model")
+    return EngineView(
+        where="trl vllm-serve",
+        kind=EngineKind.VLLM,
+        settings=levers,
+        model=str(model.value) if model else "",
+        replicas=1,
         owner="TRL",
     )

@@ -49,6 +49,10 @@ class Finding:
     corrects: str
     """A common belief that does not hold here; "" where the rule knows none."""
     source: str
+    gain: float
+    """Share of a step that following it may save, roughly; it ranks."""
+    is_general: bool
+    """The advice holds for nearly every file."""
 
 
 def hurts(setting: Setting | None, message: str, suggestion: str, effect: str = "", *, corrects: bool = False) -> Found:

@@ -1,37 +1,34 @@
-"""What verl and TRL can be told, with their defaults: tables that scripts/trainer_keys.py made of two releases."""
+"""The keys of verl and TRL with their defaults: tables that scripts/trainer_keys.py made of several releases of verl
+and of one of TRL."""
 
 import difflib
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-VERL = "verl 0.9.1"
+from engines.errors import ConfigError
+from gateway.tuning.doctor.files.hydra_override import HydraOverride
+
 TRL = "TRL 1.16.0"
 ROLLOUT = "actor_rollout_ref.rollout."
+BASE = "ppo_trainer"
 
 _FOLDER = Path(__file__).parent / "known"
-# Sections whose keys are somebody else's: an engine's arguments, Ray's, those of verl's trainer behind a gateway.
-_FREE = (
-    "hydra.",
-    "ray_kwargs.ray_init.",
-    "trainer.v1.gateway.",
-    "actor_rollout_ref.actor.fsdp_config.mixed_precision.",
-    "actor_rollout_ref.rollout.custom.",
-    "actor_rollout_ref.rollout.server.",
-)
-# Where spelling alone would not find it.
+_RELEASE = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?.*")
+# New names that spelling alone does not find.
 _RENAMED = {
     "critic.model.fsdp_config": "critic.fsdp",
-    "actor_rollout_ref.rollout.update_weights_bucket_megabytes": (
-        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
-    ),
-    "actor_rollout_ref.rollout.tensor_parallel_size": "actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "actor_rollout_ref.rollout.max_prompt_length": "actor_rollout_ref.rollout.prompt_length",
-    "actor_rollout_ref.rollout.max_response_length": "actor_rollout_ref.rollout.response_length",
+    f"{ROLLOUT}update_weights_bucket_megabytes": f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes",
+    f"{ROLLOUT}tensor_parallel_size": f"{ROLLOUT}tensor_model_parallel_size",
+    f"{ROLLOUT}max_prompt_length": f"{ROLLOUT}prompt_length",
+    f"{ROLLOUT}max_response_length": f"{ROLLOUT}response_length",
     "trainer.profile_steps": "global_profiler.steps",
+    "reward_model": "reward.reward_model",
+    "custom_reward_function": "reward.custom_reward_function",
 }
 _TRL_GONE = {
     "max_prompt_length": "TRL no longer cuts prompts; filter them by length in the data set",
@@ -42,46 +39,135 @@ _TRL_GONE = {
 
 @dataclass(frozen=True, slots=True)
 class VerlKeys:
-    """`added` are keys that Hydra takes with a leading plus alone. `of_trainers` are those that only some trainers
-    have, by what these are called in a command."""
+    """The keys of one trainer of one release, as Hydra composes them, with their defaults. `is_complete` is False for a
+    trainer that the release does not have: its defaults are those of the base, and its own keys are unknown."""
 
-    defaults: dict[str, Any]
-    of_trainers: dict[str, dict[str, Any]]
-    added: frozenset[str]
-    rollout_config: dict[str, Any]
+    release: str
+    trainer: str
+    defaults: Mapping[str, Any]
+    is_complete: bool = True
 
-    def of(self, trainers: Iterable[str]) -> "VerlKeys":
-        """The keys that these trainers have too, or only one of them."""
-        own = {key: default for name in trainers for key, default in self.of_trainers[name].items()}
-        return replace(self, defaults=self.defaults | own, added=self.added - own.keys())
+    @property
+    def name(self) -> str:
+        return f"verl {self.release}"
 
-    def knows(self, key: str) -> bool:
-        if key in self.defaults or key in self.added or key.startswith(_FREE):
-            return True
+    def has(self, key: str) -> bool:
+        """Whether it is a key, or a section of keys."""
+        return key in self.defaults or self.is_section(key)
+
+    def is_section(self, key: str) -> bool:
+        return any(known.startswith(f"{key}.") for known in self.defaults)
+
+    def is_free(self, key: str) -> bool:
+        """Whether it stands below a dictionary that takes any key with a plus, such as an engine's own arguments."""
         parents = [key.rsplit(".", cut)[0] for cut in range(1, key.count(".") + 1)]
-        is_section = any(known.startswith(f"{key}.") for known in self.defaults)
-        return is_section or any(self.defaults.get(parent, 0) in ({}, None) for parent in parents)
+        return any(isinstance(self.defaults.get(parent, 0), (dict, type(None))) for parent in parents)
 
     def nearest(self, key: str) -> str:
-        """The key that was probably meant; "" where none is like it."""
+        """The key that was probably meant; "" where none is like it. It is always a key of this trainer."""
         for old, new in _RENAMED.items():
-            if key == old or key.startswith(f"{old}."):
+            if (key == old or key.startswith(f"{old}.")) and self.has(new + key.removeprefix(old)):
                 return new + key.removeprefix(old)
         section, _, name = key.rpartition(".")
         here = [known.rpartition(".")[2] for known in self.defaults if known.rpartition(".")[0] == section]
-        if close := difflib.get_close_matches(name, here, n=1):
-            return f"{section}.{close[0]}"
+        if close := difflib.get_close_matches(name, here, n=1, cutoff=0.75):
+            return f"{section}.{close[0]}" if section else close[0]
         same_name = [known for known in self.defaults if known.rpartition(".")[2] == name]
-        close = difflib.get_close_matches(key, same_name, n=1, cutoff=0.3) or difflib.get_close_matches(
-            key, self.defaults, n=1, cutoff=0.8
-        )
+        close = difflib.get_close_matches(key, same_name, n=1, cutoff=0.75)
         return close[0] if close else ""
 
 
+class Composition:
+    """What Hydra makes of overrides, one after the other."""
+
+    def __init__(self, keys: VerlKeys) -> None:
+        self._keys = keys
+        self._values: dict[str, Any] = dict(keys.defaults)
+
+    def refusal(self, override: HydraOverride) -> str:
+        """Why Hydra refuses an override, "" where it takes it. What it takes counts for the next."""
+        key, plus = override.key, override.plus
+        is_there = key in self._values or any(known.startswith(f"{key}.") for known in self._values)
+        reason = ""
+        if plus == "" and not is_there:
+            reason = "has no such key"
+        elif plus == "+" and self._stands(key) and not isinstance(override.value, (dict, list)):
+            reason = "has this key already, and takes it without a plus"
+        elif plus == "~" and not self._stands(key):
+            reason = "has no such key to leave out"
+        if not reason and plus != "~":
+            self._values[key] = override.value
+        return reason
+
+    def _stands(self, key: str) -> bool:
+        """Whether a value or a section is there; null is none."""
+        value = self._values.get(key)
+        if isinstance(value, str) and "oc.select" in value and value.rstrip("} ").endswith(("null", ",")):
+            return False  # an interpolation whose own default is null
+        return value is not None or any(known.startswith(f"{key}.") for known in self._values)
+
+
 @cache
-def verl_keys() -> VerlKeys:
-    table = json.loads((_FOLDER / "verl-0.9.1.json").read_text(encoding="utf-8"))
-    return VerlKeys(table["keys"], table["of_trainers"], frozenset(table["added"]), table["rollout_config"])
+def verl_releases() -> tuple[str, ...]:
+    """Releases that have a table, the oldest first."""
+    names = (path.stem.removeprefix("verl-") for path in _FOLDER.glob("verl-*.json"))
+    return tuple(sorted(names, key=_numbers))
+
+
+def release_of(version: str) -> str:
+    """The release whose table serves for a version: the newest that is not newer, else the oldest. Without a version
+    the newest. Raises `ConfigError` on what is no version."""
+    releases = verl_releases()
+    if not version:
+        return releases[-1]
+    if not _RELEASE.fullmatch(version):
+        raise ConfigError(f"argument --verl-version: {version!r}: expected a release such as {releases[-1]}")
+    return next((one for one in reversed(releases) if _numbers(one) <= _numbers(version)), releases[0])
+
+
+@cache
+def verl_keys(trainer: str = BASE, version: str = "") -> VerlKeys:
+    """The keys of a trainer by the name of its configuration, such as ppo_megatron_trainer, with the choices of groups
+    behind it. Those of an unknown trainer are the base's."""
+    table = _table(release_of(version))
+    if trainer == BASE:
+        return VerlKeys(table["release"], trainer, table["base"])
+    other = table["others"].get(trainer)
+    if other is None:
+        return VerlKeys(table["release"], trainer, table["base"], is_complete=False)
+    without = tuple(f"{section}." for section in other["without"])
+    kept = {key: value for key, value in table["base"].items() if not f"{key}.".startswith(without)}
+    return VerlKeys(table["release"], trainer, kept | other["keys"])
+
+
+@cache
+def trainer_names(version: str = "") -> tuple[str, ...]:
+    """The trainers of a release, the base first."""
+    return (BASE, *_table(release_of(version))["others"])
+
+
+def trainer_of_module(module: str, version: str = "") -> str:
+    """The configuration that a Python module takes of its own accord; "" for a module that verl does not have."""
+    found: str = _table(release_of(version))["modules"].get(module, "")
+    return found
+
+
+@cache
+def rollout_config() -> dict[str, Any]:
+    """The defaults of RolloutConfig, which people build by themselves."""
+    found: dict[str, Any] = _table(verl_releases()[-1])["rollout_config"]
+    return found
+
+
+@cache
+def _table(release: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((_FOLDER / f"verl-{release}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = _RELEASE.fullmatch(version)
+    return tuple(int(number or 0) for number in found.groups()) if found else ()
 
 
 @cache
@@ -92,7 +178,7 @@ def trl_defaults() -> dict[str, Any]:
 
 
 def nearest_trl_field(name: str) -> str:
-    """What to write instead of a field that GRPOConfig does not have; "" where nothing is like it."""
+    """The field to write instead of a field that GRPOConfig does not have; "" where none is like it."""
     if name in _TRL_GONE:
         return _TRL_GONE[name]
     close = difflib.get_close_matches(name, trl_defaults(), n=1, cutoff=0.75)

@@ -1,4 +1,4 @@
-"""Findings as a table of at most 100 columns, or as plain lines where nobody looks at a terminal."""
+"""Findings as a table of at most 100 columns, or as plain lines where the output is no terminal."""
 
 import json
 from collections.abc import Sequence
@@ -24,13 +24,21 @@ def counts(findings: Sequence[Finding]) -> dict[str, int]:
 
 
 def print_findings(console: Console, findings: Sequence[Finding], *, with_fine: bool) -> None:
-    """Those that are fine are counted, and shown `with_fine` or where they correct a common belief."""
-    shown = [one for one in findings if with_fine or one.severity is not Severity.FINE or one.corrects]
+    """Prints findings; fine ones are counted, and shown `with_fine` or where they correct a common belief. Advice that
+    holds for nearly every file takes one line."""
+    general = [] if with_fine else [one for one in findings if one.is_general]
+    named = [one for one in findings if one not in general]
+    shown = [one for one in named if with_fine or one.severity is not Severity.FINE or one.corrects]
     if console.is_terminal:
         _print_table(console, shown)
     else:
         for one in shown:
             console.print("\n".join(_lines(one)) + "\n", markup=False, highlight=False, soft_wrap=True)
+    if general:
+        keys = ", ".join(dict.fromkeys(f"{one.key}: {one.suggestion.partition(';')[0]}" for one in general))
+        console.print(
+            f"worth a try in most runs (--all says why): {keys}\n", markup=False, highlight=False, soft_wrap=True
+        )
     found = counts(findings)
     rest = "" if with_fine or not found["fine"] else " (--all shows them)"
     line = f"{found['hurts']} that hurt, {found['consider']} to consider, {found['fine']} fine{rest}"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from gateway.config.load import Setting
 from gateway.config.schema import Config
-from gateway.tuning.doctor.engine_view import EngineView, gateway_engines, trl_engine, verl_engine
+from gateway.tuning.doctor.engine_view import EngineView, gateway_engines, trl_engine, trl_server, verl_engine
 from gateway.tuning.doctor.files.trl import TrlFile, read_trl
-from gateway.tuning.doctor.files.verl import VerlFile, read_verl
+from gateway.tuning.doctor.files.verl import VerlFile, VerlKind, read_verl
 from gateway.tuning.doctor.live import Live
 from gateway.tuning.doctor.workload import Workload, trl_workload, verl_workload
 
@@ -38,6 +38,7 @@ def subject_of(
     config: Config | None = None,
     settings: list[Setting] | None = None,
     verl: Path | None = None,
+    verl_version: str = "",
     trl: Path | None = None,
     trl_processes: int = 1,
     against: Path | None = None,
@@ -45,15 +46,17 @@ def subject_of(
     gpu_gib: float = 80.0,
 ) -> Subject:
     """Reads the files. Raises `ConfigError` where one cannot be read; of verl and TRL, verl tells the workload."""
-    verl_file = read_verl(verl) if verl else None
+    verl_file = read_verl(verl, verl_version) if verl else None
     trl_file = read_trl(trl) if trl else None
     found = [verl_engine(verl_file) if verl_file else None]
     found += [live.engine() if live else None]
-    found += [trl_engine(trl_file.values, trl_processes) if trl_file else None]
-    workload = Workload()
     if trl_file:
+        trl_processes = trl_file.processes or trl_processes
+        found += [trl_engine(trl_file.values, trl_processes), trl_server(trl_file)]
+    workload = Workload()
+    if trl_file and trl_file.has_trainer:
         workload = trl_workload(trl_file.values, trl_processes)
-    if verl_file:
+    if verl_file and verl_file.kind is not VerlKind.SFT:
         workload = verl_workload(verl_file)
     return Subject(
         engines=(*(gateway_engines(config, settings or []) if config else ()), *(one for one in found if one)),
@@ -62,7 +65,7 @@ def subject_of(
         verl=verl_file,
         trl=trl_file,
         trl_processes=trl_processes,
-        against=verl_workload(read_verl(against)) if against else None,
+        against=verl_workload(read_verl(against, verl_version)) if against else None,
         live=live,
         gpu_gib=gpu_gib,
     )

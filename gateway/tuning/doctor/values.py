@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
 from gateway.config.load import Setting
+from gateway.tuning.doctor.files.hydra_override import hydra_value
 
 _SELECT = re.compile(r"\$\{oc\.select:\s*([\w.]+)\s*(?:,\s*(.*))?\}", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
@@ -66,7 +65,7 @@ class Values:
                 return replace(self._at(target, hops - 1), key=self.shown(key))
             rest = select[2] or "null"
             if "${" not in rest:
-                return replace(found, value=yaml.safe_load(rest))
+                return replace(found, value=hydra_value(rest))
             other = Values(self.title, {**self._given, key: replace(found, value=rest)}, self._defaults, self._prefix)
             return other._at(key, hops - 1)
         if reference := _REFERENCE.fullmatch(found.value):

@@ -116,10 +116,10 @@ class FlatUpdate:
             await self._parts.pauses.thaw(update)
         async with self._machine.step(update, "canary"):
             findings = await self._machine.verify(update, group.members, canary_logprobs)
-        if update.draft is not None:
-            # Before a replica that failed is brought back, whose copy may be the one.
-            await try_on_all(group.members, lambda engine: engine.keep_receipt(timeout_s))
-        self._machine.commit(update, group.members, findings)
+            if update.draft is not None:
+                # Before the commit: a replica that failed may have the copy, and is brought back then.
+                await try_on_all(group.members, lambda engine: engine.keep_receipt(timeout_s))
+        await self._machine.commit(update, group.members, findings)
         await self._keep(update, digests)
         return update.version
 
@@ -192,7 +192,6 @@ class FlatUpdate:
     async def _keep(self, update: WeightUpdate, digests: dict[str, str]) -> None:
         """Have the store keep the version just committed, or at least forget those that nobody needs."""
         holders = self._parts.fleet.holders(update.version)
-        await self._parts.snapshots.note_holders(update.version, holders)
         if update.draft is None:
             await self._parts.snapshots.settle(update.version)
             return

@@ -1,8 +1,12 @@
-"""The state machine of a weight update, whichever way its tensors come. Every step is bounded, and timed.
+"""The state machine of a weight update of any kind. Every step is bounded and timed.
 
-    OPEN -> RECEIVING -> VERIFYING -> COMMITTED | ABORTED
+    OPEN -> RECEIVING -> VERIFYING -> COMMITTED     all replicas at once
+       |        |            |
+       |        +------------+------> ABORTED
+       |                     |
+       +-> ROLLING ----------+------> COMMITTED     replica after replica; each loads and is verified in its turn
 
-The ways are `flat_update.py`, `relay_update.py` and `store_update.py`; whose turn it is says `weights.py`.
+`flat_update.py`, `relay_update.py` and `store_update.py` are the kinds; `coordinator.py` admits their calls.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -36,7 +40,7 @@ class UpdateMachine:
         return self._update
 
     def on_abort(self, clear_up: Callable[[], Awaitable[None]]) -> None:
-        """Call `clear_up` when an update is aborted, once replicas are being brought back."""
+        """Call `clear_up` after each abort, when replicas are being brought back."""
         self._on_abort.append(clear_up)
 
     def check_none_open(self) -> None:
@@ -47,33 +51,32 @@ class UpdateMachine:
             )
 
     def opened(self, call: str) -> WeightUpdate:
-        """The update in progress, which `call` is about."""
+        """The update in progress. Raises `WeightUpdateConflict` where there is none for `call`."""
         if self._update is None:
             raise WeightUpdateConflict(f"/{call} without an open update: call /start_weight_update first")
         return self._update
 
     def register(self, update: WeightUpdate) -> None:
-        """An update has been announced to us, and not to the fleet yet."""
+        """Take an update as the one in progress, before it is announced to the fleet."""
         self._update = update
 
     async def open(self, update: WeightUpdate) -> None:
-        """Announce the version; where rollouts in flight are to finish first, close the gate and wait for them."""
+        """Announce the version. With `drain`, close the gate and wait for rollouts in flight."""
         self._update = update
         self._parts.fleet.begin(update.version)
-        # A paused engine makes no tokens, so there is nothing to wait for: the trainer chose what becomes of rollouts
-        # in flight when it chose the mode of the pause.
+        # A paused engine makes no tokens, so a wait would not end; the pause decided about rollouts in flight.
         if update.in_flight is InFlight.DRAIN and not self._parts.pauses.is_paused:
             async with self.step(update, "drain"):
                 await self._parts.pauses.drain()
 
     def open_rolling(self, update: WeightUpdate) -> None:
-        """Announce a version that replicas take one after the other, while the gate stays open."""
+        """Announce a rolling update; the gate stays open."""
         self._update, update.phase = update, Phase.ROLLING
         self._parts.fleet.begin(update.version, rolling=True)
 
     @asynccontextmanager
     async def step(self, update: WeightUpdate, name: str, *, leaving: Sequence[Replica] = ()) -> AsyncIterator[None]:
-        """A step of the update, timed. Where it fails the update is aborted, and `leaving` leave their group."""
+        """Times a step. A failure aborts the update, and `leaving` leave their group."""
         try:
             with update.timed(name):
                 yield
@@ -82,7 +85,7 @@ class UpdateMachine:
             raise
 
     async def overwrite(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
-        """From here on engines are overwritten: none of them counts as holding any version until the commit."""
+        """Freeze the engines and forget their versions, until the commit."""
         await self._parts.catch_up.settled(self._parts.config.control_timeout_s)
         await self._parts.pauses.freeze(update, members)
         update.phase = Phase.RECEIVING
@@ -90,14 +93,14 @@ class UpdateMachine:
         await self._parts.snapshots.note_overwritten(members)
 
     async def remember_canary(self, members: Sequence[Replica]) -> None:
-        """What the canary says before the first update. A paused engine answers nothing, and is asked another time."""
+        """Read the canary before an update. A paused engine cannot answer, and is read another time."""
         if self._parts.canary.is_enabled and not self._parts.pauses.is_paused:
             await self._parts.canary.remember(members)
 
     async def verify(
         self, update: WeightUpdate, members: Sequence[Replica], canary_logprobs: Sequence[float] | None
     ) -> dict[Replica, Finding]:
-        """Canary findings of all members. Raises `WeightUpdateFailed` where too many fail for the policy."""
+        """The canary findings of all members. Raises `WeightUpdateFailed` where weights.must_pass ends the update."""
         if not self._parts.canary.is_enabled:
             return {}
         async with self._parts.pauses.answering(members):
@@ -118,29 +121,35 @@ class UpdateMachine:
             )
         return findings
 
-    def commit(self, update: WeightUpdate, members: Sequence[Replica], findings: dict[Replica, Finding]) -> None:
-        self._parts.canary.accept()
+    async def commit(self, update: WeightUpdate, members: Sequence[Replica], findings: dict[Replica, Finding]) -> None:
+        """Serve the version on the members that passed. It is noted first: a restarted gateway then serves it too."""
         fenced = {replica: finding.reason for replica, finding in findings.items() if not finding.may_serve}
+        try:
+            passed = [replica for replica in members if replica not in fenced]
+            await self._parts.snapshots.note_holders(update.version, passed)
+        except BaseException as error:
+            await self.abort(str(error) or type(error).__name__)
+            raise
+        self._parts.canary.accept()
         self._parts.fleet.commit(update.version, members, fenced, keeps_kv=update.keeps_kv)
         self._end(update, members, Phase.COMMITTED)
 
     async def abort(self, reason: str, *, leaving: Sequence[Replica] = ()) -> None:
-        """End the open update, if any. Replicas that were being overwritten hold no known version and do not serve
-        until they are back at the fleet's, which happens beside this; `leaving` also leave their transfer group."""
+        """End the open update, if any. Overwritten replicas are brought back to the fleet's version in the background;
+        `leaving` also leave their transfer group."""
         update = self._update
         if update is None:
             return
         fleet, catch_up = self._parts.fleet, self._parts.catch_up
         overwritten = fleet.abort(update.version, reason)
+        catch_up.restore(_living(leaving or overwritten), leaves_group=bool(leaving))
         update.go_on()
         ahead = [replica for replica in fleet.trained_alive if replica.weight_version == update.version]
         self._end(update, [*overwritten, *ahead], Phase.ABORTED, reason)
-        catch_up.restore(_living(leaving or overwritten), leaves_group=bool(leaving))
         if update.rolling:
             catch_up.take_back(ahead, self._parts.config.rolling_width)
         for clear_up in self._on_abort:
             await clear_up()
-        await self._parts.pauses.thaw_untouched()
         await self._parts.snapshots.discard(update.draft)
 
     def _end(self, update: WeightUpdate, members: Sequence[Replica], phase: Phase, error: str = "") -> None:

@@ -1,4 +1,4 @@
-"""One weight update: where it is, how long each of its steps took, what became of it on every replica."""
+"""The record of one weight update: its phase, the seconds of its steps, its outcome on each replica."""
 
 import re
 import time
@@ -15,11 +15,11 @@ from engines.types import InFlight
 
 
 class Phase(StrEnum):
-    """Where an update is."""
+    """The phases of an update; `machine.py` has their order."""
 
-    OPEN = "OPEN"  # the gate is closed, no engine touched yet
-    RECEIVING = "RECEIVING"  # tensors move; engines hold a mixture
-    ROLLING = "ROLLING"  # replicas take it one after the other, and serve meanwhile
+    OPEN = "OPEN"  # announced, and no engine touched yet; with `drain` the gate is closed
+    RECEIVING = "RECEIVING"  # tensors move; in a flat group engines hold a mixture
+    ROLLING = "ROLLING"  # replicas take it one after the other while the others serve
     VERIFYING = "VERIFYING"
     COMMITTED = "COMMITTED"
     ABORTED = "ABORTED"
@@ -29,11 +29,11 @@ class Phase(StrEnum):
 class WeightUpdate:
     """An update in progress, and its record afterwards.
 
-    `seconds` are by step (drain, abort, store, receipt, pause, begin, transfer, load, digests, commit, canary); what is
-    missing to the whole is the trainer's own time between its calls. Of a `rolling` one they are summed over replicas.
-    `frozen_at` is when it froze the engines, where it holds them still, and `stopped_s` for how long it held them.
-    `replicas` say by replica id what became of it there. `draft` is where its tensors are written for the weight store.
-    `keeps_kv` says that what is in flight goes on over KV of the version before.
+    `seconds` are by step (drain, abort, store, receipt, pause, begin, transfer, load, digests, commit, canary); the
+    rest of `age_s` is the trainer's time between its calls. A `rolling` update sums them over replicas. `frozen_at` is
+    set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its outcome by replica id.
+    `draft` is the folder that its tensors are written to for the weight store. With `keeps_kv` requests in flight go on
+    over KV of the version before.
     """
 
     version: int
@@ -61,17 +61,17 @@ class WeightUpdate:
 
     @property
     def age_s(self) -> float:
-        """Seconds from its start to its end, or to now."""
+        """Seconds from its start to its end; to now while it runs."""
         return (self.ended_at or time.monotonic()) - self.opened_at
 
     @property
     def name(self) -> str:
-        """Like no other's, of this gateway's life or another's."""
+        """Unique across restarts."""
         return f"{self.version} of {self.opened.isoformat()}"
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Adds what the block takes to a step."""
+        """Adds the block's seconds to a step."""
         began = time.monotonic()
         try:
             yield
@@ -79,12 +79,12 @@ class WeightUpdate:
             self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - began
 
     def go_on(self) -> None:
-        """Its engines make tokens again."""
+        """Notes that its engines generate again."""
         if self.frozen_at is not None:
             self.stopped_s, self.frozen_at = time.monotonic() - self.frozen_at, None
 
     def receive(self, update_info: Json) -> None:
-        """Count tensors that every replica has received."""
+        """Counts tensors that every replica has received."""
         self.names.update(update_info["names"])
         self.tensors += len(update_info["names"])
         self.num_bytes += num_bytes(update_info)
@@ -113,12 +113,12 @@ class WeightUpdate:
 
 
 def num_bytes(update_info: Json) -> int:
-    """Bytes of the tensors announced; 0 where their dtypes are not told."""
+    """Bytes of the announced tensors; 0 without their dtypes."""
     dtypes, shapes = update_info.get("dtype_names") or [], update_info.get("shapes") or []
     return sum(_itemsize(dtype) * prod(shape) for dtype, shape in zip(dtypes, shapes, strict=False))
 
 
 def _itemsize(dtype: str) -> int:
-    """Bytes of one number of torch's `dtype`: float32 has 32 bits, float8_e4m3fn 8, bool as many."""
+    """Bytes of an element of torch's `dtype`; a name without a number, such as bool, is one byte."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1

@@ -7,15 +7,17 @@ by then is taken back by `catch_up.py`.
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import structlog
 
 from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, WeightUpdateFailed
-from engines.types import InFlight, PauseMode, ReplicaState
+from engines.types import InFlight, ReplicaState
+from gateway.fleet.brake import Holder
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import prepare_all
-from gateway.weights.pauses import cut_off
+from gateway.fleet.stopped import stopped
 from gateway.weights.snapshots import bounded
 from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import WeightUpdate
@@ -100,21 +102,17 @@ class Rolling:
         return findings
 
     async def _load(self, update: WeightUpdate, replica: Replica, path: Path) -> Finding | None:
-        """Have a replica load, around its rollouts or after them; why it did not, or None."""
+        """Have a replica load, around its rollouts or after them. Returns the reason where it did not."""
         if update.in_flight is InFlight.DRAIN and (late := await self._drained(update, replica)):
             return late
-        if update.in_flight is InFlight.ABORT and (why := await self._cut_off(update, replica)):
-            return why
         if replica.state not in _ON_ITS_WAY:
             return Finding(Result.LOST, f"it left: {replica.reason}")
-        with update.timed("load"):
-            try:
-                taken = replica.unless_lost(self._taken(update, replica, path))
-                await bounded(taken, self._parts.config.load_timeout_s, f"it did not load {path}")
-            except EngineUnreachable as error:
-                return Finding(Result.LOST, str(error))
-            except (EngineError, DeadlineExceeded) as error:
-                return Finding(Result.FAILED, str(error))
+        try:
+            await replica.unless_lost(self._taken(update, replica, path))
+        except EngineUnreachable as error:
+            return Finding(Result.LOST, str(error))
+        except (EngineError, DeadlineExceeded) as error:
+            return Finding(Result.FAILED, str(error))
         return None
 
     async def _drained(self, update: WeightUpdate, replica: Replica) -> Finding | None:
@@ -132,29 +130,30 @@ class Rolling:
                 )
         return None
 
-    async def _cut_off(self, update: WeightUpdate, replica: Replica) -> Finding | None:
-        """None once it has no rollouts any more, which then go on elsewhere."""
-        timeout_s = self._parts.config.control_timeout_s
-        with update.timed("abort"):
-            try:
-                await bounded(replica.unless_lost(cut_off(replica, timeout_s)), timeout_s, "its rollouts did not end")
-            except EngineUnreachable as error:
-                return Finding(Result.LOST, str(error))
-            except (EngineError, DeadlineExceeded) as error:
-                return Finding(Result.FAILED, str(error))
-        return None
-
     async def _taken(self, update: WeightUpdate, replica: Replica, path: Path) -> None:
-        """The load, with what it generates frozen. A replica that fails is woken when it is brought back."""
-        engine, timeout_s = replica.engine, self._parts.config.control_timeout_s
-        if update.in_flight in (InFlight.KEEP, InFlight.RECOMPUTE):
-            clears = update.in_flight is InFlight.RECOMPUTE
-            await engine.pause(PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s)
-        replica.overwrite()  # not before it stands still: its tokens until then are of the version that it holds
-        await self._parts.snapshots.note_overwritten([replica])
-        await engine.load_snapshot(str(path), update.version, self._parts.config.load_timeout_s)
-        if update.in_flight is not InFlight.DRAIN:
-            await engine.resume(timeout_s)
+        """Load with the replica stopped."""
+        config, in_flight = self._parts.config, update.in_flight
+        stops = stopped(replica, by=Holder.UPDATE, in_flight=in_flight, timeout_s=config.control_timeout_s)
+        async with AsyncExitStack() as stack:
+            with update.timed("abort" if in_flight is InFlight.ABORT else "load"):
+                stopping = stack.enter_async_context(stops)
+                await bounded(stopping, config.control_timeout_s, "its rollouts did not stop")
+            replica.overwrite()  # not before it stands still: its tokens until then are of its version
+            with update.timed("load"):
+                await self._overwritten(update, replica, path)
+
+    async def _overwritten(self, update: WeightUpdate, replica: Replica, path: Path) -> None:
+        timeout_s = self._parts.config.load_timeout_s
+        try:
+            await self._parts.snapshots.note_overwritten([replica])
+            load = replica.engine.load_snapshot(str(path), update.version, timeout_s)
+            await bounded(load, timeout_s, f"it did not load {path}")
+        except BaseException as error:
+            if replica.state in _ON_ITS_WAY:  # its engine goes on now, with a mixture
+                self._parts.fleet.fence(
+                    replica, f"did not take version {update.version}: {str(error) or type(error).__name__}"
+                )
+            raise
 
     async def _verify(
         self, update: WeightUpdate, loaded: Sequence[Replica], canary_logprobs: Sequence[float] | None

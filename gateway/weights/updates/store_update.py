@@ -73,11 +73,11 @@ class StoreUpdate:
         bring = self._roll if update.rolling else self._load_at_once
         try:
             members, findings = await bring(update, members, snapshot, canary_logprobs)
-        except BaseException:
+            await self._machine.commit(update, members, findings)
+        except BaseException as error:
+            await self._machine.abort(str(error) or type(error).__name__)
             await self._parts.snapshots.withdraw(update.version)
             raise
-        self._machine.commit(update, members, findings)
-        await self._parts.snapshots.note_holders(update.version, self._parts.fleet.holders(update.version))
         await self._parts.snapshots.settle(update.version)
 
     def _next_version(self, asked: int | None) -> int:

@@ -1,4 +1,4 @@
-"""The updates that have ended, newest first: kept for people, logged once, counted in metrics."""
+"""Ended updates, newest first: kept for the status page, logged once, counted in metrics."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ KEPT = 100
 
 
 class UpdateLog:
-    """Records of the last updates of this gateway's life."""
+    """Records of the last updates since the gateway started."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -32,7 +32,7 @@ class UpdateLog:
         return [update.report() for update in self._updates]
 
     def add(self, update: WeightUpdate) -> None:
-        """Note an update that has just ended."""
+        """Adds an update that has just ended."""
         self._updates.appendleft(update)
         report = update.report()
         self._metrics.weight_updates.labels(report["end"]).inc()

@@ -11,7 +11,7 @@ pytest-asyncio and what this package and that engine need. From any folder, offl
         python -m pytest -q -W default -p no:cacheprovider REPOSITORY/tests/engines/conformance
 
 `CONFORMANCE_OUT` writes each check's outcome; kept under docs/results/conformance/ they make docs/engines.md with
-`python -m scripts.engines_matrix > docs/engines.md`. The weights of the model are replaced by random ones during the
+`python -m scripts.docs`. The weights of the model are replaced by random ones during the
 run and are random before it where `load_format` is dummy: no check depends on what a model has learned. On GPUs the
 engine takes the first ones and the trainer the next one; where there is none left, weight updates are not run.
 """

@@ -19,7 +19,7 @@ ROWS = 5
 
 class PlayedModel(Module):
     """One shard of a model: a query and a key in one parameter, a row-parallel layer, a vocabulary with room behind it,
-    a cast, and a name that nobody wants."""
+    a cast, a square layer that checkpoints hold transposed, two of four experts, and a name that nobody wants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,13 +28,38 @@ class PlayedModel(Module):
         self.flipped = Parameter(torch.full((WIDTH, 2), -1.0), requires_grad=False)
         self.vocabulary = Parameter(torch.full((ROWS + 3, 2), -1.0), requires_grad=False)
         self.small = Parameter(torch.full((3,), -1.0, dtype=torch.bfloat16), requires_grad=False)
+        self.square = Parameter(torch.full((WIDTH, WIDTH), -1.0), requires_grad=False)
+        self.experts = Parameter(torch.full((2, 4, WIDTH), -1.0), requires_grad=False)
+        self.local_expert = torch.tensor([-1, 0, -1, 1])  # this rank has experts 1 and 3
         self.calls: list[list[str]] = []
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         named = list(weights)
         self.calls.append([name for name, _ in named])
+        halves = {}
         for name, tensor in named:
             match name:
+                case "square":
+                    self.square.data.copy_(tensor.t())
+                case "gate.1" | "up.1" | "gate.2" | "up.2":
+                    local = self.local_expert[int(name[-1])].item()
+                    if local >= 0:
+                        self.experts.data[local].narrow(0, 0 if "gate" in name else 2, 2).copy_(tensor)
+                case "fused":
+                    for expert, one in enumerate(tensor.transpose(1, 2).unbind()):
+                        self.experts.data[expert].copy_(one)
+                case "padded":
+                    self.qk.data[2:].fill_(0)
+                    self.qk.data[2:3].copy_(tensor)
+                case "bits":
+                    self.small.data.copy_(tensor.view(torch.int16))
+                case "rebound":
+                    self.small.data = self.small.data.flip(0)[:2] if tensor.is_meta else self.small.data
+                    self.small.data[:2].copy_(tensor)
+                case "first half" | "second half":
+                    halves[name] = tensor
+                    if len(halves) == 2:
+                        self.qk.data.copy_(torch.cat([halves["first half"], halves["second half"]]))
                 case "q" | "k":
                     self.qk.data.narrow(0, 0 if name == "q" else 2, 2).copy_(tensor)
                 case "rows":
@@ -116,9 +141,34 @@ def test_loaders_are_asked_once_for_tensors_of_one_form(model: PlayedModel, plan
 
 def test_while_it_is_planned_nothing_is_overwritten(model: PlayedModel, planned: PlannedLoad) -> None:
     before = content(model)
-    forms = [(name, tensor.shape, tensor.dtype) for name, tensor in sent().items()]
-    assert planned._plan(forms) is not None
+    planned.plan((name, tensor.shape, tensor.dtype) for name, tensor in sent().items())
     check_same(content(model), before)
+    planned.load(sent().items())
+    assert len(model.calls) == 1
+
+
+def test_a_square_weight_that_loaders_transpose_is_transposed(model: PlayedModel, planned: PlannedLoad) -> None:
+    for _ in range(2):
+        tensors = {"square": torch.randn(WIDTH, WIDTH)}
+        planned.load(tensors.items())
+        check_same(content(model), loaded(tensors))
+    assert len(model.calls) == 1
+
+
+def test_experts_of_one_tensor_are_loaded_each_into_its_place(model: PlayedModel, planned: PlannedLoad) -> None:
+    for _ in range(2):
+        tensors = {"fused": torch.randn(2, WIDTH, 4)}
+        planned.load(tensors.items())
+        check_same(content(model), loaded(tensors))
+    assert len(model.calls) == 1
+
+
+def test_experts_of_other_ranks_are_left_out_by_plan(model: PlayedModel, planned: PlannedLoad) -> None:
+    for _ in range(2):
+        tensors = {name: torch.randn(2, WIDTH) for name in ("gate.1", "up.1", "gate.2", "up.2")}
+        planned.load(tensors.items())
+        check_same(content(model), loaded(tensors))
+    assert len(model.calls) == 1
 
 
 def test_tensors_that_came_together_may_come_apart_and_in_another_order(
@@ -162,7 +212,46 @@ def test_a_loader_that_does_more_than_to_copy_is_asked_each_time(
         tensors[name] = torch.ones(3)
         planned.load(tensors.items())
         check_same(content(model), loaded(tensors))
-    assert [name in call for call in model.calls] == [True] * 3  # once to plan it, which comes to nothing
+    for tensors in (sent(), sent()):
+        planned.load((tensors | {name: torch.ones(3)}).items())
+    assert model.calls[-2:] == [["rotary", name]] * 2  # the others of a chunk are planned
+
+
+def test_a_fill_before_its_copy_is_left_to_the_loader(model: PlayedModel, planned: PlannedLoad) -> None:
+    for _ in range(2):
+        tensors = {"q": torch.randn(2, WIDTH), "padded": torch.randn(1, WIDTH)}
+        planned.load(tensors.items())
+        check_same(content(model), loaded(tensors))
+
+
+def test_bytes_that_are_read_as_another_type_are_left_to_the_loader(model: PlayedModel, planned: PlannedLoad) -> None:
+    for _ in range(2):
+        tensors = {"bits": torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)}
+        planned.load(tensors.items())
+        check_same(content(model), loaded(tensors))
+
+
+def test_a_parameter_that_a_loader_binds_to_other_memory_stays_where_it_is(
+    model: PlayedModel, planned: PlannedLoad
+) -> None:
+    place = model.small.data_ptr()
+    planned.load([("rebound", torch.tensor([1.0, 2.0]))])
+    assert model.small.data_ptr() == place
+    assert model.small.tolist() == [1, 2, -1]
+
+
+def test_tensors_that_a_loader_joins_are_given_to_it_together(model: PlayedModel, planned: PlannedLoad) -> None:
+    for _ in range(2):
+        tensors = {
+            "first half": torch.randn(2, WIDTH),
+            "q": torch.randn(2, WIDTH),
+            "second half": torch.randn(2, WIDTH),
+        }
+        planned.load(tensors.items())
+        check_same(
+            content(model),
+            loaded({"first half": tensors["first half"], "second half": tensors["second half"]}, {"q": tensors["q"]}),
+        )
 
 
 def test_a_tensor_that_is_spread_over_a_parameter_is_left_to_the_loader(

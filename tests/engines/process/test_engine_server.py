@@ -51,10 +51,17 @@ async def metric(info: ReplicaInfo, name: str) -> float:
     return sum(map(float, re.findall(rf"^vllm:{name}\{{.*\}} (\S+)$", page, re.MULTILINE)))
 
 
-def engine_pid(info: ReplicaInfo) -> int:
-    """The engine itself; `info.pid` is its guard."""
-    (pid,) = Path(f"/proc/{info.pid}/task/{info.pid}/children").read_text().split()
-    return int(pid)
+def guard_of(info: ReplicaInfo) -> int:
+    """The guard that the owner started: parent of the one that started the engine."""
+    return parent_of(parent_of(info.pid))
+
+
+def command_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def logs(folder: Path) -> list[Path]:
@@ -80,7 +87,7 @@ async def test_a_started_engine_says_what_it_is(
         max_model_len=64, max_num_seqs=7, tensor_parallel_size=2, sim={"tensors": {"head": [3, 5]}}
     ).start()
     (log,) = logs(tmp_path)
-    assert engine_pid(info)
+    assert info.url.rpartition(":")[2] in command_of(info.pid)
     assert info == ReplicaInfo(
         replica_id="engine-0",
         incarnation=info.incarnation,
@@ -97,6 +104,7 @@ async def test_a_started_engine_says_what_it_is(
         streams=True,
         gpu_ids=(2, 3),
         pid=info.pid,
+        started=info.started,
         log_path=str(log),
         tensors=(TensorMeta(name="head", dtype="float32", shape=(3, 5)),),
         capabilities=info.capabilities,
@@ -124,7 +132,7 @@ async def test_an_engine_is_warm_when_it_is_started_and_gone_when_it_is_stopped(
     await one.stop()
 
 
-async def test_what_goes_on_answering_when_the_guard_is_killed_is_ended_by_the_next_check(
+async def test_what_goes_on_answering_when_the_guard_is_killed_is_ended_without_a_check(
     new_server: NewServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the API processes of a vLLM that has several."""
@@ -137,12 +145,12 @@ async def test_what_goes_on_answering_when_the_guard_is_killed_is_ended_by_the_n
     monkeypatch.setattr(server, "engine_command", in_a_session_of_its_own)
     one = new_server()
     info = await one.start()
-    os.kill(info.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match="ended with -9"):
-        await checked_until_it_fails(one)
+    os.kill(guard_of(info), signal.SIGKILL)
     async with asyncio.timeout(SOON_S):
         while listens(info.url):
             await asyncio.sleep(0.01)
+    with pytest.raises(EngineError, match="ended with -9"):
+        await checked_until_it_fails(one)
 
 
 async def test_a_start_ends_the_engine_before_and_is_another_incarnation(new_server: NewServer) -> None:

@@ -67,6 +67,10 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def those_left(pids: Iterable[int], within_s: float = SOON_S) -> list[int]:
     """Which of them still run when the time is over; returns as soon as there are none."""
     deadline = time.monotonic() + within_s
@@ -123,11 +127,18 @@ def test_the_whole_tree_ends_when_the_owner_is_killed(tmp_path: Path) -> None:
     assert those_left(pids) == []
 
 
-def test_the_command_ends_when_the_guard_itself_is_killed(start_guard: StartGuard) -> None:
-    guard = start_guard("echo $$; exec sleep 300")
-    pids = printed_pids(guard)
-    guard.kill()
-    assert those_left(pids) == []
+@pytest.mark.parametrize("generation", ["outer", "inner"])
+def test_the_whole_tree_ends_when_either_process_of_the_guard_is_killed(
+    start_guard: StartGuard, generation: str
+) -> None:
+    """vLLM's EngineCore is no child of the command's: it lived on with its GPU memory."""
+    guard = start_guard(TREE)
+    pids = printed_pids(guard, TREE_SIZE)
+    inner = parent_of(pids[-1])
+    assert parent_of(inner) == guard.pid
+    os.kill(guard.pid if generation == "outer" else inner, signal.SIGKILL)
+    assert those_left([*pids, inner]) == []
+    guard.wait(SOON_S)
 
 
 def test_a_command_may_end_in_its_own_way_within_the_grace(start_guard: StartGuard) -> None:

@@ -121,3 +121,18 @@ async def test_stop_waits_for_the_grace_and_not_for_ever(start_script: StartScri
     await process.stop()
     assert 0.3 <= time.monotonic() - began < SOON_S
     assert process.exit_code is not None
+
+
+async def test_an_engine_inherits_its_owner_s_environment_without_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS", "ROLLOUT_API_KEY", "RAY_AUTH_TOKEN", "OWN_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "hunter2")
+    command = Command(["env"], env={"ROLLOUT_GATEWAY_FORK_CORE": "1"}, hidden=["OWN_KEY"])
+    process = EngineProcess(command, tmp_path / "engine.log", 1.0)
+    process.start()
+    assert code_of(process) == 0
+    await process.stop()
+    found = {line.partition("=")[0] for line in process.last_words(lines=1000).splitlines() if "=hunter2" in line}
+    assert found == {"HF_TOKEN"}  # the engine downloads models with it
+    assert "ROLLOUT_GATEWAY_FORK_CORE=1" in process.last_words(lines=1000)

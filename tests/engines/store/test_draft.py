@@ -70,7 +70,7 @@ def test_tensors_that_never_came_are_taken_from_the_version_before(store: Weight
 def test_a_base_that_lacks_a_tensor_is_named(store: WeightStore) -> None:
     before = store.promote(written(store, 1, "a"), 1, None)
     draft = Draft(store.draft(), "m")
-    with pytest.raises(StoreFailed, match="'a' never came, and the version before is not kept"):
+    with pytest.raises(StoreFailed, match="'a' was not sent, and the version before is not kept"):
         draft.complete_from(None, ["a"])
     with pytest.raises(StoreFailed, match="lacks tensor 'z'"):
         draft.complete_from(before, ["a", "z"])
@@ -156,7 +156,7 @@ def test_a_file_of_changes_that_is_none_is_named(store: WeightStore, content: by
     store.promote(written(store, 1), 1, None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
     (draft / "changes-00002.delta").write_bytes(content)
-    with pytest.raises(InvalidRequest, match=r"changes-00002.delta does not tell the changes of 'a'"):
+    with pytest.raises(InvalidRequest, match=r"changes-00002.delta has no changes of 'a'"):
         store.join(draft)
 
 

@@ -37,7 +37,7 @@ def digest(tensor: torch.Tensor) -> int:
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 def test_the_kernel_compiles_for_gpus() -> None:
-    types = {"words": "*i32", "sums": "*i64", "place": "i32", "num_words": "i32", "num_bytes": "i64"}
+    types = {"base": "i64", "owners": "*i32", "table": "*i64", "sums": "*i64"}
     constants = {"LANES": device_sum._LANES, "ROUNDS": device_sum._ROUNDS}
     source = ASTSource(device_sum._add_words, {**types, **dict.fromkeys(constants, "constexpr")}, constants)
     assert "atom.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
@@ -80,6 +80,20 @@ def test_tensors_are_digested_together_as_one_by_one() -> None:
     together = device_sum.sums_on_device([tensor.to(DEVICE) for tensor in tensors]).tolist()
     assert together == [digest(tensor) for tensor in tensors]
     assert len(set(together)) == len(tensors)
+
+
+@pytest.mark.usefixtures("small_programs")
+def test_chunks_that_are_packed_alike_share_the_tables_of_their_kernel() -> None:
+    def digests(chunk: torch.Tensor) -> list[int]:
+        parts = chunk.split([64, 4, 128, 60])
+        return list(device_sum.sums_on_device(parts).tolist())
+
+    first, second = (torch.randint(0, 256, (256,), dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    found = [digests(first), digests(second)]
+    assert found == [[digest(part) for part in chunk.split([64, 4, 128, 60])] for chunk in (first, second)]
+    before = device_sum._tables.cache_info().misses
+    digests(first.clone())
+    assert device_sum._tables.cache_info().misses == before
 
 
 @pytest.mark.usefixtures("small_programs")

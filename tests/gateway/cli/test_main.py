@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from engines.process.engine_server import free_port
-from tests.rigs.shell import SCRIPT, SIM, NearShell, Shell
+from tests.rigs.shell import SCRIPT, SIM, NearShell, Shell, clusterless
 
 
 @pytest.fixture
@@ -45,6 +45,18 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_1(script: Shell) -> None:
     assert (
         done.stderr == "rollout-gateway: argument gateway.prot: gateway.prot: unknown key; did you mean gateway.port?\n"
     )
+
+
+def test_what_this_machine_cannot_run_is_said_at_once(shell: Shell) -> None:
+    words = ["engine.kind=sglang", "engine.model=org/model", "engine.tensor_parallel_size=64"]
+    valid = shell.run("config", "validate", *words)
+    assert valid.returncode == 0
+    assert "cannot run on this machine: engine: a replica takes 64 GPUs" in valid.stdout
+    shell.environ["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{free_port()}"
+    done = shell.run("up", *words)
+    assert done.returncode == 1
+    assert done.stderr.startswith("rollout-gateway: engine: a replica takes 64 GPUs")
+    assert not (shell.folder / ".local/state/rollout-gateway/rollout-gateway.json").exists()
 
 
 def test_validate_as_json_lists_the_mistakes(shell: Shell) -> None:
@@ -131,20 +143,15 @@ def test_up_does_not_start_a_ray_of_its_own_beside_a_named_cluster(shell: Shell)
 
 @pytest.fixture
 def cluster_shell(script: Shell) -> Iterator[Shell]:
-    """A shell for whom no Ray runs yet; whatever `up` started is gone afterwards."""
-    script.environ["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{free_port()}"
-    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        script.environ.pop(name, None)
-    yield script
-    script.run("down")
+    with clusterless(script) as shell:
+        yield shell
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("auth_mode", ["token", "disabled"])
-def test_up_status_down(cluster_shell: Shell, auth_mode: str) -> None:
+def test_up_status_down_without_tokens(cluster_shell: Shell) -> None:
+    """tests/stories/test_serve.py has them with the tokens that `up` chooses by itself."""
     shell = cluster_shell
-    if auth_mode == "disabled":  # tokens are what up chooses by itself
-        shell.environ["RAY_AUTH_MODE"] = "disabled"
+    shell.environ["RAY_AUTH_MODE"] = "disabled"
     ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
 
     done = shell.run("up", "-c", "sim.yaml", *ports, "gateway.admin_keys=hunter2", timeout_s=300)
@@ -156,9 +163,8 @@ def test_up_status_down(cluster_shell: Shell, auth_mode: str) -> None:
     assert status["rollout_url"] == f"http://127.0.0.1:{ports[1].partition('=')[2]}"
     assert [replica["state"] for replica in status["fleet"]["replicas"]] == ["SERVING", "SERVING"]
     assert f"{'policy:':<24}sim" in shell.run("status").stdout
-    assert (shell.folder / ".ray" / "auth_token").exists() == (auth_mode == "token")
+    assert not (shell.folder / ".ray" / "auth_token").exists()
 
-    shell.environ["RAY_AUTH_MODE"] = auth_mode
     stock = subprocess.run(
         [SCRIPT.with_name("serve"), "config"], env=shell.environ, capture_output=True, text=True, check=True
     )
@@ -212,6 +218,37 @@ def test_up_shows_what_a_slow_engine_was_at_and_undoes_itself(cluster_shell: She
     assert "was not ready within 3 s; it was at: starting; raise engine.start_timeout_s" in failure
     assert "Traceback" not in failure
     assert cluster_shell.run("status").returncode == 1
+
+
+@pytest.mark.ray
+def test_a_right_configuration_after_a_wrong_one_that_was_killed_comes_up_and_more_replicas_restart_nobody(
+    cluster_shell: Shell,
+) -> None:
+    shell = cluster_shell
+    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
+    wrong = subprocess.Popen(
+        [SCRIPT, "up", "-c", "sim.yaml", *ports, "engine.sim.start_s=600"],
+        cwd=shell.folder, env=shell.environ, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with wrong:
+        assert wrong.stderr is not None
+        assert any("starting" in line for line in wrong.stderr if ": " in line)
+        wrong.kill()
+    done = shell.run("up", "-c", "sim.yaml", *ports, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    assert "has no running engine" in done.stderr
+
+    before = _pids(shell)
+    more = shell.run("up", "-c", "sim.yaml", *ports, "engine.num_replicas=3", timeout_s=300)
+    assert more.returncode == 0, more.stderr
+    assert "2 -> 3 replicas; nothing restarts" in more.stderr
+    assert before.items() <= _pids(shell).items()
+    assert len(_pids(shell)) == 3
+
+
+def _pids(shell: Shell) -> dict[str, int]:
+    fleet = json.loads(shell.run("status", "--json").stdout)["fleet"]
+    return {replica["replica_id"]: replica["pid"] for replica in fleet["replicas"]}
 
 
 @pytest.mark.ray

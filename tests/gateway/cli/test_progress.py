@@ -88,3 +88,11 @@ def test_on_a_terminal_there_is_a_row_per_replica_with_its_time() -> None:
         time.sleep(0.5)
     assert "loading weights 3/8" in out.getvalue()
     assert "12 s" in out.getvalue()
+
+
+def test_a_step_that_takes_long_is_repeated_with_its_age() -> None:
+    out = io.StringIO()
+    with shown(Console(file=out), silence_s=0.05) as report:
+        report.step("starting Ray")
+        while "still starting Ray, for 0 s now" not in out.getvalue():  # the suite's own limit ends a silent one
+            time.sleep(0.01)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from engines.errors import ConfigError
-from gateway.config.load import HIDDEN, explain, from_args, load
+from gateway.config.load import HIDDEN, explain, from_args, key_variables, load
+from gateway.config.schema import Config
 
 SERVE_DOCUMENT = """\
 proxy_location: HeadOnly
@@ -301,3 +302,10 @@ def test_a_key_reference_that_leads_nowhere_is_refused(reference: str) -> None:
 def test_wrong_args_of_a_serve_application_are_told_as_any_mistake() -> None:
     with pytest.raises(ConfigError, match=r"Serve application args: gateway.prot: unknown key; did you mean"):
         from_args({"gateway": {"prot": 1}}, {})
+
+
+def test_the_variables_that_hold_keys_are_known() -> None:
+    gateway = {"admin_keys": ["env:ADMIN", "written-out"], "inference_keys": ["env:READER", "file:/keys"]}
+    external = {"kind": "external", "url": "http://127.0.0.1:1", "api_key": "env:THEIRS"}
+    config = Config.model_validate({"gateway": gateway, "engines": {"policy": {"kind": "sim"}, "judge": external}})
+    assert key_variables(config) == ("ADMIN", "READER", "THEIRS")

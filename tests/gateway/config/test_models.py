@@ -144,9 +144,10 @@ async def test_a_prompt_is_measured_by_the_model_that_it_is_for(pair: Rig) -> No
 
 
 async def test_a_full_judge_does_not_block_the_policy(start_pair: StartPair) -> None:
-    rig = await start_pair(sim={"decode_step_s": 0.05})
+    rig = await start_pair()
     judging = asyncio.gather(*(judged(rig, max_tokens=100, ignore_eos=True) for _ in range(20)))
-    await asyncio.sleep(0.1)
+    await rig.begun(8)
+    await until_queued(rig, "a-judge")
     await rig.complete([[5], [6]], max_tokens=1)
     _, status = await rig.get("/status")
     lengths = {queue["model"]: queue["queue_length"] for queue in status["models"]}
@@ -156,14 +157,22 @@ async def test_a_full_judge_does_not_block_the_policy(start_pair: StartPair) -> 
 
 
 async def test_a_full_policy_does_not_block_the_judge(start_pair: StartPair) -> None:
-    rig = await start_pair(sim={"decode_step_s": 0.05})
+    rig = await start_pair()
     training = asyncio.ensure_future(rig.complete([[digit] for digit in range(3, 43)], max_tokens=100, ignore_eos=True))
-    await asyncio.sleep(0.1)
+    await rig.begun(16)
+    await until_queued(rig, "sim")
     await judged(rig, max_tokens=1)
     lengths = {queue["model"]: queue["queue_length"] for queue in (await rig.get("/status"))[1]["models"]}
     assert lengths["sim"] > 0
     assert lengths["a-judge"] == 0
     await left(training)
+
+
+async def until_queued(rig: Rig, model: str) -> None:
+    """Returns when some rollouts for `model` have to wait for a place."""
+    async with asyncio.timeout(20):
+        while not any(one["queue_length"] for one in (await rig.get("/status"))[1]["models"] if one["model"] == model):
+            await asyncio.sleep(0.01)
 
 
 async def left(asking: asyncio.Future[Any]) -> None:
@@ -187,10 +196,10 @@ async def test_the_judge_answers_in_the_middle_of_an_update(pair: Rig) -> None:
 
 
 async def test_an_update_does_not_wait_for_the_judges_rollouts(start_pair: StartPair) -> None:
-    rig = await start_pair(sim={"decode_step_s": 0.01})
+    rig = await start_pair()
     await rig.open_group()
     judging = asyncio.create_task(judged(rig, max_tokens=120, ignore_eos=True))
-    await asyncio.sleep(0.1)
+    await rig.begun()
     await rig.update()
     assert not judging.done()
     rig.hurry()

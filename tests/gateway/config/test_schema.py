@@ -50,3 +50,11 @@ def test_the_relay_needs_a_store() -> None:
         Config.model_validate({"weights": {"relay": "always", "store": None}})
     with pytest.raises(ValidationError, match="relay_device"):
         Config.model_validate({"weights": {"relay_device": "7"}})
+
+
+def test_a_control_plane_that_is_open_to_other_hosts_needs_keys() -> None:
+    with pytest.raises(ValidationError, match=r"serve\.http_host = '0\.0\.0\.0' shows the fleet's status"):
+        Config.model_validate({"serve": {"http_host": "0.0.0.0"}})
+    Config.model_validate({"serve": {"http_host": "0.0.0.0", "proxy_location": "Disabled"}})
+    keys = {"inference_keys": ["a"], "admin_keys": ["b"]}
+    Config.model_validate({"serve": {"http_host": "0.0.0.0"}, "gateway": keys})

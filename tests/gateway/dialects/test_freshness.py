@@ -39,7 +39,7 @@ async def test_a_version_to_come_is_waited_for(rig: Rig, path: str, body: Json) 
     assert not waiting.done()
     await rig.complete([[5]])  # those without demands are not held up
     await rig.update()
-    status, reply = await asyncio.wait_for(waiting, 5)
+    status, reply = await asyncio.wait_for(waiting, 20)
     assert (status, reply["choices"][0]["finish_reason"] in ("stop", "length")) == (200, True)
 
 
@@ -100,19 +100,19 @@ async def test_staleness_chooses_among_replicas_and_counts_the_update_under_way(
     assert not waiting.done()
     await roll(rig, 3, {"engine-0": 3})
     rig.fleet.suspect(rig.fleet.replicas[1], "changes, so that the queue looks again")
-    status, reply = await asyncio.wait_for(waiting, 5)
+    status, reply = await asyncio.wait_for(waiting, 20)
     assert (status, versions(reply)) == (200, {3})
 
 
 async def test_a_full_fresh_replica_holds_up_those_who_need_it_and_nobody_else(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.01})
+    rig = await start_rig()
     await roll(rig, 1, {"engine-0": 0, "engine-1": 1})
     body = {"max_tokens": 60, "ignore_eos": True}
     filling = asyncio.create_task(rig.complete([[5]] * 16, min_version=1, **body))
-    await asyncio.sleep(0.2)
+    await rig.begun(8)
     fresh = asyncio.create_task(rig.complete([[6]], min_version=1))
     await asyncio.sleep(0.1)
-    assert versions(await asyncio.wait_for(rig.complete([[7]], max_tokens=1), 1)) == {0}
+    assert versions(await asyncio.wait_for(rig.complete([[7]], max_tokens=1), 20)) == {0}
     assert not fresh.done()
     rig.hurry()
     await filling

@@ -69,6 +69,7 @@ class LateEngine:
 
     def __init__(self, replica: Replica) -> None:
         self.tell = asyncio.Event()
+        self._withheld = 0
         self._generate, self._stream = replica.engine.generate, replica.engine.stream
         replica.engine.generate = self.generate  # type: ignore[method-assign]
         replica.engine.stream = self.stream  # type: ignore[method-assign]
@@ -87,7 +88,13 @@ class LateEngine:
     async def _late(self, told: Json) -> None:
         for choice in told["choices"]:
             choice.pop("weight_versions", None)
+        self._withheld += 1
         await asyncio.wait_for(self.tell.wait(), 20)
+
+    async def until_withheld(self, answers: int) -> None:
+        async with asyncio.timeout(20):
+            while self._withheld < answers:
+                await asyncio.sleep(0.01)
 
 
 async def asked(rig: Rig, path: str, *, stream: bool, **fields: Any) -> list[Json]:
@@ -116,7 +123,7 @@ async def test_tokens_that_come_after_updates_may_be_of_every_version_since_they
     await rig.open_group()
     late = LateEngine(rig.fleet.replicas[0])
     running = [asyncio.create_task(asked(rig, path, stream=stream)) for path in BODIES]
-    await rig.begun(len(BODIES))
+    await late.until_withheld(len(BODIES))
     for _ in range(updates):
         await rig.update()
     assert not any(task.done() for task in running)

@@ -86,10 +86,9 @@ async def test_prefixes_are_salted_with_the_weight_version(rig: Rig) -> None:
 
 
 async def test_a_replica_that_dies_costs_nothing(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.02})
+    rig = await start_rig()
     task = asyncio.create_task(rig.post(PATH, ask(max_tokens=40, ignore_eos=True)))
-    while not any(replica.load_samples for replica in rig.fleet.replicas):
-        await asyncio.sleep(0.01)
+    await rig.begun()
     busy = next(replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
     await next(sim for sim in rig.replicas if sim.info.replica_id == busy).kill()
     rig.hurry()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.cli.main import _print_fleet
+from gateway.cli.output import print_fleet
 from tests.material.adapters import write_adapter
 from tests.rigs.rig import Rig, StartRig
 
@@ -112,7 +112,7 @@ async def test_the_status_tells_which_adapters_are_served_and_from_where(
 ) -> None:
     folder = write_adapter(tmp_path / "v3")
     await rig.load("v3", folder)
-    _print_fleet((await rig.get("/status"))[1])
+    print_fleet((await rig.get("/status"))[1])
     assert f"v3: version 3, on 2 replicas, 0 rollouts, from {folder}" in capsys.readouterr().out
 
 
@@ -232,16 +232,17 @@ async def test_a_wrong_body_is_refused_by_its_field(rig: Rig, body: dict[str, An
 async def test_unloading_waits_for_the_rollouts_that_use_it_and_refuses_new_ones(
     start: StartAdapters, tmp_path: Path
 ) -> None:
-    rig = await start(sim={"decode_step_s": 0.01, "mean_tokens": 10_000})
+    rig = await start()
     await rig.load("v1", write_adapter(tmp_path / "v1"))
     running = asyncio.create_task(rig.complete(PROMPT, model="v1", max_tokens=60, ignore_eos=True))
-    await _until_used(rig)
+    await rig.begun()
     unloading = asyncio.create_task(rig.unload("v1"))
     await asyncio.sleep(0.1)
     assert not unloading.done()
     status, _ = await rig.post("/v1/completions", {"model": "v1", "prompt": PROMPT})
     assert status == 404
     assert sum(len(replica.adapters) for replica in rig.replicas) == 2
+    rig.hurry()
     assert len((await running)["choices"][0]["token_ids"]) == 60
     assert (await unloading)[0] == 200
     assert [replica.adapters for replica in rig.replicas] == [[], []]
@@ -250,10 +251,10 @@ async def test_unloading_waits_for_the_rollouts_that_use_it_and_refuses_new_ones
 async def test_an_unload_that_waits_too_long_says_so_and_happens_when_the_rollouts_end(
     start: StartAdapters, tmp_path: Path
 ) -> None:
-    rig = await start(sim={"decode_step_s": 0.01, "mean_tokens": 10_000}, weights={"adapter_unload_timeout_s": 0.1})
+    rig = await start(weights={"adapter_unload_timeout_s": 0.1})
     await rig.load("v1", write_adapter(tmp_path / "v1"))
     running = asyncio.create_task(rig.complete(PROMPT, model="v1", max_tokens=60, ignore_eos=True))
-    await _until_used(rig)
+    await rig.begun()
     status, text = await rig.unload("v1")
     assert status == 504
     assert "1 rollouts still use it" in text
@@ -362,23 +363,17 @@ async def test_token_generation_takes_the_adapter_and_one_model_may_be_looked_up
     assert (status, card["parent"]) == (200, "sim")
 
 
-async def _until_used(rig: Rig) -> None:
-    async with asyncio.timeout(5):
-        while not (await adapters(rig))[0]["rollouts"]:
-            await asyncio.sleep(0.01)
-
-
 async def _reason(rig: Rig, replica_id: str) -> str:
     _, status = await rig.get("/status")
     return str(next(one["reason"] for one in status["replicas"] if one["replica_id"] == replica_id))
 
 
 async def test_an_adapter_stays_until_what_an_update_cut_off_has_ended(start: StartAdapters, tmp_path: Path) -> None:
-    rig = await start(sim={"decode_step_s": 0.02, "mean_tokens": 10_000}, weights={"in_flight": "abort"})
+    rig = await start(weights={"in_flight": "abort"})
     await rig.open_group()
     await rig.load("v1", write_adapter(tmp_path / "v1"))
     running = asyncio.create_task(rig.complete(PROMPT, model="v1", max_tokens=60, ignore_eos=True))
-    await _until_used(rig)
+    await rig.begun()
     unloading = asyncio.create_task(rig.unload("v1"))
     await asyncio.sleep(0.2)
     await rig.update()
@@ -407,7 +402,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]} | SAMPLING
 async def test_what_an_update_cut_off_goes_on_with_an_adapter_that_is_being_unloaded(
     start: StartAdapters, tmp_path: Path, path: str, asked: dict[str, Any]
 ) -> None:
-    rig = await start(sim={"decode_step_s": 0.02, "mean_tokens": 10_000}, weights={"in_flight": "abort"})
+    rig = await start(weights={"in_flight": "abort"})
     await rig.open_group()
     await rig.load("v1", write_adapter(tmp_path / "v1"))
 
@@ -422,8 +417,7 @@ async def test_what_an_update_cut_off_goes_on_with_an_adapter_that_is_being_unlo
         return list(json.loads(last.removeprefix("data: "))["choices"])
 
     running = asyncio.create_task(choices())
-    await _until_used(rig)
-    await asyncio.sleep(0.2)
+    await rig.begun(2 if asked.get("n", asked.get("sampling_params", {}).get("n")) else 1)
     unloading = asyncio.create_task(rig.unload("v1"))
     await asyncio.sleep(0.1)
     await rig.update()

@@ -100,11 +100,12 @@ async def test_every_dialect_says_whether_an_update_left_older_kv_under_a_comple
 async def test_a_rollout_frozen_between_its_prompt_and_its_first_token_has_kv_of_both_versions(
     start_rig: StartRig,
 ) -> None:
-    rig = await start_rig(1, sim={"decode_step_s": 0.5})
+    rig = await start_rig(1)
     await rig.open_group()
     running = asyncio.create_task(rig.complete([5], max_tokens=2, ignore_eos=True))
-    await rig.begun()
-    await rig.update(hurries=True)
+    await rig.begun(tokens=0)
+    await rig.update()
+    rig.hurry()
     choice = (await running)["choices"][0]
     assert choice["weight_versions"] == [{"version": 1, "start": 0, "end": 2}]
     assert choice["kv_versions"] == [0, 1]

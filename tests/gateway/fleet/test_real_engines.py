@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.real_vllm import RealFleet, fleet, greedy_token_ids
+from tests.rigs.real_vllm import RealFleet, fleet, greedy_token_ids, until_generating
 
 pytestmark = pytest.mark.vllm
 
@@ -160,7 +159,7 @@ def test_an_engine_killed_in_the_middle_of_a_batch_costs_no_rollout(real: RealFl
     """Last in the file: the fleet has one replica afterwards."""
 
     def kill_soon() -> None:
-        time.sleep(0.3)
+        until_generating(real, 64)
         os.kill(real.replicas[0].pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill_soon)

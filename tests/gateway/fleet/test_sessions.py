@@ -89,13 +89,12 @@ async def test_a_batch_that_names_a_session_is_spread_all_the_same(rig: Rig) -> 
 
 
 async def test_a_session_leaves_a_replica_that_is_overloaded(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.02})
+    rig = await start_rig()
     await rig.complete([5, 6, 7], session_id="agent", max_tokens=1)
     home, other = sorted(rig.fleet.replicas, key=lambda replica: -replica.placed)
     long = {"max_tokens": 100, "ignore_eos": True, "session_id": "agent"}
     crowd = [asyncio.create_task(rig.complete([5, 6, 7], n=4, **long)) for _ in range(2)]
-    while home.load_samples + other.load_samples < 8:
-        await asyncio.sleep(0.01)
+    await rig.begun(8)
     assert (home.load_samples, other.load_samples) == (4, 4)
     rig.hurry()
     await asyncio.gather(*crowd)

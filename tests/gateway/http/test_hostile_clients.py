@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gateway.http import listener
+from gateway.http.descriptors import raise_limit
 from gateway.http.supervisor import Supervisor
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -186,5 +186,5 @@ def test_the_limit_of_open_files_is_raised_to_what_is_allowed(monkeypatch: pytes
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
-    listener.raise_descriptor_limit()
+    raise_limit()
     assert limits == [(4096, 4096)]

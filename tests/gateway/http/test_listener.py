@@ -1,16 +1,22 @@
-"""Which client the gateway has for a replica: its key, and where its engine fetches weight versions."""
+"""What a gateway needs to start, and which client it has for a replica."""
 
+import socket
+import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.engine import Peer
+from engines.errors import ConfigError
+from engines.store.weight_store import WeightStore
 from engines.types import EngineKind, ReplicaInfo
 from gateway.config.schema import Config
+from gateway.http import listener
 from gateway.http.access import store_key
-from gateway.http.listener import engine_client
+from gateway.http.listener import Listener, engine_client
 
 KEYS = {"inference_keys": ["reader"], "admin_keys": ["owner"]}
 NEAR = ReplicaInfo(
@@ -74,3 +80,38 @@ async def test_the_key_of_a_forwarder_is_sent_and_shown_nowhere() -> None:
     assert client._session.headers["Authorization"] == "Bearer secret"
     await client.close()
     assert "secret" not in repr(FAR)
+
+
+async def nobody() -> list[ReplicaInfo]:
+    return []
+
+
+def listening(tmp_path: Path, port: int = 0) -> Listener:
+    tree = {"gateway": {"port": port}, "engine": {"kind": "sim"}, "weights": {"store": str(tmp_path)}}
+    return Listener(Config.model_validate(tree), nobody)
+
+
+def test_two_gateways_never_share_a_weight_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_STORE_FREE_WITHIN_S", 0.0)
+    first, second = listening(tmp_path), listening(tmp_path)
+    first.start()
+    try:
+        with pytest.raises(ConfigError, match=rf"keeps the weight store {tmp_path}, and two never share one: set ano"):
+            second.start()
+    finally:
+        first.stop()
+
+
+def test_a_gateway_waits_for_the_store_of_the_one_before_it(tmp_path: Path) -> None:
+    before = WeightStore(tmp_path)
+    threading.Timer(0.2, before.close).start()
+    after = listening(tmp_path)
+    after.start()
+    after.stop()
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"gateway\.port = {port} on 127.0.0.1 cannot be bound: another process"):
+            listening(tmp_path, port).start()

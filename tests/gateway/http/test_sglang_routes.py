@@ -25,12 +25,10 @@ async def test_the_gateway_is_the_one_worker_and_takes_what_a_trainer_sends_ther
 
 
 async def test_abort_all_ends_what_runs_with_its_tokens_and_what_waits_with_none(start_rig: StartRig) -> None:
-    rig = await start_rig(num_replicas=1, sim={"decode_step_s": 0.02})
+    rig = await start_rig(num_replicas=1)
     room = rig.fleet.replicas[0].info.max_num_seqs
     asked = [asyncio.create_task(rig.post("/generate", LONG)) for _ in range(room + 40)]
-    while rig.fleet.replicas[0].load_samples < room:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.2)
+    await rig.begun(room)
     assert await text(rig, "/abort_request", {"abort_all": True}) == (200, "")
     replies = [reply for _, reply in await asyncio.gather(*asked)]
     assert {reply["meta_info"]["finish_reason"]["type"] for reply in replies} == {"abort"}
@@ -54,11 +52,12 @@ async def test_abort_all_leaves_a_fleet_paused_that_was(rig: Rig) -> None:
 
 
 async def test_one_request_is_taken_back_by_its_id_and_the_others_go_on(start_rig: StartRig) -> None:
-    rig = await start_rig(num_replicas=1, sim={"decode_step_s": 0.005})
+    rig = await start_rig(num_replicas=1)
     batch = asyncio.create_task(rig.post("/generate", LONG | {"input_ids": [[5], [6]], "rid": ["one", "two"]}))
-    await asyncio.sleep(0.1)
+    await rig.begun(2)
     assert await text(rig, "/abort_request", {"rid": "one"}) == (200, "")
     assert await text(rig, "/abort_request", {"rid": "nobody"}) == (200, "")
+    rig.hurry()
     replies: Any = (await batch)[1]
     first, second = replies
     assert (first["meta_info"]["finish_reason"]["type"], first["output_ids"]) == ("abort", [])
@@ -71,13 +70,11 @@ async def test_an_abort_of_nothing_is_refused(rig: Rig) -> None:
 
 
 async def test_the_cache_is_flushed_with_either_method_unless_rollouts_hold_it(start_rig: StartRig) -> None:
-    rig = await start_rig(num_replicas=2, sim={"decode_step_s": 0.01})
+    rig = await start_rig(num_replicas=2)
     for method in ("GET", "POST"):
         assert await text(rig, "/flush_cache", method=method) == (200, "Cache flushed.\n")
     running = asyncio.create_task(rig.post("/generate", LONG))
-    while not any(replica.load_samples for replica in rig.fleet.replicas):
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
+    await rig.begun()
     assert (await text(rig, "/flush_cache"))[0] == 400
     rig.hurry()
     await running

@@ -157,11 +157,11 @@ async def test_without_the_canary_nobody_is_asked(start_rig: StartRig) -> None:
 
 
 async def test_an_update_under_a_pause_is_verified_and_the_pause_goes_on(start_rig: StartRig) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.01}, odd={"engine-1": STALE}, weights=QUORUM)
+    rig = await start_rig(2, odd={"engine-1": STALE}, weights=QUORUM)
     await rig.open_group()
     await finished(rig)
     running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True))
-    await asyncio.sleep(0.2)
+    await rig.begun(2)
     await rig.post("/pause?mode=keep")
     assert (await finished(rig))[1]["weight_version"] == 2
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SYNCING"}
@@ -176,11 +176,11 @@ async def test_an_update_under_a_pause_is_verified_and_the_pause_goes_on(start_r
 
 
 async def test_nothing_of_an_aborted_update_is_delivered(start_rig: StartRig) -> None:
-    rig = await start_rig(1, sim={"decode_step_s": 0.01}, gateway={"queue_timeout_s": 0.5})
+    rig = await start_rig(1, gateway={"queue_timeout_s": 20})
     await rig.open_group()
     body = {"model": "sim", "prompt": [5], "max_tokens": 60, "ignore_eos": True}
     running = asyncio.create_task(rig.post("/v1/completions", body))
-    await asyncio.sleep(0.2)
+    await rig.begun()
     await rig.post("/pause?mode=keep")
     await rig.post("/start_weight_update", {})
     await rig.post("/update_weights", {"update_info": rig.tensors})

@@ -215,7 +215,7 @@ async def test_a_tensor_damaged_on_its_way_is_named_with_its_replica_and_nobody_
     await rig.post("/update_weights", {"update_info": rig.tensors})
     status, reply = await rig.post("/finish_weight_update", {})
     assert status == 424
-    assert "tensor 'b' did not arrive alike: replica engine-1 (xxh3_128:" in reply["error"]["message"]
+    assert "tensor 'b' arrived with different bytes: replica engine-1 (xxh3_128:" in reply["error"]["message"]
     await rig.until(dict.fromkeys(("engine-0", "engine-1", "engine-2"), "SERVING"))
     assert await greedy(rig) == said
     assert await served_versions(rig) == {0}
@@ -327,6 +327,49 @@ async def test_a_gateway_that_dies_in_the_middle_of_an_update_leaves_no_mixture_
     await again.open_group()
     await again.update()
     assert await served_versions(again) == {2}
+
+
+async def test_a_version_that_a_gateway_died_before_committing_is_not_served(kept: Rig, start: StartRig) -> None:
+    said = await greedy(kept)
+    await kept.stop_gateway()
+    for replica in kept.replicas:
+        replica.label(2)
+    again = await start(kept.replicas)
+    await again.until(BOTH_SERVE)
+    assert await served_versions(again) == {1}
+    assert await greedy(again) == said
+
+
+async def test_a_trainer_that_leaves_before_the_commit_leaves_no_update_open(
+    kept: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaving = asyncio.Event()
+
+    async def never_kept(self: VllmEngine, timeout_s: float) -> None:
+        leaving.set()
+        await asyncio.sleep(timeout_s)
+
+    monkeypatch.setattr(VllmEngine, "keep_receipt", never_kept)
+    await begun(kept)
+    await kept.post("/update_weights", {"update_info": kept.tensors})
+    finishing = asyncio.create_task(kept.post("/finish_weight_update", {}))
+    await asyncio.wait_for(leaving.wait(), 20)
+    finishing.cancel()
+    await asyncio.gather(finishing, return_exceptions=True)
+    await kept.until(BOTH_SERVE)
+    assert await served_versions(kept) == {1}
+
+
+async def test_a_store_that_fails_after_the_commit_does_not_fail_the_update(
+    kept: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(WeightStore, "prune", stale)
+    await kept.open_group()
+    await kept.update()
+    assert await served_versions(kept) == {2}
 
 
 async def test_versions_of_a_run_before_are_not_handed_out(kept: Rig, start_rig: StartRig, folder: Path) -> None:

@@ -170,10 +170,10 @@ async def test_rollouts_go_on_until_an_engine_is_touched_and_have_the_new_versio
 async def test_rollouts_in_flight_live_through_an_update_and_say_both_versions(
     start_rig: StartRig, in_flight: str
 ) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.01}, weights={"in_flight": in_flight})
+    rig = await start_rig(weights={"in_flight": in_flight})
     await rig.open_group()
     running = asyncio.create_task(rig.complete([[5]], max_tokens=100, ignore_eos=True))
-    await asyncio.sleep(0.2)
+    await rig.begun()
     await rig.update()
     assert not running.done()
     rig.hurry()
@@ -187,10 +187,10 @@ async def test_rollouts_in_flight_live_through_an_update_and_say_both_versions(
 
 
 async def test_a_group_read_in_chunks_lives_through_an_update(start_rig: StartRig) -> None:
-    rig = await start_rig(1, sim={"decode_step_s": 0.01})
+    rig = await start_rig(1)
     await rig.open_group()
     running = asyncio.create_task(rig.complete([[5]], n=4, max_tokens=100, ignore_eos=True))
-    await asyncio.sleep(0.2)
+    await rig.begun(4)
     await rig.update()
     rig.hurry()
     for choice in (await running)["choices"]:
@@ -200,12 +200,16 @@ async def test_a_group_read_in_chunks_lives_through_an_update(start_rig: StartRi
 
 @pytest.mark.parametrize("asked", [{"in_flight": "drain"}, {}], ids=["asked", "configured"])
 async def test_an_update_may_wait_for_rollouts_in_flight(start_rig: StartRig, asked: Json) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.01}, weights={} if asked else {"in_flight": "drain"})
+    rig = await start_rig(weights={} if asked else {"in_flight": "drain"})
     await rig.open_group()
     running = asyncio.create_task(rig.complete([[5]], max_tokens=40, ignore_eos=True))
+    await rig.begun()
+    starting = asyncio.create_task(rig.post("/start_weight_update", asked))
     await asyncio.sleep(0.1)
-    await rig.post("/start_weight_update", asked)
-    choice = (await asyncio.wait_for(running, 0.1))["choices"][0]
+    assert not starting.done()
+    rig.hurry()
+    assert (await starting)[0] == 200
+    choice = (await running)["choices"][0]
     assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 40}]
 
 
@@ -219,10 +223,10 @@ async def test_what_becomes_of_rollouts_in_flight_is_one_of_a_few_words(rig: Rig
 async def test_rollouts_frozen_by_an_update_that_fails_are_made_again_by_the_version_before(
     start_rig: StartRig,
 ) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.01})
+    rig = await start_rig()
     await rig.open_group()
     running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
-    await asyncio.sleep(0.2)
+    await rig.begun(2)
     await rig.post("/start_weight_update", {})
     await rig.post("/update_weights", {"update_info": rig.tensors})
     rig.hurry()
@@ -232,10 +236,10 @@ async def test_rollouts_frozen_by_an_update_that_fails_are_made_again_by_the_ver
 
 
 async def test_rollouts_frozen_by_an_update_that_never_began_go_on(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.01}, fleet={"lost_after_s": 30.0})
+    rig = await start_rig(fleet={"lost_after_s": 30.0})
     await rig.open_group()
     running = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
-    await asyncio.sleep(0.2)
+    await rig.begun()
     await rig.post("/start_weight_update", {})
 
     async def refuse(*_: object, **__: object) -> None:
@@ -272,10 +276,10 @@ async def test_replicas_leave_the_group_of_an_update_that_never_touched_them(rig
 
 
 async def test_a_drain_that_takes_too_long_answers_504_and_serving_goes_on(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.05}, weights={"in_flight": "drain", "drain_timeout_s": 0.2})
+    rig = await start_rig(weights={"in_flight": "drain", "drain_timeout_s": 0.2})
     await rig.open_group()
     running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
-    await asyncio.sleep(0.1)
+    await rig.begun()
     status, reply = await rig.post("/start_weight_update", {})
     assert status == 504
     assert "weights.drain_timeout_s" in reply["error"]["message"]
@@ -317,7 +321,9 @@ async def test_a_broken_group_is_refused_with_the_remedy(rig: Rig) -> None:
     await rig.open_group()
     await rig.update()
     await rig.replicas[0].kill()
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(20):
+        while (await rig.states()).get("engine-0") == "SERVING":
+            await asyncio.sleep(0.01)
     status, reply = await rig.post("/start_weight_update", {})
     assert status == 424
     assert "/init_weight_transfer_engine" in reply["error"]["message"]
@@ -369,12 +375,14 @@ async def test_a_silent_trainer_does_not_hold_the_fleet_for_ever(start_rig: Star
 
 
 async def test_a_weight_call_during_another_is_a_conflict(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.02})
+    rig = await start_rig()
     await rig.open_group()
     running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
-    await asyncio.sleep(0.1)
+    await rig.begun()
     first = asyncio.create_task(rig.post("/start_weight_update", {"in_flight": "drain"}))
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(20):
+        while (await rig.get("/status"))[1]["weight_update"] is None:
+            await asyncio.sleep(0.01)
     status, reply = await rig.post("/start_weight_update", {})
     assert status == 409
     assert "still running" in reply["error"]["message"]
@@ -395,10 +403,10 @@ async def test_pause_holds_rollouts_until_resume(rig: Rig) -> None:
 
 
 async def test_paused_rollouts_live_through_an_update_and_say_both_versions(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.01})
+    rig = await start_rig()
     await rig.open_group()
     running = asyncio.create_task(rig.complete([[5]], max_tokens=120, ignore_eos=True))
-    await asyncio.sleep(0.2)
+    await rig.begun()
     await rig.post("/pause?mode=keep")
     await rig.update()
     rig.hurry()

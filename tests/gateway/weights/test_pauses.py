@@ -1,77 +1,168 @@
-"""An engine is told to end what it has, until nothing is in flight on its replica."""
+"""Pauses of a trainer and freezes of an update on the same engines: each ends its own hold alone."""
 
 import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engines.errors import EngineUnreachable
+from engines.errors import EngineFailed
+from engines.sim.worker import SimWorker
+from engines.store.draft import Draft, claim_draft, raw
 from engines.types import PauseMode
-from gateway.fleet.replica import Replica
-from gateway.fleet.routing import Rollout
-from gateway.weights import pauses as module
-from gateway.weights.pauses import cut_off
-from tests.rigs.rig import StartRig
+from tests.rigs.rig import Rig, StartRig
 
-ROLLOUT = Rollout(request_id="a", model="sim", n=1, tokens=1)
+Reply = tuple[int, Any]
+PROMPTS = [[5], [6]]
 
 
 @pytest.fixture
-async def replica(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> Replica:
-    monkeypatch.setattr(module, "_AGAIN_S", 0.02)
-    return (await start_rig(1)).fleet.replicas[0]
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
 
 
-class Pauses:
-    """Stands where the engine's pause stands. It ends the requests that it meets with its `ends_at`-th call."""
+@pytest.fixture
+def start(start_rig: StartRig, folder: Path) -> Callable[..., Coroutine[Any, Any, Rig]]:
+    async def started(**weights: Any) -> Rig:
+        return await start_rig(2, sim={"decode_step_s": 0.01}, weights={"store": str(folder), **weights})
 
-    def __init__(self, replica: Replica, ends_at: int) -> None:
-        self.modes: list[PauseMode] = []
-        self.requests: list[asyncio.Event] = []
-        self._ends_at = ends_at
-        replica.engine.pause = self.pause  # type: ignore[method-assign]
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
-        assert not clear_cache
-        self.modes.append(mode)
-        if len(self.modes) == self._ends_at:
-            for request in self.requests:
-                request.set()
+    return started
 
 
-async def carried(replica: Replica, pauses: Pauses) -> str:
-    """A rollout that is on the replica until it is ended there, or dropped."""
-    replica.reserve(ROLLOUT)
-    ended = asyncio.Event()
-    pauses.requests.append(ended)
-    with replica.carrying(ROLLOUT):
-        try:
-            await replica.unless_lost(ended.wait())
-        except EngineUnreachable:
-            return "dropped" if replica.cuts_off else "lost"
-        return "cut off" if replica.cuts_off else "ended"
+@pytest.fixture
+def may_load(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Engines load when the test sets it."""
+    event = threading.Event()
+
+    def load(worker: SimWorker, path: str) -> None:
+        assert event.wait(20)
+
+    monkeypatch.setattr(SimWorker, "_load", load)
+    return event
 
 
-async def test_an_idle_replica_is_paused_once(replica: Replica) -> None:
-    pauses = Pauses(replica, ends_at=1)
-    await cut_off(replica, 1.0)
-    assert (pauses.modes, replica.cuts_off) == ([PauseMode.ABORT], False)
+async def push(rig: Rig, folder: Path, **body: Any) -> Reply:
+    path, _ = claim_draft(folder)
+    draft = Draft(path, "sim")
+    draft.add([raw("weight", "float32", [4, 4], bytes(64))])
+    draft.finish()
+    return await rig.post("/v1/weight_updates", {"transport": "store", "snapshot": path.name, **body})
 
 
-@pytest.mark.parametrize("ends_at", [1, 3])
-async def test_what_comes_late_is_ended_with_another_call(replica: Replica, ends_at: int) -> None:
-    pauses = Pauses(replica, ends_at)
-    running = asyncio.create_task(carried(replica, pauses))
-    await asyncio.sleep(0)
-    await asyncio.wait_for(cut_off(replica, 1.0), 5)
-    assert await running == "cut off"
-    assert len(pauses.modes) == ends_at
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_true():
+            await asyncio.sleep(0.01)
 
 
-async def test_what_the_engine_never_ends_is_left_behind(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_GRACE_S", 0.1)
-    pauses = Pauses(replica, ends_at=10_000)
-    running = asyncio.create_task(carried(replica, pauses))
-    await asyncio.sleep(0)
-    await asyncio.wait_for(replica.unless_lost(cut_off(replica, 1.0)), 5)  # as weight calls are made
-    assert await running == "dropped"
-    assert replica.can_serve
+async def overwritten(rig: Rig) -> None:
+    """Returns when engines are being overwritten."""
+    await until(lambda: all(replica.state == "UPDATING" for replica in rig.fleet.replicas))
+
+
+def paused(rig: Rig) -> list[bool]:
+    return [replica.is_paused for replica in rig.replicas]
+
+
+async def generates(rig: Rig) -> None:
+    """Fails where a rollout does not come back from each replica."""
+    async with asyncio.timeout(10):
+        await rig.complete(PROMPTS, max_tokens=2)
+        await until(lambda: not any(paused(rig)))
+
+
+@pytest.mark.parametrize("route", ["/resume", "/continue_generation"])
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_a_resume_while_engines_are_overwritten_leaves_them_frozen(
+    start: StartRig, folder: Path, may_load: threading.Event, route: str, is_paused: bool
+) -> None:
+    rig = await start()
+    if is_paused:
+        assert (await rig.post("/pause?mode=keep"))[0] == 200
+    pushing = asyncio.create_task(push(rig, folder))
+    await overwritten(rig)
+    assert (await rig.post(route, {}))[0] == 200
+    assert paused(rig) == [True, True]
+    assert (await rig.get("/is_paused"))[1] == {"is_paused": False}
+    may_load.set()
+    assert (await pushing)[0] == 200
+    await generates(rig)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+async def test_a_pause_in_the_middle_of_an_update_outlasts_it(
+    start: StartRig, folder: Path, may_load: threading.Event, mode: str
+) -> None:
+    rig = await start()
+    running = asyncio.create_task(rig.complete(PROMPTS, max_tokens=100, ignore_eos=True))
+    await rig.begun(2)
+    pushing = asyncio.create_task(push(rig, folder))
+    await overwritten(rig)
+    pausing = asyncio.create_task(rig.post(f"/pause?mode={mode}"))
+    await until(lambda: all(len(replica.brake.holders) == 2 for replica in rig.fleet.replicas))
+    may_load.set()
+    assert (await pushing)[0] == 200
+    assert (await pausing)[0] == 200
+    assert paused(rig) == [True, True]
+    assert (await rig.post("/resume"))[0] == 200
+    rig.hurry()
+    await running
+    await generates(rig)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_a_trainer_that_leaves_while_a_replica_stops_leaves_no_engine_paused(
+    start: StartRig, folder: Path, mode: str
+) -> None:
+    rig = await start()
+    stopping = asyncio.Event()
+    for replica in rig.fleet.replicas:
+        pause = replica.engine.pause
+
+        async def answers_late(*args: Any, pause: Any = pause, **kwargs: Any) -> None:
+            await pause(*args, **kwargs)
+            stopping.set()
+            await asyncio.sleep(0.3)
+
+        replica.engine.pause = answers_late  # type: ignore[method-assign]
+    pushing = asyncio.create_task(push(rig, folder, rolling=True, in_flight=mode))
+    await asyncio.wait_for(stopping.wait(), 10)
+    pushing.cancel()
+    await asyncio.gather(pushing, return_exceptions=True)
+    await until(lambda: all(replica.can_serve for replica in rig.fleet.replicas))
+    await generates(rig)
+
+
+async def refuse(mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
+    raise EngineFailed("no pause today", replica_id="engine-1")
+
+
+@pytest.mark.parametrize("call", [("/pause", None), ("/abort_request", {"abort_all": True})])
+async def test_a_pause_that_fails_on_a_replica_holds_none(start: StartRig, call: tuple[str, Any]) -> None:
+    rig = await start()
+    rig.fleet.replicas[1].engine.pause = refuse  # type: ignore[method-assign]
+    async with rig.client.post(rig.url + call[0], json=call[1]) as response:
+        assert response.status == 424
+        assert "no pause today" in await response.text()
+    assert (await rig.get("/is_paused"))[1] == {"is_paused": False}
+    await generates(rig)
+
+
+async def test_an_engine_that_does_not_resume_at_once_does_later(start: StartRig) -> None:
+    rig = await start()
+    assert (await rig.post("/pause?mode=keep"))[0] == 200
+    engine = rig.fleet.replicas[0].engine
+    resume, calls = engine.resume, 0
+
+    async def resume_later(timeout_s: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise EngineFailed("not now", replica_id="engine-0")
+        await resume(timeout_s)
+
+    engine.resume = resume_later  # type: ignore[method-assign]
+    assert (await rig.post("/resume"))[0] == 424
+    await generates(rig)

@@ -1,7 +1,5 @@
 """Versions that survive on two real vLLM replicas in one group: kill -9, a trainer that dies, what is served then."""
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +20,7 @@ from trl.generation import vllm_client
 
 from engines.process.engine_server import free_port
 from examples.tiny_model import task
-from tests.rigs.real_vllm import RealFleet, fleet, greedy_token_ids
+from tests.rigs.real_vllm import RealFleet, fleet, greedy_token_ids, until_receiving
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import trl as gloo_trl
 
@@ -46,16 +44,6 @@ class Trained:
             greedy_token_ids(info.url, self.prompts, task.MAX_ANSWER_TOKENS) == self.expected
             for info in self.real.replicas
         )
-
-    def until_serving(self) -> dict[str, Any]:
-        """The status, once both replicas serve."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            status: dict[str, Any] = self.real.call("/status")[1]
-            if [replica["state"] for replica in status["replicas"]] == ["SERVING"] * 2:
-                return status
-            assert time.monotonic() < deadline, status
-            time.sleep(0.05)
 
     def update(self) -> None:
         self.client.init_communicator("cpu")
@@ -89,13 +77,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         client.close_communicator()
 
 
-def kill(real: RealFleet, index: int) -> None:
-    """kill -9 of the engine itself; its guard ends with it."""
-    guard = real.replicas[index].pid
-    (engine,) = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
-    os.kill(int(engine), signal.SIGKILL)
-
-
 def announced(model: Any) -> dict[str, Any]:
     named = list(model.named_parameters())
     return {
@@ -107,10 +88,10 @@ def announced(model: Any) -> dict[str, Any]:
 
 def test_the_successor_of_a_killed_replica_serves_the_current_version(trained: Trained) -> None:
     assert trained.all_say_version_1()
-    kill(trained.real, 0)
+    trained.real.kill(0)
     trained.real.restart(0)
     began = time.monotonic()
-    status = trained.until_serving()
+    status = trained.real.until_serving()
     print(f"caught up {time.monotonic() - began:.2f} s after its engine was ready")
     assert [replica["weight_version"] for replica in status["replicas"]] == [1, 1]
     assert status["weight_store"]["versions"] == [1]
@@ -122,44 +103,42 @@ def test_a_trainer_that_dies_in_the_transfer_leaves_the_version_before(trained: 
     assert trained.real.call("/start_weight_update", {})[0] == 200
     with ThreadPoolExecutor(1) as beside:
         answer = beside.submit(trained.real.call, "/update_weights", {"update_info": announced(trained.model)})
-        time.sleep(0.5)
+        until_receiving(trained.real)
         trained.client.close_communicator()
         status, reply = answer.result(TIMEOUT_S)
     assert status == 424, reply
     began = time.monotonic()
-    trained.until_serving()
+    trained.real.until_serving()
     print(f"the version before serves {time.monotonic() - began:.2f} s after the error")
     assert trained.all_say_version_1()
 
 
-def test_a_replica_killed_in_the_transfer_is_named_at_once_and_its_peer_serves_the_version_before(
+def test_a_replica_killed_in_the_transfer_is_named_and_its_peer_serves_on(
     trained: Trained,
 ) -> None:
     trained.client.init_communicator("cpu")
     assert trained.real.call("/start_weight_update", {})[0] == 200
     with ThreadPoolExecutor(1) as beside:
         answer = beside.submit(trained.real.call, "/update_weights", {"update_info": announced(trained.model)})
-        time.sleep(0.5)
-        kill(trained.real, 1)
-        status, reply = answer.result(10.0)
+        until_receiving(trained.real)
+        trained.real.kill(1)
+        status, reply = answer.result(TIMEOUT_S)
         assert status == 424, reply
         assert trained.real.replicas[1].replica_id in reply["error"]["message"]
         trained.client.close_communicator()  # as TRL's client does when the call fails
     trained.real.restart(1)
-    trained.until_serving()
+    trained.real.until_serving()
     assert trained.all_say_version_1()
 
 
 def test_the_next_trainer_finds_a_whole_fleet(trained: Trained) -> None:
     trained.update()
-    status = trained.until_serving()
+    status = trained.real.until_serving()
     assert status["weight_version"] == 2
     assert trained.all_say_version_1()  # the same weights under the next number
 
 
-def test_a_version_pushed_through_the_store_is_served_by_all_and_by_a_successor(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_a_version_pushed_through_the_store_reaches_a_successor_too(trained: Trained, tmp_path: Path) -> None:
     torch.manual_seed(11)
     named = [(name, tensor + 0.05 * torch.randn_like(tensor)) for name, tensor in trained.model.state_dict().items()]
     trained.model.load_state_dict(dict(named))
@@ -173,7 +152,7 @@ def test_a_version_pushed_through_the_store_is_served_by_all_and_by_a_successor(
     assert expected != trained.expected
     for info in trained.real.replicas:
         assert greedy_token_ids(info.url, trained.prompts, task.MAX_ANSWER_TOKENS) == expected
-    kill(trained.real, 0)
+    trained.real.kill(0)
     trained.real.restart(0)
-    trained.until_serving()
+    trained.real.until_serving()
     assert greedy_token_ids(trained.real.replicas[0].url, trained.prompts, task.MAX_ANSWER_TOKENS) == expected

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -24,7 +23,7 @@ from engines.process.engine_server import free_port
 from engines.store.manifest import Manifest
 from examples.tiny_model import task
 from tests.material.hub_cache import cached
-from tests.rigs.real_vllm import RealFleet, app, engine_config, greedy_token_ids
+from tests.rigs.real_vllm import RealFleet, app, engine_config, greedy_token_ids, until_receiving
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import trl as gloo_trl
 
@@ -76,14 +75,10 @@ def test_a_trainer_that_dies_in_the_first_transfer_leaves_the_checkpoint_served(
     assert real.call("/start_weight_update", {})[0] == 200
     with ThreadPoolExecutor(1) as beside:
         answer = beside.submit(real.call, "/update_weights", {"update_info": announced})
-        time.sleep(0.5)
+        until_receiving(real)
         client.close_communicator()
         assert answer.result(TIMEOUT_S)[0] == 424
-    deadline = time.monotonic() + TIMEOUT_S
-    while (status := real.call("/status")[1])["replicas"][0]["state"] != "SERVING":
-        assert time.monotonic() < deadline, status
-        time.sleep(0.05)
-    assert status["weight_version"] == 0
+    assert real.until_serving()["weight_version"] == 0
     assert said(real, prompts) == expected()
 
 

@@ -1,6 +1,5 @@
 """Updates that a real vLLM loads into its weights where they lie, as on GPUs: what is served is what was pushed."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from engines.process.engine_server import free_port
 from engines.transfer.gloo import WeightGroup, send
 from examples.tiny_model.task import COMMITTED
 from tests.material import plain_layers
-from tests.rigs.real_vllm import RealFleet, app, engine_config, tokens_made
+from tests.rigs.real_vllm import RealFleet, app, engine_config, until_generating, until_receiving
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
@@ -173,7 +172,7 @@ def test_a_trainer_that_ends_between_its_tensors_leaves_the_version_before_and_r
         assert arrived.result(TIMEOUT_S)[0] == 200
         if is_killed:
             awaited = beside.submit(plain.real.call, "/update_weights", {"update_info": announced(named[half:])})
-            time.sleep(0.2)
+            until_receiving(plain.real)
             group.close("killed")
             status, reply = awaited.result(TIMEOUT_S)
             assert status == 424, reply
@@ -227,10 +226,8 @@ def test_a_rollout_that_an_update_falls_into_tells_the_exact_token(plain: Plain,
     plain.push(sender, plain.moved(seed=11))  # so that the group is there
     version, before, reloads = plain.client.weight_version(), asked(), plain.reloads()
     with ThreadPoolExecutor(1) as beside:
-        wanted = tokens_made(plain.real) + 20
         flying = beside.submit(asked)
-        while tokens_made(plain.real) < wanted:
-            time.sleep(0.01)
+        until_generating(plain.real, 2)
         assert sender.push(sure(seed=12), in_flight="keep") == version + 1
         after = flying.result(TIMEOUT_S)
     assert plain.reloads() == reloads

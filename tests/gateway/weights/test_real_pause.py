@@ -22,7 +22,7 @@ from trl.generation import vllm_client
 from engines.process import launch
 from engines.process.engine_server import free_port
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.real_vllm import REQUEST_TIMEOUT_S, RealFleet, app, engine_config, tokens_made
+from tests.rigs.real_vllm import REQUEST_TIMEOUT_S, RealFleet, app, engine_config, tokens_made, until_generating
 from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.vllm
@@ -33,6 +33,10 @@ LONG = 480
 SAMPLED = {"model": str(COMMITTED), "max_tokens": LONG, "temperature": 1.0, "seed": 11, "ignore_eos": True}
 COMPLETION = SAMPLED | {"prompt": [2, 8, 6, 7, 3], "return_token_ids": True}
 CHAT = SAMPLED | {"messages": [{"role": "user", "content": "312"}], "return_token_ids": True, "max_tokens": LONG - 30}
+
+
+IN_FLIGHT = 5
+"""Samples of `asked`."""
 
 
 @pytest.fixture(scope="module", params=["group", "relay"])
@@ -111,7 +115,7 @@ def test_every_completion_that_an_update_falls_into_tells_the_exact_token(
     before = [choice["token_ids"] for choice in asked(real)]
     with trainer(real, in_flight, monkeypatch) as client, ThreadPoolExecutor(1) as pool:
         flying = pool.submit(asked, real)
-        time.sleep(0.5)
+        until_generating(real, IN_FLIGHT)
         if paused_by == "the trainer":
             assert real.call("/pause?mode=keep", {})[0] == 200
         client.update_model_params(other_weights(seed=version))
@@ -119,7 +123,7 @@ def test_every_completion_that_an_update_falls_into_tells_the_exact_token(
             assert real.call("/resume", {})[0] == 200
         after = flying.result()
 
-    assert len(after) == 5
+    assert len(after) == IN_FLIGHT
     for old, choice in zip(before, after, strict=True):
         first, second = choice["weight_versions"]
         print(choice["weight_versions"])
@@ -219,7 +223,7 @@ def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
         ids = pool.submit(real.call, "/inference/v1/generate", tokens)
         chats = pool.submit(real.call, "/v1/chat/completions", chat)
         chat_stream = pool.submit(real.stream, "/v1/chat/completions", chat)
-        time.sleep(0.5)
+        until_generating(real, 10)
         client.update_model_params(trained())
         after, (last,), (status, sampled) = whole.result(), stream.result(), group.result()
         (of_ids,), chat_after = ids.result()[1]["choices"], chats.result()[1]
@@ -290,7 +294,7 @@ def test_what_cannot_go_on_from_its_tokens_is_made_again_by_the_new_weights(
             pool.submit(real.call, "/v1/completions", COMPLETION),
             pool.submit(real.call, "/v1/chat/completions", CHAT),
         ]
-        time.sleep(0.5)
+        until_generating(real, 2)
         client.update_model_params(other_weights(seed=version))
         replies = [future.result() for future in running]
     again = [real.call(path, body) for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT))]

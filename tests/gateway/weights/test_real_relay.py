@@ -1,7 +1,5 @@
 """TRL's client and the relay before two real vLLM replicas: kill -9, a trainer that dies, and the one after it."""
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from trl.generation import vllm_client
 
 from engines.process.engine_server import free_port
 from examples.tiny_model import task
-from tests.rigs.real_vllm import RealFleet, fleet, greedy_token_ids
+from tests.rigs.real_vllm import RealFleet, fleet, greedy_token_ids, until_receiving
 from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.vllm
@@ -59,16 +57,6 @@ class Trained:
         prompts = [task.prompt_token_ids(tokenizer, problem) for problem in problems()]
         return greedy_token_ids(self.real.replicas[index].url, prompts, task.MAX_ANSWER_TOKENS)
 
-    def until(self, states: list[str], version: int) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        wanted = [(state, version) for state in states]
-        while True:
-            status = self.real.call("/status")[1]
-            if [(one["state"], one["weight_version"]) for one in status["replicas"]] == wanted:
-                return
-            assert time.monotonic() < deadline, status
-            time.sleep(0.05)
-
 
 def problems() -> list[Any]:
     return list(islice(task.problems(seed=9), NUM_PROBLEMS))
@@ -84,13 +72,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         client.init_communicator("cpu")
         yield Trained(real, client, model, folder / "model")
         client.close_communicator()
-
-
-def kill(real: RealFleet, index: int) -> None:
-    """kill -9 of the engine itself; its guard ends with it."""
-    guard = real.replicas[index].pid
-    (engine,) = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
-    os.kill(int(engine), signal.SIGKILL)
 
 
 def test_the_group_of_trls_client_is_itself_and_the_relay(trained: Trained) -> None:
@@ -125,7 +106,7 @@ def test_a_replica_killed_in_an_update_does_not_touch_the_trainer(trained: Train
             status = trained.real.call("/status")[1]
             phase = (status["weight_update"] or {}).get("phase")
             if wanted in (phase, status["replicas"][0]["state"]):
-                kill(trained.real, 0)
+                trained.real.kill(0)
                 return
             time.sleep(0.002)
 
@@ -136,25 +117,23 @@ def test_a_replica_killed_in_an_update_does_not_touch_the_trainer(trained: Train
     assert trained.client.weight_version == version + 1
     assert trained.said_by(1) == trained.expected()
     trained.real.restart(0)
-    trained.until(["SERVING"] * 2, version + 1)
+    trained.real.until_serving(version + 1)
     assert trained.said_by(0) == trained.expected()
 
 
 def test_a_replica_that_is_dead_before_an_update_is_done_without(trained: Trained) -> None:
     version = trained.client.weight_version or 0
-    kill(trained.real, 1)
+    trained.real.kill(1)
     trained.learn(seed=3)
     trained.client.update_model_params(trained.model)
     assert trained.client.weight_version == version + 1
     assert trained.said_by(0) == trained.expected()
     trained.real.restart(1)
-    trained.until(["SERVING"] * 2, version + 1)
+    trained.real.until_serving(version + 1)
     assert trained.said_by(1) == trained.expected()
 
 
-def test_a_trainer_that_dies_in_the_transfer_leaves_the_version_before_and_the_next_one_finds_a_fleet(
-    trained: Trained,
-) -> None:
+def test_a_trainer_that_dies_in_the_transfer_leaves_a_fleet_for_the_next(trained: Trained) -> None:
     version, said = trained.client.weight_version or 0, trained.said_by(0)
     named = list(trained.model.named_parameters())
     info = {
@@ -165,11 +144,11 @@ def test_a_trainer_that_dies_in_the_transfer_leaves_the_version_before_and_the_n
     assert trained.real.call("/start_weight_update", {})[0] == 200
     with ThreadPoolExecutor(1) as beside:
         answer = beside.submit(trained.real.call, "/update_weights", {"update_info": info})
-        time.sleep(0.3)
+        until_receiving(trained.real)
         trained.client.close_communicator()
         status, reply = answer.result(TIMEOUT_S)
     assert status == 424, reply
-    trained.until(["SERVING"] * 2, version)
+    trained.real.until_serving(version)
     assert trained.said_by(0) == trained.said_by(1) == said
     trained.client.init_communicator("cpu")
     trained.learn(seed=4)

@@ -139,8 +139,6 @@ def kill_who_is_away(policy: Policy, version: int, pushing: "Future[int]") -> st
         replicas = policy.replicas()
         away = [replica for replica in replicas if replica["state"] == "UPDATING"]
         if away and any(replica["weight_version"] == version for replica in replicas if replica not in away):
-            guard = away[0]["pid"]
-            (engine,) = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
-            os.kill(int(engine), signal.SIGKILL)
+            os.kill(away[0]["pid"], signal.SIGKILL)
             return str(away[0]["replica_id"])
     return None

@@ -131,10 +131,13 @@ async def test_tokens_never_stop_and_each_says_its_version(start: StartRig, fold
 
 
 async def test_a_replica_that_leaves_finishes_what_it_has_at_its_old_version(start: StartRig, folder: Path) -> None:
-    rig = await start(1, sim={"decode_step_s": 0.02})
+    rig = await start(1)
     running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
-    await asyncio.sleep(0.1)
-    assert (await push(rig, folder, in_flight="drain"))[0] == 200
+    await rig.begun()
+    pushing = asyncio.create_task(push(rig, folder, in_flight="drain"))
+    await rig.until({"engine-0": "UPDATING"})
+    rig.hurry()
+    assert (await pushing)[0] == 200
     choice = (await running)["choices"][0]
     assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 30}]
     assert rig.fleet.replicas[0].placed == 1
@@ -144,9 +147,9 @@ async def test_a_replica_that_leaves_finishes_what_it_has_at_its_old_version(sta
 async def test_a_replica_that_leaves_keeps_what_it_has_over_the_load(
     start: StartRig, folder: Path, in_flight: str
 ) -> None:
-    rig = await start(2, sim={"decode_step_s": 0.02}, weights={"in_flight": in_flight})
+    rig = await start(2, weights={"in_flight": in_flight})
     running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True))
-    await asyncio.sleep(0.2)
+    await rig.begun(2)
     assert (await push(rig, folder))[0] == 200
     assert not running.done()
     rig.hurry()
@@ -194,9 +197,9 @@ async def test_where_all_leave_before_their_turn_the_update_ends_with_a_reason(s
 
 
 async def test_what_a_replica_that_leaves_cuts_off_goes_on_elsewhere(start: StartRig, folder: Path) -> None:
-    rig = await start(2, sim={"decode_step_s": 0.02})
+    rig = await start(2)
     running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True, temperature=0))
-    await asyncio.sleep(0.2)
+    await rig.begun(2)
     assert (await push(rig, folder, in_flight="abort"))[0] == 200
     assert not running.done()
     rig.hurry()
@@ -212,7 +215,7 @@ async def test_what_a_replica_that_leaves_cuts_off_goes_on_elsewhere(start: Star
 async def test_what_ends_between_load_and_verdict_is_held_back_and_not_done_twice(
     start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = await start(2, sim={"decode_step_s": 0.1})
+    rig = await start(2)
     check = Canary.check
 
     async def slow(*asked: Any, **how: Any) -> Any:
@@ -379,9 +382,9 @@ async def test_a_trainer_that_leaves_in_the_middle_leaves_the_version_before(
 async def test_rollouts_that_do_not_end_stop_the_update_and_their_replica_serves_on(
     start: StartRig, folder: Path
 ) -> None:
-    rig = await start(2, sim={"decode_step_s": 0.05}, weights={"drain_timeout_s": 0.2})
+    rig = await start(2, weights={"drain_timeout_s": 0.2})
     running = asyncio.create_task(rig.complete([[5]] * 2, max_tokens=40, ignore_eos=True))
-    await asyncio.sleep(0.1)
+    await rig.begun(2)
     status, reply = await push(rig, folder, in_flight="drain")
     assert status == 424
     assert "weights.drain_timeout_s" in reply["error"]["message"]

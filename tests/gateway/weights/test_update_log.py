@@ -3,7 +3,7 @@
 import pytest
 
 from engines.types import InFlight
-from gateway.cli.main import _update
+from gateway.cli.output import describe_update
 from gateway.fleet.metrics import Metrics
 from gateway.weights.updates.record import Phase, WeightUpdate, num_bytes
 from gateway.weights.updates.update_log import KEPT, UpdateLog
@@ -74,7 +74,7 @@ async def test_status_shows_the_last_update(rig: Rig) -> None:
     await rig.update()
     status = (await rig.get("/status"))[1]
     assert (status["weight_update"], status["last_weight_update"]["version"]) == (None, 1)
-    line = _update(status["last_weight_update"])
+    line = describe_update(status["last_weight_update"])
     assert line.startswith("version 1 committed over sim in ")
     assert line.endswith("canary: 2 verified")
 

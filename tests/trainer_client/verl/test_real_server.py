@@ -1,6 +1,7 @@
 """verl's client that resumes aborted rollouts, and verl's order of a weight sync, against real vLLM replicas on CPU."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,16 @@ async def server(tmp_path: Path) -> AsyncIterator[tuple[RealFleet, GatewayServer
         await started.close()
 
 
+def hold_under_way(served: RealFleet) -> None:
+    """Returns when all prompts have some of their tokens and get no more, so that the sync meets them all."""
+    while sum(one["samples_in_flight"] for one in served.ask("/status")["replicas"]) < len(PROMPTS):
+        time.sleep(0.01)
+    wanted = served.tokens_made() + 10 * len(PROMPTS)
+    while served.tokens_made() < wanted:
+        time.sleep(0.01)
+    served.hold()
+
+
 async def test_rollouts_that_a_sync_cut_short_are_resumed_and_told_as_of_both_steps(
     server: tuple[RealFleet, GatewayServer],
 ) -> None:
@@ -67,10 +78,7 @@ async def test_rollouts_that_a_sync_cut_short_are_resumed_and_told_as_of_both_st
         asyncio.create_task(client.generate("r", prompt_ids=prompt, sampling_params={**ENDLESS, "max_tokens": LENGTH}))
         for prompt in PROMPTS
     ]
-    async with asyncio.timeout(UNDER_WAY_S):
-        while sum(one["samples_in_flight"] for one in served.ask("/status")["replicas"]) < len(PROMPTS):
-            await asyncio.sleep(0.01)
-    await asyncio.sleep(0.3)  # several tokens
+    await asyncio.wait_for(asyncio.to_thread(hold_under_way, served), UNDER_WAY_S)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)

@@ -1,209 +1,200 @@
-"""The words of a shell script, read and never run: quotes, continued lines, comments, variables and arithmetic.
+"""The commands of a shell script, with their words as bash expands them.
 
-What only a running shell could know, such as `$(...)` and variables from outside, is left as it stands.
+Bash itself expands them, since no parser knows its values: a restricted bash (`bash -r`) that finds no program, may
+write no file and leave no folder, traces each command that it would start, and starts none. Bash takes what it prints
+(`set -x`) from the very words that a program would be given.
 """
 
-import ast
-import operator
+import contextlib
+import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import resource
+import secrets
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_ENDS_COMMAND = ";|&"
-_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.FloorDiv: operator.floordiv,
-}
+from engines.errors import ConfigError
+
+_TIMEOUT_S = 5.0
+_FILE_BYTES = 1 << 24  # of a trace
+_TRIES = 5
+# Stands for the output of a command: `$(nproc)`.
+_OUTPUT = re.compile(r"\$\(.*\)", re.DOTALL)
+_ARGUMENTS = tuple(f"${number}" for number in range(1, 10))
+# Restricted bash refuses every file to write to, this one too, and the command would count as failed.
+_TO_NOWHERE = re.compile(r"[&\d]?>>?[ \t]*/dev/null")
+_OPENS_CONNECTIONS = re.compile(r"/dev/(tcp|udp)/")
+
+# Read by bash before the script. `kill`, `history` and `exec` reach outside of the shell, and restricted bash cannot
+# enable them again. A failed command ends nothing, since each program fails here. `cd` goes nowhere; a command that
+# does not exist prints its name where its output would be used.
+_PRELUDE = r"""
+PS4='+@MARK@|$LINENO|'
+basename() { local name=${1%/}; name=${name##*/}; printf '%s\n' "${name%"$2"}"; }
+dirname() { case $1 in */*) printf '%s\n' "${1%/*}";; *) printf '.\n';; esac; }
+cd() { return 0; }
+command_not_found_handle() { [[ $BASH_SUBSHELL -gt 0 ]] && printf '$(%s)' "$1"; return 0; }
+enable -n kill history exec enable
+set -T
+trap 'set +eu -x' DEBUG
+"""
+_OWN_COMMANDS = (["set", "+eu", "-x"], ["set", "-T"], ["trap", "set +eu -x", "DEBUG"])
+
+_QUOTED = re.compile(
+    r"""\$'((?:\\.|[^'\\])*)' | '([^']*)' | "((?:\\.|[^"\\])*)" | \\(.) | ([^\s'"\\$]+|\$) | (\s+)""",
+    re.DOTALL | re.VERBOSE,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """As the command sees it, and its line."""
+class Command:
+    """The words of one command, and its line."""
 
-    text: str
+    words: tuple[str, ...]
     line: int
 
 
-@dataclass(slots=True)
-class Command:
-    """`is_list` marks what stands between parentheses, such as a bash array."""
+@dataclass(frozen=True, slots=True)
+class Script:
+    """`problems` are the places that bash could not expand, with its reason."""
 
-    words: list[Word] = field(default_factory=list)
-    is_list: bool = False
-
-
-def read_commands(text: str) -> list[Command]:
-    return _Reader(text).read()
+    commands: tuple[Command, ...]
+    problems: tuple[str, ...]
 
 
-class _Reader:
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-        self._line = 1
-        self._variables: dict[str, str] = {}
-        self._commands: list[Command] = []
-        self._command = Command()
-        self._depth = 0
-        self._word: str | None = None
-        self._word_line = 1
+def read_script(path: Path, *, with_arguments: bool = False) -> Script:
+    """The commands that the script would start, in order. `with_arguments` gives it `$1` to `$9` as arguments, which
+    stand for themselves.
 
-    def read(self) -> list[Command]:
-        while self._at < len(self._text):
-            self._step(self._text[self._at])
-        self._end_command()
-        return self._commands
+    Raises `ConfigError` where there is no bash, or the script opens network connections.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if _OPENS_CONNECTIONS.search(text):
+        raise ConfigError(f"{path}: it opens network connections (/dev/tcp); give the YAML that `--cfg job` prints")
+    text = _TO_NOWHERE.sub("", text.replace("\r\n", "\n"))
+    # Two commands of a pipeline may print at once. What is torn has the mark inside of a line.
+    for _ in range(_TRIES):
+        mark = secrets.token_hex(8)
+        trace, errors = _traced(path, text, mark, _ARGUMENTS if with_arguments else ())
+        if trace.count(mark) == len(re.findall(rf"^\++{mark}\|", trace, re.MULTILINE)):
+            return Script(tuple(_commands(trace, mark)), tuple(_problems(errors)))
+    raise ConfigError(f"{path}: bash printed torn lines {_TRIES} times; give the YAML that `--cfg job` prints")
 
-    def _step(self, char: str) -> None:
-        if char == "\\":
-            self._escape()
-        elif char == "\n":
-            self._end_word()
-            if not self._depth:
-                self._end_command()
-            self._skip(1)
-        elif char in " \t\r":
-            self._end_word()
-            self._skip(1)
-        elif char == "#" and self._word is None:
-            end = self._text.find("\n", self._at)
-            self._at = len(self._text) if end < 0 else end
-        elif char == "'":
-            end = self._find("'", self._at + 1)
-            self._add(self._text[self._at + 1 : end])
-            self._skip(end + 1 - self._at)
-        elif char == '"':
-            self._double_quoted()
-        elif char == "$":
-            self._add(self._expansion())
-        elif char in "()":
-            self._parenthesis(char)
-        elif char in _ENDS_COMMAND:
-            self._end_command()
-            self._skip(1)
+
+def is_known(value: object) -> bool:
+    """Whether a value holds no output of a command and no argument, which only a run has."""
+    return not isinstance(value, str) or not (_OUTPUT.search(value) or value in _ARGUMENTS)
+
+
+def _traced(path: Path, text: str, mark: str, arguments: Sequence[str]) -> tuple[str, str]:
+    """What bash traces and what it complains of."""
+    with tempfile.TemporaryDirectory() as folder:
+        prelude, script, trace = (Path(folder) / name for name in ("prelude", path.name, "trace"))
+        prelude.write_text(_PRELUDE.replace("@MARK@", mark), encoding="utf-8")
+        script.write_text(text, encoding="utf-8")
+        with trace.open("wb") as sink:
+            errors = _run_bash(script, arguments, prelude, sink.fileno(), path.parent)
+        # The script sees itself in the folder that it was read from.
+        return trace.read_text(encoding="utf-8", errors="replace").replace(folder, str(path.parent)), errors
+
+
+def _run_bash(script: Path, arguments: Sequence[str], prelude: Path, trace: int, folder: Path) -> str:
+    """Its complaints. After a time limit the shell and all that it forked are killed."""
+    environ = {
+        "PATH": "/nonexistent",
+        "HOME": "$HOME",
+        "LC_ALL": "C.UTF-8",
+        "BASH_ENV": str(prelude),
+        "BASH_XTRACEFD": str(trace),
+    }
+    try:
+        bash = subprocess.Popen(
+            [_bash(), "-r", script, *arguments],
+            env=environ,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=(trace,),
+            start_new_session=True,
+            preexec_fn=_limit,
+        )
+    except OSError as error:
+        raise ConfigError(f"{script.name}: bash cannot be started: {error.strerror}") from error
+    try:
+        return bash.communicate(timeout=_TIMEOUT_S)[1].decode("utf-8", errors="replace")
+    except subprocess.TimeoutExpired:
+        return f"line 0: it did not end within {_TIMEOUT_S:g} s, and is read up to there"
+    finally:
+        _kill_all(bash)
+
+
+def _kill_all(bash: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):  # all have ended
+        os.killpg(bash.pid, signal.SIGKILL)
+    bash.communicate()
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(_TIMEOUT_S) + 1, int(_TIMEOUT_S) + 1))
+
+
+def _bash() -> str:
+    for bash in ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash", "/opt/homebrew/bin/bash"):
+        if os.access(bash, os.X_OK):
+            return bash
+    raise ConfigError("scripts are expanded by bash, and there is none; give the YAML that `--cfg job` prints")
+
+
+def _commands(trace: str, mark: str) -> Iterator[Command]:
+    for record in re.split(rf"^\++{mark}\|", trace, flags=re.MULTILINE)[1:]:
+        line, _, text = record.partition("|")
+        words = split_words(text)
+        if words and words not in _OWN_COMMANDS:
+            yield Command(tuple(words), int(line))
+
+
+def _problems(errors: str) -> Iterator[str]:
+    """Lines of stderr that say that something was not expanded. Refused programs and files are no problem."""
+    for line in errors.splitlines():
+        told = re.search(r"line (\d+): (.*)", line)
+        if told and not re.search(r"restricted|not found|readonly|No such file|Permission denied|builtin", told[2]):
+            yield f"line {told[1]}: {told[2]}"
+
+
+def split_words(text: str) -> list[str]:
+    """Words as `set -x` quotes them."""
+    words: list[str] = []
+    is_open = False
+    for found in _QUOTED.finditer(text):
+        ansi, single, double, escaped, plain, blank = found.groups()
+        if blank:
+            is_open = False
+            continue
+        part = next(
+            piece
+            for piece in (
+                None if ansi is None else _unescaped(ansi),
+                single,
+                None if double is None else re.sub(r"\\([$`\"\\])", r"\1", double),
+                escaped,
+                plain,
+            )
+            if piece is not None
+        )
+        if is_open:
+            words[-1] += part
         else:
-            self._add(char)
-            self._skip(1)
-
-    def _escape(self) -> None:
-        following = self._text[self._at + 1 : self._at + 2]
-        if self._text[self._at + 1 : self._at + 3] == "\r\n":
-            self._skip(1)  # an editor of Windows; the line goes on all the same
-        elif following != "\n":
-            self._add(following)
-        self._skip(2)
-
-    def _double_quoted(self) -> None:
-        self._add("")
-        self._skip(1)
-        while self._at < len(self._text) and self._text[self._at] != '"':
-            char = self._text[self._at]
-            following = self._text[self._at + 1 : self._at + 2]
-            if char == "\\" and following in ('"', "\\", "$", "`", "\n"):
-                self._add("" if following == "\n" else following)
-                self._skip(2)
-            elif char == "$":
-                self._add(self._expansion())
-            else:
-                self._add(char)
-                self._skip(1)
-        self._skip(1)
-
-    def _expansion(self) -> str:
-        """What stands for the `$...` here, which is passed over."""
-        start, rest = self._at, self._text[self._at + 1 :]
-        if rest.startswith("(("):
-            end = self._find("))", start) + 2
-            value = self._arithmetic(self._text[start + 3 : end - 2])
-        elif rest.startswith("("):
-            end, value = self._find(")", start) + 1, None
-        elif rest.startswith("{"):
-            end = self._find("}", start) + 1
-            value = self._braced(self._text[start + 2 : end - 1])
-        elif name := _NAME.match(rest):
-            end, value = start + 1 + name.end(), self._variables.get(name[0])
-        else:
-            end, value = start + 2, "" if rest[:1] in ("@", "*") else None
-        self._skip(end - start)
-        return self._text[start:end] if value is None else value
-
-    def _braced(self, inside: str) -> str | None:
-        name, found, default = re.match(r"(\w*(?:\[[@*]\])?)(:?[-=])?(.*)", inside, re.DOTALL).groups()  # type: ignore[union-attr]
-        if name.endswith(("[@]", "[*]")):
-            return ""  # the array's words were read where it is made
-        if name in self._variables:
-            return self._variables[name]
-        return _Reader(default)._expanded() if found else None
-
-    def _expanded(self) -> str:
-        commands = self.read()
-        return " ".join(word.text for command in commands for word in command.words)
-
-    def _arithmetic(self, text: str) -> str | None:
-        plain = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda found: self._variables.get(found[1], found[0]), text)
-        try:
-            return str(_computed(ast.parse(plain.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            return None
-
-    def _parenthesis(self, char: str) -> None:
-        if char == "(":
-            if self._word is not None and self._word.endswith("="):
-                self._word = None  # NAME=(: the name is no word of the list
-            self._end_command()
-            self._depth += 1
-            self._command.is_list = True
-        else:
-            self._end_command()
-            self._depth = max(0, self._depth - 1)
-        self._skip(1)
-
-    def _add(self, text: str) -> None:
-        if self._word is None:
-            self._word, self._word_line = "", self._line
-        self._word += text
-
-    def _end_word(self) -> None:
-        if self._word is not None:
-            self._command.words.append(Word(self._word, self._word_line))
-            self._word = None
-
-    def _end_command(self) -> None:
-        self._end_word()
-        if self._command.words:
-            self._assign()
-            self._commands.append(self._command)
-        self._command = Command(is_list=self._depth > 0)
-
-    def _assign(self) -> None:
-        for word in self._command.words:
-            if word.text in ("export", "local", "readonly", "declare"):
-                continue
-            found = _ASSIGNMENT.fullmatch(word.text)
-            if found is None:
-                return
-            self._variables[found[1]] = found[2]
-
-    def _find(self, what: str, start: int) -> int:
-        found = self._text.find(what, start)
-        return len(self._text) if found < 0 else found
-
-    def _skip(self, count: int) -> None:
-        self._line += self._text.count("\n", self._at, self._at + count)
-        self._at += count
+            words.append(part)
+        is_open = True
+    return words
 
 
-def _computed(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_computed(node.left), _computed(node.right))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_computed(node.operand)
-    raise ValueError("no arithmetic on whole numbers")
+def _unescaped(text: str) -> str:
+    """Of $'...', with the escapes of C."""
+    return text.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", errors="replace")

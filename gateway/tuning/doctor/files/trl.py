@@ -1,36 +1,54 @@
-"""A TRL configuration: YAML or JSON with fields of GRPOConfig, or a Python file, whose GRPOConfig(...) call is read and
-never run.
+"""A TRL configuration: YAML or JSON with fields of GRPOConfig; a Python file, whose GRPOConfig(...) call is read and
+never run; a shell script with `accelerate launch` or `trl vllm-serve`.
 """
 
 import ast
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from engines.errors import ConfigError
 from gateway.config.load import Setting
 from gateway.config.sources import read_text, read_yaml
+from gateway.tuning.doctor.files.hydra_override import hydra_value
+from gateway.tuning.doctor.files.shell_script import Command, is_known, read_script
 from gateway.tuning.doctor.known_keys import trl_defaults
 from gateway.tuning.doctor.values import Values
 
 _CALL = "GRPOConfig"
+# Keys that `accelerate config` writes, and TRL does not read.
+_OF_ACCELERATE = ("compute_environment", "distributed_type", "num_machines")
+_MOST_NAMES = 8  # that stand for each other
 
 
 @dataclass(frozen=True, slots=True)
 class TrlFile:
-    """`is_call` where the fields stand in a call, which takes no other names; YAML may hold other classes' too."""
+    """`values` are those of GRPOConfig; `is_call` where they stand in a call, which takes no other names: YAML and
+    command lines may hold other classes' too. `server` are the options of a `trl vllm-serve`, with its line.
+    `processes` are those that `accelerate launch` starts, None where it does not say. `unread` says what was left out.
+    """
 
     values: Values
     is_call: bool
+    server: Mapping[str, Setting] = field(default_factory=dict)
+    processes: int | None = None
+    has_trainer: bool = True
+    unread: tuple[str, ...] = ()
 
 
 def read_trl(path: Path) -> TrlFile:
     """Raises `ConfigError` where the file cannot be read, or holds no GRPOConfig."""
     text = read_text(path)
     if path.suffix == ".py":
-        return TrlFile(_values(_from_python(path, text)), is_call=True)
+        return _from_python(path, text)
+    if path.suffix == ".sh":
+        return _from_script(path)
     if path.suffix not in (".yaml", ".yml", ".json"):
-        raise ConfigError(f"{path}: the name must end in .yaml, .yml, .json or .py")
+        raise ConfigError(f"{path}: the name must end in .yaml, .yml, .json, .py or .sh")
     tree, lines = read_yaml(path, text)
+    if any(name in tree for name in _OF_ACCELERATE):
+        raise ConfigError(f"{path}: a configuration of accelerate, which has no field of {_CALL}")
     if not any(name in trl_defaults() for name in tree):
         raise ConfigError(
             f"{path}: none of its keys is a field of {_CALL}: {', '.join(map(str, tree)) or 'it is empty'}"
@@ -47,14 +65,54 @@ def _values(given: dict[str, Setting]) -> Values:
 
 
 def _plain(value: object) -> object:
-    """YAML takes 1e-6 for text; TRL's parser for a number."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
+    """YAML takes 1e-6 and "true" for text; TRL's parser for a number and a boolean."""
+    if not isinstance(value, str):
         return value
+    found = hydra_value(value)
+    return found if isinstance(found, (bool, float)) else value
 
 
-def _from_python(path: Path, text: str) -> dict[str, Setting]:
+def _from_script(path: Path) -> TrlFile:
+    script = read_script(path)
+    launch = next((one for one in script.commands if one.words[:2] == ("accelerate", "launch")), None)
+    serve = next((one for one in script.commands if one.words[:2] == ("trl", "vllm-serve")), None)
+    grpo = next((one for one in script.commands if one.words[:2] == ("trl", "grpo")), None)
+    trainer = launch or grpo
+    if trainer is None and serve is None:
+        raise ConfigError(f"{path}: no `accelerate launch`, `trl grpo` or `trl vllm-serve` in it")
+    given, processes = _launched(path, trainer) if trainer else ({}, None)
+    unread = [f"{path}: {problem}" for problem in script.problems]
+    unread += [
+        f"{one.place}: {one.key}={one.value}: a run alone has it" for one in given.values() if not is_known(one.value)
+    ]
+    server = _options(path, serve.words[2:], serve.line) if serve else {}
+    return TrlFile(_values(given), False, server, processes, trainer is not None, tuple(unread))
+
+
+def _launched(path: Path, command: Command) -> tuple[dict[str, Setting], int | None]:
+    """The options of the trainer, and the processes that the launcher is asked for."""
+    words = command.words[2:]
+    program = next((index for index, word in enumerate(words) if word.endswith(".py")), 0)
+    of_launcher = _options(path, words[:program], command.line)
+    number = of_launcher["num_processes"].value if "num_processes" in of_launcher else None
+    return _options(path, words[program:], command.line), number if isinstance(number, int) else None
+
+
+def _options(path: Path, words: Sequence[str], line: int) -> dict[str, Setting]:
+    """`--key value`, `--key=value` and `--key` alone, which is true; dashes and underscores are one."""
+    found: dict[str, Setting] = {}
+    for index, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        key, equals, text = word[2:].partition("=")
+        following = words[index + 1] if index + 1 < len(words) else "--"
+        value = hydra_value(text) if equals else (True if following.startswith("--") else hydra_value(following))
+        name = key.replace("-", "_")
+        found[name] = Setting(key=name, value=value, origin="cli", place=f"{path}:{line}")
+    return found
+
+
+def _from_python(path: Path, text: str) -> TrlFile:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -63,22 +121,85 @@ def _from_python(path: Path, text: str) -> dict[str, Setting]:
     if len(calls) != 1:
         found = ", ".join(f"line {call.lineno}" for call in calls) or "none"
         raise ConfigError(f"{path}: one call of {_CALL}(...) is expected, there is {found}")
-    return {
-        keyword.arg: Setting(
-            key=keyword.arg, value=_literal(keyword.value), origin="file", place=f"{path}:{keyword.value.lineno}"
+    names = _constants(tree)
+    keywords, unread = _keywords(path, calls[0], names)
+    settings, unknown = {}, []
+    for name, node in keywords.items():
+        place = f"{path}:{node.lineno}"
+        try:
+            settings[name] = Setting(key=name, value=_computed(node, names), origin="file", place=place)
+        except ValueError:
+            unknown.append(f"{place}: {name}={ast.unparse(node)}: a run alone has its value")
+            settings[name] = Setting(key=name, value=None, origin="file", place=place)
+    return TrlFile(_values(settings), is_call=True, unread=(*unread, *unknown))
+
+
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """The expressions of names that the file assigns once."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, (ast.AugAssign, ast.For))
+            else []
         )
-        for keyword in calls[0].keywords
-        if keyword.arg
+        for target in targets:
+            if isinstance(target, ast.Name):
+                found.setdefault(target.id, []).append(node.value if isinstance(node, ast.Assign) else target)
+    return {
+        name: values[0] for name, values in found.items() if len(values) == 1 and not isinstance(values[0], ast.Name)
     }
+
+
+def _keywords(path: Path, call: ast.Call, names: Mapping[str, ast.expr]) -> tuple[dict[str, ast.expr], list[str]]:
+    """Keywords of a call, with those of a dictionary that two stars spread; and what could not be spread."""
+    found: dict[str, ast.expr] = {}
+    unread = []
+    for keyword in call.keywords:
+        value = keyword.value
+        if keyword.arg:
+            found[keyword.arg] = value
+            continue
+        spread = names.get(value.id) if isinstance(value, ast.Name) else value
+        pairs = _pairs(spread)
+        if pairs is None:
+            unread.append(f"{path}:{value.lineno}: **{ast.unparse(value)}: a run alone has its fields")
+        found.update(pairs or {})
+    return found, unread
+
+
+def _pairs(node: ast.expr | None) -> dict[str, ast.expr] | None:
+    """The fields of {...} or dict(...) with plain names; None for anything else."""
+    if isinstance(node, ast.Call) and _name(node.func) == "dict" and not node.args:
+        return {one.arg: one.value for one in node.keywords if one.arg}
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        return {
+            str(key.value): value
+            for key, value in zip(node.keys, node.values, strict=True)
+            if isinstance(key, ast.Constant)
+        }
+    return None
 
 
 def _name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def _literal(node: ast.expr) -> object:
-    """What is written; a name or a call, which only a run could tell, as its source text."""
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return ast.unparse(node)
+def _computed(node: ast.expr, names: Mapping[str, ast.expr], hops: int = _MOST_NAMES) -> Any:
+    """A literal, a name of one, or whole-number arithmetic on them. Raises `ValueError` for anything else."""
+    if isinstance(node, ast.Name) and node.id in names and hops:
+        return _computed(names[node.id], names, hops - 1)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv)):
+        left, right = (_computed(side, names, hops) for side in (node.left, node.right))
+        if all(type(side) is int for side in (left, right)) and not (isinstance(node.op, ast.FloorDiv) and right == 0):
+            operation = {
+                ast.Add: int.__add__,
+                ast.Sub: int.__sub__,
+                ast.Mult: int.__mul__,
+                ast.FloorDiv: int.__floordiv__,
+            }
+            return operation[type(node.op)](left, right)
+        raise ValueError("no arithmetic on whole numbers")
+    return ast.literal_eval(node)

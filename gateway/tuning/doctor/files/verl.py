@@ -1,118 +1,285 @@
-"""A verl configuration: YAML, or a shell script that gives Hydra overrides. Neither is run."""
+"""A verl configuration: YAML, or a shell script that starts a trainer with Hydra overrides."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from engines.errors import ConfigError
 from gateway.config.load import Setting
-from gateway.config.sources import Tree, read_text, read_yaml
-from gateway.tuning.doctor.files.shell_script import Word, read_commands
-from gateway.tuning.doctor.known_keys import ROLLOUT, VerlKeys, verl_keys
+from gateway.config.sources import Key, Tree, read_text, read_yaml
+from gateway.tuning.doctor.files.hydra_override import HydraOverride, hydra_value, parsed_override
+from gateway.tuning.doctor.files.shell_script import Command, is_known, read_script
+from gateway.tuning.doctor.known_keys import (
+    BASE,
+    ROLLOUT,
+    VerlKeys,
+    rollout_config,
+    trainer_names,
+    trainer_of_module,
+    verl_keys,
+)
 from gateway.tuning.doctor.values import Values
 
-_OVERRIDE = re.compile(r"(\+{1,2}|~)?([A-Za-z_][\w-]*(?:\.[\w@-]+)*)=(.*)", re.DOTALL)
-# What a command that trains is called with.
-_TRAINER = re.compile(r"\bverl\b|\bmain_\w+")
-# In a file with several of them.
+# Sections of verl's trainers. An override of one of them marks a command as verl's.
+_ROOTS = ("data", "actor_rollout_ref", "critic", "algorithm", "trainer", "model", "optim", "rollout", "reward_model")
+_ARGUMENT = re.compile(r"\$\d")
+# verl finds an NPU by itself.
+_NAMES_NPU = re.compile(r"npu|ascend|hccl", re.IGNORECASE)
 _NOT_KEYS = ("defaults", "hydra")
+_CHOICES = ("model_engine", "engine", "optim")
+
+
+class VerlKind(StrEnum):
+    """The work that a configuration is of."""
+
+    RL = "RL"
+    SFT = "SFT"
+    GENERATION = "generation"
+    ROLLOUT = "rollout"
+    """A mapping of RolloutConfig's own fields, which says nothing of training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
     """One `key=value` of a command line. `is_lost` where the command had ended before it."""
 
-    key: str
-    plus: str
+    hydra: HydraOverride
     setting: Setting
     is_lost: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.hydra.key
+
+    @property
+    def plus(self) -> str:
+        return self.hydra.plus
 
 
 @dataclass(frozen=True, slots=True)
 class VerlFile:
-    """`values` hold what a file gives over verl's defaults; `overrides` are those of a script, all of them, in order.
-
-    `has_trainer` is False for a mapping of RolloutConfig's own fields, which says nothing of training.
-    `keys` are those that it may have: in a script those of the trainers that it calls.
-    """
+    """`values` are those of a file over verl's defaults; `overrides` those of a script, all of them, in order; `keys`
+    those that its trainer has. `unread` says what was left out of `values`, and why."""
 
     values: Values
     overrides: tuple[Override, ...]
-    has_trainer: bool
+    kind: VerlKind
     keys: VerlKeys
+    unread: tuple[str, ...] = ()
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether it trains by RL, with engines for its rollouts."""
+        return self.kind is VerlKind.RL
+
+    @property
+    def has_rollouts(self) -> bool:
+        return self.kind is not VerlKind.SFT
 
 
-def read_verl(path: Path) -> VerlFile:
+def read_verl(path: Path, version: str = "") -> VerlFile:
     """Raises `ConfigError` where the file cannot be read or holds no configuration of verl."""
     text = read_text(path)
     if path.suffix in (".yaml", ".yml", ".json"):
-        return _from_tree(path, *read_yaml(path, text))
-    overrides = tuple(_overrides(path, text))
-    if not overrides:
+        return _from_tree(path, *read_yaml(path, text), version)
+    return _from_script(path, text, version)
+
+
+def _from_script(path: Path, text: str, version: str) -> VerlFile:
+    script = read_script(path)
+    started = [command for command in script.commands if _is_trainer(command)]
+    if not started:
+        # A script that wants arguments ends before its command. They stand for themselves.
+        script = read_script(path, with_arguments=True)
+        started = [command for command in script.commands if _is_trainer(command)]
+    lists = [command for command in script.commands if _is_override_list(command)]
+    if not started and not lists:
         raise ConfigError(f"{path}: no override of verl in it; expected words such as data.train_batch_size=1024")
-    given = {one.key: one.setting for one in overrides if not one.is_lost and one.plus != "~"}
-    keys = verl_keys().of(name for name in verl_keys().of_trainers if name in text)
-    return VerlFile(Values("verl", given, keys.defaults), overrides, has_trainer=True, keys=keys)
+    lines = text.splitlines()
+    words = [(word, started[0].line) for word in started[0].words] if started else []
+    behind = [(word, one.line) for one in lists for word in one.words if not started or one.line >= started[0].line]
+    overrides = [*_overrides(path, lines, words), *_overrides(path, lines, behind, are_lost=bool(started))]
+    unread = [f"{path}: {problem}" for problem in script.problems]
+    if len(started) > 1:
+        unread.append(f"{path}: {len(started)} trainers are started, and the first is read")
+    keys, kind, notes = _trainer(path, [word for word, _ in words], overrides, version)
+    given, defaults = notes.settings, dict(keys.defaults)
+    for one in overrides:
+        if one.is_lost or one.hydra.is_group or one.key in _CHOICES:
+            continue
+        if one.plus == "~":
+            defaults.pop(one.key, None)
+            given.pop(one.key, None)
+        else:
+            given[one.key] = one.setting
+    unread += notes.texts
+    unread += [
+        f"{one.setting.place}: {one.key}={one.setting.value}: a run alone has its value"
+        for one in overrides
+        if not is_known(one.setting.value) or (one.setting.value == "" and defaults.get(one.key) not in ("", None))
+    ]
+    if _NAMES_NPU.search(text):
+        defaults["trainer.device"] = "npu"
+    return VerlFile(Values("verl", given, defaults), tuple(overrides), kind, keys, tuple(unread))
 
 
-def _overrides(path: Path, text: str) -> Iterator[Override]:
-    has_begun = False
-    for command in read_commands(text):
-        first = command.words[0].text
-        is_alone = not command.is_list and "." in first.partition("=")[0] and bool(_OVERRIDE.fullmatch(first))
-        for word in command.words:
-            if found := _override(path, word, is_lost=is_alone and has_begun):
-                yield found
-        has_begun = has_begun or any(_TRAINER.search(word.text) for word in command.words)
+@dataclass(slots=True)
+class _Notes:
+    """Settings of a configuration file that a command names, and what could not be read of it."""
+
+    settings: dict[str, Setting]
+    texts: list[str]
 
 
-def _override(path: Path, word: Word, *, is_lost: bool) -> Override | None:
-    found = _OVERRIDE.fullmatch(word.text)
-    if found is None:
-        return None
-    plus, key, text = found[1] or "", found[2], found[3]
-    if "." not in key or key.startswith("hydra."):
-        return None  # a variable, or a choice between groups of keys
-    setting = Setting(key=key, value=_parsed(text), origin="cli", place=f"{path}:{word.line}")
-    return Override(key, plus, setting, is_lost)
+def _is_trainer(command: Command) -> bool:
+    module = _module(command.words)
+    return trainer_of_module(module) != "" or (module != "" and any(_is_of_verl(word) for word in command.words))
 
 
-def _parsed(text: str) -> Any:
-    """Hydra's own grammar is near to YAML; 1e-6 is a number there."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+def _is_override_list(command: Command) -> bool:
+    """Whether it begins with an override, as a line does whose command ended before it."""
+    return _is_of_verl(command.words[0]) and "." in command.words[0].partition("=")[0]
 
 
-def _from_tree(path: Path, tree: Tree, lines: Mapping[tuple[str | int, ...], int]) -> VerlFile:
-    keys = verl_keys().of(verl_keys().of_trainers)
-    roots = {key.partition(".")[0] for key in keys.defaults}
-    leaves = list(_leaves({name: value for name, value in tree.items() if name not in _NOT_KEYS}))
-    is_whole = any(str(name).partition(".")[0] in roots for name in tree)
-    if not is_whole and not any(name in keys.rollout_config for name in tree):
+def _is_of_verl(word: str) -> bool:
+    found = parsed_override(word)
+    return found is not None and found.key.partition(".")[0] in _ROOTS
+
+
+def _module(words: Sequence[str]) -> str:
+    """The Python module or file that a command runs; "" where it runs none."""
+    for index, word in enumerate(words[:-1]):
+        if word == "-m":
+            return words[index + 1]
+    return next((word for word in words if word.endswith(".py") and "=" not in word), "")
+
+
+def _overrides(
+    path: Path, lines: Sequence[str], words: Sequence[tuple[str, int]], *, are_lost: bool = False
+) -> Iterator[Override]:
+    names = [word for word, _ in words]
+    module = _module(names)
+    start = names.index(module) + 1 if module else 0
+    for word, line in words[start:]:
+        found = parsed_override(word)
+        if found is None or found.key.startswith("hydra.") or _ARGUMENT.fullmatch(word):
+            continue
+        place = f"{path}:{_line_of(lines, found.key, word, line)}"
+        yield Override(found, Setting(key=found.key, value=found.value, origin="cli", place=place), are_lost)
+
+
+def _line_of(lines: Sequence[str], key: str, word: str, command_line: int) -> int:
+    """The line that writes an override; that of its command where none does, as in a loop over keys."""
+    wanted = re.compile(rf"(?<![\w.]){re.escape(key)}=")
+    found = [
+        number for number, text in enumerate(lines, 1) if wanted.search(text) and not text.lstrip().startswith("#")
+    ]
+    literal = [number for number in found if word in lines[number - 1]]
+    candidates = literal or found
+    behind = [number for number in candidates if number >= command_line]
+    return (behind or candidates or [command_line])[0 if behind else -1]
+
+
+def _trainer(
+    path: Path, words: Sequence[str], overrides: Sequence[Override], version: str
+) -> tuple[VerlKeys, VerlKind, _Notes]:
+    """The keys and the kind of the trainer that a command starts."""
+    module = _module(words)
+    notes = _Notes({}, [])
+    name = _option(words, "--config-name").removesuffix(".yaml")
+    if not name:
+        name = trainer_of_module(module, version) if module else BASE
+    known = trainer_names(version)
+    if name not in known and (file := _config_file(path, _option(words, "--config-path"), name)):
+        name = _add_config_file(file, known, notes)
+    chosen = " ".join(f"{one.key}={one.setting.value}" for one in overrides if one.key in _CHOICES and not one.is_lost)
+    if f"{name} {chosen}".strip() in known:
+        name = f"{name} {chosen}".strip()
+    keys = verl_keys(name or module, version)
+    if not keys.is_complete:
+        notes.texts.append(f"{path}: {keys.name} has no trainer {name or module}: its keys are not judged")
+    return keys, _kind(module, name, overrides), notes
+
+
+def _option(words: Sequence[str], option: str) -> str:
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == option:
+            return value if equals else (words[index + 1] if index + 1 < len(words) else "")
+    return ""
+
+
+def _config_file(path: Path, folder: str, name: str) -> Path | None:
+    """The file that --config-path and --config-name name, from the script's folder or one above it."""
+    for base in (path.parent, *path.resolve().parents):
+        file = base / folder / f"{name}.yaml"
+        if name and file.is_file():
+            return file
+    return None
+
+
+def _add_config_file(file: Path, known: Sequence[str], notes: _Notes) -> str:
+    """Adds the settings of a user's own configuration file; returns the trainer of verl that it builds on."""
+    tree, lines = read_yaml(file, read_text(file))
+    defaults = tree.get("defaults")
+    names = [one for one in defaults if isinstance(one, str)] if isinstance(defaults, list) else []
+    notes.settings.update(_settings(file, tree, lines))
+    return next((name for name in names if name in known), "")
+
+
+def _kind(module: str, name: str, overrides: Sequence[Override]) -> VerlKind:
+    if "sft" in name or (not name and "sft" in module):
+        return VerlKind.SFT
+    if "generation" in module or name in ("generation", "evaluation") or "main_eval" in module:
+        return VerlKind.GENERATION
+    if any(one.key.startswith("actor_rollout_ref.") for one in overrides) or name != "":
+        return VerlKind.RL
+    return VerlKind.GENERATION if any(one.key.startswith("rollout.") for one in overrides) else VerlKind.RL
+
+
+def _from_tree(path: Path, tree: Tree, lines: Mapping[Key, int], version: str) -> VerlFile:
+    settings = _settings(path, tree, lines)
+    roots = {key.partition(".")[0] for name in trainer_names(version) for key in verl_keys(name, version).defaults}
+    if any(str(name).partition(".")[0] in roots for name in tree):
+        keys = _nearest_trainer(settings, version)
+        kind = VerlKind.SFT if "sft" in keys.trainer else VerlKind.RL
+        kind = VerlKind.GENERATION if keys.trainer in ("generation", "evaluation") else kind
+        return VerlFile(Values("verl", settings, keys.defaults), (), kind, keys)
+    if not any(name in rollout_config() for name in tree):
         raise ConfigError(
             f"{path}: no configuration of verl: none of {', '.join(map(str, tree)) or 'its keys'} is a key"
         )
-    prefix = "" if is_whole else ROLLOUT
-    given = {}
-    for parts, value in leaves:
+    given = {ROLLOUT + key: setting for key, setting in settings.items()}
+    defaults = {ROLLOUT + name: value for name, value in rollout_config().items()}
+    values = Values("verl", given, defaults, ROLLOUT)
+    keys = verl_keys(version=version)
+    own = VerlKeys(keys.release, "RolloutConfig", {**keys.defaults, **defaults})
+    return VerlFile(values, (), VerlKind.ROLLOUT, own)
+
+
+def _nearest_trainer(settings: Mapping[str, Setting], version: str) -> VerlKeys:
+    """The trainer that has the most of the keys; the first of several."""
+    found = [verl_keys(name, version) for name in trainer_names(version)]
+    return max(found, key=lambda keys: sum(keys.has(key) for key in settings))
+
+
+def _settings(path: Path, tree: Tree, lines: Mapping[Key, int]) -> dict[str, Setting]:
+    """Leaves by dotted key, with their lines."""
+    found = {}
+    for parts, value in _leaves({name: value for name, value in tree.items() if name not in _NOT_KEYS}):
         dotted = ".".join(parts)
         place = next((f"{path}:{lines[parts[:n]]}" for n in range(len(parts), 0, -1) if parts[:n] in lines), str(path))
-        value = _parsed(value) if isinstance(value, str) and "${" not in value else value
-        given[prefix + dotted] = Setting(key=dotted, value=value, origin="file", place=place)
-    defaults = keys.defaults if is_whole else {ROLLOUT + name: value for name, value in keys.rollout_config.items()}
-    return VerlFile(Values("verl", given, defaults, prefix), (), has_trainer=is_whole, keys=keys)
+        value = hydra_value(value) if _is_number_of_hydra(value) else value
+        found[dotted] = Setting(key=dotted, value=value, origin="file", place=place)
+    return found
+
+
+def _is_number_of_hydra(value: Any) -> bool:
+    """YAML takes 1e-6 for text, OmegaConf for a number."""
+    return isinstance(value, str) and isinstance(hydra_value(value), float) and value.strip()[:1] not in "'\""
 
 
 def _leaves(tree: Tree, parts: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

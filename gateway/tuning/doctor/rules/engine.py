@@ -39,7 +39,7 @@ def _vllm_share(engine: EngineView, subject: Subject) -> Iterator[Found]:
     if share is None:
         yield fine(setting, "vLLM's own choice, 0.92 of the GPU")
     elif engine.shares_gpu:
-        yield from _shared(engine, share)
+        yield from _shared(engine, share, subject)
     elif share < 0.85:
         message = (
             f"{1 - share:.0%} of each GPU lies idle: vLLM takes {share:g} of the GPU for weights, activations and KV"
@@ -57,7 +57,7 @@ def _sglang_share(engine: EngineView, subject: Subject) -> Iterator[Found]:
     if share is None:
         yield fine(setting, "SGLang's own choice of mem_fraction_static")
     elif engine.shares_gpu:
-        yield from _shared(engine, share)
+        yield from _shared(engine, share, subject)
     elif share < 0.75:
         message = (
             f"SGLang keeps {share:g} of the memory for weights and KV cache (mem_fraction_static), and what is left "
@@ -71,16 +71,26 @@ def _sglang_share(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, f"{share:g} for weights and KV cache; activations and graphs have the rest")
 
 
-def _shared(engine: EngineView, share: float) -> Iterator[Found]:
+def _shared(engine: EngineView, share: float, subject: Subject) -> Iterator[Found]:
+    """The engine's share beside the trainer, which leaves the GPU or stays in part."""
     name = "gpu_memory_utilization" if engine.is_vllm or engine.owner == "verl" else "mem_fraction_static"
-    setting = engine.at(name)
-    if engine.is_offloaded and share < 0.7:
+    setting, resident = engine.at(name), engine.resident_gib
+    weights = None if engine.weight_gib is None else engine.weight_gib / (engine.number("tensor_parallel_size") or 1)
+    room = None if resident is None else 1 - (resident + _BESIDE_KV_GIB) / subject.gpu_gib
+    if weights is not None and share * subject.gpu_gib < weights:
+        message = f"{share:g} of {subject.gpu_gib:g} GiB holds no KV cache beside {weights:.0f} GiB of weights"
+        yield hurts(setting, message, "0.5 to 0.7, or a larger tensor parallel size")
+    elif room is not None and resident is not None and share > room + _BESIDE_KV_GIB / subject.gpu_gib:
+        message = f"{share:g} beside at least {resident:.0f} GiB of the trainer's, which stay on the GPU: more than "
+        yield hurts(setting, f"{message}{subject.gpu_gib:g} GiB", f"{max(room, 0.1):.2f}, or offload the optimizer")
+    elif engine.is_offloaded and share < 0.7:
         yield consider(setting, f"{share:g}, though the trainer leaves the GPU while the engine runs", "0.8 to 0.9")
-    elif engine.is_offloaded or share <= 0.7:
-        yield fine(setting, f"{share:g} beside a trainer" + (" that is offloaded" if engine.is_offloaded else ""))
+    elif room is None and not engine.is_offloaded and share > 0.7:
+        yield consider(setting, f"{share:g} beside a trainer that stays on the GPU", "0.5 to 0.7, or offload it")
+    elif share < 0.4:
+        yield consider(setting, f"{share:g}: little KV cache, so that few sequences run at a time", "0.5 to 0.7")
     else:
-        message = f"{share:g} beside the trainer's own parameters and optimiser, which stay on the GPU: out of memory"
-        yield hurts(setting, message, "0.5 to 0.7, or offload parameters and optimiser")
+        yield fine(setting, f"{share:g} beside a trainer" + (" that is offloaded" if engine.is_offloaded else ""))
 
 
 def _kv_gain(engine: EngineView, subject: Subject, share: float, better: float) -> str:
@@ -103,7 +113,7 @@ def _tensor_parallel(engine: EngineView, subject: Subject) -> Iterator[Found]:
         needed = next((n for n in (2, 4, 8, 16) if weights < 0.6 * subject.gpu_gib * n), 16)
         message = f"weights of about {weights:.0f} GiB do not fit {tp} x {subject.gpu_gib:g} GiB"
         yield hurts(setting, message, f"{needed}")
-    elif tp > 1 and weights is not None and weights < 0.5 * subject.gpu_gib:
+    elif tp > 1 and weights is not None and weights < 0.5 * subject.gpu_gib * _share_of_gpu(engine):
         message = (
             f"weights of about {weights:.0f} GiB fit one GPU of {subject.gpu_gib:g} GiB: {tp} replicas of one GPU "
         )
@@ -116,6 +126,11 @@ def _tensor_parallel(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, f"{tp} GPUs for {fits}; smaller where it fits")
     else:
         yield fine(setting, "one GPU a replica: the most replicas that the GPUs give")
+
+
+def _share_of_gpu(engine: EngineView) -> float:
+    """The share that the engine may take; all of it where the engine is alone."""
+    return (engine.number("gpu_memory_utilization") or 1.0) if engine.shares_gpu else 1.0
 
 
 def _is_busy(engine: EngineView, subject: Subject) -> bool:
@@ -375,6 +390,7 @@ ENGINE_RULES = (
         "else in each engine: of the whole GPU for all in vLLM, for weights and KV cache alone in SGLang.",
         source=f"{VERL_GUIDE}; {VERL_PRACTICE}",
         check=of_engines(_memory_share),
+        gain=0.3,
     ),
     Rule(
         id="tensor-parallel",
@@ -383,6 +399,7 @@ ENGINE_RULES = (
         why="GPUs of one replica wait for each other in every layer, replicas do not. TP is for models too large.",
         source=f"{LEVERS}; {VERL_GUIDE}",
         check=of_engines(_tensor_parallel),
+        gain=0.3,
     ),
     Rule(
         id="max-num-batched-tokens",
@@ -402,6 +419,7 @@ ENGINE_RULES = (
         why="Decoding reads all weights once a step, for one sequence or for hundreds; what waits gains nothing.",
         source=LEVERS,
         check=of_engines(_max_num_seqs),
+        gain=0.4,
     ),
     Rule(
         id="cuda-graphs",
@@ -410,6 +428,7 @@ ENGINE_RULES = (
         why="Without graphs every kernel of a decode step is launched by the CPU, which the GPU then waits for.",
         source=LEVERS,
         check=of_engines(_eager),
+        gain=0.35,
         corrects="“RL needs eager mode, since its batches change size.” It does not: graphs are captured for many "
         "sizes, and a batch takes the next larger one.",
     ),
@@ -421,6 +440,7 @@ ENGINE_RULES = (
         "max_num_seqs, at most 512.",
         source=f"{LEVERS}; {VLLM_CODE}, config/vllm.py",
         check=of_engines(_capture_sizes),
+        gain=0.3,
     ),
     Rule(
         id="chunked-prefill",
@@ -429,6 +449,7 @@ ENGINE_RULES = (
         why="Prompts are read in pieces beside the decodes of others, so that decoding goes on.",
         source=f"{VERL_GUIDE}; {VERL_CODE}, vllm_async_server.py raises max_num_batched_tokens where it is off",
         check=of_engines(_chunked_prefill),
+        gain=0.05,
     ),
     Rule(
         id="prefix-caching",
@@ -437,6 +458,7 @@ ENGINE_RULES = (
         why="All samples of a group, and all turns of a session, begin with the same tokens.",
         source=TRL_GUIDE,
         check=of_engines(_prefix_caching),
+        gain=0.2,
     ),
     Rule(
         id="log-stats",
@@ -445,6 +467,7 @@ ENGINE_RULES = (
         why="Tuning begins with what the engine says of itself: KV cache in use, preemptions, waiting requests.",
         source=VERL_GUIDE,
         check=of_engines(_log_stats),
+        is_general=True,
     ),
     Rule(
         id="logprobs-mode",
@@ -453,6 +476,7 @@ ENGINE_RULES = (
         why="Trainers divide their own log-probabilities by these.",
         source=f"{TRL_CODE} warns of any other mode",
         check=of_engines(_logprobs_mode),
+        gain=0.5,
     ),
     Rule(
         id="seeds",
@@ -462,6 +486,7 @@ ENGINE_RULES = (
         "teaches nothing.",
         source=f"{VLLM_CODE}: its default seed is 0; {VERL_CODE} adds the replica's rank",
         check=of_engines(_seed),
+        gain=0.5,
     ),
     Rule(
         id="stream-interval",
@@ -470,6 +495,7 @@ ENGINE_RULES = (
         why="Each chunk is put together, sent and read by Python.",
         source=LEVERS,
         check=of_engines(_stream_interval),
+        gain=0.4,
     ),
     Rule(
         id="api-servers",
@@ -478,6 +504,7 @@ ENGINE_RULES = (
         why="One process parses and streams for the whole engine, however many GPUs it has.",
         source=LEVERS,
         check=of_engines(_api_servers),
+        gain=0.2,
     ),
     Rule(
         id="data-parallel",
@@ -494,6 +521,7 @@ ENGINE_RULES = (
         why="Decoding is bound by reading weights.",
         source=VERL_CODE,
         check=of_engines(_dtype),
+        gain=0.4,
     ),
     Rule(
         id="external-engine",

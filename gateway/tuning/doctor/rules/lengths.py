@@ -44,9 +44,12 @@ def _responses(subject: Subject) -> Iterator[Found]:
     if reference and tokens < reference:
         message = f"{tokens} tokens, where the configuration it is compared with allows {reference}"
         yield hurts(setting, f"{message}: reasoning is cut in the middle, and its answer is never seen", f"{reference}")
+    elif tokens < 1:
+        yield hurts(setting, f"{tokens} tokens: no completion has a token", f"{_LONG_RESPONSE} or more")
     elif tokens <= _SHORT_RESPONSE:
-        message = f"{tokens} tokens, the default of verl and TRL: step by step reasoning is cut before its answer"
-        yield hurts(setting, message, f"{_LONG_RESPONSE} or more; watch the {_WATCH}")
+        whose = "the default of verl and TRL" if setting.origin == "default" else "given"
+        message = f"{tokens} tokens, {whose}: step by step reasoning is cut before its answer"
+        yield consider(setting, message, f"{_LONG_RESPONSE} or more for reasoning; watch the {_WATCH}")
     elif tokens < _LONG_RESPONSE:
         yield consider(setting, f"{tokens} tokens may cut longer reasoning", f"watch the {_WATCH}")
     else:

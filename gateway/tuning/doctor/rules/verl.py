@@ -1,9 +1,12 @@
 """Rules about verl's trainer."""
 
+import re
 from collections.abc import Iterator
 
+from gateway.tuning.doctor.files.shell_script import is_known
+from gateway.tuning.doctor.files.verl import Override, VerlFile, VerlKind
 from gateway.tuning.doctor.finding import Found, consider, fine, hurts
-from gateway.tuning.doctor.known_keys import ROLLOUT
+from gateway.tuning.doctor.known_keys import ROLLOUT, Composition, VerlKeys
 from gateway.tuning.doctor.model_size import USUAL_VOCABULARY, vocabulary
 from gateway.tuning.doctor.rules.rule import (
     VERL_CODE,
@@ -15,6 +18,7 @@ from gateway.tuning.doctor.rules.rule import (
     of_verl_rollout,
 )
 from gateway.tuning.doctor.subject import Subject
+from gateway.tuning.doctor.trainer_memory import is_fsdp, is_megatron
 from gateway.tuning.doctor.values import Values
 
 ACTOR = "actor_rollout_ref.actor."
@@ -28,24 +32,51 @@ _LONG_CONTEXT = 32_768
 
 
 def _unknown_keys(subject: Subject) -> Iterator[Judged]:
-    """Whatever verl does not have; a key that needs a plus is told apart."""
-    if subject.verl is None:
+    """Overrides that Hydra refuses; in YAML, keys that verl does not have."""
+    file = subject.verl
+    if file is None or not file.keys.is_complete:
         return
-    keys, file = subject.verl.keys, subject.verl
-    scripted = {one.key: one for one in file.overrides}
+    if file.overrides:
+        yield from _refused_overrides(file)
+    else:
+        yield from _unknown_in_yaml(file)
+
+
+def _refused_overrides(file: VerlFile) -> Iterator[Judged]:
+    composition, keys = Composition(file.keys), file.keys
+    for one in file.overrides:
+        if one.hydra.is_malformed and is_known(one.setting.value) and not one.is_lost:
+            message = "Hydra ends the run: its grammar takes such a value in quotes alone"
+            yield "verl", hurts(one.setting, message, f"'{one.key}=\"{one.setting.value}\"'")
+        elif one.is_lost or one.hydra.is_group or not (reason := composition.refusal(one.hydra)):
+            continue
+        else:
+            says = f"Hydra ends the run: {keys.name} ({keys.trainer}) {reason}"
+            yield "verl", hurts(one.setting, says, _instead_of(one, keys))
+
+
+def _instead_of(one: Override, keys: VerlKeys) -> str:
+    """The key to write for an override that Hydra refuses."""
+    if one.plus == "+":
+        return f"{one.key}={one.setting.value}"
+    if near := keys.nearest(one.key):
+        return near
+    return f"+{one.key}={one.setting.value}" if keys.is_free(one.key) else "leave it out"
+
+
+def _unknown_in_yaml(file: VerlFile) -> Iterator[Judged]:
     for setting in file.values:
-        key = setting.key if file.has_trainer else ROLLOUT + setting.key
-        plus = scripted[key].plus if key in scripted else ""
-        if key in keys.added and not plus and key in scripted:
-            yield "verl", hurts(setting, "Hydra refuses it: no YAML of verl has this key", f"+{key}={setting.value}")
-        elif not keys.knows(key):
-            near = file.values.shown(keys.nearest(key))
-            says = (
-                "verl 0.9.1 has no such key, and Hydra ends the run"
-                if key in scripted and not plus
-                else ("verl 0.9.1 has no such key")
+        key = setting.key if file.kind is not VerlKind.ROLLOUT else ROLLOUT + setting.key
+        if not file.keys.has(key) and not file.keys.is_free(key) and (near := file.keys.nearest(key)):
+            yield (
+                "verl",
+                hurts(setting, f"{file.keys.name} has no such key, and leaves it unread", file.values.shown(near)),
             )
-            yield "verl", hurts(setting, says, near or "leave it out")
+
+
+def _unread(subject: Subject) -> Iterator[Judged]:
+    for text in subject.verl.unread if subject.verl else ():
+        yield "verl", consider(None, text, "judge it by hand, or give the YAML that --cfg job prints")
 
 
 def _lost_overrides(subject: Subject) -> Iterator[Judged]:
@@ -75,13 +106,25 @@ def _gpus(values: Values) -> int | None:
 
 
 def _remove_padding(values: Values, subject: Subject) -> Iterator[Found]:
+    if not is_fsdp(values):
+        return  # Megatron packs by a key of its own, which is on
     for key in (MODEL, *(["critic.model."] if _critic_runs(values) else [])):
         setting = values.at(key + "use_remove_padding")
         if setting.value is False:
             message = "every sequence is padded to the longest, and the padding is computed"
-            yield hurts(setting, message, "True (llama, mistral, gemma1, qwen; test other models)")
+            judge = hurts if _packs(values.text(key + "path")) and _is_on_cuda(values) else consider
+            yield judge(setting, message, "True (llama, mistral, gemma1, qwen; test other models)")
         else:
             yield fine(setting, "sequences are packed")
+
+
+def _packs(model: str) -> bool:
+    """Whether verl's guide names the model's kind among those that it packs."""
+    return bool(re.search(r"llama|mistral|qwen|deepseek-llm|deepseek-math", model.lower()))
+
+
+def _is_on_cuda(values: Values) -> bool:
+    return values.text("trainer.device") in ("", "cuda")
 
 
 def _micro_batch_keys(values: Values) -> Iterator[tuple[str, str]]:
@@ -171,9 +214,10 @@ def _token_budget(values: Values, subject: Subject) -> Iterator[Found]:
     keys = [(ACTOR + "ppo_max_token_len_per_gpu", ACTOR + "ulysses_sequence_parallel_size")]
     if _critic_runs(values):
         keys.append(("critic.ppo_max_token_len_per_gpu", "critic.ulysses_sequence_parallel_size"))
+    context = values.number(ACTOR + "megatron.context_parallel_size") if is_megatron(values) else None
     for key, shards in keys:
         setting, budget = values.at(key), values.number(key)
-        held = None if budget is None else budget * (values.number(shards) or 1)
+        held = None if budget is None else budget * (context or values.number(shards) or 1)
         if held is None:
             continue
         if held < tokens:
@@ -182,7 +226,7 @@ def _token_budget(values: Values, subject: Subject) -> Iterator[Found]:
             )
         elif held < 2 * tokens:
             message = f"{held:.0f} tokens are {held / tokens:.1f} times prompt + response ({tokens}): little is packed"
-            yield hurts(setting, message, f"{2 * tokens} to {3 * tokens}")
+            yield consider(setting, message, f"{2 * tokens} to {3 * tokens}")
         else:
             yield fine(setting, f"{held / tokens:.1f} times prompt + response ({tokens})")
 
@@ -234,6 +278,8 @@ def _critic_batches(values: Values, subject: Subject) -> Iterator[Found]:
 
 
 def _ulysses(values: Values, subject: Subject) -> Iterator[Found]:
+    if not is_fsdp(values):
+        return
     key = ACTOR + "ulysses_sequence_parallel_size"
     setting, shards, tokens = values.at(key), values.number(key) or 1, subject.workload.tokens
     if shards > 1 and not values.is_true(MODEL + "use_remove_padding"):
@@ -252,6 +298,8 @@ def _ulysses(values: Values, subject: Subject) -> Iterator[Found]:
 
 
 def _liger(values: Values, subject: Subject) -> Iterator[Found]:
+    if not is_fsdp(values):
+        return
     setting = values.at(MODEL + "use_liger")
     if setting.value is True:
         yield fine(setting, "fused RMSNorm, SwiGLU and RoPE")
@@ -261,6 +309,8 @@ def _liger(values: Values, subject: Subject) -> Iterator[Found]:
 
 
 def _fsdp2(values: Values, subject: Subject) -> Iterator[Found]:
+    if not is_fsdp(values):
+        return
     for key in (ACTOR + "strategy", *(["critic.strategy"] if _critic_runs(values) else [])):
         setting = values.at(key)
         if setting.value == "fsdp":
@@ -284,6 +334,8 @@ def _forward_prefetch(values: Values, subject: Subject) -> Iterator[Found]:
 
 def _entropy(values: Values, subject: Subject) -> Iterator[Found]:
     """`entropy_from_logits_with_chunking` bounds the forward pass, `entropy_checkpointing` the training pass."""
+    if not is_fsdp(values):
+        return
     tokens = _tokens_of_a_pass(values, subject)
     if tokens is None:
         return
@@ -297,8 +349,7 @@ def _entropy(values: Values, subject: Subject) -> Iterator[Found]:
     if chunking.value is True:
         yield fine(chunking, "entropy is computed in pieces")
     else:
-        judge = hurts if size > subject.gpu_gib else consider
-        yield judge(chunking, message, "True, under ref too", effect)
+        yield consider(chunking, message, "True, under ref too", effect)
     needs_gradient = values.is_true(ACTOR + "calculate_entropy") or bool(values.number(ACTOR + "entropy_coeff"))
     checkpointing = values.at(ACTOR + "entropy_checkpointing")
     if checkpointing.value is True or not needs_gradient:
@@ -320,6 +371,8 @@ def _tokens_of_a_pass(values: Values, subject: Subject) -> float | None:
 
 
 def _gradient_checkpointing(values: Values, subject: Subject) -> Iterator[Found]:
+    if not is_fsdp(values):
+        return
     for key in (MODEL, *(["critic.model."] if _critic_runs(values) else [])):
         setting = values.at(key + "enable_gradient_checkpointing")
         if setting.value is True:
@@ -355,8 +408,9 @@ def _offload(values: Values, subject: Subject) -> Iterator[Found]:
     """Offloading makes room for an engine on the same GPUs."""
     if values.at("actor_rollout_ref.hybrid_engine").value is not False:
         return
+    backend = "megatron" if is_megatron(values) else "fsdp_config"
     for name in ("param_offload", "optimizer_offload"):
-        setting = values.at(f"{ACTOR}fsdp_config.{name}")
+        setting = values.at(f"{ACTOR}{backend}.{name}")
         if setting.value is True:
             yield consider(
                 setting, "no engine shares these GPUs: what is moved to the host comes back each step", "False"
@@ -376,7 +430,7 @@ def _profiler(values: Values, subject: Subject) -> Iterator[Found]:
 def _balance(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at("trainer.balance_batch")
     if setting.value is False:
-        yield hurts(setting, "the GPU with the longest sequences keeps all others waiting", "True")
+        yield consider(setting, "the GPU with the longest sequences keeps all others waiting", "True")
     else:
         yield fine(setting, "tokens are spread evenly over GPUs")
 
@@ -391,7 +445,7 @@ def _free_cache(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at(ROLLOUT + "free_cache_engine")
     shares = any(engine.owner == "verl" and engine.shares_gpu for engine in subject.engines)
     if setting.value is False and shares:
-        yield hurts(setting, "the KV cache stays on the GPU while the trainer works", "True")
+        yield consider(setting, "the KV cache stays on the GPU while the trainer works", "True")
     elif shares:
         yield fine(setting, "the KV cache is given back after generation")
     else:
@@ -416,8 +470,18 @@ VERL_RULES = (
         asks="Does verl have each key that is given?",
         reads="every key",
         why="A key that was renamed sets nothing, or ends the run.",
-        source=f"{VERL_CODE}, trainer/config/*.yaml and workers/config/rollout.py",
+        source="verl's trainer/config/*.yaml, composed by Hydra, of releases 0.4.1 to 0.9.1",
         check=_unknown_keys,
+        gain=1.0,
+    ),
+    Rule(
+        id="verl-unread",
+        asks="Was everything read?",
+        reads="the script's commands",
+        why="A rule is silent on a value that it does not have.",
+        source="GNU Bash manual, The Restricted Shell",
+        check=_unread,
+        gain=0.0,
     ),
     Rule(
         id="verl-lost-overrides",
@@ -426,6 +490,7 @@ VERL_RULES = (
         why="In a shell a comment or an empty line ends a command that a backslash continued.",
         source="POSIX shell, token recognition",
         check=_lost_overrides,
+        gain=1.0,
     ),
     Rule(
         id="verl-batches",
@@ -434,6 +499,7 @@ VERL_RULES = (
         why="These are global numbers, which verl shares out over all GPUs.",
         source=f"{VERL_CODE}, utils/config.py and workers/config/actor.py",
         check=of_verl(_batches),
+        gain=1.0,
     ),
     Rule(
         id="verl-micro-batches",
@@ -442,6 +508,7 @@ VERL_RULES = (
         why="Micro batches are local: what one GPU computes in one pass.",
         source=f"{VERL_GUIDE}; {VERL_CODE}, utils/config.py",
         check=of_verl(_micro_batches_given),
+        gain=1.0,
     ),
     Rule(
         id="verl-micro-batch-size",
@@ -450,6 +517,7 @@ VERL_RULES = (
         why="More passes of fewer sequences do the same work with the GPU less full.",
         source=VERL_GUIDE,
         check=of_verl(_micro_batch_size),
+        gain=0.1,
     ),
     Rule(
         id="verl-dynamic-batches",
@@ -458,6 +526,7 @@ VERL_RULES = (
         why="Responses differ in length: with a budget of tokens every pass is as full as the others.",
         source=f"{VERL_GUIDE}; {VERL_CODE}",
         check=of_verl(_dynamic_batches),
+        gain=0.2,
     ),
     Rule(
         id="verl-token-budget",
@@ -466,6 +535,7 @@ VERL_RULES = (
         why="A budget near one sequence makes every pass one sequence.",
         source=f"{VERL_GUIDE}: at least 2 x (max_prompt_length + max_response_length); its example has 3 x",
         check=of_verl(_token_budget),
+        gain=0.2,
     ),
     Rule(
         id="verl-forward-only",
@@ -474,6 +544,7 @@ VERL_RULES = (
         why="They keep no activations for a backward pass.",
         source=f"{VERL_GUIDE}: for instance 2 x",
         check=of_verl(_forward_only),
+        is_general=True,
     ),
     Rule(
         id="verl-critic-batches",
@@ -482,6 +553,7 @@ VERL_RULES = (
         why="The actor's last layer has an output for each entry of the vocabulary, the critic's one.",
         source=f"{VERL_GUIDE}: at least 2 x the actor's",
         check=of_verl(_critic_batches),
+        is_general=True,
     ),
     Rule(
         id="verl-remove-padding",
@@ -490,6 +562,7 @@ VERL_RULES = (
         why="Lengths differ, and padding costs as much as tokens.",
         source=VERL_GUIDE,
         check=of_verl(_remove_padding),
+        gain=0.3,
     ),
     Rule(
         id="verl-ulysses",
@@ -506,6 +579,7 @@ VERL_RULES = (
         why="It trades computing for memory, which larger micro batches then use.",
         source=VERL_GUIDE,
         check=of_verl(_gradient_checkpointing),
+        gain=0.05,
     ),
     Rule(
         id="verl-activation-offload",
@@ -522,6 +596,7 @@ VERL_RULES = (
         why="Logits are [tokens, vocabulary]; entropy takes 4 + 2 + 1 bytes an entry, outside gradient checkpointing.",
         source=f"{VERL_GUIDE}: tokens x vocabulary x 7 bytes",
         check=of_verl(_entropy),
+        is_general=True,
     ),
     Rule(
         id="verl-fsdp2",
@@ -530,6 +605,7 @@ VERL_RULES = (
         why="It shards each parameter by itself and composes with torch.compile.",
         source=VERL_GUIDE,
         check=of_verl(_fsdp2),
+        is_general=True,
     ),
     Rule(
         id="verl-forward-prefetch",
@@ -538,6 +614,7 @@ VERL_RULES = (
         why="Communication then overlaps with computing.",
         source=VERL_GUIDE,
         check=of_verl(_forward_prefetch),
+        is_general=True,
     ),
     Rule(
         id="verl-liger",
@@ -546,6 +623,7 @@ VERL_RULES = (
         why="Fewer kernels read and write activations.",
         source=VERL_GUIDE,
         check=of_verl(_liger),
+        is_general=True,
     ),
     Rule(
         id="verl-offload",
@@ -554,6 +632,7 @@ VERL_RULES = (
         why="Offloading makes room for an engine on the trainer's GPUs; a trainer with GPUs of its own needs none.",
         source=VERL_PRACTICE,
         check=of_verl(_offload),
+        gain=0.1,
     ),
     Rule(
         id="verl-free-cache",
@@ -570,6 +649,7 @@ VERL_RULES = (
         why="The loss takes completions for draws from the whole distribution.",
         source=f"{VERL_CODE}; TRL's issues 6789 and 7269 on what cutting it does",
         check=of_verl_rollout(_sampling),
+        gain=0.1,
     ),
     Rule(
         id="verl-balance",
@@ -578,6 +658,7 @@ VERL_RULES = (
         why="Training waits for the GPU with the most tokens.",
         source=VERL_CODE,
         check=of_verl(_balance),
+        gain=0.1,
     ),
     Rule(
         id="verl-profiler",
@@ -586,6 +667,7 @@ VERL_RULES = (
         why="It shows which stage to tune, and slows what it watches.",
         source=VERL_GUIDE,
         check=of_verl(_profiler),
+        is_general=True,
     ),
     Rule(
         id="verl-prometheus",
@@ -594,5 +676,6 @@ VERL_RULES = (
         why="It shows the engine's statistics, which disable_log_stats turns off.",
         source=VERL_CODE,
         check=of_verl(_prometheus),
+        gain=1.0,
     ),
 )

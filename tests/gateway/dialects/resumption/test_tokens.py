@@ -590,7 +590,7 @@ async def test_a_stream_that_cannot_go_on_ends_with_what_it_has_told(start_rig: 
 
 
 async def test_a_stream_that_has_told_nothing_begins_again(start_rig: StartRig) -> None:
-    rig = await start_rig(1, sim={"decode_step_s": 0.5}, weights={"in_flight": "abort"})
+    rig = await start_rig(1, weights={"in_flight": "abort"})
     await rig.open_group()
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "ignore_eos": True}
     short = BODY | {"max_tokens": 2}
@@ -600,8 +600,11 @@ async def test_a_stream_that_has_told_nothing_begins_again(start_rig: StartRig) 
         asyncio.create_task(streamed(rig, COMPLETIONS, short)),
         asyncio.create_task(streamed(rig, COMPLETIONS, short | {"n": 2, "temperature": 1.0})),
     ]
-    await rig.begun(5)
-    await rig.update(hurries=True)
+    await rig.begun(5, tokens=0)
+    await rig.post("/start_weight_update", {})
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    rig.hurry()
+    assert (await rig.post("/finish_weight_update", {}))[0] == 200
     for chunks in await asyncio.gather(*running):
         ends = [one for chunk in chunks for one in chunk["choices"] if one["finish_reason"]]
         assert {one["finish_reason"] for one in ends} == {"length"}

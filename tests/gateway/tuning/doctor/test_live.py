@@ -135,6 +135,14 @@ def test_an_engine_without_statistics_a_queue_and_refusals_are_told() -> None:
     assert [one.severity for one in of(live, "live-replicas")] == [HURTS, HURTS, FINE]
 
 
+def test_a_replica_whose_updates_are_reloads_is_told_with_the_cost() -> None:
+    slow = replica("a") | {"reload_reason": "quantization fp8"}
+    (found,) = of(page(replicas=[slow, replica("b")]), "live-update-path")
+    assert (found.severity, found.key) == (CONSIDER, "a")
+    assert "quantization fp8" in found.message
+    assert found.effect
+
+
 def test_the_rules_of_engines_judge_what_a_running_vllm_says_of_itself() -> None:
     config = {
         "model_config": {

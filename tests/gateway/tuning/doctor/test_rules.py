@@ -122,7 +122,22 @@ def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("rule", "key", "given", "severity"),
     [
-        ("gpu-memory", "", {R + "gpu_memory_utilization": 0.8}, HURTS),
+        ("gpu-memory", "", {R + "gpu_memory_utilization": 0.8, "trainer.n_gpus_per_node": 1}, HURTS),
+        ("gpu-memory", "", {R + "gpu_memory_utilization": 0.8}, FINE),
+        ("gpu-memory", "", {R + "gpu_memory_utilization": 0.15}, HURTS),
+        ("gpu-memory", "", {R + "gpu_memory_utilization": 0.3}, CONSIDER),
+        (
+            "gpu-memory",
+            "",
+            {
+                R + "gpu_memory_utilization": 0.8,
+                "model_engine": "megatron",
+                A + "megatron.param_offload": True,
+                A + "megatron.optimizer_offload": True,
+                "trainer.n_gpus_per_node": 1,
+            },
+            FINE,
+        ),
         ("gpu-memory", "", {R + "gpu_memory_utilization": 0.6}, FINE),
         (
             "gpu-memory",
@@ -142,7 +157,8 @@ def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) ->
         ("unreached-lever", "", {R + "name": "sglang", R + "enable_prefix_caching": False}, CONSIDER),
         ("prompt-length", "", {"data.truncation": "left"}, CONSIDER),
         ("prompt-length", "", {}, FINE),
-        ("response-length", "", {"data.max_response_length": 512}, HURTS),
+        ("response-length", "", {"data.max_response_length": 512}, CONSIDER),
+        ("response-length", "", {"data.max_response_length": -1}, HURTS),
         ("verl-keys", "", {R + "tensor_parallel_size": 2}, HURTS),
         ("verl-keys", "", {R + "repetition_penalty": 1.1}, HURTS),
         ("verl-batches", "", {A + "use_dynamic_bsz": False, "data.train_batch_size": 100}, HURTS),
@@ -176,7 +192,7 @@ def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) ->
         ("verl-dynamic-batches", "use_dynamic_bsz", {A + "use_dynamic_bsz": False}, CONSIDER),
         ("verl-dynamic-batches", "log_prob_use_dynamic_bsz", {R + "log_prob_use_dynamic_bsz": False}, HURTS),
         ("verl-token-budget", "", {}, FINE),
-        ("verl-token-budget", "", {A + "ppo_max_token_len_per_gpu": 16383}, HURTS),
+        ("verl-token-budget", "", {A + "ppo_max_token_len_per_gpu": 16383}, CONSIDER),
         ("verl-token-budget", "", {A + "ppo_max_token_len_per_gpu": 8000}, HURTS),
         ("verl-forward-only", "rollout.log_prob_max_token_len_per_gpu", {}, CONSIDER),
         (
@@ -202,7 +218,7 @@ def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) ->
         ("verl-activation-offload", "", {"data.max_response_length": 20_000}, CONSIDER),
         ("verl-activation-offload", "", {M + "enable_activation_offload": True, A + "strategy": "megatron"}, HURTS),
         ("verl-entropy-memory", "chunking", {}, CONSIDER),
-        ("verl-entropy-memory", "chunking", {A + "ppo_max_token_len_per_gpu": 98304}, HURTS),
+        ("verl-entropy-memory", "chunking", {A + "ppo_max_token_len_per_gpu": 98304}, CONSIDER),
         ("verl-entropy-memory", "chunking", {A + "entropy_from_logits_with_chunking": True}, FINE),
         ("verl-entropy-memory", "entropy_checkpointing", {A + "entropy_coeff": 0.001}, CONSIDER),
         ("verl-fsdp2", "", {}, CONSIDER),
@@ -217,13 +233,27 @@ def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) ->
             {"actor_rollout_ref.hybrid_engine": False, A + "fsdp_config.param_offload": True},
             CONSIDER,
         ),
-        ("verl-free-cache", "", {R + "free_cache_engine": False}, HURTS),
+        ("verl-free-cache", "", {R + "free_cache_engine": False}, CONSIDER),
         ("verl-sampling", "top_p", {R + "top_p": 0.9}, CONSIDER),
         ("verl-sampling", "temperature", {R + "temperature": 0}, HURTS),
-        ("verl-balance", "", {"trainer.balance_batch": False}, HURTS),
+        ("verl-balance", "", {"trainer.balance_batch": False}, CONSIDER),
         ("verl-profiler", "", {"global_profiler.tool": "nsys"}, CONSIDER),
         ("verl-profiler", "", {}, FINE),
         ("verl-prometheus", "", {R + "prometheus.enable": True}, HURTS),
+        ("verl-types", "", {"data.train_batch_size": "many"}, HURTS),
+        ("verl-types", "", {R + "free_cache_engine": "yes"}, HURTS),
+        ("verl-choices", "", {R + "name": "vllmm"}, HURTS),
+        ("verl-choices", "", {R + "mode": "asnyc"}, HURTS),
+        ("verl-choices", "", {"algorithm.adv_estimator": "grop"}, HURTS),
+        ("verl-choices", "", {"algorithm.adv_estimator": "my_own"}, CONSIDER),
+        ("verl-choices", "", {A + "policy_loss.loss_mode": "vanila"}, HURTS),
+        ("verl-choices", "", {A + "loss_agg_mode": "token_mean"}, HURTS),
+        ("verl-group", "", {R + "n": 1}, HURTS),
+        ("verl-kl-twice", "", {"algorithm.use_kl_in_reward": True, A + "use_kl_loss": True}, CONSIDER),
+        ("verl-quantized-rollout", "", {R + "quantization": "fp8"}, CONSIDER),
+        ("verl-penalty", "", {f"+{R}repetition_penalty": 1.2}, CONSIDER),
+        ("verl-keys", "", {"+data.train_batch_size": 7}, HURTS),
+        ("verl-keys", "", {A + "megatron.tensor_model_parallel_size": 2}, HURTS),
     ],
 )
 def test_verl_rules(tmp_path: Path, rule: str, key: str, given: dict[str, Any], severity: Severity) -> None:
@@ -236,7 +266,7 @@ def test_verl_rules(tmp_path: Path, rule: str, key: str, given: dict[str, Any], 
         ("trl-vllm", {"use_vllm": False}, HURTS),
         ("trl-vllm", {"vllm_mode": "colocate"}, CONSIDER),
         ("trl-vllm", {}, FINE),
-        ("gpu-memory", {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.9}, HURTS),
+        ("gpu-memory", {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.9}, CONSIDER),
         ("trl-fields", {"max_prompt_length": 512}, HURTS),
         ("trl-prompt-batch", {"num_generations": 3}, HURTS),
         ("trl-prompt-batch", {"generation_batch_size": 8, "steps_per_generation": 1}, HURTS),
@@ -249,7 +279,11 @@ def test_verl_rules(tmp_path: Path, rule: str, key: str, given: dict[str, Any], 
         ("trl-gradient-checkpointing", {"gradient_checkpointing": False}, CONSIDER),
         ("trl-liger", {}, CONSIDER),
         ("trl-liger", {"use_liger_kernel": True}, FINE),
-        ("response-length", {}, HURTS),
+        ("trl-vllm", {"use_vllm": "true"}, FINE),
+        ("trl-sampling", {"temperature": 0}, HURTS),
+        ("trl-sampling", {"num_generations": 1}, HURTS),
+        ("trl-sampling", {"repetition_penalty": 1.3}, CONSIDER),
+        ("response-length", {}, CONSIDER),
         ("response-length", {"max_completion_length": 4096}, FINE),
     ],
 )
@@ -324,3 +358,98 @@ def test_groups_have_findings_of_their_own_with_their_places(tmp_path: Path) -> 
 def test_every_rule_about_files_is_tried_here() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
     assert [rule.id for rule in RULES if rule not in LIVE_RULES and f'"{rule.id}"' not in text] == []
+
+
+def test_what_could_not_be_read_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text("python3 -m verl.trainer.main_ppo data.train_batch_size=$(nproc)\n", encoding="utf-8")
+    (found,) = [one for one in examine(subject_of(verl=path)) if one.rule == "verl-unread"]
+    assert found.message.endswith("data.train_batch_size=$(nproc): a run alone has its value")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_grouped_gemm=True",
+        "+reward.reward_kwargs.overlong=1",
+        "+distillation.teacher_models.big.model_path=/m",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8",
+    ],
+)
+def test_keys_of_free_dictionaries_are_known(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"python -m verl.trainer.main_ppo model_engine=megatron {override}\n", encoding="utf-8")
+    assert not severities(examine(subject_of(verl=path)), "verl-keys")
+
+
+FSDP_ONLY = {"verl-remove-padding", "verl-ulysses", "verl-liger", "verl-fsdp2", "verl-forward-prefetch"}
+FSDP_ONLY |= {"verl-entropy-memory", "verl-gradient-checkpointing"}
+
+
+@pytest.mark.parametrize("choice", ["model_engine=megatron", "--config-name=ppo_megatron_trainer"])
+def test_megatron_is_not_judged_as_fsdp(tmp_path: Path, choice: str) -> None:
+    path = tmp_path / "train.sh"
+    words = f"{choice} {M}path={SEVEN_B} {R}name=vllm {M}use_remove_padding=False"
+    path.write_text(f"python -m verl.trainer.main_ppo {words}\n", encoding="utf-8")
+    assert not {one.rule for one in examine(subject_of(verl=path))} & FSDP_ONLY
+
+
+def test_sft_is_not_judged_as_rl(tmp_path: Path) -> None:
+    path = tmp_path / "sft.sh"
+    path.write_text("torchrun -m verl.trainer.sft_trainer data.train_batch_size=8 data.colour=red\n", encoding="utf-8")
+    assert [(one.rule, one.key) for one in examine(subject_of(verl=path))] == [("verl-keys", "data.colour")]
+
+
+def test_rollout_fields_without_a_name_are_judged(tmp_path: Path) -> None:
+    path = tmp_path / "rollout.yaml"
+    path.write_text("gpu_memory_utilization: 0.5\nenforce_eager: true\n", encoding="utf-8")
+    found = examine(subject_of(verl=path))
+    assert severities(found, "gpu-memory") == [HURTS]
+    assert severities(found, "cuda-graphs") == [HURTS]
+
+
+def test_an_npu_is_not_judged_by_cuda_graphs(tmp_path: Path) -> None:
+    path = tmp_path / "train_npu.sh"
+    text = f"export HCCL_CONNECT_TIMEOUT=60\npython -m verl.trainer.main_ppo {R}name=vllm {R}enforce_eager=True\n"
+    path.write_text(text, encoding="utf-8")
+    assert not severities(examine(subject_of(verl=path)), "cuda-graphs")
+
+
+def test_findings_are_ranked_by_gain_and_general_advice_is_marked(tmp_path: Path) -> None:
+    found = verl(tmp_path, **{R + "enforce_eager": True, R + "n": 1, "data.train_batch_size": "many"})
+    hurting = [one.rule for one in found if one.severity is HURTS]
+    assert hurting.index("verl-group") < hurting.index("cuda-graphs")
+    gains = [one.gain for one in found if one.severity is CONSIDER]
+    assert gains == sorted(gains, reverse=True)
+    assert {one.rule for one in found if one.is_general} >= {"verl-liger", "verl-fsdp2"}
+
+
+def test_what_trl_gives_by_name_or_dictionary_is_read_and_the_rest_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "N = 4\ncommon = dict(use_vllm=True, num_generations=2 * N)\n"
+        "args = GRPOConfig(temperature=0, top_p=cli.top_p, **common, **more())\n",
+        encoding="utf-8",
+    )
+    found = examine(subject_of(trl=path))
+    assert not severities(found, "trl-sampling", "num_generations")
+    assert severities(found, "trl-sampling", "temperature") == [HURTS]
+    assert severities(found, "trl-sampling", "top_p") == []
+    assert sorted(one.message.split(": ")[1] for one in found if one.rule == "trl-unread") == [
+        "**more()",
+        "top_p=cli.top_p",
+    ]
+
+
+def test_a_script_that_launches_trl_is_read_with_its_server(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "trl vllm-serve --model Qwen/Qwen2-7B --gpu-memory-utilization 0.5 --enforce_eager true &\n"
+        "accelerate launch --num_processes 4 train.py --use_vllm --num_generations 1 --vllm_mode=server\n",
+        encoding="utf-8",
+    )
+    found = examine(subject_of(trl=path))
+    hurting = {(one.where, one.rule) for one in found if one.severity is HURTS}
+    assert hurting >= {("trl vllm-serve", "gpu-memory"), ("trl vllm-serve", "cuda-graphs"), ("TRL", "trl-sampling")}
+    (batch,) = [one for one in found if one.rule == "trl-prompt-batch"]
+    assert "4 processes" in batch.message

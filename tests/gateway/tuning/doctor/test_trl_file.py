@@ -36,10 +36,16 @@ def test_a_call_is_read_with_its_lines_and_not_run(tmp_path: Path) -> None:
     assert file.values.number("learning_rate") == 1e-6
 
 
-def test_what_only_a_run_could_tell_is_no_number(tmp_path: Path) -> None:
-    values = read_trl(write(tmp_path, "train.py", CALL)).values
-    assert values.at("per_device_train_batch_size").value == "2 * BATCH"
-    assert values.number("per_device_train_batch_size") is None
+def test_named_constants_are_computed_and_what_only_a_run_has_is_listed(tmp_path: Path) -> None:
+    file = read_trl(write(tmp_path, "train.py", CALL))
+    assert file.values.whole("per_device_train_batch_size") == 8
+    assert [text.partition(": ")[2] for text in file.unread] == ["**more: a run alone has its fields"]
+
+
+def test_a_name_that_is_assigned_twice_is_not_known(tmp_path: Path) -> None:
+    file = read_trl(write(tmp_path, "train.py", "N = 1\nN = 2\nGRPOConfig(num_generations=N)\n"))
+    assert file.values.at("num_generations").value is None
+    assert "num_generations=N: a run alone has its value" in file.unread[0]
 
 
 @pytest.mark.parametrize(("name", "text"), [("t.yaml", "num_generations: 4\n"), ("t.json", '{"num_generations": 4}')])
@@ -59,6 +65,8 @@ def test_data_files_give_fields_and_the_rest_is_default(tmp_path: Path, name: st
         ("t.py", "def (", "not Python"),
         ("t.yaml", "colour: red", "none of its keys"),
         ("t.txt", "", "must end in"),
+        ("t.yaml", "compute_environment: LOCAL_MACHINE\nbf16: true\n", "a configuration of accelerate"),
+        ("t.sh", "echo a", "no `accelerate launch`"),
     ],
 )
 def test_what_is_no_configuration_is_refused_with_its_file(tmp_path: Path, name: str, text: str, says: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engines.errors import ConfigError
-from gateway.tuning.doctor.files.verl import read_verl
+from gateway.tuning.doctor.files.verl import VerlKind, read_verl
 from gateway.tuning.doctor.known_keys import ROLLOUT
 
 
@@ -107,24 +107,92 @@ def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("trainer", "known"),
+    ("command", "refused"),
     [
-        ("verl.trainer.main_ppo", set()),
-        ("verl.experimental.one_step_off_policy.main_ppo", {"rollout.nnodes"}),
-        (
-            "verl.trainer.main_ppo --config-name fully_async_ppo_trainer",
-            {"rollout.nnodes", "async_training.partial_rollout"},
-        ),
+        ("verl.trainer.main_ppo", {"rollout.nnodes", "async_training.partial_rollout"}),
+        ("verl.experimental.one_step_off_policy.main_ppo", {"async_training.partial_rollout"}),
+        ("verl.trainer.main_ppo --config-name fully_async_ppo_trainer", set()),
+        ("verl.experimental.fully_async_policy.fully_async_main --config-name='fully_async_ppo_trainer.yaml'", set()),
     ],
 )
-def test_keys_of_a_trainer_of_its_own_are_known_where_it_is_called(
-    tmp_path: Path, trainer: str, known: set[str]
-) -> None:
+def test_keys_are_those_of_the_trainer_that_is_called(tmp_path: Path, command: str, refused: set[str]) -> None:
     own = {"rollout.nnodes": 2, "async_training.partial_rollout": True}
-    text = " ".join([f"python -m {trainer}", *(f"{key}={value}" for key, value in own.items())])
+    text = " ".join([f"python -m {command}", *(f"{key}={value}" for key, value in own.items())])
     keys = read_verl(script(tmp_path, text)).keys
-    assert {key for key in own if keys.knows(key)} == known
-    assert keys.nearest("rollout.nnodes").endswith("rollout.nnodes")
+    assert {key for key in own if not keys.has(key)} == refused
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "trainer"),
+    [
+        ("verl.trainer.main_ppo actor_rollout_ref.rollout.n=2", VerlKind.RL, "ppo_trainer"),
+        ("verl.trainer.main_ppo model_engine=megatron data.seed=1", VerlKind.RL, "ppo_trainer model_engine=megatron"),
+        (
+            "verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml data.seed=1",
+            VerlKind.RL,
+            "ppo_megatron_trainer",
+        ),
+        ("verl.trainer.sft_trainer data.seed=1", VerlKind.SFT, "sft_trainer_engine"),
+        (
+            "verl.trainer.sft_trainer engine=megatron optim=megatron data.seed=1",
+            VerlKind.SFT,
+            "sft_trainer_engine engine=megatron optim=megatron",
+        ),
+        ("verl.trainer.main_generation_server data.seed=1", VerlKind.GENERATION, "ppo_trainer"),
+    ],
+)
+def test_the_trainer_and_its_kind_are_known_by_the_command(
+    tmp_path: Path, command: str, kind: VerlKind, trainer: str
+) -> None:
+    file = read_verl(script(tmp_path, f"torchrun -m {command}"))
+    assert (file.kind, file.keys.trainer) == (kind, trainer)
+
+
+def test_a_trainer_that_verl_does_not_have_is_read_with_the_bases_defaults_and_listed(tmp_path: Path) -> None:
+    file = read_verl(script(tmp_path, "python -m recipe.mine.main actor_rollout_ref.rollout.n=2 data.mine=1"))
+    assert not file.keys.is_complete
+    assert file.values.at("data.train_batch_size").value == 1024
+    assert any("has no trainer recipe.mine.main: its keys are not judged" in text for text in file.unread)
+
+
+def test_a_configuration_of_the_users_own_is_read_below_the_overrides(tmp_path: Path) -> None:
+    text = "defaults: [ppo_megatron_trainer, _self_]\ndata: {seed: 5, max_prompt_length: 9}\n"
+    (tmp_path / "config").mkdir()
+    document(tmp_path / "config", text, "mine.yaml")
+    command = "python -m verl.trainer.main_ppo --config-path=config --config-name=mine data.seed=6"
+    file = read_verl(script(tmp_path, command))
+    assert (file.keys.trainer, file.values.at("data.seed").value) == ("ppo_megatron_trainer", 6)
+    assert file.values.at("data.max_prompt_length").value == 9
+
+
+def test_values_that_a_run_alone_has_are_listed(tmp_path: Path) -> None:
+    command = "python -m verl.trainer.main_ppo data.seed=$N trainer.nnodes=$1 $@"
+    text = f"N=$(nproc)\nif [ $# -lt 1 ]; then exit 1; fi\n{command}\n"
+    file = read_verl(script(tmp_path, text))
+    assert [text.split(": ")[1] for text in file.unread] == ["data.seed=$(nproc)", "trainer.nnodes=$1"]
+
+
+def test_of_several_trainers_the_first_is_read_and_the_others_are_listed(tmp_path: Path) -> None:
+    text = "for seed in 1 2; do\n  python -m verl.trainer.main_ppo data.seed=$seed\ndone\n"
+    file = read_verl(script(tmp_path, text))
+    assert file.values.at("data.seed").value == 1
+    assert file.unread == (f"{tmp_path}/train.sh: 2 trainers are started, and the first is read",)
+
+
+def test_each_override_has_the_line_that_writes_it(tmp_path: Path) -> None:
+    command = 'python -m verl.trainer.main_ppo \\\n  data.shuffle=False \\\n  "${A[@]}"\n'
+    text = f"# data.seed=9\nA=(\n  data.seed=1\n)\n{command}"
+    values = read_verl(script(tmp_path, text)).values
+    assert values.at("data.seed").place.endswith(":3")
+    assert values.at("data.shuffle").place.endswith(":6")
+
+
+def test_an_older_release_has_its_own_keys(tmp_path: Path) -> None:
+    path = script(tmp_path, "python -m verl.trainer.main_ppo critic.model.fsdp_config.param_offload=True")
+    assert read_verl(path, "0.4.1").keys.has("critic.model.fsdp_config.param_offload")
+    assert not read_verl(path).keys.has("critic.model.fsdp_config.param_offload")
+    with pytest.raises(ConfigError, match=r"--verl-version: 'new': expected a release such as 0\.9\.1"):
+        read_verl(path, "new")
 
 
 def test_all_keys_of_a_standalone_rollout_server_are_known(tmp_path: Path) -> None:
@@ -135,4 +203,4 @@ def test_all_keys_of_a_standalone_rollout_server_are_known(tmp_path: Path) -> No
         file = read_verl(document(tmp_path, text))
         asked = [setting.key if file.has_trainer else ROLLOUT + setting.key for setting in file.values]
         assert len(asked) >= 2
-        assert [key for key in asked if not file.keys.knows(key)] == []
+        assert [key for key in asked if not file.keys.has(key)] == []

@@ -10,7 +10,7 @@ PROMPTS = [[digit, digit + 1, digit + 2] for digit in range(3, 11)]
 
 async def test_the_story_of_a_run(start_rig: StartRig) -> None:
     # Start: a trainer waits for /health, asks for the world size and opens its transfer group.
-    rig = await start_rig(num_replicas=3, sim={"decode_step_s": 0.005})
+    rig = await start_rig(num_replicas=3)
     await _healthy(rig)
     await rig.open_group()
 
@@ -24,8 +24,9 @@ async def test_the_story_of_a_run(start_rig: StartRig) -> None:
 
     # Lose a replica in the middle of a batch: the batch is whole all the same.
     batch = asyncio.create_task(_step(rig, version=3))
-    await asyncio.sleep(0.05)
+    await rig.begun(24)
     await rig.replicas[0].kill()
+    rig.hurry()
     await batch
 
     # It comes back with the checkpoint's weights: it takes no rollout, and the batch is still of one version.
@@ -52,6 +53,6 @@ async def _step(rig: Rig, version: int) -> None:
 
 
 async def _healthy(rig: Rig) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await rig.get("/health"))[0] != 200:
             await asyncio.sleep(0.02)

@@ -1,0 +1,53 @@
+"""A LoRA-enabled model as its checkpoint knows it.
+
+vLLM puts a wrapper around each layer that an adapter may change, and the layer's tensors get its name. Loaders then
+refuse the checkpoint's names (0.26), or pass experts over without an error (0.32). A layer in the place of its wrapper
+is loaded as it was when the engine started: the wrapper derives nothing from it.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from engines.inside_vllm.planned_load import Load
+from engines.transfer.gloo import NamedTensor
+
+_PREFIX = "lora_base_layer_prefix"
+"""Attribute of experts: what their names have before `w13_weight` in a LoRA-enabled model."""
+
+
+@contextmanager
+def base_layers(model: Any) -> Iterator[None]:
+    """Inside, each layer of `model` stands in the place of its LoRA wrapper."""
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+
+    modules = list(model.modules())
+    wrapped = [
+        (parent, name, child)
+        for parent in modules
+        for name, child in parent._modules.items()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    prefixed = [(module, vars(module)[_PREFIX]) for module in modules if vars(module).get(_PREFIX)]
+    try:
+        for parent, name, wrapper in wrapped:
+            parent._modules[name] = wrapper.base_layer
+        for module, _ in prefixed:
+            setattr(module, _PREFIX, "")
+        yield
+    finally:
+        for parent, name, wrapper in wrapped:
+            parent._modules[name] = wrapper
+        for module, prefix in prefixed:
+            setattr(module, _PREFIX, prefix)
+
+
+def loader_of(model: Any) -> Load:
+    """The loader of a LoRA-enabled model, for the checkpoint's names."""
+    return partial(_load, model)
+
+
+def _load(model: Any, tensors: Iterable[NamedTensor]) -> Any:
+    with base_layers(model):
+        return type(model).load_weights(model, tensors)

@@ -1,0 +1,144 @@
+"""A deployed application as Serve and the gateway report it, and the waits for it."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engines.errors import DeadlineExceeded, RolloutGatewayError
+from gateway.cli.progress import Report, starts_of
+from gateway.cli.serve_api import ServeApi, ask_control_plane
+from gateway.cli.state import State
+from gateway.cli.waiting import wait_until
+from gateway.config.addresses import url_of
+from gateway.config.schema import Config
+
+
+class DeployFailed(RolloutGatewayError):
+    """Serve gave the application up. The message begins with the engine's own words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """An application that Serve knows. A URL is empty where it is unknown."""
+
+    status: str
+    message: str
+    rollout_url: str
+    control_url: str
+    replicas: dict[str, str]
+    """Counts of replicas by state, per deployment."""
+    dashboard: str
+    started_ray: bool
+
+
+def serve_api(name: str) -> ServeApi:
+    """Return Serve's API on the cluster that the application was deployed to."""
+    api, state = ServeApi.from_environment(), State.read(name)
+    return replace(api, address=state.dashboard) if state else api
+
+
+def running(name: str) -> Running | None:
+    """Return the application as it is now; None when Serve does not know it."""
+    state, api = State.read(name), serve_api(name)
+    details = api.details()
+    application = details["applications"].get(name)
+    if application is None:
+        return None
+    url = control_url(details)
+    return Running(
+        status=application["status"],
+        message=last_words(application),
+        rollout_url=(ask_control_plane(url, "/url") or {}).get("url", "") if url else "",
+        control_url=url,
+        replicas=replica_states(application),
+        dashboard=api.address,
+        started_ray=state is not None and state.ray_lives,
+    )
+
+
+def control_url(details: Mapping[str, Any]) -> str:
+    """Return the URL of the control plane from Serve's details; empty where it is off."""
+    http = details["http_options"]
+    return "" if details["proxy_location"] == "Disabled" else url_of(http["host"], http["port"])
+
+
+def unknown_application(name: str) -> RolloutGatewayError:
+    return RolloutGatewayError(f"Serve knows no application {name}; start it with: rollout-gateway up -c FILE")
+
+
+def configured_url(config: Config) -> str:
+    """Return the rollout URL by configuration alone; empty for port 0, which the gateway alone resolves."""
+    return url_of(config.gateway.host, config.gateway.port) if config.gateway.port else ""
+
+
+def wait_for_serve(
+    api: ServeApi,
+    config: Config,
+    report: Report,
+    timeout_s: float,
+    awaited: str,
+    settled: Callable[[dict[str, Any]], bool],
+) -> None:
+    """Wait until `settled` holds for Serve's details of the application, and report its replicas meanwhile."""
+    seen: dict[str, Any] = {}
+
+    def check() -> bool:
+        seen.update(api.application(config.name) or {})
+        if not seen:
+            return False
+        report.replicas(starts_of(seen, config.groups))
+        return settled(seen)
+
+    try:
+        wait_until(check, timeout_s, awaited)
+    except DeadlineExceeded as error:
+        raise DeployFailed(f"{error}; Serve says: {describe(seen)} {last_words(seen)}") from error
+
+
+def wait_for_gateway(found: Running, timeout_s: float, awaited: str, met: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait until `met` holds for the gateway's status. Raises `DeployFailed` for a replica that it refuses.
+
+    Serve knows that replicas run a moment before the gateway does, and new replicas may have weights to load.
+    """
+
+    def check() -> bool:
+        status = ask_control_plane(found.control_url, "/status") or {}
+        for replica_id, reason in status.get("replicas_refused", {}).items():
+            raise DeployFailed(f"replica {replica_id} does not fit in: {reason}")
+        return met(status)
+
+    wait_until(check, timeout_s, f"the gateway to meet {awaited}")
+
+
+def describe(application: Mapping[str, Any]) -> str:
+    """Return one line: each deployment with its replicas by state."""
+    states = replica_states(application)
+    return "  ".join(f"{name}: {text}" for name, text in states.items()) or str(application.get("status", "waiting"))
+
+
+def replica_states(application: Mapping[str, Any]) -> dict[str, str]:
+    """Return a text such as "1 RUNNING, 1 STARTING" per deployment."""
+    counted: dict[str, str] = {}
+    for name, deployment in application.get("deployments", {}).items():
+        states = [replica["state"] for replica in deployment["replicas"]]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
+        counted[name] = counts or str(deployment["status"])
+    return counted
+
+
+def last_words(application: Mapping[str, Any]) -> str:
+    """Return the reason of a failure: our own errors where there are any, else all of Serve's messages."""
+    found = {name: deployment["message"] for name, deployment in application.get("deployments", {}).items()}
+    messages = {"": application.get("message", ""), **found}
+    own = [_own_error(message) for message in messages.values()]
+    if any(own):
+        return "\n".join(dict.fromkeys(text for text in own if text))
+    plain = {name: re.sub(r"\x1b\[\d*m", "", message).strip() for name, message in messages.items()}
+    return "\n".join(f"{name}: {text}" if name else text for name, text in plain.items() if text)
+
+
+def _own_error(message: str) -> str:
+    """Return our own error out of the traceback that Serve wraps around it; empty where there is none."""
+    found = list(re.finditer(r"^engines\.errors\.\w+: ", message, re.MULTILINE))
+    return message[found[-1].end() :].strip() if found else ""

@@ -1,0 +1,154 @@
+"""`rollout-gateway down`: removal of an application, of the Ray that `up` started, and of all that they leave."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engines.process.process import MARK
+from engines.store.weight_store import remove_store
+from gateway.cli.application import control_url, running, serve_api
+from gateway.cli.progress import Report
+from gateway.cli.ray_head import stop_ray
+from gateway.cli.serve_api import ClusterSilent, ClusterUnreachable, ServeApi, ask_control_plane
+from gateway.cli.state import State, process_started_at
+from gateway.cli.waiting import wait_until
+from gateway.config.schema import Config
+from gateway.weights.snapshots import in_memory
+
+_DELETE_TIMEOUT_S = 120.0
+_ENGINES_END_WITHIN_S = 15.0
+_STAY_POLL_S = 5.0
+_STAY_SILENCE_S = 180.0
+
+
+def down(name: str, report: Report) -> bool:
+    """Remove the application, and Ray where `up` started it. False when there was nothing to remove.
+
+    Notes each thing removed. Engine logs are kept: they say why an engine failed.
+    """
+    api, state = serve_api(name), State.read(name)
+    engines: dict[int, int] = {}
+    try:
+        application = _application(api, name)
+        engines = _local_engines(api, application)
+        removed = application is not None and delete(api, name, report)
+    except ClusterSilent:
+        if state is None or not state.ray_lives:
+            raise
+        application, removed = None, False  # its Ray is ours, and takes the application along
+    if state is not None and state.ray_lives:
+        report.step("stopping Ray")
+        others = sorted(set(_names(api)) - {name})
+        stop_ray(state)
+        report.note(f"stopped Ray{', with ' + ', '.join(others) if others else ''}")
+        removed = True
+    _end(engines, report)
+    _remove_memory(name, report)
+    if state is not None:
+        state.remove()
+    if removed and application is not None:
+        report.note(f"kept: engine logs in {', '.join(_log_folders(application))}")
+    return removed
+
+
+def delete(api: ServeApi, name: str, report: Report) -> bool:
+    """Remove the application from Serve; False where Serve does not know it or does not run."""
+    try:
+        if (application := api.application(name)) is None:
+            return False
+        report.step(f"removing {name}")
+        replicas = sum(len(found["replicas"]) for found in application["deployments"].values())
+        api.delete(name)
+        wait_until(lambda: api.application(name) is None, _DELETE_TIMEOUT_S, f"Serve to remove {name}")
+    except ClusterUnreachable:
+        return False
+    report.note(f"removed the application {name} with {replicas} Serve replicas")
+    return True
+
+
+def stay(name: str, report: Report) -> None:
+    """Wait until the application is gone or this process is ended, and then remove what is left of it.
+
+    Raises `ClusterUnreachable` or `ClusterSilent` when its Ray has not answered for three minutes.
+    """
+    ended = threading.Event()
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = time.monotonic()
+    try:
+        while not ended.wait(_STAY_POLL_S):
+            try:
+                if running(name) is None:
+                    report.step(f"{name} was taken down")
+                    return
+                heard = time.monotonic()
+            except (ClusterUnreachable, ClusterSilent):
+                if time.monotonic() - heard > _STAY_SILENCE_S:
+                    raise
+        down(name, report)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _application(api: ServeApi, name: str) -> dict[str, Any] | None:
+    try:
+        return api.application(name)
+    except ClusterUnreachable:
+        return None
+
+
+def _names(api: ServeApi) -> list[str]:
+    try:
+        return list(api.details()["applications"])
+    except (ClusterSilent, ClusterUnreachable):
+        return []
+
+
+def _local_engines(api: ServeApi, application: Mapping[str, Any] | None) -> dict[int, int]:
+    """Return process id -> start of the engines that run on this machine, as the gateway reports them."""
+    url = control_url(api.details()) if application is not None else ""
+    replicas = (ask_control_plane(url, "/status") or {}).get("replicas", ()) if url else ()
+    pids = [pid for replica in replicas if (pid := replica.get("pid")) and _is_engine(pid)]
+    return {pid: started for pid in pids if (started := process_started_at(pid)) is not None}
+
+
+def _is_engine(pid: int) -> bool:
+    """Another node's process id may be anything here; an engine of ours carries our mark."""
+    try:
+        return f"{MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def _end(engines: Mapping[int, int], report: Report) -> None:
+    """Wait for engines to end with their owners, and kill an engine that does not."""
+
+    def left() -> list[int]:
+        return [pid for pid, started in engines.items() if process_started_at(pid) == started]
+
+    deadline = time.monotonic() + _ENGINES_END_WITHIN_S
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            report.note(f"killed engine process {pid}, which had not ended")
+
+
+def _remove_memory(name: str, report: Report) -> None:
+    """Remove the weight store in memory. Where the gateway ran on another node, its next run there frees it."""
+    folder = in_memory(name)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    if remove_store(folder):
+        report.note(f"removed the weight store {folder} ({size / 1e6:.0f} MB)")
+
+
+def _log_folders(application: Mapping[str, Any]) -> list[str]:
+    deployed = application.get("deployed_app_config") or {}
+    config = Config.model_validate(deployed.get("args") or {})
+    return sorted({group.log_dir for group in config.groups.values()})

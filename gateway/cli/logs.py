@@ -1,0 +1,50 @@
+"""Logs of an application's engines, as far as they are on this machine, and the gateway's events."""
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from engines.engine import Json
+from engines.errors import RolloutGatewayError
+from gateway.cli.application import control_url, serve_api, unknown_application
+from gateway.cli.serve_api import ask_control_plane
+from gateway.config.schema import Config
+
+
+def engine_logs(name: str, replica: str = "") -> list[Path]:
+    """Return the log files of engines whose id begins with `replica`, oldest first.
+
+    Without one: of the engines that run or start, and of those in the gateway's events, which may have failed. Raises
+    `RolloutGatewayError` where this machine has none.
+    """
+    application = serve_api(name).application(name)
+    deployed = application and application.get("deployed_app_config")
+    if application is None or not deployed:
+        raise unknown_application(name)
+    config = Config.model_validate(deployed.get("args") or {})
+    folders = {group: Path(engine.log_dir) for group, engine in config.groups.items()}
+    ids = (replica,) if replica else tuple(_replica_ids(name, application))
+    found = {log for group, folder in folders.items() for log in folder.glob(f"{group}-*.log")}
+    logs = sorted((log for log in found if log.name.startswith(ids)), key=lambda log: log.stat().st_mtime)
+    if not logs:
+        places = ", ".join(sorted({str(folder) for folder in folders.values()}))
+        raise RolloutGatewayError(f"this machine has no log of {replica or 'an engine'} in {places}")
+    return logs
+
+
+def gateway_events(name: str) -> list[Json]:
+    """Return the gateway's last events, oldest first; none where the control plane does not answer."""
+    url = control_url(serve_api(name).details())
+    status = ask_control_plane(url, "/status") if url else None
+    return list((status or {}).get("events", ()))
+
+
+def log_end(log: Path, lines: int) -> str:
+    with log.open(encoding="utf-8", errors="replace") as file:
+        return "".join(deque(file, maxlen=lines)).rstrip()
+
+
+def _replica_ids(name: str, application: dict[str, Any]) -> set[str]:
+    deployments = application["deployments"].items()
+    running = {f"{group}-{replica['replica_id']}" for group, found in deployments for replica in found["replicas"]}
+    return running | {event["subject"] for event in gateway_events(name)}

@@ -1,0 +1,117 @@
+"""Output of the commands: reports as lines, tables and JSON."""
+
+import json
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gateway.cli.application import Running
+from gateway.cli.explanation import Explanation
+from gateway.config.load import Setting
+
+_LABEL_WIDTH = 24
+_EVENTS = 10
+
+
+def print_running(found: Running) -> None:
+    rows = {
+        "application": found.status,
+        "rollout URL": found.rollout_url or "unknown: the control plane does not answer",
+        "control URL": found.control_url or "off (serve.proxy_location is Disabled)",
+        "Ray dashboard": found.dashboard,
+        **{f"replicas of {name}": text for name, text in found.replicas.items()},
+    }
+    if found.message:
+        rows["message"] = found.message
+    for name, value in rows.items():
+        _print_row(name, value)
+
+
+def describe_update(last: dict[str, Any]) -> str:
+    """Return one line: end, transport, seconds by step, bytes and canary results."""
+    found = Counter((replica.get("canary") or {}).get("result", "not asked") for replica in last["replicas"].values())
+    steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in last["seconds"].items())
+    way = f"{last['transport']}{', rolling,' * last['rolling']}"
+    return (
+        f"version {last['version']} {last['end']} over {way} in {last['age_s']:.3f} s ({steps}), "
+        f"{last['bytes'] / 1e6:.1f} MB, canary: {', '.join(f'{n} {result}' for result, n in found.items()) or 'none'}"
+        + (f"; {last['error']}" if last["error"] else "")
+    )
+
+
+def print_fleet(fleet: dict[str, Any]) -> None:
+    _print_row("policy", fleet["policy"] or "none: every model is frozen")
+    _print_row("weight version", fleet["weight_version"])
+    if reason := fleet["weight_store"]["reason"]:
+        _print_row("no weight store", reason)
+    if update := fleet["weight_update"]:
+        there = sum(replica["weight_version"] == update["version"] for replica in fleet["replicas"])
+        step = f"{update['phase']}, {there} replicas hold it, {update['age_s']:.1f} s"
+        _print_row("update under way", f"version {update['version']} {step}")
+    if last := fleet["last_weight_update"]:
+        _print_row("last update", describe_update(last))
+    for adapter in fleet["adapters"]:
+        held = f"version {adapter['version']}, on {len(adapter['replicas'])} replicas, {adapter['rollouts']} rollouts"
+        _print_row("LoRA adapter", f"{adapter['name']}: {held}, from {adapter['path']}")
+    for replica_id, reason in fleet["replicas_refused"].items():
+        _print_row("refused", f"{replica_id}: {reason}")
+    for missing in fleet["replicas_missing"]:
+        _print_row("missing", f"a replica of {missing['group']}: {missing['reason']}")
+    columns = ["replica_id", "model", "state", "weight_version", "samples_in_flight"]
+    columns += ["gpu_ids", "pid", "uptime_s", "reason", "url"]
+    rows = [[_cell(replica, column) for column in columns] for replica in fleet["replicas"]]
+    print_table([column.replace("_", " ") for column in columns], rows)
+    print_events(fleet["events"][-_EVENTS:])
+
+
+def print_events(events: Sequence[dict[str, Any]]) -> None:
+    for event in events:
+        at = time.strftime("%F %T", time.localtime(event["at"]))
+        print(f"{at}  {event['subject']}: {event['text']}")
+
+
+def _cell(replica: dict[str, Any], column: str) -> str:
+    return f"{replica[column]}{' (frozen)' if column == 'model' and replica['frozen'] else ''}"
+
+
+def print_explanation(found: Explanation) -> None:
+    print(f"{found.group}: {found.num_replicas} x {found.kind}" + (f" at {found.url}" if found.url else ""))
+    if not found.command:
+        print("  nothing is started\n")
+        return
+    print(f"  {shlex.join(found.command)}\n")
+    rows = [[part.text, part.key, part.place or part.origin] for part in (*found.arguments, *found.environment)]
+    print_table(["argument or variable", "key", "from"], rows)
+    print()
+
+
+def _print_row(label: str, value: Any) -> None:
+    print(f"{label + ':':<{_LABEL_WIDTH}}{value}")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    stdout_console().print(table, markup=False)
+
+
+def stdout_console() -> Console:
+    """Return the console of standard output. A pipe has no width to fold at."""
+    return Console() if sys.stdout.isatty() else Console(width=250)
+
+
+def shown_value(setting: Setting) -> str:
+    return setting.value if isinstance(setting.value, str) else json.dumps(setting.value)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))

@@ -1,0 +1,131 @@
+"""The Ray head that `up` starts where no Ray runs, and that `down` stops."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from engines.errors import DeadlineExceeded, RolloutGatewayError
+from engines.process.diagnosis import last_error
+from gateway.cli.progress import Report
+from gateway.cli.serve_api import ClusterRefused, ClusterSilent, ClusterUnreachable, ServeApi
+from gateway.cli.state import State, process_started_at
+from gateway.cli.waiting import wait_until
+from gateway.config.node_gpus import VISIBLE
+
+_START_TIMEOUT_S = 240.0
+_TOKEN_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 30.0
+_GCS_PORT = 6379
+
+
+def start_ray(state: State, api: ServeApi, report: Report) -> None:
+    """Start a Ray head with the GPUs of `state`, and note its process there."""
+    if os.environ.get("RAY_ADDRESS", "local") not in ("", "local", "auto"):
+        raise ClusterUnreachable(
+            f"RAY_ADDRESS names a cluster, but no Ray dashboard answers at {api.address}: set RAY_DASHBOARD_ADDRESS"
+        )
+    where = urlsplit(api.address)
+    if where.hostname not in ("127.0.0.1", "localhost"):
+        raise ClusterUnreachable(
+            f"no Ray dashboard answers at {api.address}, and `up` starts Ray on this machine alone"
+        )
+    report.step("starting Ray")
+    environ = _environment() | ({VISIBLE: ",".join(state.gpus)} if state.gpus else {})
+    log = State.folder() / f"{state.name}.ray.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # --block keeps one process that owns all others of this node, so that `down` ends these and no other Ray's.
+    command = [_script("ray"), "start", "--head", "--block", "--disable-usage-stats", f"--port={_gcs_port()}"]
+    command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={where.port or 80}"]
+    command += [f"--num-gpus={len(state.gpus)}"] if state.gpus else []
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
+        )
+    state.ray_pid, state.ray_started_at = process.pid, process_started_at(process.pid)
+    state.write()
+    wait_until(lambda: _answers(process, api, log), _START_TIMEOUT_S, f"Ray to start; its output is in {log}")
+
+
+def stop_ray(state: State) -> None:
+    """Stop the Ray head that `up` started."""
+    assert state.ray_pid is not None
+    os.kill(state.ray_pid, signal.SIGTERM)
+    try:
+        wait_until(lambda: not state.ray_lives, _STOP_TIMEOUT_S, "Ray to stop")
+    except DeadlineExceeded:
+        os.killpg(state.ray_pid, signal.SIGKILL)
+
+
+def check_gpus(state: State, gpus: Sequence[str]) -> None:
+    """Raise `ClusterRefused` where the running Ray has other GPUs: they are fixed when a node's Ray starts."""
+    if not gpus or (state.ray_lives and state.gpus == list(gpus)):
+        return
+    chosen = ",".join(gpus)
+    if state.ray_lives:
+        has = f"with GPUs {','.join(state.gpus)}" if state.gpus else "with all GPUs of the node"
+        remedy = f"rollout-gateway down --name {state.name}"
+    else:
+        has, remedy = "by somebody else", f"ray stop, or start it as {VISIBLE}={chosen} ray start --head"
+    raise ClusterRefused(
+        f"--gpus {chosen}: the Ray at {state.dashboard} was started {has}, and a running Ray keeps the GPUs it has; "
+        f"first run: {remedy}"
+    )
+
+
+def _answers(process: "subprocess.Popen[bytes]", api: ServeApi, log: Path) -> bool:
+    if process.poll() is not None:
+        text = log.read_text(errors="replace")
+        last_words = textwrap.indent("\n".join(text.strip().splitlines()[-10:]), "    | ")
+        raise RolloutGatewayError(
+            f"ray start --head ended with exit code {process.returncode}: {last_error(text)}\n{last_words}"
+        )
+    try:
+        return api.is_up()
+    except ClusterSilent:  # it still starts
+        return False
+
+
+def _environment() -> dict[str, str]:
+    """Tokens are on unless the user turns them off: Ray listens on every interface and runs anybody's code."""
+    environ = {"RAY_AUTH_MODE": "token", **os.environ}
+    # `down` has removed the application before it stops Ray, so there is nothing to drain.
+    environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
+    if environ["RAY_AUTH_MODE"].lower() == "token":
+        _run([_script("ray"), "get-auth-token", "--generate"], environ)
+    return environ
+
+
+def _gcs_port() -> int:
+    """Return Ray's usual port, or 0 (a free one) where something else has it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", _GCS_PORT))
+        except OSError:
+            return 0
+    return _GCS_PORT
+
+
+def _script(name: str) -> str:
+    path = Path(sys.executable).with_name(name)
+    if not path.exists():
+        raise RolloutGatewayError(f"{path} does not exist; install the extra: pip install 'rollout-gateway[serve]'")
+    return str(path)
+
+
+def _run(command: list[str], environ: Mapping[str, str]) -> None:
+    try:
+        # The umask is for the token, which Ray would write for everyone to read.
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, check=False, timeout=_TOKEN_TIMEOUT_S, umask=0o077
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineExceeded(f"{' '.join(command)} has not ended within {_TOKEN_TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        raise RolloutGatewayError(f"{' '.join(command)} failed: {done.stderr.strip()[-1000:]}")

@@ -1,0 +1,65 @@
+"""The record that `up` leaves for `down`: which Ray it started, and the files that it wrote."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from gateway.config.serve_document import KEY_LISTS
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """One application's record, in a file. `ray_started_at` guards against a process id that was used again."""
+
+    name: str
+    dashboard: str
+    ray_pid: int | None = None
+    ray_started_at: int | None = None
+    gpus: list[str] = field(default_factory=list)
+    """GPUs that Ray was started with; empty where `up` named none."""
+
+    @staticmethod
+    def folder(environ: Mapping[str, str] = os.environ) -> Path:
+        base = environ.get("XDG_STATE_HOME")
+        return (Path(base) if base else Path.home() / ".local" / "state") / "rollout-gateway"
+
+    @classmethod
+    def read(cls, name: str) -> "State | None":
+        try:
+            return cls(**json.loads((cls.folder() / f"{name}.json").read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self) -> None:
+        write_private(self.folder() / f"{self.name}.json", json.dumps(asdict(self)))
+
+    def remove(self) -> None:
+        (self.folder() / f"{self.name}.json").unlink(missing_ok=True)
+        for keys in KEY_LISTS:
+            for path in self.folder().glob(f"{self.name}.{keys}.*"):
+                path.unlink(missing_ok=True)
+
+    @property
+    def ray_lives(self) -> bool:
+        return self.ray_pid is not None and process_started_at(self.ray_pid) == self.ray_started_at
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that this user alone may read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def process_started_at(pid: int) -> int | None:
+    """Return the start of a process in clock ticks since boot; None for a process that has ended."""
+    try:
+        # The second field is the command in parentheses, which may itself hold spaces.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])

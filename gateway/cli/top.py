@@ -1,0 +1,132 @@
+"""`rollout-gateway top`: the dashboard in a terminal, drawn from the same JSON."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from engines.engine import Json
+from engines.errors import GatewayUnreachable, NotAllowed
+
+_EVERY_S = 1.0
+_TIMEOUT_S = 10.0
+_SPARKS = " ▁▂▃▄▅▆▇█"
+_WIDTH = 60
+_EVENTS = 8
+_STYLES = {"SERVING": "green", "UPDATING": "yellow", "SYNCING": "blue", "DRAINING": "magenta"}
+
+
+def top(console: Console, url: str, key: str, *, once: bool = False) -> None:
+    """Draw the fleet each second until Ctrl-C; once for a pipe."""
+    if once or not console.is_terminal:
+        console.print(drawn(_read(url, key)))
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(drawn(_read(url, key)), refresh=True)
+            time.sleep(_EVERY_S)
+
+
+def drawn(data: Json) -> Group:
+    """Lay the dashboard's JSON out as lines and tables."""
+    return Group(_head(data), Text(), _series(data), Text(), _replicas(data), Text(), *_updates(data), *_events(data))
+
+
+def _read(url: str, key: str) -> Json:
+    request = urllib.request.Request(url.rstrip("/") + "/dashboard.json")
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            found: Json = json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code in (401, 403):
+                raise NotAllowed(f"{url} wants a key: give --api-key", known=error.code == 403) from error
+            raise GatewayUnreachable(f"{url} answered HTTP {error.code} to GET /dashboard.json") from error
+    except (OSError, ValueError) as error:
+        raise GatewayUnreachable(f"no gateway answers at {url}: {error}; --url names another") from error
+    return found
+
+
+def _head(data: Json) -> Text:
+    status, update = data["status"], data["status"]["weight_update"]
+    serving = sum(one["state"] == "SERVING" for one in status["replicas"])
+    words = [
+        f"{status['policy'] or 'all models frozen'}",
+        "ready" if status["ready"] else "not complete",
+        f"{serving} of {status['replicas_expected']} replicas serve",
+        f"weight version {status['weight_version']}",
+    ]
+    words += [f"updating to {update['version']}: {update['phase']}"] if update else []
+    words += [f"batch of {data['batch']['age_s']:.0f} s, {data['batch']['done']} done"] if data["batch"] else []
+    return Text("  ·  ".join(words), style="bold")
+
+
+def _series(data: Json) -> Table:
+    table = _table("", "now", f"last {_WIDTH} looks")
+    for name, key in (("tokens/s", "tokens_per_s"), ("samples in flight", "in_flight"), ("rollouts waiting", "queue")):
+        values = data["series"][key]
+        table.add_row(name, f"{values[-1]:,.0f}" if values else "-", sparkline(values[-_WIDTH:]))
+    return table
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draw values as blocks of eight heights, the highest as a full one."""
+    highest = max(values, default=0.0)
+    steps = len(_SPARKS) - 1
+    return "".join(_SPARKS[round(value / highest * steps)] if highest else _SPARKS[0] for value in values)
+
+
+def _replicas(data: Json) -> Table:
+    table = _table("replica", "state", "version", "KV", "running", "waiting", "tokens/s", "up", "process", "reason")
+    for one in sorted(data["status"]["replicas"], key=lambda replica: str(replica["label"])):
+        load = data["engines"].get(one["replica_id"], {})
+        table.add_row(
+            one["label"],
+            Text(one["state"], style=_STYLES.get(one["state"], "red")),
+            _shown(one["weight_version"], str),
+            _shown(load.get("kv_usage"), lambda share: f"{share:.0%}"),
+            _shown(load.get("running"), str),
+            _shown(load.get("waiting"), str),
+            _shown(load.get("tokens_per_s"), lambda rate: f"{rate:,.0f}"),
+            _shown(one["uptime_s"], lambda seconds: f"{seconds:,.0f} s"),
+            str(one["pid"] or "-"),
+            one["reason"],
+        )
+    for one in data["status"]["replicas_missing"]:
+        table.add_row(one["group"], Text("MISSING", style="red"), *["-"] * 7, one["reason"])
+    return table
+
+
+def _updates(data: Json) -> list[Text]:
+    if not data["updates"]:
+        return []
+    last = data["updates"][0]
+    reason = f": {last['error']}" if last["error"] else ""
+    return [Text(f"last update: version {last['version']} {last['end']} in {last['age_s']:.2f} s{reason}"), Text()]
+
+
+def _events(data: Json) -> list[Text]:
+    return [
+        Text(f"{time.strftime('%T', time.localtime(event['at']))}  {event['subject']}: {event['text']}", style="dim")
+        for event in reversed(data["status"]["events"][-_EVENTS:])
+    ]
+
+
+def _shown(value: Any, show: Callable[[Any], str]) -> str:
+    return "-" if value is None else show(value)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

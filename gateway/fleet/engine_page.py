@@ -1,0 +1,48 @@
+"""The load of an engine, read from its Prometheus page. A regular expression reads the few lines that are needed."""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+_LINE = re.compile(r"^(?P<name>(?:vllm|sglang):\w+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)", re.MULTILINE)
+_LE = re.compile(r'le="([^"]+)"')
+_KV = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+_GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
+_LENGTHS = ("vllm:request_generation_tokens_bucket", "sglang:generation_tokens_histogram_bucket")
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """`kv_usage` is the fullest share of any copy of the model; counts are sums over copies.
+
+    `lengths` counts finished requests by the upper edge of their number of tokens, edge by edge and not cumulated.
+    """
+
+    kv_usage: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    generated: float = 0.0
+    lengths: dict[float, float] = field(default_factory=dict)
+
+
+def read_load(page: str) -> EngineLoad:
+    """Read a page of vLLM, SGLang or the simulated engine; what a page lacks is 0."""
+    load, cumulated = EngineLoad(), defaultdict[float, float](float)
+    for line in _LINE.finditer(page):
+        name, value = line["name"], float(line["value"])
+        if name in _KV:
+            load.kv_usage = max(load.kv_usage, value)
+        elif name in _RUNNING:
+            load.running += int(value)
+        elif name in _WAITING:
+            load.waiting += int(value)
+        elif name in _GENERATED:
+            load.generated += value
+        elif name in _LENGTHS and (edge := _LE.search(line["labels"] or "")):
+            cumulated[float(edge[1])] += value
+    edges = sorted(cumulated)
+    for lower, upper in zip([None, *edges], edges, strict=False):
+        load.lengths[upper] = cumulated[upper] - (0.0 if lower is None else cumulated[lower])
+    return load

@@ -1,0 +1,65 @@
+"""Stops a replica for as long as its engine is overwritten, and ends or freezes its rollouts in flight."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from engines.types import InFlight, PauseMode
+from gateway.fleet.brake import Holder
+from gateway.fleet.replica import Replica
+
+_AGAIN_S = 0.2
+_GRACE_S = 5.0
+
+
+@asynccontextmanager
+async def stopped(replica: Replica, *, by: Holder, in_flight: InFlight, timeout_s: float) -> AsyncIterator[None]:
+    """Holds the replica during the block and lets go on every exit, cancellation included.
+
+    A replica with `drain` has no rollouts any more and is not paused.
+    """
+    try:
+        await stop(replica, by=by, in_flight=in_flight, timeout_s=timeout_s)
+        yield
+    except BaseException:
+        replica.brake.let_go(by)
+        raise
+    await replica.brake.release(by, timeout_s)
+
+
+async def stop(replica: Replica, *, by: Holder, in_flight: InFlight, timeout_s: float) -> None:
+    """Hold the replica, with its rollouts frozen (`keep`, `recompute`) or ended (`abort`)."""
+    if in_flight is InFlight.ABORT:
+        await cut_off(replica, by=by, timeout_s=timeout_s)
+    elif in_flight is not InFlight.DRAIN:
+        clears = in_flight is InFlight.RECOMPUTE
+        await replica.brake.stop(by, PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s)
+
+
+async def cut_off(replica: Replica, *, by: Holder, timeout_s: float) -> None:
+    """End all rollouts of the replica with the tokens they have; they go on elsewhere. The caller bounds this.
+
+    A request that was on its way when the engine stopped waits there unread. Another pause ends it; where the engine
+    does not read it even then, it is dropped after some seconds and retried elsewhere.
+    """
+    replica.cuts_off = True
+    try:
+        grace_ends = time.monotonic() + _GRACE_S
+        while True:
+            await replica.brake.stop(by, PauseMode.ABORT, clear_cache=False, timeout_s=timeout_s)
+            if await _is_idle(replica):
+                return
+            if time.monotonic() > grace_ends:
+                replica.drop_calls()
+    finally:
+        replica.cuts_off = False
+
+
+async def _is_idle(replica: Replica) -> bool:
+    try:
+        async with asyncio.timeout(_AGAIN_S):
+            await replica.idle.wait()
+    except TimeoutError:
+        return False
+    return True

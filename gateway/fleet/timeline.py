@@ -1,0 +1,67 @@
+"""States and weight versions of each replica over the last minutes, as runs without a gap."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from engines.engine import Json
+from gateway.fleet.fleet import Fleet
+
+KEPT_S = 600.0
+
+
+class _Run:
+    """One replica in one state with one version, from `begun` on."""
+
+    __slots__ = ("begun", "ended", "replica_id", "state", "version")
+
+    def __init__(self, begun: float, replica_id: str, state: str, version: int | None) -> None:
+        self.begun = begun
+        self.ended: float | None = None
+        self.replica_id = replica_id
+        self.state = state
+        self.version = version
+
+    def is_of(self, replica_id: str, state: str, version: int | None) -> bool:
+        return (self.replica_id, self.state, self.version) == (replica_id, state, version)
+
+
+class Timeline:
+    """Notes each change of a replica's state, by its label. `now` is the time of day in seconds."""
+
+    def __init__(self, fleet: Fleet, now: Callable[[], float] = time.time) -> None:
+        self._fleet = fleet
+        self._now = now
+        self._runs: dict[str, deque[_Run]] = {}
+        fleet.on_change(self.look)
+
+    def look(self) -> None:
+        """Note the replicas as they are; a label without a replica ends its run."""
+        now, there = self._now(), {replica.label: replica for replica in self._fleet.replicas}
+        for label, runs in self._runs.items():
+            if label not in there and runs and runs[-1].ended is None:
+                runs[-1].ended = now
+        for label, replica in there.items():
+            runs = self._runs.setdefault(label, deque())
+            last = runs[-1] if runs else None
+            if last is not None and last.ended is None:
+                if last.is_of(replica.replica_id, replica.state, replica.weight_version):
+                    continue
+                last.ended = now
+            runs.append(_Run(now, replica.replica_id, replica.state, replica.weight_version))
+        self._forget(now - KEPT_S)
+
+    def report(self) -> list[Json]:
+        """Return the runs by label. A run that goes on has no end."""
+        self.look()
+        return [
+            {"replica": label, "runs": [[run.begun, run.ended, run.state, run.version] for run in runs]}
+            for label, runs in sorted(self._runs.items())
+        ]
+
+    def _forget(self, before: float) -> None:
+        for label, runs in list(self._runs.items()):
+            while runs and runs[0].ended is not None and runs[0].ended < before:
+                runs.popleft()
+            if not runs:
+                del self._runs[label]

@@ -1,0 +1,80 @@
+"""One override of Hydra's command line: `key=value`, with a plus, two or a tilde before it."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_OVERRIDE = re.compile(r"(\+{1,2}|~)?([A-Za-z_][\w@/.-]*)(?:=(.*))?", re.DOTALL)
+_WHOLE = re.compile(r"[+-]?(0|[1-9]\d*(_\d+)*)")
+_FLOAT = re.compile(
+    r"[+-]?(\d+(_\d+)*\.(\d+(_\d+)*)?|\.?\d+(_\d+)*(?=[eE])|\.\d+(_\d+)*)([eE][+-]?\d+(_\d+)*)?|[+-]?(inf|nan)"
+)
+_WORDS = {"true": True, "false": False, "null": None}
+# Hydra's grammar takes these in quotes alone; a call such as choice(1,2) and ${...} are forms of its own.
+_REFUSED = re.compile(r"[()<>;&!^~#='\"\[\]{}]")
+_FORMS = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|\$\{[^}]*\}+|\w+\([^()]*\)|\\.")
+_OPENING, _CLOSING = "[{", "]}"
+
+
+@dataclass(frozen=True, slots=True)
+class HydraOverride:
+    """`is_group` where it chooses a group of keys and sets no value, as far as its form shows."""
+
+    plus: str
+    key: str
+    value: Any
+    is_malformed: bool = False
+    """Hydra's grammar refuses the value."""
+
+    @property
+    def is_group(self) -> bool:
+        return "/" in self.key or "@" in self.key
+
+
+def parsed_override(word: str) -> HydraOverride | None:
+    """None for a word that is no override."""
+    found = _OVERRIDE.fullmatch(word)
+    if found is None or (found[3] is None and found[1] != "~"):
+        return None
+    text = (found[3] or "").strip()
+    return HydraOverride(found[1] or "", found[2], hydra_value(text), _is_malformed(text))
+
+
+def _is_malformed(text: str) -> bool:
+    if text and text[0] in _OPENING and text[-1] == _CLOSING[_OPENING.index(text[0])]:
+        return any(_is_malformed(part.strip()) for part in _parts(text[1:-1]))
+    return bool(_REFUSED.search(_FORMS.sub("", text)))
+
+
+def hydra_value(text: str) -> Any:
+    """A value as Hydra's grammar reads it. Text that the grammar refuses stays text."""
+    text = text.strip()
+    if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
+        return text[1:-1].replace(f"\\{text[0]}", text[0])
+    if text[:1] == "[" and text[-1:] == "]":
+        return [hydra_value(part) for part in _parts(text[1:-1])]
+    if text[:1] == "{" and text[-1:] == "}" and all(":" in part for part in _parts(text[1:-1])):
+        pairs = (part.partition(":") for part in _parts(text[1:-1]))
+        return {str(hydra_value(key)): hydra_value(value) for key, _, value in pairs}
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text
+
+
+def _parts(text: str) -> list[str]:
+    """The text between commas outside of brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        else:
+            depth += (char in "[{(") - (char in "]})")
+        if char == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part for part in parts if part.strip()]

@@ -1,0 +1,203 @@
+"""`up` and `down` on a Ray that runs already: what they deploy and remove, what they say, and when they refuse."""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from engines.engine import Json
+from engines.process.process import MARK
+from engines.store.weight_store import WeightStore
+from gateway.cli import down, waiting
+from gateway.cli.changes import changes
+from gateway.cli.lock import ApplicationBusy, changing
+from gateway.cli.state import State, process_started_at
+from gateway.config.schema import Config
+from gateway.config.serve_document import serve_config
+from gateway.weights.snapshots import in_memory
+from tests.rigs.played_serve import PlayedServe, played_serve
+from tests.rigs.shell import NearShell, Shell
+
+NAME = "rollout-gateway"
+
+
+@pytest.fixture
+def serve() -> Iterator[PlayedServe]:
+    with played_serve() as serve:
+        yield serve
+
+
+@pytest.fixture
+def shell(tmp_path: Path, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.setattr(waiting, "_POLL_S", 0.01)
+    shell = NearShell(tmp_path)
+    shell.environ["RAY_DASHBOARD_ADDRESS"] = serve.url
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        shell.environ.pop(name, None)
+    return shell
+
+
+def document(**engine: object) -> Json:
+    config = Config.model_validate({"engine": {"kind": "sim", "num_cpus": 0.1, **engine}})
+    return dict(serve_config(config)["applications"][0])
+
+
+def test_a_change_of_num_replicas_alone_restarts_nothing(shell: Shell, serve: PlayedServe) -> None:
+    assert shell.run("up", "-c", "sim.yaml").returncode == 0
+    args = serve.deployed[0]["applications"][0]["args"]
+    done = shell.run("up", "-c", "sim.yaml", "engine.num_replicas=3")
+    assert done.returncode == 0, done.stderr
+    assert "engine: 2 -> 3 replicas; nothing restarts" in done.stderr
+    (application,) = serve.deployed[-1]["applications"]
+    assert application["args"] == args  # Serve restarts replicas for other arguments
+    overrides = {one["name"]: one for one in application["deployments"]}
+    assert overrides["engine"]["num_replicas"] == 3
+    assert overrides["gateway"]["user_config"] == {"num_replicas": {"engine": 3}}
+    again = shell.run("up", "-c", "sim.yaml")  # what its file says holds again
+    assert "engine: 3 -> 2 replicas; nothing restarts" in again.stderr
+
+
+def test_up_says_beforehand_what_restarts_and_why(shell: Shell, serve: PlayedServe) -> None:
+    shell.run("up", "-c", "sim.yaml")
+    done = shell.run("up", "-c", "sim.yaml", "engine.max_num_seqs=7", "engine.num_replicas=3")
+    assert "engine.max_num_seqs changed: engine replicas restart one after the other, and the gateway" in done.stderr
+    assert done.stderr.index("changed:") < done.stderr.index("deploying")
+    assert serve.deployed[-1]["applications"][0]["args"]["engine"]["max_num_seqs"] == 7
+    assert (
+        "nothing changes" in shell.run("up", "-c", "sim.yaml", "engine.max_num_seqs=7", "engine.num_replicas=3").stderr
+    )
+
+
+def test_other_keys_are_a_change_and_are_not_shown(shell: Shell, serve: PlayedServe) -> None:
+    shell.run("up", "-c", "sim.yaml", "gateway.admin_keys=hunter2")
+    done = shell.run("up", "-c", "sim.yaml", "gateway.admin_keys=hunter3")
+    assert "gateway.admin_keys changed" in done.stderr
+    assert "hunter" not in done.stderr + str(serve.deployed)
+    assert "nothing changes" in shell.run("up", "-c", "sim.yaml", "gateway.admin_keys=hunter3").stderr
+
+
+def test_what_a_killed_up_left_without_a_running_engine_is_removed_first(shell: Shell, serve: PlayedServe) -> None:
+    wrong = document(extra={"nonsense": 1})
+    serve.applications = {NAME: serve.running(wrong, engine_state="STARTING", status="DEPLOYING")}
+    done = shell.run("up", "-c", "sim.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "rollout-gateway has no running engine (DEPLOYING): removing it" in done.stderr
+    assert serve.deleted == [NAME]
+    assert "extra" not in serve.deployed[-1]["applications"][0]["args"]["engine"]
+
+
+def test_a_second_application_on_one_ray_is_refused_and_the_first_is_left_alone(
+    shell: Shell, serve: PlayedServe
+) -> None:
+    shell.run("up", "-c", "sim.yaml")
+    done = shell.run("up", "-c", "sim.yaml", "name=other")
+    assert done.returncode == 1
+    assert "serves the application 'rollout-gateway' at /" in done.stderr
+    assert "rollout-gateway down --name rollout-gateway" in done.stderr
+    assert list(serve.applications) == [NAME]
+    assert len(serve.deployed) == 1
+
+
+def test_a_second_gateway_of_one_name_is_refused_where_the_first_has_its_own_ray(
+    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(shell.folder))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    State(
+        name=NAME,
+        dashboard="http://127.0.0.1:1",
+        ray_pid=os.getpid(),
+        ray_started_at=process_started_at(os.getpid()),
+    ).write()
+    done = shell.run("up", "-c", "sim.yaml")
+    assert done.returncode == 1
+    assert "rollout-gateway is up already, on the Ray at http://127.0.0.1:1" in done.stderr
+    assert serve.deployed == []
+    found = State.read(NAME)
+    assert found is not None
+    assert found.dashboard == "http://127.0.0.1:1"
+
+
+def test_two_at_once_are_told_apart(shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(shell.folder))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    with changing(NAME, "up"):
+        done = shell.run("up", "-c", "sim.yaml")
+        with pytest.raises(ApplicationBusy), changing(NAME, "scale"):
+            pass
+    assert done.returncode == 1
+    assert f"`rollout-gateway up` (process {os.getpid()}) changes rollout-gateway already: wait for it" in done.stderr
+    assert serve.deployed == []
+    assert shell.run("up", "-c", "sim.yaml").returncode == 0
+
+
+def test_a_group_that_appears_is_a_change_and_no_number() -> None:
+    one = Config.model_validate({"engine": {"kind": "sim"}, "engines": {"a": {}}})
+    two = Config.model_validate({"engine": {"kind": "sim"}, "engines": {"a": {"num_replicas": 2}, "b": {}}})
+    before, after = (dict(serve_config(config)["applications"][0]) for config in (one, two))
+    found = changes(before, after)
+    assert found.replicas == {"a": (1, 2)}
+    assert "engines.b.kind" in found.keys
+
+
+def test_down_says_what_it_removed_and_what_it_kept(shell: Shell, serve: PlayedServe) -> None:
+    name = f"test-{os.getpid()}"
+    shell.run("up", "-c", "sim.yaml", f"name={name}", f"engine.log_dir={shell.folder}")
+    store = WeightStore(in_memory(name))
+    (store.folder / "v1").mkdir()
+    store.close()
+    with subprocess.Popen(["sleep", "60"], env={MARK: "x"}) as engine:  # as one of a gateway on this machine
+        serve.replicas = [{"pid": engine.pid}, {"pid": os.getpid()}]
+        engine_ends = threading.Timer(0.3, engine.kill)
+        engine_ends.start()
+        done = shell.run("down", "--name", name)
+        assert engine.poll() is not None
+    assert done.returncode == 0
+    assert f"removed the application {name} with 1 Serve replicas" in done.stderr
+    assert f"removed the weight store {store.folder} (0 MB)" in done.stderr
+    assert f"kept: engine logs in {shell.folder}" in done.stderr
+    assert not store.folder.exists()
+    again = shell.run("down", "--name", name)
+    assert (again.stdout, again.stderr) == (f"nothing to do: {name} does not run\n", "")
+
+
+def test_down_kills_an_engine_that_outlives_its_owner(
+    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(down, "_ENGINES_END_WITHIN_S", 0.1)
+    shell.run("up", "-c", "sim.yaml")
+    with subprocess.Popen(["sleep", "60"], env={MARK: "x"}) as engine:
+        serve.replicas = [{"pid": engine.pid}]
+        done = shell.run("down")
+        assert engine.wait(10) == -signal.SIGKILL
+    assert f"killed engine process {engine.pid}, which had not ended" in done.stderr
+
+
+def test_logs_prints_the_ends_of_the_engines_logs_and_the_events(shell: Shell, serve: PlayedServe) -> None:
+    folder = shell.folder / "logs"
+    folder.mkdir()
+    (folder / "engine-r1-20261122-1.log").write_text("".join(f"line {number}\n" for number in range(50)))
+    (folder / "engine-lost-20261122-1.log").write_text("CUDA out of memory\n")
+    (folder / "engine-older-20261121-1.log").write_text("of another run\n")
+    serve.events = [{"at": 1.0, "subject": "engine-lost", "text": "SERVING -> LOST: it ended"}]
+    assert "Serve knows no application" in shell.run("logs").stderr
+    shell.run("up", "-c", "sim.yaml", f"engine.log_dir={folder}")
+    done = shell.run("logs", "-n", "2")
+    assert done.returncode == 0, done.stderr
+    assert "line 48\nline 49\n" in done.stdout
+    assert "line 47" not in done.stdout
+    assert "CUDA out of memory" in done.stdout
+    assert "engine-lost: SERVING -> LOST: it ended" in done.stdout
+    assert "of another run" not in done.stdout
+    assert "of another run" in shell.run("logs", "engine-older").stdout
+    assert f"this machine has no log of engine-x in {folder}" in shell.run("logs", "engine-x").stderr
+
+
+def test_the_version_is_that_of_the_package(shell: Shell) -> None:
+    done = shell.run("--version")
+    assert (done.returncode, done.stdout) == (0, f"rollout-gateway {version('rollout-gateway')}\n")

@@ -1,0 +1,48 @@
+"""What keeps a right configuration from running on one machine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config.machine import lacks
+from gateway.config.schema import Config
+
+
+def found(tmp_path: Path, gpus: int = 0, environ: dict[str, str] | None = None, **tree: Any) -> list[str]:
+    for index in range(gpus):
+        (tmp_path / f"nvidia{index}").touch()
+    return lacks(Config.model_validate(tree), environ=environ or {}, devices=tmp_path)
+
+
+def test_a_gpu_configuration_without_a_gpu(tmp_path: Path) -> None:
+    engine = {"kind": "sglang", "model": "org/model", "tensor_parallel_size": 2}
+    (lack,) = found(tmp_path, engine=engine)
+    assert lack.startswith("engine: a replica takes 2 GPUs")
+    assert lack.endswith("This machine has no GPU")
+    assert found(tmp_path, gpus=2, engine=engine) == []
+    assert found(tmp_path, engine=engine, serve={"nodes_may_join": True}) == []
+
+
+def test_a_batch_system_s_share_of_the_gpus_counts(tmp_path: Path) -> None:
+    engine = {"kind": "sglang", "model": "org/model", "num_replicas": 2}
+    (lack,) = found(tmp_path, gpus=8, environ={"CUDA_VISIBLE_DEVICES": "3"}, engine=engine)
+    assert "the replicas take 2 GPUs" in lack
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("", "engine.model is missing: a checkpoint folder or a Hugging Face id"),
+        ("/nowhere/model", "engine.model = '/nowhere/model': this machine has no such folder"),
+    ],
+)
+def test_a_model_that_is_not_there(tmp_path: Path, model: str, words: str) -> None:
+    assert found(tmp_path, gpus=1, engine={"kind": "sglang", "model": model}) == [words]
+
+
+def test_a_key_whose_variable_is_not_set(tmp_path: Path) -> None:
+    gateway = {"admin_keys": ["env:NOT_SET"]}
+    (lack,) = found(tmp_path, engine={"kind": "sim"}, gateway=gateway)
+    assert "gateway.admin_keys: no key in env:NOT_SET" in lack
+    assert found(tmp_path, environ={"NOT_SET": "k"}, engine={"kind": "sim"}, gateway=gateway) == []

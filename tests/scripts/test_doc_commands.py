@@ -1,0 +1,73 @@
+"""Commands that name what does not exist are found, and those of the product are none of them."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.doc_commands import commands, wrong_commands
+
+MODULE = """import argparse
+from loadtests import options
+parser = argparse.ArgumentParser()
+parser.add_argument("--pairs")
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for folder in ("docs", "loadtests", "gateway"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "loadtests" / "study.py").write_text(MODULE, encoding="utf-8")
+    (tmp_path / "loadtests" / "options.py").write_text('SHARED = ("--url",)\n', encoding="utf-8")
+    (tmp_path / "Makefile").write_text("demo: setup\n\t$(ARGS)\n", encoding="utf-8")
+    return tmp_path
+
+
+def _found(root: Path, command: str) -> list[str]:
+    (root / "README.md").write_text(f"```\n{command}\n```\n", encoding="utf-8")
+    return list(wrong_commands(root))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make demo ARGS=1   # a comment, and its apostrophes aren't words",
+        "A=b .venv/bin/python -m loadtests.study --pairs 5 --url=URL gateway.port=0",
+        "python -m verl.trainer.main_ppo trainer.v1.trainer_mode=gateway",
+        "rollout-gateway up -c FILE --gpus 0,1 --gateway.port 9000 engine.extra.anything=1",
+        "rollout-gateway config explain -c FILE --json",
+        "rollout-gateway vllm-serve --model M --max-model-len 1 --tensor_parallel_size 2 --engine.num_cpus 1",
+    ],
+)
+def test_commands_of_what_exists_are_no_finding(root: Path, command: str) -> None:
+    assert _found(root, command) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("make demos", "make has no target demos"),
+        ("make demo SPEED=1", "make knows no SPEED"),
+        ("python -m loadtests.none", "no module loadtests.none"),
+        ("python -m loadtests.study --rounds 5", "loadtests.study has no option --rounds"),
+        ("python -m loadtests.study -- make demos", "make has no target demos"),
+        ("rollout-gateway start", "rollout-gateway has no start"),
+        ("rollout-gateway config print", "rollout-gateway has no print"),
+        ("rollout-gateway up --speed 1", "rollout-gateway up has no option --speed"),
+        ("rollout-gateway up gateway.speed=1", "no key gateway.speed"),
+        ("rollout-gateway vllm-serve --speed 1", "rollout-gateway vllm-serve has no option --speed"),
+        ("locust -f loadtests/scenarios/none.py", "no scenario loadtests/scenarios/none.py"),
+        ("examples/none.sh URL", "no file examples/none.sh"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_found(root: Path, command: str, reason: str) -> None:
+    assert _found(root, command) == [f"README.md:2: {reason}"]
+
+
+def test_keys_in_prose_are_compared_with_the_schema(root: Path) -> None:
+    (root / "README.md").write_text("`weights.relay`, `engines.NAME.python`, `weights.speed`", encoding="utf-8")
+    assert list(wrong_commands(root)) == ["README.md:1: no key weights.speed"]
+
+
+def test_commands_of_every_kind_are_read_from_the_docs() -> None:
+    assert {command.words[0] for command in commands()} >= {"make", "rollout-gateway", "python", "locust"}

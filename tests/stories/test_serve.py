@@ -1,0 +1,63 @@
+"""Ray Serve: `up`, rollouts, a weight update, a killed replica that comes back, `down`. Engines are simulated."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engines.process.engine_server import free_port
+from tests.rigs.ray_app import RESTART_S, App, wait_until
+from tests.rigs.shell import SCRIPT, Shell, clusterless
+
+pytest.importorskip("ray")
+
+pytestmark = [pytest.mark.story, pytest.mark.ray]
+
+UP_S = 300.0
+
+
+def test_an_application_goes_up_replaces_a_killed_replica_and_goes_down(tmp_path: Path) -> None:
+    with clusterless(Shell(tmp_path)) as shell:
+        app = up(shell)
+        assert versions(app) == {0}
+        app.update()
+        assert versions(app) == {1}
+        replace_one(app)
+        assert versions(app) == {1}
+        assert shell.run("down", timeout_s=UP_S).stdout == "rollout-gateway is down\n"
+        assert shell.run("status").returncode == 1
+        assert not (shell.folder / ".local/state/rollout-gateway/rollout-gateway.json").exists()
+
+
+def up(shell: Shell) -> App:
+    control, rollouts = free_port(), free_port()
+    done = shell.run("up", "-c", "sim.yaml", f"serve.http_port={control}", f"gateway.port={rollouts}", timeout_s=UP_S)
+    assert done.returncode == 0, done.stderr
+    assert "replicas of engine:     2 RUNNING" in done.stdout
+    status = json.loads(shell.run("status", "--json").stdout)
+    assert (status["status"], status["rollout_url"]) == ("RUNNING", f"http://127.0.0.1:{rollouts}")
+    assert [replica["state"] for replica in status["fleet"]["replicas"]] == ["SERVING", "SERVING"]
+    # Ray's own command line reaches it with the token that `up` has left.
+    assert (shell.folder / ".ray" / "auth_token").exists()
+    environ = shell.environ | {"RAY_AUTH_MODE": "token"}
+    subprocess.run([SCRIPT.with_name("serve"), "config"], env=environ, capture_output=True, check=True)
+    return App(f"http://127.0.0.1:{control}")
+
+
+def versions(app: App) -> set[int]:
+    """The weight versions of a batch that both replicas have a share of."""
+    choices = app.complete()
+    assert all(replica["samples_placed"] for replica in app.replicas().values())
+    return {span["version"] for choice in choices for span in choice["weight_versions"]}
+
+
+def replace_one(app: App) -> None:
+    """kill -9 of an engine; its successor serves."""
+    victim, survivor = app.replicas().values()
+    os.kill(victim["pid"], signal.SIGKILL)
+    wait_until(lambda: victim["pid"] not in [one["pid"] for one in app.replicas().values()], RESTART_S)
+    assert app.replicas()[survivor["replica_id"]]["state"] == "SERVING"
+    wait_until(lambda: app.states() == ["SERVING", "SERVING"], RESTART_S)

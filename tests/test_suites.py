@@ -1,0 +1,49 @@
+"""Each test is in one suite of scripts/suites, whatever its marks."""
+
+import itertools
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SUITES = dict(re.findall(r'^  \[([\w-]+)\]="(.+)"$', (ROOT / "scripts" / "suites").read_text(encoding="utf-8"), re.M))
+MARKS = sorted({word for chosen in SUITES.values() for word in re.findall(r"\w+", chosen)} - {"and", "or", "not"})
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def suites_of(marks: set[str]) -> list[str]:
+    """The suites that choose a test with these marks. The grammar of pytest's -m is a part of Python's."""
+    present = {mark: mark in marks for mark in MARKS}
+    return [suite for suite, chosen in SUITES.items() if eval(chosen, {"__builtins__": {}}, present)]
+
+
+def named_by(target: str) -> list[str]:
+    """The suites that a target of the Makefile runs."""
+    (suites,) = re.findall(rf"^{target}:.*\n\t@scripts/suites (.+)$", MAKEFILE, re.M)
+    return str(suites).split()
+
+
+def test_every_set_of_marks_belongs_to_one_suite() -> None:
+    sets = itertools.chain.from_iterable(itertools.combinations(MARKS, size) for size in range(len(MARKS) + 1))
+    assert [marks for marks in sets if len(suites_of(set(marks))) != 1] == []
+
+
+def test_make_test_and_make_test_rest_run_every_suite_once() -> None:
+    assert sorted(named_by("test") + named_by("test-rest")) == sorted(SUITES)
+
+
+def test_pytest_alone_runs_the_units() -> None:
+    assert PYPROJECT["tool"]["pytest"]["ini_options"]["addopts"][-1] == SUITES["unit"]
+
+
+def test_every_mark_that_chooses_is_declared() -> None:
+    declared = {line.partition(":")[0] for line in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+    assert set(MARKS) <= declared
+
+
+def test_stories_are_in_their_folder() -> None:
+    """Alone it is looked through for them."""
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark." + "story" in path.read_text("utf-8")]
+    assert marked
+    assert {path.parent.name for path in marked} == {"stories"}

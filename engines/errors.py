@@ -7,6 +7,7 @@ RolloutGatewayError
 │   ├── UnknownRoute          no replica's engine has what the route needs
 │   ├── BodyTooLarge          the body is over the limit in bytes
 │   └── DeadlyPrompt          engines die under it
+├── Withdrawn                 its client aborted the rollout before a replica had it
 ├── NotAllowed                the key is missing, wrong, or not an admin key
 ├── StoreFailed               the weight store cannot write or read a version: disk full, folder gone
 ├── DeadlineExceeded          a bounded wait ran out; names the wait
@@ -60,6 +61,10 @@ class BodyTooLarge(InvalidRequest):
 
 class DeadlyPrompt(InvalidRequest):
     """Engines died under this prompt."""
+
+
+class Withdrawn(RolloutGatewayError):
+    """The client aborted the rollout while it waited for a replica."""
 
 
 class NotAllowed(RolloutGatewayError):

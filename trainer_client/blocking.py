@@ -47,8 +47,11 @@ class BlockingRolloutClient:
         model: str | None = None,
         max_in_flight: int = 512,
         attempts: int = 5,
+        outage_s: float = 180.0,
     ) -> None:
-        self._client = RolloutClient(url, api_key=api_key, model=model, max_in_flight=max_in_flight, attempts=attempts)
+        self._client = RolloutClient(
+            url, api_key=api_key, model=model, max_in_flight=max_in_flight, attempts=attempts, outage_s=outage_s
+        )
         self.url = self._client.url
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout client", daemon=True)

@@ -6,9 +6,11 @@ single stream for all prompts, which has none of these (docs/benchmarks.md).
 
 import asyncio
 import os
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from engines.errors import (
@@ -51,7 +53,8 @@ class RolloutClient:
     url, api_key: default to the variables ROLLOUT_URL and ROLLOUT_API_KEY; the key is sent as bearer.
     model: default: the policy.
     max_in_flight: limit on concurrent prompts, each on its own connection; should cover the engines' `max_num_seqs`.
-    attempts: tries per prompt, on connection loss and on 502, 503 or 504.
+    attempts: tries per prompt that was answered with 502 or 504.
+    outage_s: time to retry for while the gateway is not reached or answers 503; longer than its restart takes.
 
     Raises the gateway's errors, classes of engines/errors.py. A client belongs to the event loop of its first call.
     """
@@ -64,6 +67,7 @@ class RolloutClient:
         model: str | None = None,
         max_in_flight: int = 512,
         attempts: int = 5,
+        outage_s: float = 180.0,
     ) -> None:
         for name, value in (("max_in_flight", max_in_flight), ("attempts", attempts)):
             if value < 1:
@@ -72,6 +76,7 @@ class RolloutClient:
         self._http = GatewayHttp(self.url, api_key if api_key is not None else os.environ.get(KEY_VARIABLE, ""))
         self._model = model
         self._attempts = attempts
+        self._outage_s = outage_s
         self._room = asyncio.Semaphore(max_in_flight)
         self._batches: list[Batch] = []
 
@@ -232,13 +237,14 @@ class RolloutClient:
         """Call the gateway. Retry a failed connection if the call has no effects or cannot have arrived."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
-        for attempt in range(1, self._attempts + 1):
+        outage_ends = clock() + min(timeout_s, self._outage_s)
+        for attempt in count(1):
             try:
                 return await self._http.call(method, path, body, timeout_s=max(0.001, round(deadline - clock(), 3)))
             except GatewayUnreachable as error:
                 pause = _pause_after(attempt)
                 may_repeat = method in _REPEATABLE or not error.arrived
-                if not may_repeat or attempt == self._attempts or clock() + pause >= deadline:
+                if not may_repeat or clock() + pause >= outage_ends:
                     raise
                 await asyncio.sleep(pause)
         raise AssertionError("the loop returns or raises")
@@ -246,13 +252,14 @@ class RolloutClient:
     async def _rollout(self, asking: "_Asking", deadline: float) -> Rollout:
         """Return one prompt's completions from the first successful attempt. Raises the last attempt's error."""
         last: RolloutGatewayError | None = None
+        retries = _Retries(self._attempts, self._outage_s)
         try:
             async with asyncio.timeout_at(deadline), self._room:
-                for attempt in range(1, self._attempts + 1):
+                for attempt in count(1):
                     try:
                         return await self._ask(asking, attempt)
                     except RolloutGatewayError as error:
-                        if status_of(error) not in _PASSING or attempt == self._attempts:
+                        if not retries.allow(error):
                             raise asking.naming(error, attempt) from error.__cause__
                         last = error
                     await asyncio.sleep(_pause_after(attempt))
@@ -266,6 +273,27 @@ class RolloutClient:
     async def _ask(self, asking: "_Asking", attempt: int) -> Rollout:
         reply = await self._http.call("POST", _COMPLETIONS, asking.body, timeout_s=None, headers=asking.headers)
         return read_rollout(reply, asking.request_id, asking.index, asking.n, attempts=attempt)
+
+
+class _Retries:
+    """Counts failed answers, and times outages, in which the gateway is not reached or answers 503."""
+
+    def __init__(self, attempts: int, outage_s: float) -> None:
+        self._left = attempts
+        self._outage_s = outage_s
+        self._outage_began: float | None = None
+
+    def allow(self, error: RolloutGatewayError) -> bool:
+        """True if the prompt may be tried again after this error."""
+        if status_of(error) not in _PASSING:
+            return False
+        if not isinstance(error, GatewayUnreachable):
+            self._outage_began = None
+            self._left -= 1
+            return self._left > 0
+        now = time.monotonic()
+        self._outage_began = now if self._outage_began is None else self._outage_began
+        return now - self._outage_began < self._outage_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from asyncio import Queue
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from engines.errors import InvalidRequest
 from engines.sim.model import (
@@ -60,7 +60,17 @@ class SamplingBody(BaseModel):
     stream_interval: int | None = Field(None, ge=1)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     request_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
-    echo: Literal[False] | None = None
+    echo: bool | None = None
+
+    @field_validator("n", mode="before")
+    @classmethod
+    def _null_is_one(cls, n: Any) -> Any:
+        return 1 if n is None else n
+
+    @field_validator("stream_options", mode="before")
+    @classmethod
+    def _empty_is_null(cls, options: Any) -> Any:
+        return options or None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -427,7 +437,9 @@ class CompletionAnswer(Answer):
         return f"cmpl-{self.body.request_id}"
 
     def fill(self, first_prompt_number: int) -> None:
-        max_tokens = 16 if self.body.max_tokens is None else self.body.max_tokens
+        max_tokens = 16 if "max_tokens" not in self.body.model_fields_set else self.body.max_tokens
+        if self.body.echo and max_tokens == 0:
+            max_tokens = 1  # as vLLM does, which then leaves that token out
         for i, prompt in enumerate(self.body.prompts):
             self.add_prompt(f"{self.id}-{i}", prompt, max_tokens, first_prompt_number + i)
 
@@ -451,7 +463,12 @@ class CompletionAnswer(Answer):
 
     def _choice(self, sample: Sample, start: int, context: int) -> Json:
         tokens = sample.tokens[start:]
-        choice: Json = {"index": sample.index, "text": self._text(sample, start), "logprobs": None}
+        text = self._text(sample, start)
+        if self.body.echo and self.body.max_tokens == 0:
+            tokens, text = [], ""
+        if self.body.echo and start == 0 and not self.body.return_token_ids:  # vLLM leaves the prompt out with ids
+            text = detokenize(sample.prompt) + text
+        choice: Json = {"index": sample.index, "text": text, "logprobs": None}
         choice["token_ids"] = self._ids_if_requested(tokens)
         if self.body.logprobs is not None:
             choice["logprobs"] = self._logprobs(tokens, self._scores(sample, start, context, self.body.logprobs))

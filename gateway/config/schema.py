@@ -57,6 +57,10 @@ class GatewayConfig(_Section):
     """Longest wait of a rollout for a replica that may take it."""
     generate_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a replica's completions of one prompt; later than that no further attempt begins."""
+    write_timeout_s: float = Field(60.0, gt=0)
+    """Longest wait for a client to take the next chunk of its stream; later than that it is cut off."""
+    max_prompts: int = Field(16_384, gt=0)
+    """Most prompts of one request."""
     trl_legacy: bool = False
     """True to answer TRL up to 1.10 too, whose routes end in a slash; its trainer needs trainer_client.trl_legacy."""
     max_attempts: int = Field(3, ge=1)

@@ -40,7 +40,7 @@ class Chat:
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
         """Raises `InvalidRequest` for fields that no engine would take."""
-        model, adapter = self._fleet.asked(body.get("model"))
+        model, adapter = self._fleet.asked(body.get("model") or None)
         n = check_sampling(body, self._config.max_n)
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:

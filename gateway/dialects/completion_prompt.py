@@ -29,8 +29,8 @@ _ASK_TIMEOUT_S = 60.0
 class CompletionPrompt(Exchange):
     """One prompt of a request: its place there, and the body that asks one replica for its completions.
 
-    `made` are tokens of the one sample that continues here; engines read them after the prompt. `has_text` is True
-    if the client got their text.
+    `limit` is the largest number of tokens of a sample. `made` are tokens of the one sample that continues here, which
+    engines read after the prompt; `has_text` is True if the client got their text.
     """
 
     runner: Runner
@@ -39,6 +39,7 @@ class CompletionPrompt(Exchange):
     index: int
     rollout: Rollout
     body: Json
+    limit: int
     made: tuple[int, ...] = ()
     has_text: bool = False
 
@@ -57,9 +58,9 @@ class CompletionPrompt(Exchange):
         )
 
     @property
-    def limit(self) -> int:
-        """Most tokens of a sample."""
-        return int(self.body.get("max_tokens") or self.body.get("max_completion_tokens") or DEFAULT_MAX_TOKENS)
+    def has_ids(self) -> bool:
+        """False with `echo` unless the client asks for token ids: vLLM leaves the prompt out beside them."""
+        return bool(self.body.get("return_token_ids") or not self.body.get("echo"))
 
     async def ask(self, replica: Replica, part: Part) -> Json:
         check_replica(self.body, replica)
@@ -106,7 +107,8 @@ class CompletionPrompt(Exchange):
         )
         index = self.index if index is None else index
         made, has_text = tuple(choice["token_ids"]), bool(choice.get("text"))
-        return replace(self, index=index, rollout=rollout, body=body, made=made, has_text=has_text)
+        limit -= kept
+        return replace(self, index=index, rollout=rollout, body=body, limit=limit, made=made, has_text=has_text)
 
     async def _whole_body(self, replica: Replica) -> Json:
         body = self._engine_body(replica)
@@ -118,9 +120,9 @@ class CompletionPrompt(Exchange):
         return rest_body(body, [*body["prompt"], *made], len(made))
 
     def _engine_body(self, replica: Replica) -> Json:
-        """With token ids always: a span counts tokens."""
+        """With token ids if that changes nothing else: a span counts tokens."""
         salt = versioned_salt(self.body, replica.weight_version, self.rollout.adapter)
-        return {**self.body, "cache_salt": salt, "return_token_ids": True}
+        return {**self.body, "cache_salt": salt, "return_token_ids": self.has_ids}
 
 
 async def _detokenized(replica: Replica, model: str | None, token_ids: list[int]) -> str:

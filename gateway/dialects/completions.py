@@ -21,6 +21,7 @@ from gateway.fleet.routing import Rollout
 from gateway.fleet.scheduler import using
 
 _CHARACTERS_PER_TOKEN = 4
+_UNKNOWN_ROOM = 1024  # load of a completion that may fill a context of unknown length
 
 
 class Completions:
@@ -37,16 +38,15 @@ class Completions:
         A turn of `session` has one prompt; the prompts of a batch are spread over all replicas.
         Prompts are numbered from `first`.
         """
-        model, adapter = self._fleet.asked(body.get("model"))
+        model, adapter = self._fleet.asked(body.get("model") or None)
         n = check_sampling(body, self._config.max_n)
         max_len = common_room(self._fleet, model)
         fresh = read_freshness(body, self._fleet, model)
         rest = {key: value for key, value in body.items() if key not in ("prompt", "stream", *FIELDS)}
-        limit = body.get("max_tokens") or body.get("max_completion_tokens") or DEFAULT_MAX_TOKENS
-        limit = min(limit, max_len or limit)
-        prompts, values = [], _prompt_list(body)
+        prompts, values = [], _prompt_list(body, self._config.max_prompts)
         for index, value in enumerate(values, first):
             length = _checked_length(index, value, max_len)
+            limit = _limit(body, length, max_len)
             rollout = Rollout(
                 request_id=f"{request_id}-{index}",
                 request=request_id,
@@ -61,7 +61,9 @@ class Completions:
                 adapter=adapter,
             )
             prompts.append(
-                CompletionPrompt(self._runner, self._config, request_id, index, rollout, {**rest, "prompt": value})
+                CompletionPrompt(
+                    self._runner, self._config, request_id, index, rollout, {**rest, "prompt": value}, limit
+                )
             )
         return prompts
 
@@ -92,7 +94,7 @@ class Completions:
 
     async def _stream_one(self, prompt: CompletionPrompt) -> AsyncGenerator[Json]:
         usage, rest_usage = Json(), Usage()
-        cut = CutStream(prompt.indexes, prompt.rollout.adapter, resumes=prompt.resumes)
+        cut = CutStream(prompt.indexes, prompt.rollout.adapter, resumes=prompt.resumes, has_ids=prompt.has_ids)
         with using(prompt.rollout):
             async with aclosing(self._runner.stream(prompt, cut)) as chunks:
                 async for chunk in chunks:
@@ -115,11 +117,25 @@ def common_room(fleet: Fleet, model: str) -> int | None:
     return min((length for length in lengths if length is not None), default=None)
 
 
-def _prompt_list(body: Json) -> list[Any]:
+def _limit(body: Json, length: int, max_len: int | None) -> int:
+    """Most tokens of a sample; null is the rest of the context."""
+    room = max_len - length if max_len is not None else _UNKNOWN_ROOM
+    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+        return room if "max_tokens" in body else min(DEFAULT_MAX_TOKENS, room)
+    asked: int = body.get("max_tokens") or body.get("max_completion_tokens") or 0
+    return min(asked, max_len or asked)
+
+
+def _prompt_list(body: Json, max_prompts: int) -> list[Any]:
     """Every accepted form of `prompt` as a list of prompts, each a string or a list of token ids."""
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return [prompt]
+    if isinstance(prompt, list) and len(prompt) > max_prompts and not isinstance(prompt[0], int):
+        raise InvalidRequest(
+            f"prompt has {len(prompt)} prompts, more than gateway.max_prompts = {max_prompts}: send fewer at a time",
+            param="prompt",
+        )
     if not isinstance(prompt, list) or not prompt:
         raise InvalidRequest(
             f"prompt is {'an empty list' if prompt == [] else type(prompt).__name__}: send text, token ids, or a list "

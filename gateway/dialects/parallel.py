@@ -20,6 +20,25 @@ async def gathered(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+async def until(ended: asyncio.Event, stream: AsyncGenerator[Json]) -> AsyncGenerator[Json]:
+    """The chunks of a stream until it ends or the event is set."""
+    waiting = asyncio.create_task(ended.wait())
+    try:
+        async with aclosing(merged([stream])) as chunks:
+            while True:
+                reading = asyncio.ensure_future(anext(chunks, None))
+                await asyncio.wait({reading, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                if not reading.done():
+                    reading.cancel()
+                    await asyncio.gather(reading, return_exceptions=True)
+                    return
+                if (chunk := reading.result()) is None:
+                    return
+                yield chunk
+    finally:
+        waiting.cancel()
+
+
 async def merged(streams: Iterable[AsyncGenerator[Json]]) -> AsyncGenerator[Json]:
     """The chunks of all streams in the order of their arrival. Raises the error of the first stream that fails."""
     chunks: asyncio.Queue[Json | None] = asyncio.Queue()

@@ -1,7 +1,7 @@
 """Runs one rollout of any dialect, whole or streamed: place it, ask an engine, continue what was cut off."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from engines.engine import Json
@@ -82,6 +82,10 @@ class Runner:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+
+    def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
+        """End rollouts that wait for a replica with `Withdrawn`."""
+        self._scheduler.withdraw(picks)
 
     async def generate(self, exchange: Exchange) -> Json:
         """The whole reply, each choice with its weight versions."""

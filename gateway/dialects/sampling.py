@@ -7,22 +7,54 @@ from engines.errors import InvalidRequest
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.replica import Replica
 
+_WHOLE_NUMBERS = ("n", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "best_of", "seed")
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
+)  # fmt: skip
+
+
+def normalise_numbers(body: Json) -> None:
+    """Turn numbers that came as text into numbers, and 4.0 into 4 where a whole number is due, as vLLM does.
+
+    Raises `InvalidRequest` for values that are no numbers.
+    """
+    for field in (*_WHOLE_NUMBERS, *_NUMBERS):
+        value = body.get(field)
+        is_whole = field in _WHOLE_NUMBERS
+        if value is None or type(value) is int or (type(value) is float and not is_whole):
+            continue
+        body[field] = _number(field, value, is_whole=is_whole)
+
+
+def _number(field: str, value: object, *, is_whole: bool) -> int | float:
+    if isinstance(value, str | float):
+        try:
+            number = float(value)
+            if not is_whole:
+                return number
+            if number.is_integer():
+                return int(value) if isinstance(value, str) and value.strip("+-").isdecimal() else int(number)
+        except (ValueError, OverflowError):
+            pass
+    raise InvalidRequest(f"{field} = {value!r:.80} must be a {'whole ' if is_whole else ''}number", param=field)
+
 
 def check_sampling(body: Json, max_n: int) -> int:
-    """The number of samples. Raises `InvalidRequest` for fields that every engine would refuse."""
-    n, temperature = body.get("n", 1), body.get("temperature", 1.0)
-    if "prompt_embeds" in body:
+    """The number of samples. Normalises numbers; raises `InvalidRequest` for fields that every engine would refuse."""
+    normalise_numbers(body)
+    n, temperature = 1 if body.get("n") is None else body["n"], body.get("temperature", 1.0)
+    if body.get("prompt_embeds") is not None:
         raise InvalidRequest("prompt_embeds is refused: tensors are not read from requests", param="prompt_embeds")
     if type(n) is not int or not 1 <= n <= max_n:
         raise InvalidRequest(f"n = {n!r} is not between 1 and gateway.max_n = {max_n}", param="n")
-    if n > 1 and temperature == 0:
+    if n > 1 and temperature == 0 and not body.get("use_beam_search"):
         raise InvalidRequest(f"n = {n} with temperature = 0 would repeat one completion: use n = 1", param="n")
     for field in ("max_tokens", "max_completion_tokens"):
-        limit = body.get(field)
-        if limit is not None and (type(limit) is not int or limit < 1):
+        limit, least = body.get(field), 0 if body.get("echo") else 1
+        if limit is not None and limit < least:
             raise InvalidRequest(f"{field} = {limit!r} must be a whole number of at least 1", param=field)
     options = body.get("stream_options")
-    if options is not None and not (isinstance(options, dict) and body.get("stream")):
+    if options and not (isinstance(options, dict) and body.get("stream")):
         raise InvalidRequest("stream_options is an object that goes with stream = true alone", param="stream_options")
     return n
 

@@ -10,6 +10,7 @@ from typing import Any
 from engines.engine import Json
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
+from gateway.dialects.parallel import until
 from gateway.dialects.sglang_words import Asked, aborted_reply, answer, asked_prompts
 from gateway.dialects.usage import Usage
 from gateway.fleet.fleet import Fleet
@@ -44,12 +45,19 @@ class SglangGenerate:
         self._completions = completions
         self._fleet = fleet
         self._running: dict[asyncio.Task[Json], tuple[str, Rollout]] = {}
+        self._streams: dict[asyncio.Event, Batch] = {}
 
     def abort(self, of: Callable[[str, Rollout], bool]) -> None:
-        """End the prompts that `of` picks by id and rollout, and answer them without tokens. Skips streams."""
+        """End the prompts that `of` picks by id and rollout: whole replies without tokens, streams with theirs.
+
+        A stream of several prompts ends with the first of them.
+        """
         for task, asked in list(self._running.items()):
             if of(*asked):
                 task.cancel()
+        for ended, batch in list(self._streams.items()):
+            if any(of(one.rid, prompt.rollout) for one, prompt in zip(batch.asked, batch.prompts, strict=True)):
+                ended.set()
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Batch:
         """Raises `InvalidRequest` before any replica has work."""
@@ -84,14 +92,26 @@ class SglangGenerate:
     async def stream(self, batch: Batch, usage: Usage) -> AsyncGenerator[Json]:
         """Chunks that repeat each sample from its start, as SGLang's do; `index` numbers several samples."""
         began, samples = time.monotonic(), [_Sample() for _ in range(len(batch.prompts) * batch.n)]
-        async with aclosing(self._completions.stream(batch.prompts, usage)) as chunks:
-            async for chunk in chunks:
-                for choice in chunk["choices"]:
-                    index = choice["index"]
-                    asked, sample = batch.asked[index // batch.n], samples[index]
-                    sample.add(choice)
-                    told = answer(asked, sample.choice, None, time.monotonic() - began)
-                    yield told | {"index": index} if batch.is_list else told
+        ended = asyncio.Event()
+        self._streams[ended] = batch
+
+        def shown(index: int) -> Json:
+            reply = answer(batch.asked[index // batch.n], samples[index].choice, None, time.monotonic() - began)
+            return reply | {"index": index} if batch.is_list else reply
+
+        try:
+            async with aclosing(until(ended, self._completions.stream(batch.prompts, usage))) as chunks:
+                async for chunk in chunks:
+                    for choice in chunk["choices"]:
+                        samples[choice["index"]].add(choice)
+                        yield shown(choice["index"])
+            for index, sample in enumerate(samples):
+                if ended.is_set() and sample.choice.get("finish_reason") is None:
+                    sample.choice |= {"finish_reason": "abort"}
+                    sample.choice.setdefault("weight_version", self._fleet.version)
+                    yield shown(index)
+        finally:
+            del self._streams[ended]
 
 
 class _Sample:

@@ -9,8 +9,10 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import structlog
+
 from engines.engine import Json
-from engines.errors import InvalidRequest, UnknownRoute
+from engines.errors import InvalidRequest, UnknownRoute, Withdrawn
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.assembly import Assembly, is_read_in_chunks
@@ -20,13 +22,15 @@ from gateway.dialects.parallel import gathered, merged
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.tokens import joined_tokens, may_resume, rest_sampling
 from gateway.dialects.runner import Exchange, Part, Runner
-from gateway.dialects.sampling import check_sampling, versioned_salt
+from gateway.dialects.sampling import check_sampling, normalise_numbers, versioned_salt
 from gateway.dialects.token_words import completion_body, token_chunk, token_reply
 from gateway.dialects.usage import Usage, usage_of_joined
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.fleet.routing import Rollout
 from gateway.fleet.scheduler import using
+
+log = structlog.get_logger()
 
 PATH = "/inference/v1/generate"
 ABORT_PATH = "/inference/v1/abort_requests"
@@ -52,7 +56,7 @@ class TokenGeneration:
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
         """Raises `InvalidRequest` for fields that no engine would take."""
-        model, adapter = self._fleet.asked(body.get("model"))
+        model, adapter = self._fleet.asked(body.get("model") or None)
         for field in _REFUSED:
             if body.get(field):
                 raise InvalidRequest(f"{field} is refused here: send token_ids and sampling_params alone", param=field)
@@ -62,6 +66,7 @@ class TokenGeneration:
                 f"sampling_params is {type(sampling).__name__}: send an object, such as {{'max_tokens': 16}}",
                 param="sampling_params",
             )
+        normalise_numbers(sampling)
         asked = {"stream": body.get("stream"), "stream_options": body.get("stream_options")}
         n = check_sampling(sampling | asked, self._config.max_n)
         length = _checked_length(body.get("token_ids"), common_room(self._fleet, model))
@@ -80,7 +85,12 @@ class TokenGeneration:
         )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
-        return await self._runner.generate(_TokenPrompt(self, self._config, rollout, body))
+        try:
+            return await self._runner.generate(_TokenPrompt(self, self._config, rollout, body))
+        except Withdrawn:
+            usage = Usage()
+            usage.add_chunk(0, {"prompt_tokens": len(body["token_ids"])})
+            return _aborted(rollout, self._fleet) | {"usage": usage.total(), "prompt_logprobs": None}
 
     async def stream(self, rollout: Rollout, body: Json, usage: Usage) -> AsyncGenerator[Json]:
         """Chunks in the order of arrival; counts up `usage`, whether or not the client asks for it."""
@@ -88,7 +98,7 @@ class TokenGeneration:
         cut = CutStream(range(rollout.n), rollout.adapter, resumes=prompt.resumes, read=body["token_ids"])
         tokens, last = 0, Json()
         with using(rollout):
-            async with aclosing(self._stream_all(prompt, cut)) as chunks:
+            async with aclosing(self._stream_unless_withdrawn(prompt, cut)) as chunks:
                 async for chunk in chunks:
                     tokens += sum(len(choice["token_ids"] or ()) for choice in chunk["choices"])
                     usage.add_chunk(0, {"prompt_tokens": len(body["token_ids"]), "completion_tokens": tokens})
@@ -100,6 +110,14 @@ class TokenGeneration:
                         last = chunk
         if last:
             yield last
+
+    async def _stream_unless_withdrawn(self, prompt: "_TokenPrompt", cut: CutStream) -> AsyncGenerator[Json]:
+        try:
+            async with aclosing(self._stream_all(prompt, cut)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except Withdrawn:
+            yield _aborted(prompt.rollout, self._fleet)
 
     async def _stream_all(self, prompt: "_TokenPrompt", cut: CutStream) -> AsyncGenerator[Json]:
         chunk = Json()
@@ -145,14 +163,20 @@ class TokenGeneration:
         """
         if not isinstance(request_ids, list) or not all(isinstance(item, str) and item for item in request_ids):
             raise InvalidRequest(f"request_ids = {request_ids!r} must be a list of ids", param="request_ids")
-        replicas = [replica for replica in self._fleet.alive if ABORT_PATH in replica.info.capabilities]
+        replicas = [replica for replica in self._fleet.replicas if ABORT_PATH in replica.info.capabilities]
         if not replicas:
-            raise lacking(ABORT_PATH, self._fleet.alive)
+            raise lacking(ABORT_PATH, self._fleet.replicas)
         named = [item.removeprefix(_ID_PREFIX) for item in request_ids]
-        ids = [_ID_PREFIX + part for name in named for part in (name, *self._rest_ids.get(name, ()))]
-        await asyncio.gather(
-            *(replica.engine.ask("POST", ABORT_PATH, {"request_ids": ids}, _ABORT_TIMEOUT_S) for replica in replicas)
+        ids = {part for name in named for part in (name, *self._rest_ids.get(name, ()))}
+        self._runner.withdraw(lambda rollout: rollout.request_id in ids)
+        body = {"request_ids": [_ID_PREFIX + part for part in ids]}
+        results = await asyncio.gather(
+            *(replica.engine.ask("POST", ABORT_PATH, body, _ABORT_TIMEOUT_S) for replica in replicas),
+            return_exceptions=True,  # a SUSPECT replica may not answer, and the others have aborted
         )
+        for replica, result in zip(replicas, results, strict=True):
+            if isinstance(result, BaseException):
+                log.warning("an abort did not reach a replica", replica=replica.replica_id, error=str(result))
 
 
 @dataclass(frozen=True)
@@ -225,6 +249,19 @@ class _TokenPrompt(Exchange):
             )
         salt = versioned_salt(self.body, replica.weight_version, self.rollout.adapter)
         return without_freshness(self.body) | {"request_id": self.rollout.request_id, "cache_salt": salt}
+
+
+def _aborted(rollout: Rollout, fleet: Fleet) -> Json:
+    """The reply to a rollout that was aborted before a replica had it."""
+    choice: Json = {
+        "finish_reason": "abort",
+        "stop_reason": None,
+        "token_ids": [],
+        "logprobs": None,
+        "weight_versions": [],
+    }
+    choices = [{"index": index, "weight_version": fleet.version, **choice} for index in range(rollout.n)]
+    return {"request_id": rollout.request_id, "choices": choices, "prompt_token_ids": None}
 
 
 def rest_of(rollout: Rollout, body: Json, choice: Json) -> tuple[Rollout, Json]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import structlog
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError
+from engines.errors import DeadlineExceeded, EngineError, Withdrawn
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.attempts import End, end_of
 from gateway.fleet.fleet import Fleet
@@ -64,6 +64,14 @@ class Scheduler:
     def waits(self, rollout: Rollout) -> bool:
         """True if it has no replica yet."""
         return self._lines[rollout.model].waits(rollout)
+
+    def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
+        """End rollouts that wait for a replica with `Withdrawn`."""
+        for line in self._lines.values():
+            for waiter in line.waiters():
+                if picks(waiter.rollout):
+                    waiter.placed.set_exception(Withdrawn(f"{waiter.rollout.request_id} was aborted"))
+                    line.done(waiter)
 
     @property
     def closed_for(self) -> list[str]:
@@ -181,7 +189,7 @@ class Scheduler:
                 await asyncio.wait([waiter.placed], timeout=left_s)
             return waiter.placed.result()
         except BaseException:
-            if waiter.placed.done():
+            if waiter.placed.done() and waiter.placed.exception() is None:
                 with waiter.placed.result().carrying(rollout):
                     pass  # placed in the very moment the client left: give the place back
             waiter.placed.cancel()

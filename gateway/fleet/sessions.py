@@ -1,5 +1,9 @@
-"""Where the turns of one agent go: the replica that holds their prefix, as long as routing finds it worth it."""
+"""Remembers the replica that holds the prefix of each session, the turns of one agent.
 
+Routing prefers it, unless it is overloaded.
+"""
+
+import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +13,7 @@ from engines.errors import InvalidRequest
 
 # vLLM's name first, then the one that SGLang's router reads.
 _HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
-# The more exact first: one user may have many conversations.
+# The more exact field first: one user may have many conversations.
 _OPENAI_FIELDS = ("prompt_cache_key", "user")
 _MAX_LENGTH = 256
 _REMEMBERED = 100_000
@@ -26,11 +30,11 @@ class Sessions:
         return len(self._homes)
 
     def home(self, model: str, session: str) -> str | None:
-        """Id of the replica that has the session's prefix; None for a session that is new, or is none."""
+        """Id of the replica that has the session's prefix; None for a new session and for no session."""
         return self._homes.get((model, session)) if session else None
 
     def settle(self, model: str, session: str, replica_id: str) -> None:
-        """Note where the session's newest turn was placed."""
+        """Remember where the session's newest turn was placed."""
         if not session:
             return
         self._homes[model, session] = replica_id
@@ -40,7 +44,7 @@ class Sessions:
 
 
 def session_of(headers: Mapping[str, str], body: Json) -> str:
-    """The session that a request belongs to; empty where it names none. Raises `InvalidRequest`.
+    """The session that a request belongs to, hashed if its name is long; empty without one. Raises `InvalidRequest`.
 
     The order is vLLM's: the field of the body, headers, vllm_xargs; OpenAI's fields come last.
     """
@@ -54,8 +58,9 @@ def session_of(headers: Mapping[str, str], body: Json) -> str:
     for name, value in named.items():
         if value in (None, ""):
             continue
-        if not isinstance(value, str) or len(value) > _MAX_LENGTH:
-            shown = value if not isinstance(value, str) else f"{value[:20]}..."
-            raise InvalidRequest(f"{name} = {shown!r} must be text of at most {_MAX_LENGTH} characters", param=name)
+        if not isinstance(value, str):
+            raise InvalidRequest(f"{name} = {value!r:.80} must be text", param=name)
+        if len(value) > _MAX_LENGTH:
+            return hashlib.blake2b(value.encode(errors="surrogateescape")).hexdigest()
         return value
     return ""

@@ -62,8 +62,8 @@ class WaitingLine:
     def waits(self, rollout: Rollout) -> bool:
         return id(rollout) in self._by_rollout
 
-    def rollouts(self) -> list[Rollout]:
-        return [waiter.rollout for waiter in self._by_rollout.values()]
+    def waiters(self) -> list[Waiter]:
+        return list(self._by_rollout.values())
 
     def add(self, rollout: Rollout) -> Waiter:
         self._arrivals += 1

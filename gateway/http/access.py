@@ -118,7 +118,7 @@ def _digests(keys: Iterable[SecretStr]) -> tuple[bytes, ...]:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def _is_among(digest: bytes, digests: tuple[bytes, ...]) -> bool:

@@ -12,14 +12,22 @@ from gateway.fleet.metrics import Metrics
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.access import Access
 from gateway.http.json_body import reply
+from gateway.http.supervisor import Supervisor
 
 
 class FleetRoutes:
     """/health is open to everybody; its report needs a key. `status` makes the status report."""
 
     def __init__(
-        self, config: FleetConfig, fleet: Fleet, scheduler: Scheduler, metrics: Metrics, status: Callable[[], Json]
+        self,
+        config: FleetConfig,
+        fleet: Fleet,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        status: Callable[[], Json],
+        tasks: Supervisor,
     ) -> None:
+        self._tasks = tasks
         self._config = config
         self._fleet = fleet
         self._scheduler = scheduler
@@ -34,12 +42,19 @@ class FleetRoutes:
         router.add_get("/metrics", access.for_inference(self._metrics_page))
 
     async def _health(self, request: web.Request) -> web.Response:
-        """200 once the fleet is complete. Until then 503, which TRL waits on."""
-        ready = self._fleet.is_ready
-        return reply({"ready": ready}, 200 if ready else 503)
+        """200 once the fleet is complete. Until then 503, which TRL waits on; also after a background task ended."""
+        return reply({"ready": self._is_ready}, self._health_status)
 
     async def _health_report(self, request: web.Request) -> web.Response:
-        return reply(self._status(), 200 if self._fleet.is_ready else 503)
+        return reply(self._status(), self._health_status)
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._fleet.is_ready and not self._tasks.failure
+
+    @property
+    def _health_status(self) -> int:
+        return 200 if self._is_ready else 503
 
     async def _report(self, request: web.Request) -> web.Response:
         return reply(self._status())

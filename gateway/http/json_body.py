@@ -1,25 +1,39 @@
-"""JSON bodies in and out, with errors that say what was wrong."""
+"""JSON bodies in and out, with errors that name the fault."""
 
+import asyncio
 from typing import Any
 
+import aiohttp
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from engines.errors import BodyTooLarge, InvalidRequest
 
-# httpx's `aiter_lines`, for one. JSON writes those below U+0020 as escapes by itself.
+_READ_TIMEOUT_S = 300.0
+_LARGEST_INFLATED = 64 << 20
+_UNREADABLE = (web.HTTPBadRequest, web.RequestPayloadError, aiohttp.ClientError, HttpProcessingError)
+# Line ends to httpx's `aiter_lines`, for example. JSON itself escapes those below U+0020.
 _LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
 
 
 async def read_object(request: web.Request, *, required: bool = True) -> dict[str, Any]:
-    """The body as a JSON object; an empty body is one without keys where it is not `required`."""
+    """The body as a JSON object; an empty body is `{}` unless it is `required`."""
     limit = request.client_max_size
     if (request.content_length or 0) > limit:
         raise BodyTooLarge(_too_large(request.content_length or 0, limit))
     try:
-        content = await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise BodyTooLarge(_too_large(error.actual_size if hasattr(error, "actual_size") else 0, limit)) from error
+        async with asyncio.timeout(_READ_TIMEOUT_S):
+            content = await _content(request, limit)
+    except TimeoutError as error:
+        raise InvalidRequest(f"the body did not arrive within {_READ_TIMEOUT_S:g} s") from error
+    except (
+        web.HTTPBadRequest,
+        web.RequestPayloadError,
+        aiohttp.ClientError,
+        aiohttp.http_exceptions.HttpProcessingError,
+    ) as error:
+        raise InvalidRequest(f"the body cannot be read: {error}") from error
     if not content and not required:
         return {}
     try:
@@ -29,6 +43,19 @@ async def read_object(request: web.Request, *, required: bool = True) -> dict[st
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body must be a JSON object, this is a {type(body).__name__}")
     return body
+
+
+async def _content(request: web.Request, limit: int) -> bytes:
+    """The body, inflated where it came compressed. A small compressed body may inflate to a large one."""
+    if "Content-Encoding" in request.headers:
+        limit = min(limit, _LARGEST_INFLATED)
+    blocks, size = [], 0
+    async for block in request.content.iter_any():
+        size += len(block)
+        if size > limit:
+            raise BodyTooLarge(_too_large(0, limit))
+        blocks.append(block)
+    return b"".join(blocks)
 
 
 def reply(body: Any, status: int = 200) -> web.Response:

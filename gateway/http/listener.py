@@ -26,6 +26,7 @@ from gateway.config.schema import LOOPBACK_HOSTS, Config, GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.http.access import store_key
+from gateway.http.descriptors import raise_limit
 from gateway.http.server import GatewayServer
 from gateway.weights.snapshots import AUTO, in_memory
 
@@ -63,7 +64,8 @@ class Listener:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        """True while the thread runs and none of its background tasks has ended."""
+        return self._thread.is_alive() and not (self._server and self._server.failure)
 
     async def status(self) -> Json:
         """The status report, from any loop."""
@@ -111,6 +113,7 @@ class Listener:
 
     async def _serve(self) -> None:
         config, stopping = self._config, asyncio.Event()
+        raise_limit()
         await _store_is_free(config)
         self._fleet = fleet = Fleet(
             config,

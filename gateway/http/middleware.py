@@ -11,7 +11,7 @@ from gateway.api import body_of, error_body, status_of
 from gateway.fleet.metrics import Metrics
 from gateway.http.access import Handler
 from gateway.http.json_body import reply
-from gateway.http.request_id import HEADER
+from gateway.http.request_id import HEADER, given_id
 from gateway.http.trace import Arrival, Trace
 
 log = structlog.get_logger()
@@ -36,8 +36,8 @@ class Measurement:
         try:
             response = await handler(request)
             status = response.status
-            if HEADER in request.headers and not response.prepared:
-                response.headers[HEADER] = request.headers[HEADER]
+            if (given := given_id(request)) and not response.prepared:
+                response.headers[HEADER] = given
             return response
         finally:
             self._metrics.requests.labels(route, status).inc()
@@ -59,13 +59,18 @@ class Measurement:
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The one place where our errors become replies in the client's dialect."""
+    """The one place where errors become replies in the client's dialect, those that nobody foresaw too."""
     try:
         return await handler(request)
     except RolloutGatewayError as error:
         return _error_reply(error)
     except web.HTTPException as error:
         return reply(error_body(f"{request.method} {request.path}: {error.reason}", error.status), error.status)
+    except ConnectionError:
+        raise  # the client is gone
+    except Exception:
+        log.exception("request failed in a way that was not foreseen", path=request.path)
+        return reply(error_body(f"{request.path}: the gateway failed; its log has the reason", 500), 500)
 
 
 def _error_reply(error: RolloutGatewayError) -> web.Response:

@@ -1,12 +1,13 @@
 """Routes about models and their engines: model cards, descriptions, and calls that any engine of a model answers."""
 
 import asyncio
+from collections.abc import Sequence
 
 import structlog
 from aiohttp import web
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, EngineFailed
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused
 from gateway.config.schema import FleetConfig
 from gateway.dialects.token_generation import lacking
 from gateway.fleet.adapters import Adapter
@@ -33,6 +34,7 @@ class ModelRoutes:
         router.add_get("/v1/models", access.for_inference(self._list_models))
         router.add_get("/v1/models/{model:.+}", access.for_inference(self._retrieve_model))
         router.add_get("/version", access.for_inference(self._pass_through))
+        router.add_get("/tokenizer_info", access.for_inference(self._pass_through))
         router.add_get("/server_info", access.for_inference(self._server_info))
         router.add_post("/tokenize", access.for_inference(self._pass_through))
         router.add_post("/detokenize", access.for_inference(self._pass_through))
@@ -64,13 +66,13 @@ class ModelRoutes:
     async def _pass_through(self, request: web.Request) -> web.Response:
         """The answer of one engine; all engines of its model would give the same."""
         body = await read_object(request) if request.method == "POST" else None
-        model, adapter = (self._fleet.models.first, None) if body is None else self._fleet.asked(body.get("model"))
-        replica = self._any_replica(model, adapter)
-        return reply(await replica.engine.ask(request.method, request.path_qs, body, _ASK_TIMEOUT_S))
+        name = None if body is None else body.get("model") or None
+        model, adapter = (self._fleet.models.first, None) if body is None else self._fleet.asked(name)
+        return reply(await _first_answer(self._replicas(model, adapter), request, body))
 
     async def _server_info(self, request: web.Request) -> web.Response:
         """An engine's own report, with the transport that the trainer is to use if the relay receives."""
-        replica = self._any_replica(self._fleet.models.first, None)
+        replica = self._any_replica(self._fleet.models.first)
         info = await replica.engine.ask("GET", request.path_qs, None, _ASK_TIMEOUT_S)
         if isinstance(info.get("vllm_config"), dict) and (backend := await self._weights.backend()):
             info["vllm_config"]["weight_transfer_config"] = {"backend": backend}
@@ -79,12 +81,13 @@ class ModelRoutes:
     async def _render(self, request: web.Request) -> web.Response:
         """The token ids and sampling parameters of a request, for /inference/v1/generate."""
         body = await read_object(request)
-        model, _ = self._fleet.asked(body.get("model"))
+        model, _ = self._fleet.asked(body.get("model") or None)
         replicas = [replica for replica in self._fleet.alive if replica.info.model == model]
-        replica = next((replica for replica in replicas if request.path in replica.info.capabilities), None)
-        if replica is None:
+        able = [replica for replica in replicas if request.path in replica.info.capabilities]
+        if not able:
             raise lacking(request.path, replicas)
-        return reply(await replica.engine.ask("POST", request.path, body, _ASK_TIMEOUT_S))
+        answer = await _first_answer(able, request, body)
+        return reply(answer["value"] if answer.keys() == {"value"} else answer)  # a list is wrapped by the client
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return reply(await self.description())
@@ -106,12 +109,29 @@ class ModelRoutes:
             log.warning("model not listed", model=model, error=str(error))
             return None
 
-    def _any_replica(self, model: str, adapter: Adapter | None = None) -> Replica:
+    def _any_replica(self, model: str) -> Replica:
+        return self._replicas(model, None)[0]
+
+    def _replicas(self, model: str, adapter: Adapter | None) -> list[Replica]:
+        """Replicas of a model, those that serve first. Raises `DeadlineExceeded` if there is none."""
         of_model = [replica for replica in self._fleet.alive if replica.info.model == model]
-        replica = next(iter(self._fleet.serving(model, adapter) or of_model), None)
-        if replica is None:
+        replicas = self._fleet.serving(model, adapter) or of_model
+        if not replicas:
             raise DeadlineExceeded(f"no replica of {model!r} is up yet: see /health")
-        return replica
+        return replicas
+
+
+async def _first_answer(replicas: Sequence[Replica], request: web.Request, body: Json | None) -> Json:
+    """The answer of the first replica that gives one. A refusal is an answer: the others would refuse too."""
+    *others, last = replicas
+    for replica in others:
+        try:
+            return await replica.engine.ask(request.method, request.path_qs, body, _ASK_TIMEOUT_S)
+        except EngineRefused:
+            raise
+        except EngineError as error:
+            log.warning("a replica does not answer", path=request.path, error=str(error))
+    return await last.engine.ask(request.method, request.path_qs, body, _ASK_TIMEOUT_S)
 
 
 def _adapter_card(adapter: Adapter, base: Json) -> Json:

@@ -37,7 +37,9 @@ class RolloutRoutes:
         sglang: SglangGenerate,
         measurement: Measurement,
         deliveries: Deliveries,
+        write_timeout_s: float,
     ) -> None:
+        self._write_timeout_s = write_timeout_s
         self._completions = completions
         self._chat = chat
         self._tokens = tokens
@@ -55,7 +57,7 @@ class RolloutRoutes:
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
         body, session = await self._read(request)
-        prompts = self._completions.decode(body, request_id(request), session)
+        prompts = self._completions.decode(body, request_id(request, body), session)
         model = prompts[0].rollout.model
         if body.get("stream"):
             return await self._stream(request, model, partial(self._completions.stream, prompts))
@@ -66,7 +68,7 @@ class RolloutRoutes:
 
     async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
         body, session = await self._read(request)
-        rollout = self._chat.decode(body, request_id(request), session)
+        rollout = self._chat.decode(body, request_id(request, body), session)
         if body.get("stream"):
             return await self._stream(request, rollout.model, partial(self._chat.stream, rollout, body))
         answer = await self._chat.generate(rollout, body)
@@ -122,6 +124,6 @@ class RolloutRoutes:
         """Send chunks; their tokens are counted also if the client leaves in the middle."""
         usage = Usage()
         try:
-            return await send_events(request, self._deliveries.counted(model, chunks(usage)))
+            return await send_events(request, self._deliveries.counted(model, chunks(usage)), self._write_timeout_s)
         finally:
             self._measurement.count_tokens(request, model, usage.total())

@@ -29,6 +29,7 @@ from gateway.http.rollout_routes import RolloutRoutes
 from gateway.http.sglang_routes import SglangRoutes
 from gateway.http.snapshot_files import SnapshotFiles
 from gateway.http.status import status_report
+from gateway.http.supervisor import Supervisor
 from gateway.http.trace import Trace
 from gateway.http.trl_legacy_routes import TrlLegacyRoutes
 from gateway.http.weight_routes import WeightRoutes
@@ -49,6 +50,7 @@ class GatewayServer:
         self._adapters = AdapterCoordinator(config.weights, fleet)
         self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
         self._measurement = Measurement(metrics, self._trace)
+        self._tasks = Supervisor()
         runner = Runner(scheduler)
         completions = Completions(config.gateway, fleet, runner)
         tokens = TokenGeneration(config.gateway, fleet, runner)
@@ -57,9 +59,17 @@ class GatewayServer:
         models = ModelRoutes(config.fleet, fleet, weights)
         self._dashboard = dashboard = Dashboard(config.fleet, fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
-            FleetRoutes(config.fleet, fleet, scheduler, metrics, self.status),
+            FleetRoutes(config.fleet, fleet, scheduler, metrics, self.status, self._tasks),
             models,
-            RolloutRoutes(completions, chat, tokens, sglang, self._measurement, Deliveries(fleet, metrics)),
+            RolloutRoutes(
+                completions,
+                chat,
+                tokens,
+                sglang,
+                self._measurement,
+                Deliveries(fleet, metrics),
+                config.gateway.write_timeout_s,
+            ),
             SnapshotFiles(fleet, self._snapshots),
             AdapterRoutes(self._adapters),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
@@ -79,6 +89,11 @@ class GatewayServer:
         app.cleanup_ctx.append(self._watching)
         return app
 
+    @property
+    def failure(self) -> str:
+        """The end of a background task that should run on; "" while all run."""
+        return self._tasks.failure
+
     def status(self) -> Json:
         """The status report."""
         return status_report(self._fleet, self._scheduler, self._weights, self._snapshots)
@@ -89,16 +104,12 @@ class GatewayServer:
             self._fleet.events.keep_in(self._snapshots.folder)
         self._fleet.events.add("gateway", "started")
         await self._fleet.look()
-        tasks = [
-            asyncio.create_task(self._fleet.run(), name="watch fleet"),
-            asyncio.create_task(self._weights.run(), name="watch update"),
-            asyncio.create_task(self._adapters.run(), name="watch adapters"),
-            asyncio.create_task(self._dashboard.run(), name="watch load"),
-        ]
+        self._tasks.start("watch fleet", self._fleet.run())
+        self._tasks.start("watch update", self._weights.run())
+        self._tasks.start("watch adapters", self._adapters.run())
+        self._tasks.start("watch load", self._dashboard.run())
         yield
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
         await self._snapshots.close()
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)

@@ -5,6 +5,7 @@ replica. Calls for a single worker are refused with the alternative.
 """
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from aiohttp import web
 
@@ -14,7 +15,7 @@ from engines.types import PauseMode
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.scheduler import Scheduler
-from gateway.http.access import Access
+from gateway.http.access import Access, Handler
 from gateway.http.json_body import read_object, reply
 from gateway.weights.coordinator import WeightCoordinator
 
@@ -66,7 +67,8 @@ class SglangRoutes:
         router.add_get("/list_workers", access.for_inference(self._list_workers))
         router.add_get("/get_server_info", access.for_inference(self._server_info))
         router.add_get("/get_weight_version", access.for_inference(self._weight_version))
-        router.add_post("/abort_request", access.for_inference(self._abort_request))
+        abort_all = access.for_admin(self._abort_all)
+        router.add_post("/abort_request", access.for_inference(partial(self._abort_request, abort_all)))
         for method in ("GET", "POST"):
             router.add_route(method, "/flush_cache", access.for_admin(self._flush_cache))
         router.add_post("/pause_generation", access.for_admin(self._pause_generation))
@@ -107,23 +109,26 @@ class SglangRoutes:
     async def _weight_version(self, request: web.Request) -> web.Response:
         return reply({"weight_version": str(self._fleet.version)})
 
-    async def _abort_request(self, request: web.Request) -> web.Response:
-        """`abort_all` ends running rollouts with the tokens they have; `rid` ends one request without tokens."""
+    async def _abort_request(self, abort_all: Handler, request: web.Request) -> web.StreamResponse:
+        """`abort_all` ends running rollouts with the tokens they have; `rid` ends one request.
+
+        `abort_all` needs an admin key: it reaches the rollouts of all clients.
+        """
         body = await read_object(request)
         if body.get("abort_all") is True:
-            await self._abort_all()
-            return web.Response()
+            return await abort_all(request)
         rid = body.get("rid")
         if not isinstance(rid, str) or not rid:
             raise InvalidRequest(f"rid = {rid!r}: send the id of a request, or abort_all = true", param="rid")
         self._generate.abort(lambda its, _: its == rid)
         return web.Response()
 
-    async def _abort_all(self) -> None:
+    async def _abort_all(self, request: web.Request) -> web.Response:
         """Pause the engines, which ends their rollouts; then end the rollouts that wait for a replica."""
         async with self._weights.pauses.aborting_all():
             await self._scheduler.drained(_ABORT_TIMEOUT_S)
             self._generate.abort(lambda _, rollout: self._scheduler.waits(rollout))
+        return web.Response()
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
         if await self._weights.pauses.reset_prefix_cache():

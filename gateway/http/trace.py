@@ -77,8 +77,13 @@ class Trace:
 
     def _tell(self, arrival: Arrival, seconds: float, status: int, usage: Json) -> None:
         try:
-            self._write(self._line(arrival, seconds, status, usage))
-        except Exception as error:  # a thread's error would be seen by nobody
+            line = self._line(arrival, seconds, status, usage)
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError) as error:
+            log.warning("a malformed request is not traced", route=arrival.route, error=repr(error))
+            return
+        try:
+            self._write(line)
+        except Exception as error:  # nobody would see the error of a thread
             self._room = 0
             log.error("trace ended", file=str(self._path), error=repr(error))
 

@@ -93,7 +93,7 @@ def mark_cut_off(answer: Json, replica: Replica, read: list[int] | None, *, resu
         return
     choices = answer["choices"]
     is_plain = not any(choice.get(field) for choice in choices for field in _TOLD_OF_ALL)
-    if read is None or not any(choice["token_ids"] for choice in choices) or not (resumes and is_plain):
+    if read is None or not any(choice.get("token_ids") for choice in choices) or not (resumes and is_plain):
         refuse_cut_off(answer, replica)
     for choice in choices:
         if choice["finish_reason"] == "abort":

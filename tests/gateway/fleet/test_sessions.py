@@ -48,8 +48,14 @@ def test_header_or_field_names_the_session(headers: dict[str, str], body: Json, 
     assert session_of(headers, body) == session
 
 
-@pytest.mark.parametrize("value", [7, ["a"], "x" * 257])
-def test_a_name_that_is_no_short_text_is_refused(value: object) -> None:
+def test_a_long_name_is_hashed() -> None:
+    names = [session_of({}, {"session_id": "x" * 5000 + end}) for end in ("a", "a", "b")]
+    assert names[0] == names[1] != names[2]
+    assert len(names[0]) <= 256
+
+
+@pytest.mark.parametrize("value", [7, ["a"]])
+def test_a_name_that_is_no_text_is_refused(value: object) -> None:
     with pytest.raises(InvalidRequest, match="session_id = ") as caught:
         session_of({}, {"session_id": value})
     assert caught.value.param == "session_id"

@@ -1,0 +1,111 @@
+"""Requests that vLLM accepts are accepted, and mean the same."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from engines.errors import EngineUnreachable
+from engines.sim.model import detokenize
+from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, StartRig
+
+COMPLETION: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+CHAT: Json = {"model": "sim", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": None},
+        {"n": "1"},
+        {"max_tokens": "4"},
+        {"max_tokens": 4.0},
+        {"temperature": "0.5"},
+        {"stream_options": {}},
+        {"prompt_embeds": None},
+        {"model": ""},
+    ],
+)
+async def test_what_vllm_accepts_is_accepted(rig: Rig, fields: Json) -> None:
+    status, reply = await rig.post("/v1/completions", COMPLETION | fields)
+    assert (status, reply["usage"]["completion_tokens"]) == (200, 4)
+    if "prompt_embeds" not in fields:
+        assert (await rig.post("/v1/chat/completions", CHAT | fields))[0] == 200
+
+
+@pytest.mark.parametrize("fields", [{"n": []}, {"n": "x"}, {"temperature": {}}, {"max_tokens": 1.5}, {"top_p": True}])
+async def test_a_value_that_is_no_number_is_refused_with_its_field(rig: Rig, fields: Json) -> None:
+    status, reply = await rig.post("/v1/completions", COMPLETION | fields)
+    assert (status, reply["error"]["param"]) == (400, next(iter(fields)))
+
+
+async def test_null_for_max_tokens_is_the_rest_of_the_context(rig: Rig) -> None:
+    _, reply = await rig.post("/v1/completions", COMPLETION | {"max_tokens": None})
+    assert reply["usage"]["completion_tokens"] == MAX_MODEL_LEN - 3
+
+
+async def test_a_completion_of_the_rest_of_the_context_is_resumed_after_an_update(start_rig: StartRig) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.01}, weights={"in_flight": "abort"})
+    await rig.open_group()
+    task = asyncio.create_task(rig.post("/v1/completions", COMPLETION | {"max_tokens": None}))
+    await rig.begun()
+    await rig.update()
+    status, reply = await task
+    assert (status, reply["usage"]["completion_tokens"]) == (200, MAX_MODEL_LEN - 3)
+
+
+async def test_echo_repeats_the_prompt(rig: Rig) -> None:
+    prompt = detokenize([5, 6, 7])
+    _, plain = await rig.post("/v1/completions", COMPLETION | {"temperature": 0})
+    _, echoed = await rig.post("/v1/completions", COMPLETION | {"temperature": 0, "echo": True})
+    assert echoed["choices"][0]["text"] == prompt + plain["choices"][0]["text"]
+    status, scored = await rig.post("/v1/completions", COMPLETION | {"max_tokens": 0, "echo": True})
+    assert (status, scored["choices"][0]["text"]) == (200, prompt)
+
+
+async def test_echo_repeats_the_prompt_in_a_stream(rig: Rig) -> None:
+    body = COMPLETION | {"echo": True, "stream": True}
+    async with rig.client.post(f"{rig.url}/v1/completions", json=body) as response:
+        text = await response.text()
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    told = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    assert told.startswith(detokenize([5, 6, 7]))
+    assert '"error"' not in text
+
+
+async def test_the_body_may_name_the_request(rig: Rig) -> None:
+    _, reply = await rig.post("/v1/completions", COMPLETION | {"request_id": "mine"})
+    assert reply["id"] == "cmpl-mine"
+
+
+async def test_a_long_session_name_is_a_session_too(rig: Rig) -> None:
+    homes = set()
+    for _ in range(4):
+        await rig.complete([[5]], session_id="s" * 5000)
+        homes |= {replica.replica_id for replica in rig.fleet.replicas if replica.placed}
+    assert len(homes) == 1
+
+
+async def test_tokenize_is_answered_by_another_replica_where_one_fails(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object, **__: object) -> Json:
+        raise EngineUnreachable("reset", replica_id="engine-0")
+
+    monkeypatch.setattr(rig.fleet.replicas[0].engine, "ask", broken)
+    status, reply = await rig.post("/tokenize", {"prompt": "abc"})
+    assert (status, reply["count"]) == (200, len(reply["tokens"]))
+
+
+async def test_a_list_of_rendered_prompts_is_a_list(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "/v1/completions/render"
+    for replica in rig.fleet.replicas:
+        monkeypatch.setattr(replica, "info", replace(replica.info, capabilities=frozenset({path})))
+
+        async def ask(*_: object) -> Json:
+            return {"value": [{"token_ids": [5]}]}
+
+        monkeypatch.setattr(replica.engine, "ask", ask)
+    async with rig.client.post(rig.url + path, json={"prompt": "a"}) as response:
+        assert await response.json() == [{"token_ids": [5]}]

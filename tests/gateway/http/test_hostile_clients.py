@@ -1,0 +1,190 @@
+"""Clients that are slow, careless or hostile get an error in JSON and harm nobody else."""
+
+import asyncio
+import resource
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from gateway.http.descriptors import raise_limit
+from gateway.http.supervisor import Supervisor
+from tests.rigs.rig import Json, Rig, StartRig
+
+ASKED: Json = {"model": "sim", "prompt": [[5, 6]], "max_tokens": 4}
+
+
+async def raw(rig: Rig, head: bytes, body: bytes) -> bytes:
+    """The reply to a request that no HTTP client would send."""
+    port = int(rig.url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    host = b"" if b"Host:" in head else b"Host: gateway\r\n"
+    writer.write(head + host + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body)
+    async with asyncio.timeout(10):
+        reply = await reader.read()
+    writer.close()
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        (b"X-Request-Id: \xff\xfe\r\n", b'{"prompt": "a"}'),
+        (b"Host: \xff\xfe\r\n", b'{"prompt": "a"}'),
+        (b"Authorization: Bearer \xff\r\n", b'{"prompt": "a"}'),
+        (b"Content-Encoding: gzip\r\n", b"no gzip at all"),
+        (b"", b'{"prompt": "a", "stop": ' + b"[" * 300 + b"]" * 300 + b"}"),
+        (b"", b'{"prompt": "a", "temperature": "hot", "stream": true}'),
+        (b"", b'{"prompt": "a", "max_tokens": [1]}'),
+        (b"", b'{"prompt": "a", "n": {"a": 1}}'),
+        (b"", b'{"prompt": "a", "temperature": [[]]}'),
+        (b"", b'{"prompt": "a", "stream_options": 3, "stream": true}'),
+    ],
+)
+async def test_no_input_is_answered_with_plain_text(rig: Rig, headers: bytes, body: bytes) -> None:
+    reply = await raw(rig, b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + headers, body)
+    status = int(reply.split(b" ", 2)[1])
+    assert status in (200, 400)
+    assert b"application/json" in reply.partition(b"\r\n\r\n")[0] or b"event-stream" in reply
+    assert (await rig.complete([[5]]))["choices"]
+
+
+async def test_an_error_that_nobody_foresaw_is_json(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("gateway.http.rollout_routes.session_of", broken)
+    status, reply = await rig.post("/v1/completions", ASKED)
+    assert (status, reply["error"]["code"]) == (500, 500)
+
+
+async def test_more_prompts_than_allowed_are_refused_at_once(start_rig: StartRig) -> None:
+    rig = await start_rig(1, gateway={"max_prompts": 10})
+    status, reply = await rig.post("/v1/completions", ASKED | {"prompt": ["a"] * 11})
+    assert (status, reply["error"]["param"]) == (400, "prompt")
+    assert "gateway.max_prompts = 10" in reply["error"]["message"]
+    assert (await rig.post("/v1/completions", ASKED | {"prompt": [5] * 11}))[0] == 200  # one prompt of 11 tokens
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+async def test_a_client_that_stops_reading_holds_no_replica_and_is_cut_off(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    rig = await start_rig(1, gateway={"write_timeout_s": 1.0})
+    blocked = asyncio.Event()
+
+    class Unread(web.StreamResponse):
+        async def write(self, data: Any) -> None:
+            blocked.set()
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("gateway.http.event_stream.web", SimpleNamespace(StreamResponse=Unread))
+    body = {"prompt": [5], "messages": [{"role": "user", "content": "a"}], "max_tokens": 50, "ignore_eos": True}
+    if path == "/generate":
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}
+    request = asyncio.create_task(rig.client.post(rig.url + path, json=body | {"stream": True}))
+    async with asyncio.timeout(20):
+        await blocked.wait()
+        await rig.fleet.replicas[0].idle.wait()
+        response = await request
+        with pytest.raises(Exception, match=r".*"):  # the connection is cut
+            await response.read()
+        response.close()
+
+
+async def test_abort_all_needs_an_admin_key(start_rig: StartRig) -> None:
+    gateway = {"trusted_networks": [], "inference_keys": ["user"], "admin_keys": ["boss"]}
+    rig = await start_rig(1, gateway=gateway)
+    rejected, _ = await rig.post("/abort_request", {"abort_all": True}, headers={"Authorization": "Bearer user"})
+    assert rejected == 403
+    url, headers = f"{rig.url}/abort_request", {"Authorization": "Bearer boss"}
+    async with rig.client.post(url, json={"abort_all": True}, headers=headers) as response:
+        assert response.status == 200
+
+
+async def test_abort_all_leaves_the_gate_open_where_a_replica_fails_under_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any, **__: Any) -> None:
+        await rig.replicas[0].kill()
+        raise ConnectionResetError
+
+    engine = rig.fleet.replicas[0].engine
+    monkeypatch.setattr(engine, "pause", broken)
+    async with rig.client.post(f"{rig.url}/abort_request", json={"abort_all": True}) as response:
+        assert response.status != 200
+    async with asyncio.timeout(20):
+        while (await rig.get("/status"))[1]["gate_closed_for"]:
+            await asyncio.sleep(0.02)
+    assert (await rig.complete([[5]]))["choices"]
+
+
+async def test_a_rid_ends_its_stream_with_the_tokens_it_has(start_rig: StartRig) -> None:
+    rig = await start_rig(1, sim={"decode_step_s": 0.05})
+    body = {"input_ids": [5], "rid": "one", "stream": True}
+    body["sampling_params"] = {"max_new_tokens": 100, "ignore_eos": True}
+    async with rig.client.post(f"{rig.url}/generate", json=body) as response:
+        first = await response.content.readline()
+        assert first.startswith(b"data: ")
+        async with rig.client.post(f"{rig.url}/abort_request", json={"rid": "one"}) as aborted:
+            assert aborted.status == 200
+        async with asyncio.timeout(3):
+            rest = await response.text()
+    assert '"type":"abort"' in rest
+    assert rest.rstrip().endswith("[DONE]")
+    async with asyncio.timeout(5):
+        await rig.fleet.replicas[0].idle.wait()
+
+
+async def test_an_abort_reaches_a_request_that_waits_for_a_replica(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for replica in rig.fleet.replicas:
+        monkeypatch.setattr(replica, "info", _with_abort(replica.info))
+    assert (await rig.post("/pause?mode=keep"))[0] == 200
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 4}, "request_id": "mine"}
+    task = asyncio.create_task(rig.post("/inference/v1/generate", body))
+    async with asyncio.timeout(5):
+        while not (await rig.get("/status"))[1]["queue_length"]:
+            await asyncio.sleep(0.01)
+        await rig.post("/inference/v1/abort_requests", {"request_ids": ["mine"]})
+        status, reply = await task
+    assert (status, reply["choices"][0]["finish_reason"], reply["choices"][0]["token_ids"]) == (200, "abort", [])
+
+
+def _with_abort(info: Any) -> Any:
+    return replace(info, capabilities=info.capabilities | {"/inference/v1/abort_requests"})
+
+
+async def test_a_web_page_cannot_call_admin_routes(rig: Rig) -> None:
+    status, reply = await rig.post("/pause", headers={"Origin": "http://evil.example"})
+    assert status == 403
+    assert "web pages" in reply["error"]["message"]
+
+
+async def test_a_background_task_that_ends_fails_the_health_check() -> None:
+    supervisor = Supervisor()
+
+    async def ends() -> None:
+        raise OSError("disk")
+
+    supervisor.start("watch something", ends())
+    async with asyncio.timeout(5):
+        while not supervisor.failure:
+            await asyncio.sleep(0)
+    assert supervisor.failure == "background task 'watch something' ended: OSError('disk')"
+
+
+async def test_a_background_task_that_was_stopped_is_no_failure() -> None:
+    supervisor = Supervisor()
+    supervisor.start("watch something", asyncio.sleep(60))
+    await supervisor.stop()
+    assert not supervisor.failure
+
+
+def test_the_limit_of_open_files_is_raised_to_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    raise_limit()
+    assert limits == [(4096, 4096)]

@@ -267,6 +267,11 @@ class Rig:
             while sum(len(replica.scheduler.stalled) for replica in self.replicas) < samples:
                 await asyncio.sleep(0.01)
 
+    def go_on(self) -> None:
+        """End the stall that `begun` has begun; tokens take their time."""
+        for replica in self.replicas:
+            replica.scheduler.go_on()
+
     def hurry(self) -> None:
         """From now on tokens take no time, and no engine stalls."""
         for replica in self.replicas:

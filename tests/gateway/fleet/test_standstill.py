@@ -12,6 +12,7 @@ async def test_rollouts_of_a_wedged_engine_move_to_another(start_rig: StartRig) 
     tasks = [asyncio.create_task(rig.complete([[5, index]], max_tokens=60, ignore_eos=True)) for index in range(8)]
     await rig.begun(8)
     rig.replicas[0].inject(wedged=True)
+    rig.go_on()
     async with asyncio.timeout(20):
         replies = await asyncio.gather(*tasks)
     assert all(len(reply["choices"][0]["token_ids"]) == 60 for reply in replies)
@@ -24,6 +25,7 @@ async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: 
     task = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
     await rig.begun(2)
     rig.replicas[0].inject(wedged=True)
+    rig.go_on()
     await rig.until({"engine-0": "SUSPECT", "engine-1": "SERVING"})
     rig.replicas[0].inject()
     await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
@@ -35,6 +37,7 @@ async def test_a_paused_engine_is_not_taken_for_wedged(start_rig: StartRig) -> N
     task = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
     await rig.begun()
     assert (await rig.post("/pause?mode=keep"))[0] == 200
+    rig.go_on()
     await asyncio.sleep(1.0)
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
     assert (await rig.post("/resume"))[0] == 200

@@ -51,5 +51,6 @@ def _as(dtype: torch.dtype, packed: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(4096)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
+    """Strides of a contiguous tensor."""
+    strides: tuple[int, ...] = torch.empty(shape, device="meta").stride()
+    return strides

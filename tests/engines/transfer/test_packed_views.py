@@ -24,12 +24,15 @@ EVEN: Announced = (
 ODD: Announced = (((3,), torch.uint8), ((2, 2), torch.float32), ((5,), torch.bfloat16))
 
 
-def chunk(announced: Announced) -> tuple[torch.Tensor, list[str], list[list[int]], list[torch.dtype], list[int]]:
+Known = tuple[list[str], list[list[int]], list[torch.dtype], list[int]]
+
+
+def chunk(announced: Announced) -> tuple[torch.Tensor, Known]:
     """Random bytes, and what a receiver knows of them."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in announced]
     names = [str(place) for place in range(len(announced))]
     packed = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)
-    return packed, names, [list(shape) for shape, _ in announced], [dtype for _, dtype in announced], sizes
+    return packed, (names, [list(shape) for shape, _ in announced], [dtype for _, dtype in announced], sizes)
 
 
 def content(tensor: torch.Tensor) -> bytes:
@@ -38,7 +41,7 @@ def content(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("announced", [EVEN, ODD])
 def test_each_tensor_has_its_bytes_its_shape_and_its_dtype(announced: Announced) -> None:
-    packed, *known = chunk(announced)
+    packed, known = chunk(announced)
     found = unpacked(packed, *known)
     assert [name for name, _ in found] == known[0]
     assert [(tuple(one.shape), one.dtype) for _, one in found] == list(announced)
@@ -47,7 +50,7 @@ def test_each_tensor_has_its_bytes_its_shape_and_its_dtype(announced: Announced)
 
 
 def test_they_are_views_of_the_chunk() -> None:
-    packed, *known = chunk(EVEN)
+    packed, known = chunk(EVEN)
     found = unpacked(packed, *known)
     assert {one.untyped_storage().data_ptr() for _, one in found} == {packed.untyped_storage().data_ptr()}
 
@@ -55,7 +58,7 @@ def test_they_are_views_of_the_chunk() -> None:
 def test_vllm_makes_the_same_and_takes_ours_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     vllms = pytest.importorskip("vllm.distributed.weight_transfer.packed_tensor")
     monkeypatch.setattr(vllms, "unpack_tensor", vllms.unpack_tensor)
-    packed, *known = chunk(EVEN)
+    packed, known = chunk(EVEN)
     theirs = vllms.unpack_tensor(packed, *known)
     ours = unpacked(packed, *known)
     for (name, one), (other_name, other) in zip(theirs, ours, strict=True):

@@ -98,6 +98,7 @@ async def test_streams_of_all_prompts_continue_after_a_death(slow_rig: Rig) -> N
     task = asyncio.create_task(events(slow_rig, "/v1/completions", body))
     await slow_rig.begun(4)
     await slow_rig.replicas[0].kill()
+    slow_rig.go_on()
     chunks = await task
     assert not [chunk for chunk in chunks if "error" in chunk]
     for index, expected in enumerate(undisturbed["choices"]):
@@ -134,6 +135,7 @@ async def test_sglangs_generate_continues_from_its_tokens(slow_rig: Rig) -> None
     await next(
         r for r, seen in zip(slow_rig.replicas, slow_rig.fleet.replicas, strict=True) if seen.load_samples
     ).kill()
+    slow_rig.go_on()
     status, reply = await task
     assert (status, reply["output_ids"]) == (200, undisturbed["output_ids"])
 
@@ -146,5 +148,6 @@ async def test_a_seeded_completion_restarts_from_its_prompt(slow_rig: Rig) -> No
     await next(
         r for r, seen in zip(slow_rig.replicas, slow_rig.fleet.replicas, strict=True) if seen.load_samples
     ).kill()
+    slow_rig.go_on()
     status, reply = await task
     assert (status, reply["choices"][0]["token_ids"]) == (200, undisturbed["choices"][0]["token_ids"])

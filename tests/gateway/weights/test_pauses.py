@@ -102,6 +102,7 @@ async def test_a_pause_in_the_middle_of_an_update_outlasts_it(
     await overwritten(rig)
     pausing = asyncio.create_task(rig.post(f"/pause?mode={mode}"))
     await until(lambda: all(len(replica.brake.holders) == 2 for replica in rig.fleet.replicas))
+    rig.go_on()  # mode=wait waits for these samples' end
     may_load.set()
     assert (await pushing)[0] == 200
     assert (await pausing)[0] == 200

@@ -55,7 +55,7 @@ def _statistics(live: Live) -> Iterator[Found]:
     told = live.by_replica("running")
     for replica_id in live.serving:
         if replica_id not in told:
-            message = "its engine tells no statistics, so that nothing below counts it"
+            message = "its engine reports no statistics, so that nothing below counts it"
             yield consider(live.setting(replica_id, None), message, "disable_log_stats: false (SGLang: enable_metrics)")
 
 

@@ -127,7 +127,7 @@ def _asks(place: str, line: str) -> list[Ask]:
     try:
         return _traced(found)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{place}: no line of a trace: {error!r}") from None
+        raise ConfigError(f"{place}: not a line of a trace: {error!r}") from None
 
 
 def _plain(place: str, found: Json) -> Ask:

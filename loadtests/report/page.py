@@ -73,11 +73,14 @@ def page(report: Report) -> str:
 
 
 def _verdict(report: Report) -> str:
-    word = "Passed" if report.passed else "Failed"
+    # A run without a threshold was held to nothing that it could pass.
+    word = "Failed" if not report.passed else "Passed" if report.verdicts else "Ended"
     lines = [f"<li class='missed'>{escape(problem)}</li>" for problem in report.problems]
     for verdict in report.verdicts:
         lines.append(f"<li class='{'met' if verdict.is_met else 'missed'}'>{escape(str(verdict))}</li>")
-    listed = f"<ul>{''.join(lines)}</ul>" if lines else "<p class='quiet'>No thresholds were given; nothing failed.</p>"
+    listed = (
+        f"<ul>{''.join(lines)}</ul>" if lines else "<p class='quiet'>No threshold was given, and nothing failed.</p>"
+    )
     return f"<section class='verdict {word.lower()}'><h2>{word}</h2>{listed}</section>"
 
 

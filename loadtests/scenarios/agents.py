@@ -5,8 +5,10 @@
 A turn's prompt is all that was said before and what a tool has added. The session's name goes along as X-Session-ID.
 """
 
+import sys
 import time
 import uuid
+from typing import Any
 
 import gevent
 from locust import constant, events, task
@@ -34,6 +36,21 @@ def add_options(parser: LocustArgumentParser) -> None:
     add("--tool-gap", type=float, default=0.5, help="mean seconds that a tool takes, exponentially distributed")
     add("--shared-tokens", type=int, default=0, help="tokens that all sessions begin with, as a system prompt")
     add("--max-context", type=int, default=0, help="tokens at which a session ends early; 0 for no limit")
+
+
+@events.init.add_listener
+def refuse_empty_sessions(environment: Environment, **_: Any) -> None:
+    """Ends the run where the first turn of a session may not fit --max-context: such sessions would be empty."""
+    settings = environment.parsed_options
+    if settings is None or not settings.max_context:
+        return
+    longest = [max(LengthMix.parse(text).lengths) for text in (settings.prompt_tokens, settings.max_tokens)]
+    first = settings.shared_tokens + sum(longest)
+    if settings.max_context < first:
+        sys.exit(
+            f"--max-context {settings.max_context}: the first turn takes up to {first} tokens (shared, prompt and "
+            f"completion), and a session would have none; give {first} or more"
+        )
 
 
 class Agent(Caller):

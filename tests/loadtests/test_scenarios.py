@@ -71,6 +71,12 @@ async def test_a_session_ends_before_its_context_is_full(rig: Rig, tmp_path: Pat
     assert ended.figures["later_turn_s.count"] == pytest.approx(ended.figures["session_s.count"], abs=1)
 
 
+async def test_sessions_without_room_for_a_turn_are_refused(rig: Rig, tmp_path: Path) -> None:
+    ended = await locust("agents", rig.url, tmp_path, "-t", "1s", "--max-context", "10")
+    assert ended.code == 1
+    assert "--max-context 10: the first turn takes up to 14 tokens" in ended.said
+
+
 async def test_a_spike_is_told_of_by_itself(rig: Rig, tmp_path: Path) -> None:
     ended = await locust("spike", rig.url, tmp_path, "-u", "1", "-t", "6s", "--rate", "8", "--spike", "6")
     assert ended.code == 0, ended.said

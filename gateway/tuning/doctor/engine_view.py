@@ -72,7 +72,7 @@ class EngineView:
     on_cpu: bool = False
     """It runs on no CUDA GPU: on a CPU, or an accelerator that nothing here was measured on."""
     owner: str = "gateway"
-    """gateway, verl or TRL: who starts it."""
+    """The software that starts it: gateway, verl or TRL."""
 
     def at(self, lever: str) -> Setting | None:
         return self.settings.get(lever)
@@ -109,7 +109,7 @@ class EngineView:
         return self.number("max_model_len")
 
     def reaches(self, lever: str) -> bool:
-        """Whether the engine is ever told of the lever."""
+        """True if the lever is passed to the engine."""
         return self.owner != "verl" or self.is_vllm or lever in VERL_TO_SGLANG
 
 
@@ -166,7 +166,7 @@ def verl_engine(file: VerlFile) -> EngineView | None:
 
 
 def _is_colocated(file: VerlFile) -> bool:
-    """Whether engines run on the trainer's GPUs. Trainers that overlap both have GPUs for each."""
+    """True if engines run on the trainer's GPUs. Trainers that overlap both have GPUs for each."""
     apart = any(name in file.keys.trainer for name in ("fully_async", "one_step_off"))
     return not apart and file.values.at("actor_rollout_ref.hybrid_engine").value is not False
 

@@ -25,7 +25,7 @@ class Found:
     suggestion: str = ""
     effect: str = ""
     corrects: bool = False
-    """Whether the rule's common belief would say otherwise of this value."""
+    """True if a common belief about this value is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,14 +52,14 @@ class VerlKeys:
         return f"verl {self.release}"
 
     def has(self, key: str) -> bool:
-        """Whether it is a key, or a section of keys."""
+        """True for a key and for a section of keys."""
         return key in self.defaults or self.is_section(key)
 
     def is_section(self, key: str) -> bool:
         return any(known.startswith(f"{key}.") for known in self.defaults)
 
     def is_free(self, key: str) -> bool:
-        """Whether it stands below a dictionary that takes any key with a plus, such as an engine's own arguments."""
+        """True below a dictionary that takes any key with a plus, such as an engine's own arguments."""
         parents = [key.rsplit(".", cut)[0] for cut in range(1, key.count(".") + 1)]
         return any(isinstance(self.defaults.get(parent, 0), (dict, type(None))) for parent in parents)
 
@@ -78,7 +78,7 @@ class VerlKeys:
 
 
 class Composition:
-    """What Hydra makes of overrides, one after the other."""
+    """The configuration that Hydra composes from overrides, in their order."""
 
     def __init__(self, keys: VerlKeys) -> None:
         self._keys = keys
@@ -100,7 +100,7 @@ class Composition:
         return reason
 
     def _stands(self, key: str) -> bool:
-        """Whether a value or a section is there; null is none."""
+        """True if there is a value or a section; null is neither."""
         value = self._values.get(key)
         if isinstance(value, str) and "oc.select" in value and value.rstrip("} ").endswith(("null", ",")):
             return False  # an interpolation whose own default is null

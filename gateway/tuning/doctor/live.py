@@ -1,4 +1,4 @@
-"""What a running gateway tells of itself and its engines, in one look: /status, /metrics, /server_info."""
+"""The state of a running gateway and its engines, from /status, /metrics and /server_info."""
 
 import json
 import os
@@ -58,7 +58,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """`server_info` is None where no engine of the policy told any."""
+    """`server_info` is None where no engine of the policy reports it."""
 
     url: str
     status: dict[str, Any]
@@ -85,7 +85,7 @@ class Live:
         return [one["replica_id"] for one in self.status["replicas"] if one["state"] == "SERVING"]
 
     def by_replica(self, figure: str, **labels: str) -> dict[str, float]:
-        """A figure of each replica whose engine tells it, summed over other labels."""
+        """A figure of each replica whose engine reports it, summed over other labels."""
         found: dict[str, float] = {}
         for sample in self.samples:
             wanted = all(sample.labels.get(name) == value for name, value in labels.items())
@@ -95,12 +95,12 @@ class Live:
         return found
 
     def total(self, figure: str, **labels: str) -> float | None:
-        """Over all replicas; None where none tells it."""
+        """The sum over all replicas; None where none reports it."""
         found = self.by_replica(figure, **labels)
         return sum(found.values()) if found else None
 
     def kv_tokens(self) -> dict[str, int]:
-        """Tokens that fit each replica's KV cache, where its engine tells blocks and their size."""
+        """Tokens that fit each replica's KV cache, where its engine reports blocks and their size."""
         found: dict[str, int] = {}
         for sample in self.samples:
             if sample.name == "vllm:cache_config_info" and "replica" in sample.labels:
@@ -111,7 +111,7 @@ class Live:
         return found
 
     def seconds_of_update_steps(self) -> dict[str, float]:
-        """Of the last update, by step; empty before the first."""
+        """Seconds of the last update by step; empty before the first."""
         last = self.status.get("last_weight_update") or {}
         return {step: float(seconds) for step, seconds in (last.get("seconds") or {}).items()}
 
@@ -119,7 +119,7 @@ class Live:
         return Setting(key=name, value=value, origin="live", place=f"{self.url}{path}")
 
     def engine(self) -> EngineView | None:
-        """The policy's engine as it runs; None where it is no vLLM, or tells nothing."""
+        """The policy's engine as it runs; None where it is no vLLM, or reports nothing."""
         replicas = [one for one in self.status["replicas"] if one["kind"] == EngineKind.VLLM and not one["frozen"]]
         config = (self.server_info or {}).get("vllm_config")
         if not replicas or not isinstance(config, dict):

@@ -45,7 +45,7 @@ def subject_of(
     live: Live | None = None,
     gpu_gib: float = 80.0,
 ) -> Subject:
-    """Reads the files. Raises `ConfigError` where one cannot be read; of verl and TRL, verl tells the workload."""
+    """Reads the files. Raises `ConfigError` where one cannot be read; with verl and TRL the workload is verl's."""
     verl_file = read_verl(verl, verl_version) if verl else None
     trl_file = read_trl(trl) if trl else None
     found = [verl_engine(verl_file) if verl_file else None]

@@ -19,7 +19,7 @@ def is_fsdp(values: Values) -> bool:
 
 
 def is_offloaded(values: Values, name: str) -> bool:
-    """Whether the actor's `param` or `optimizer` goes to the host while the engine runs."""
+    """True if the actor's `param` or `optimizer` goes to the host while the engine runs."""
     backend = "megatron" if is_megatron(values) else "fsdp_config"
     return values.is_true(f"{_ACTOR}{backend}.{name}_offload")
 

@@ -25,14 +25,14 @@ class Values:
         self._prefix = prefix
 
     def __iter__(self) -> Iterator[Setting]:
-        """What the file gives, in its order."""
+        """The settings of the file, in its order."""
         return iter(self._given.values())
 
     def shown(self, key: str) -> str:
         return key.removeprefix(self._prefix)
 
     def at(self, key: str) -> Setting:
-        """The value at `key` and who gave it; None by default for a key that nobody knows."""
+        """The value at `key` with its origin; None by default for an unknown key."""
         return self._at(key, _MOST_HOPS)
 
     def number(self, key: str) -> float | None:
@@ -50,7 +50,7 @@ class Values:
         return value if isinstance(value, str) else ""
 
     def has_any(self, prefix: str) -> bool:
-        """Whether the file gives anything below `prefix`."""
+        """True if the file has a key below `prefix`."""
         return any(key.startswith(prefix) for key in self._given)
 
     def _at(self, key: str, hops: int) -> Setting:

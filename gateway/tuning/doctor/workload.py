@@ -10,7 +10,7 @@ from gateway.tuning.doctor.values import Values, as_number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Tokens and counts; a field is None where no file tells it. `samples` are completions of one step."""
+    """Tokens and counts; a field is None where no file has it. `samples` are completions of one step."""
 
     where: str = ""
     prompt: Setting | None = None

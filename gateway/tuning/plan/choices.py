@@ -28,8 +28,9 @@ _SAME = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is planned for. `trainer_gpus` None tries every split; `overlaps` is training on one batch while the next is
-    generated; `mfu` is the share of the GPU's FLOP/s that training reaches, which nothing here has measured."""
+    """The question that a plan answers. `trainer_gpus` None tries every split; `overlaps` is training on one batch
+    while the next is generated; `mfu` is the share of the GPU's FLOP/s that training reaches, which nothing here has
+    measured."""
 
     shape: ModelShape
     gpu: Gpu
@@ -75,7 +76,7 @@ class Choice:
     api_servers: int
     memory: EngineMemory
     on_replica: Rollout
-    """Of the replica with the most prompts."""
+    """The rollout of the replica with the most prompts."""
     rollout_s: float
     train_s: float
     sync_s: float
@@ -90,7 +91,7 @@ class Choice:
 
     @property
     def limit(self) -> str:
-        """What a replica's speed hangs on: its API process, memory it waits for, or max_num_seqs, or the engine."""
+        """The limit of a replica's speed: its API process, its KV cache, max_num_seqs, or the GPU."""
         if self.on_replica.api_s > self.on_replica.engine_s:
             return "API process"
         if self.on_replica.completions > self.on_replica.most_running:
@@ -99,7 +100,7 @@ class Choice:
 
     @property
     def is_even(self) -> bool:
-        """Whether each training process gets as many completions as the others."""
+        """True if all training processes get equally many completions."""
         return not self.trainer_gpus or self.trl is not None
 
     @property

@@ -12,7 +12,7 @@ class Gpu:
 
     name: str
     memory_gib: float
-    """As nvidia-smi tells it: less than the number on the box, which counts GB of 10^9."""
+    """As nvidia-smi shows it: less than the number on the box, which counts GB of 10^9."""
     tb_per_s: float
     """Memory bandwidth, in TB of 10^12 bytes."""
     tflops: float

@@ -32,7 +32,7 @@ class EngineMemory:
     activations: float
     graphs: float
     kv_cache: float
-    """What is left; negative where the model does not fit."""
+    """The rest; negative where the model does not fit."""
     kv_tokens: float
     """Tokens that the KV cache of the replica holds."""
 
@@ -44,7 +44,7 @@ class EngineMemory:
 def engine_memory(
     shape: ModelShape, gpu: Gpu, tensor_parallel: int, max_num_seqs: int, length: float = 0
 ) -> EngineMemory:
-    """Of one replica that takes `GPU_SHARE` of each of its GPUs, with sequences of `length` tokens."""
+    """The memory of one replica that takes `GPU_SHARE` of each of its GPUs, with sequences of `length` tokens."""
     weights = shape.weight_bytes / tensor_parallel / GIB
     width = 2 * shape.intermediate / tensor_parallel + 6 * shape.hidden
     logits = max_num_seqs * shape.vocabulary * 4 * _LOGIT_COPIES

@@ -18,7 +18,7 @@ ResponseLengths = Annotated[
 
 
 def step_of(prompts: int, samples: int, prompt: str, response: str) -> StepWorkload:
-    """Of the options as they were given. Raises `ConfigError` naming the one at fault."""
+    """The step that the options describe. Raises `ConfigError` naming the option at fault."""
     return StepWorkload(
         prompts=prompts,
         samples=samples,

@@ -65,17 +65,17 @@ class ModelShape:
     kv_values: int
     """Numbers that the KV cache holds of one token."""
     attention_width: int
-    """Of a token's queries, over all layers: the work of looking at one token before it is 4 FLOPs for each."""
+    """The width of a token's queries, over all layers: to look at one token before it takes 4 FLOPs for each."""
     dense_parameters: float
     """Those that every token is multiplied with: layers without their routed experts, and the head."""
     embedding_parameters: float
-    """Of the input embedding where the head is another matrix: looked up, never multiplied."""
+    """Parameters of the input embedding where the head is another matrix: looked up, never multiplied."""
     experts: Experts | None
     weight_bytes_each: float
-    """Of a matrix in a layer; embeddings and head keep two bytes in quantized checkpoints."""
+    """Bytes of a weight in a layer; embeddings and head keep two bytes in quantized checkpoints."""
     expert_bytes_each: float
     sliding_share: float
-    """Of the KV cache, in layers that look at `window` tokens alone."""
+    """The share of the KV cache in layers that look at `window` tokens alone."""
     window: int
     positions: int | None
 
@@ -100,8 +100,8 @@ class ModelShape:
         return self._dense_bytes + routed * self.expert_bytes_each
 
     def kv_bytes(self, tensor_parallel: int, length: float = 0) -> float:
-        """Of one token on each GPU of a tensor parallel group, in a sequence of `length` tokens, whose sliding layers
-        hold their window alone; 0 is a sequence within it. Heads that are fewer than GPUs are held twice."""
+        """Bytes of one token on each GPU of a tensor parallel group, in a sequence of `length` tokens, whose sliding
+        layers hold their window alone; 0 is a sequence within it. Heads that are fewer than GPUs are held twice."""
         beyond = max(0.0, 1 - self.window / length) if length and self.window else 0.0
         held = self.kv_values * (1 - self.sliding_share * beyond)
         return held * 2.0 / min(tensor_parallel, self.kv_heads)
@@ -120,7 +120,7 @@ class ModelShape:
         return self.experts.all_parameters * self.expert_bytes_each if self.experts else 0.0
 
     def fits_heads(self, tensor_parallel: int) -> bool:
-        """Whether heads can be dealt out evenly; the engines' own rule."""
+        """True if heads can be split evenly; the engines' own rule."""
         kv = self.kv_heads
         return self.heads % tensor_parallel == 0 and (kv % tensor_parallel == 0 or tensor_parallel % kv == 0)
 
@@ -240,7 +240,7 @@ def _weight_bytes(config: Mapping[str, Any], quantization: Mapping[str, Any] | N
 
 
 def _bits(quantization: Mapping[str, Any]) -> float:
-    """Of a quantized weight, in the words of AWQ, GPTQ, bitsandbytes, compressed-tensors and FP8."""
+    """Bits of a quantized weight, in the words of AWQ, GPTQ, bitsandbytes, compressed-tensors and FP8."""
     groups = quantization.get("config_groups") or {}
     weights = next((group.get("weights") or {} for group in groups.values()), {})
     four = 4 if quantization.get("load_in_4bit") else None

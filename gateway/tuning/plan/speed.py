@@ -123,7 +123,7 @@ class Rollout:
 
 
 def rollout(engine: EngineModel, work: StepWorkload) -> Rollout:
-    """What one replica needs for the prompts of `work`, which all arrive at once."""
+    """The rollout of one replica, where all prompts of `work` arrive at once."""
     lengths = _mixed(work)
     prefill_s, decode_s, most = _run(engine, work, lengths)
     tokens = float(sum(lengths))

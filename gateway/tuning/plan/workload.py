@@ -40,7 +40,7 @@ class Lengths:
         return 1.0 if self.mean >= 0.999 * self.longest else math.exp(-self.longest / self._scale())
 
     def _scale(self) -> float:
-        """Of the exponential whose mean, once cut, is `mean`."""
+        """The scale of the exponential whose mean, once cut, is `mean`."""
         low, high = self.mean, 1000.0 * self.longest
         for _ in range(80):
             scale = math.sqrt(low * high)

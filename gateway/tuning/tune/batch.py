@@ -28,7 +28,7 @@ class Ask:
     max_tokens: int
     samples: int
     prompt: tuple[int, ...] = ()
-    """The recorded ids; drawn anew for every run where there are none."""
+    """The recorded ids; drawn again for every run where there are none."""
 
     def body(self, seed: str) -> Json:
         """For /v1/completions, with the log-probabilities and ids that trainers ask for. `seed` keeps runs apart: equal
@@ -48,11 +48,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What arrives at once, as a trainer's step does."""
+    """Prompts that arrive at once, as those of a trainer's step."""
 
     asks: tuple[Ask, ...]
     told: str
-    """What it is, for people."""
+    """A description for people."""
 
     @property
     def completions(self) -> int:
@@ -127,7 +127,7 @@ def _asks(place: str, line: str) -> list[Ask]:
     try:
         return _traced(found)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{place}: no line of a trace: {error!r}") from None
+        raise ConfigError(f"{place}: not a line of a trace: {error!r}") from None
 
 
 def _plain(place: str, found: Json) -> Ask:

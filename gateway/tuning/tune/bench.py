@@ -51,7 +51,7 @@ class Bench(Protocol):
         """Engines like this one that may be measured at the same time."""
 
     def all_fit(self, engines: Sequence[EngineConfig]) -> bool:
-        """Whether they can be up at the same time."""
+        """True if all can be up at the same time."""
 
     async def measure(self, engine: EngineConfig, runs: Sequence[int], start_s: float, run_s: float) -> Measured:
         """Start, warm up, run the batches of these numbers, stop. A start may take `start_s`, a run `run_s`."""
@@ -165,7 +165,7 @@ class _Running:
         self.tokens = batch.tokens
 
     async def warm_up(self, timeout_s: float) -> None:
-        """What an engine does once: compile, allocate, fill its caches."""
+        """Work that an engine does once: compile, allocate, fill its caches."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._send(self._batch.opening(), "warm-up", timeout_s + _MARGIN_S)

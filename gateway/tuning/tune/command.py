@@ -111,7 +111,7 @@ async def _tune(
 
 
 def _subject(engine: EngineConfig, levers: list[Lever], batch: Batch) -> dict[str, object]:
-    """What a journal is about."""
+    """The subject of a journal: engine, levers and workload."""
     dumped = engine.model_dump(mode="json", exclude=NOT_THE_SUBJECT)
     return {"engine": dumped, "levers": {one.name: one.values for one in levers}, "workload": batch.digest}
 

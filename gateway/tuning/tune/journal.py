@@ -71,7 +71,7 @@ class Journal:
 
 
 def _digest(engines: Mapping[str, EngineConfig]) -> str:
-    """Of what makes them what they are, which is not where their logs lie."""
+    """A digest of the settings that change a measurement; folders of logs do not."""
     dumped = {role: one.model_dump(mode="json", exclude=NOT_THE_SUBJECT) for role, one in engines.items()}
     return hashlib.sha256(json.dumps(dumped, sort_keys=True).encode()).hexdigest()[:16]
 

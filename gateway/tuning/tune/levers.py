@@ -53,7 +53,7 @@ class Setting:
         return Setting(tuple((key, value if key == name else old) for key, old in self.values))
 
     def changes_from(self, start: "Setting") -> dict[str, Value]:
-        """What it has other than `start`."""
+        """The levers whose value differs from `start`."""
         before = dict(start.values)
         return {name: value for name, value in self.values if value != before[name]}
 
@@ -73,7 +73,7 @@ class Setting:
 
 
 def start_of(engine: EngineConfig, levers: Sequence[Lever]) -> Setting:
-    """What the engine has now."""
+    """The setting that the engine has now."""
     return Setting(tuple((lever.name, getattr(engine, lever.name)) for lever in levers))
 
 

@@ -51,7 +51,7 @@ Tell = Callable[[str], None]
 
 @dataclass(slots=True)
 class Record:
-    """What is known of a setting."""
+    """The measurements of a setting."""
 
     speeds: list[float] = field(default_factory=list)
     start_s: float = 0.0
@@ -61,7 +61,7 @@ class Record:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it did not run at all, or not to the end for another reason than its slowness."""
+        """True if it did not run to the end, for another reason than its slowness."""
         return bool(self.failure) and not self.cut_off
 
     @property
@@ -78,13 +78,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What to use, and why."""
+    """The setting to use, with the evidence."""
 
     start: Setting
     best: Setting
     """The start where nothing was better."""
     fastest: Setting
-    """What the search found; the start where that is best."""
+    """The fastest setting of the search; the start where that is best."""
     pairs: list[tuple[float, float]]
     """Speeds of start and fastest in alternating runs."""
     against: list[tuple[float, float]]
@@ -107,7 +107,7 @@ class Outcome:
 
 
 class BudgetOver(Exception):
-    """What is left is needed for the final pairs."""
+    """The rest of the budget is needed for the final pairs."""
 
 
 class Tuner:
@@ -364,7 +364,7 @@ class Tuner:
 
     @property
     def _usual_start_s(self) -> float:
-        """Of engines whose files were read before: the first start of all took twice as long as others on an H200."""
+        """Start time of engines whose files were read before: the first start on an H200 took twice as long."""
         others = (record.start_s for setting, record in self.records.items() if record.speed and setting != self.start)
         return statistics.median([*others] or [self.records[self.start].start_s])
 
@@ -374,7 +374,7 @@ class Tuner:
 
     @property
     def _reserve_s(self) -> float:
-        """What the final pairs will take.
+        """The time that the final pairs will take.
 
         While nothing is known that the start could meet, one pair of these two alone: a slow start shall not take all
         of the time for itself.

@@ -92,9 +92,16 @@ def test_a_page_has_the_verdict_and_loads_nothing() -> None:
     assert text.count('class="mark"') == 3
 
 
+def test_a_run_without_a_threshold_has_not_passed_one() -> None:
+    text = Page(page(report())).text
+    assert "Ended" in text
+    assert "No threshold was given" in text
+    assert "Passed" not in text
+
+
 def test_a_run_that_met_everything_passed() -> None:
     assert report(Threshold("failures", 0, True)).passed
-    assert "Passed" in Page(page(report())).text
+    assert "Passed" in Page(page(report(Threshold("failures", 0, True)))).text
     failed = report(problems=["2 failures"])
     assert not failed.passed
     assert "2 failures" in Page(page(failed)).text

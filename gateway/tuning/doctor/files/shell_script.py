@@ -86,12 +86,12 @@ def read_script(path: Path, *, with_arguments: bool = False) -> Script:
 
 
 def is_known(value: object) -> bool:
-    """Whether a value holds no output of a command and no argument, which only a run has."""
+    """False for a value with the output of a command or an argument, which only a run has."""
     return not isinstance(value, str) or not (_OUTPUT.search(value) or value in _ARGUMENTS)
 
 
 def _traced(path: Path, text: str, mark: str, arguments: Sequence[str]) -> tuple[str, str]:
-    """What bash traces and what it complains of."""
+    """The trace of bash, and its complaints."""
     with tempfile.TemporaryDirectory() as folder:
         prelude, script, trace = (Path(folder) / name for name in ("prelude", path.name, "trace"))
         prelude.write_text(_PRELUDE.replace("@MARK@", mark), encoding="utf-8")
@@ -196,5 +196,5 @@ def split_words(text: str) -> list[str]:
 
 
 def _unescaped(text: str) -> str:
-    """Of $'...', with the escapes of C."""
+    """The text of $'...', which has the escapes of C."""
     return text.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", errors="replace")

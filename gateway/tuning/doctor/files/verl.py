@@ -72,7 +72,7 @@ class VerlFile:
 
     @property
     def has_trainer(self) -> bool:
-        """Whether it trains by RL, with engines for its rollouts."""
+        """True if it trains by RL, with engines for its rollouts."""
         return self.kind is VerlKind.RL
 
     @property
@@ -140,7 +140,7 @@ def _is_trainer(command: Command) -> bool:
 
 
 def _is_override_list(command: Command) -> bool:
-    """Whether it begins with an override, as a line does whose command ended before it."""
+    """True if it begins with an override, as a line does whose command ended before it."""
     return _is_of_verl(command.words[0]) and "." in command.words[0].partition("=")[0]
 
 

@@ -269,7 +269,7 @@ def _log_stats(engine: EngineView, subject: Subject) -> Iterator[Found]:
     if not engine.reaches("disable_log_stats") or setting is None:
         return
     if setting.value is True:
-        message = "the engine tells nothing of KV cache use, preemptions and queues, so that nothing can be tuned"
+        message = "the engine reports no KV cache use, preemptions and queues, so that nothing can be tuned"
         yield consider(setting, message, "false while tuning")
     else:
         yield fine(setting, "statistics are on")
@@ -363,7 +363,7 @@ def _unseen(subject: Subject) -> Iterator[Judged]:
 
 
 def _unreached(engine: EngineView, subject: Subject) -> Iterator[Found]:
-    """What has a rule of its own is told there."""
+    """Levers with a rule of their own are left to it."""
     for lever, setting in engine.settings.items():
         if (
             not engine.reaches(lever)

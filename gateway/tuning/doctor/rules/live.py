@@ -33,17 +33,29 @@ def _replicas(live: Live) -> Iterator[Found]:
             yield fine(setting, f"version {one['weight_version']}")
         else:
             yield hurts(setting, f"takes no rollout: {one['reason'] or 'no reason told'}", "see its log")
-    missing = live.status["replicas_expected"] - len(live.status["replicas"])
-    if missing > 0:
+    missing = live.status.get("replicas_missing", ())
+    nameless = live.status["replicas_expected"] - len(live.status["replicas"]) - len(missing)
+    if nameless > 0:
         setting = live.setting("replicas_expected", live.status["replicas_expected"], "/status")
-        yield hurts(setting, f"{missing} of them are not there", "rollout-gateway status")
+        yield hurts(setting, f"{nameless} of them are not there", "rollout-gateway status")
+    for one in missing:
+        setting = live.setting(one["group"], "missing", "/status")
+        yield hurts(setting, f"a replica of {one['group']} is not there: {one['reason']}", "see its log")
+    for group, count in live.status.get("replicas_lost", {}).items():
+        if count:
+            message = f"{count} replicas of {group} were lost since the gateway's start, and were restarted"
+            yield consider(
+                live.setting(f"replicas_lost.{group}", count, "/status"),
+                message,
+                "see the reasons: rollout-gateway status",
+            )
 
 
 def _statistics(live: Live) -> Iterator[Found]:
     told = live.by_replica("running")
     for replica_id in live.serving:
         if replica_id not in told:
-            message = "its engine tells no statistics, so that nothing below counts it"
+            message = "its engine reports no statistics, so that nothing below counts it"
             yield consider(live.setting(replica_id, None), message, "disable_log_stats: false (SGLang: enable_metrics)")
 
 

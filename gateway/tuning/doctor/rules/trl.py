@@ -13,7 +13,7 @@ from gateway.tuning.doctor.workload import generation_batch
 
 
 def _unknown_fields(subject: Subject) -> Iterator[Judged]:
-    """A YAML file may hold fields of other classes; there only what looks like one of GRPOConfig's is told."""
+    """A YAML file may hold fields of other classes; of these only names near to a field of GRPOConfig are reported."""
     if subject.trl is None:
         return
     for setting in subject.trl.values:

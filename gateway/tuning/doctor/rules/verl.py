@@ -119,7 +119,7 @@ def _remove_padding(values: Values, subject: Subject) -> Iterator[Found]:
 
 
 def _packs(model: str) -> bool:
-    """Whether verl's guide names the model's kind among those that it packs."""
+    """True if verl's guide names the model's kind among those that it packs."""
     return bool(re.search(r"llama|mistral|qwen|deepseek-llm|deepseek-math", model.lower()))
 
 

@@ -129,7 +129,10 @@ def test_one_replica_that_does_the_work_of_its_model_alone_hurts() -> None:
 
 
 def test_an_engine_without_statistics_a_queue_and_refusals_are_told() -> None:
-    live = page(replicas=[replica("a")], replicas_expected=2, replicas_refused={"b": "another model"}, queue_length=4)
+    missing = [{"group": "engine", "reason": "has not joined yet"}]
+    live = page(
+        replicas=[replica("a")], replicas_missing=missing, replicas_refused={"b": "another model"}, queue_length=4
+    )
     assert [one.severity for one in of(live, "live-statistics")] == [CONSIDER]
     assert [one.severity for one in of(live, "live-queue")] == [CONSIDER]
     assert [one.severity for one in of(live, "live-replicas")] == [HURTS, HURTS, FINE]
@@ -229,3 +232,11 @@ def test_a_kv_cache_of_few_sequences_is_told_without_a_limit_of_them() -> None:
     (found,) = of(live, "live-kv-capacity")
     assert found.severity is CONSIDER
     assert "1.2 sequences" in found.message
+
+
+def test_replicas_that_are_missing_or_were_lost_are_named_with_their_reasons() -> None:
+    missing = [{"group": "policy", "reason": "engine exited with 9: out of memory"}]
+    hurting, lost = of(page(replicas_missing=missing, replicas_lost={"policy": 2, "judge": 0}), "live-replicas")
+    assert (hurting.severity, hurting.key) == (HURTS, "policy")
+    assert "out of memory" in hurting.message
+    assert (lost.severity, lost.value) == (CONSIDER, 2)

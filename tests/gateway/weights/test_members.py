@@ -94,7 +94,7 @@ async def test_a_push_after_a_refused_rolling_one_does_not_wait_for_long_rollout
 
 def watched(replica: SimReplica) -> list[tuple[str | None, str]]:
     """The blocks of KV that are read by other weights than wrote them, as (wrote, reads)."""
-    scheduler = replica._server._scheduler
+    scheduler = replica._server.scheduler
     wrote: dict[int, str] = {}
     stale: list[tuple[str | None, str]] = []
     cache: PrefixCache = scheduler.cache

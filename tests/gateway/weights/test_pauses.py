@@ -91,7 +91,7 @@ async def test_a_resume_while_engines_are_overwritten_leaves_them_frozen(
     await generates(rig)
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+@pytest.mark.parametrize("mode", ["keep", "abort"])
 async def test_a_pause_in_the_middle_of_an_update_outlasts_it(
     start: StartRig, folder: Path, may_load: threading.Event, mode: str
 ) -> None:

@@ -91,7 +91,7 @@ async def test_a_resume_while_engines_are_overwritten_leaves_them_frozen(
     await generates(rig)
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 async def test_a_pause_in_the_middle_of_an_update_outlasts_it(
     start: StartRig, folder: Path, may_load: threading.Event, mode: str
 ) -> None:
@@ -103,6 +103,8 @@ async def test_a_pause_in_the_middle_of_an_update_outlasts_it(
     pausing = asyncio.create_task(rig.post(f"/pause?mode={mode}"))
     await until(lambda: all(len(replica.brake.holders) == 2 for replica in rig.fleet.replicas))
     may_load.set()
+    if mode == "wait":
+        rig.hurry()
     assert (await pushing)[0] == 200
     assert (await pausing)[0] == 200
     assert paused(rig) == [True, True]

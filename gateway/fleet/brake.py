@@ -59,6 +59,7 @@ class Brake:
                 return
             self._is_stopped = True
             await self._engine.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s)
+        self._follow()  # a question may have come meanwhile
 
     def join(self, by: Holder) -> None:
         """Hold an engine on, where another holds it already."""

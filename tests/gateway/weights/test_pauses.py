@@ -104,6 +104,8 @@ async def test_a_pause_in_the_middle_of_an_update_outlasts_it(
     await until(lambda: all(len(replica.brake.holders) == 2 for replica in rig.fleet.replicas))
     rig.go_on()  # mode=wait waits for these samples' end
     may_load.set()
+    if mode == "wait":
+        rig.hurry()
     assert (await pushing)[0] == 200
     assert (await pausing)[0] == 200
     assert paused(rig) == [True, True]

@@ -51,6 +51,7 @@ async def test_a_completion_of_the_rest_of_the_context_is_resumed_after_an_updat
     task = asyncio.create_task(rig.post("/v1/completions", COMPLETION | {"max_tokens": None}))
     await rig.begun()
     await rig.update()
+    rig.hurry()
     status, reply = await task
     assert (status, reply["usage"]["completion_tokens"]) == (200, MAX_MODEL_LEN - 3)
 

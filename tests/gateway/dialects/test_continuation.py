@@ -98,7 +98,7 @@ async def test_streams_of_all_prompts_continue_after_a_death(slow_rig: Rig) -> N
     task = asyncio.create_task(events(slow_rig, "/v1/completions", body))
     await slow_rig.begun(4)
     await slow_rig.replicas[0].kill()
-    slow_rig.go_on()
+    slow_rig.hurry()
     chunks = await task
     assert not [chunk for chunk in chunks if "error" in chunk]
     for index, expected in enumerate(undisturbed["choices"]):
@@ -132,10 +132,8 @@ async def test_sglangs_generate_continues_from_its_tokens(slow_rig: Rig) -> None
     _, undisturbed = await slow_rig.post("/generate", body)
     task = asyncio.create_task(slow_rig.post("/generate", body))
     await slow_rig.begun()
-    await next(
-        r for r, seen in zip(slow_rig.replicas, slow_rig.fleet.replicas, strict=True) if seen.load_samples
-    ).kill()
-    slow_rig.go_on()
+    await kill_loaded(slow_rig)
+    slow_rig.hurry()
     status, reply = await task
     assert (status, reply["output_ids"]) == (200, undisturbed["output_ids"])
 
@@ -145,9 +143,7 @@ async def test_a_seeded_completion_restarts_from_its_prompt(slow_rig: Rig) -> No
     _, undisturbed = await slow_rig.post("/v1/completions", body)
     task = asyncio.create_task(slow_rig.post("/v1/completions", body))
     await slow_rig.begun()
-    await next(
-        r for r, seen in zip(slow_rig.replicas, slow_rig.fleet.replicas, strict=True) if seen.load_samples
-    ).kill()
-    slow_rig.go_on()
+    await kill_loaded(slow_rig)
+    slow_rig.hurry()
     status, reply = await task
     assert (status, reply["choices"][0]["token_ids"]) == (200, undisturbed["choices"][0]["token_ids"])

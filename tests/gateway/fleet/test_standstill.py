@@ -2,15 +2,22 @@
 
 import asyncio
 
-from tests.rigs.rig import FAST_WATCH, Json, StartRig
+from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
 
 WATCH: Json = FAST_WATCH | {"stalled_after_s": 1.0, "lost_after_s": 60.0}
+
+
+async def placed(rig: Rig, samples: int) -> None:
+    """Returns when replicas have so many samples."""
+    async with asyncio.timeout(20):
+        while sum(replica.load_samples for replica in rig.fleet.replicas) < samples:
+            await asyncio.sleep(0.01)
 
 
 async def test_rollouts_of_a_wedged_engine_move_to_another(start_rig: StartRig) -> None:
     rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH)
     tasks = [asyncio.create_task(rig.complete([[5, index]], max_tokens=60, ignore_eos=True)) for index in range(8)]
-    await rig.begun(8)
+    await placed(rig, 8)
     rig.replicas[0].inject(wedged=True)
     rig.go_on()
     async with asyncio.timeout(20):
@@ -23,7 +30,7 @@ async def test_rollouts_of_a_wedged_engine_move_to_another(start_rig: StartRig) 
 async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: StartRig) -> None:
     rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH)
     task = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
-    await rig.begun(2)
+    await placed(rig, 2)
     rig.replicas[0].inject(wedged=True)
     rig.go_on()
     await rig.until({"engine-0": "SUSPECT", "engine-1": "SERVING"})
@@ -35,7 +42,7 @@ async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: 
 async def test_a_paused_engine_is_not_taken_for_wedged(start_rig: StartRig) -> None:
     rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH | {"stalled_after_s": 0.3})
     task = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
-    await rig.begun()
+    await placed(rig, 1)
     assert (await rig.post("/pause?mode=keep"))[0] == 200
     rig.go_on()
     await asyncio.sleep(1.0)

@@ -176,7 +176,7 @@ async def test_a_replica_that_fails_leaves_the_adapter_nowhere(rig: Rig, tmp_pat
 
 async def test_a_folder_that_no_engine_could_load_is_refused_before_any_is_asked(rig: Rig, tmp_path: Path) -> None:
     for folder, said in (
-        (tmp_path / "nowhere", "is no folder here"),
+        (tmp_path / "nowhere", "does not exist here"),
         (write_adapter(tmp_path / "large", rank=32), "has rank 32, and engine.max_lora_rank is 16"),
     ):
         status, text = await rig.load("v1", folder)

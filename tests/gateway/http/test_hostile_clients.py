@@ -20,7 +20,7 @@ async def raw(rig: Rig, head: bytes, body: bytes) -> bytes:
     """The reply to a request that no HTTP client would send."""
     port = int(rig.url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    host = b"" if b"Host:" in head else b"Host: gateway\r\n"
+    host = b"" if b"Host:" in head else b"Host: 127.0.0.1\r\n"
     writer.write(head + host + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body)
     async with asyncio.timeout(10):
         reply = await reader.read()
@@ -46,7 +46,7 @@ async def raw(rig: Rig, head: bytes, body: bytes) -> bytes:
 async def test_no_input_is_answered_with_plain_text(rig: Rig, headers: bytes, body: bytes) -> None:
     reply = await raw(rig, b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + headers, body)
     status = int(reply.split(b" ", 2)[1])
-    assert status in (200, 400)
+    assert status in (200, 400) or (status == 401 and b"Host: " in headers)  # a foreign host is not trusted
     assert b"application/json" in reply.partition(b"\r\n\r\n")[0] or b"event-stream" in reply
     assert (await rig.complete([[5]]))["choices"]
 
@@ -158,7 +158,7 @@ def _with_abort(info: Any) -> Any:
 
 async def test_a_web_page_cannot_call_admin_routes(rig: Rig) -> None:
     status, reply = await rig.post("/pause", headers={"Origin": "http://evil.example"})
-    assert status == 403
+    assert status == 401
     assert "web pages" in reply["error"]["message"]
 
 

@@ -29,8 +29,8 @@ from rich.table import Table
 
 from engines.process.engine_server import free_port
 from examples.picture import draw
+from gateway.cli.cluster.progress import shown
 from gateway.cli.down import down
-from gateway.cli.progress import shown
 from gateway.cli.up import up
 from gateway.config.load import load
 from gateway.config.schema import Config

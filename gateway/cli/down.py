@@ -11,12 +11,12 @@ from typing import Any
 
 from engines.process.process import MARK
 from engines.store.weight_store import remove_store
-from gateway.cli.application import control_url, running, serve_api
-from gateway.cli.progress import Report
-from gateway.cli.ray_head import stop_ray
-from gateway.cli.serve_api import ClusterSilent, ClusterUnreachable, ServeApi, ask_control_plane
-from gateway.cli.state import State, process_started_at
-from gateway.cli.waiting import wait_until
+from gateway.cli.cluster.application import control_url, running, serve_api
+from gateway.cli.cluster.progress import Report
+from gateway.cli.cluster.ray_head import stop_ray
+from gateway.cli.cluster.serve_api import ClusterSilent, ClusterUnreachable, ServeApi, ask_control_plane
+from gateway.cli.cluster.state import State, process_started_at
+from gateway.cli.cluster.waiting import wait_until
 from gateway.config.schema import Config
 from gateway.weights.snapshots import in_memory
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
-from gateway.cli.application import control_url, serve_api, unknown_application
-from gateway.cli.serve_api import ask_control_plane
+from gateway.cli.cluster.application import control_url, serve_api, unknown_application
+from gateway.cli.cluster.serve_api import ask_control_plane
 from gateway.config.schema import Config
 
 

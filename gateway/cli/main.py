@@ -22,7 +22,9 @@ from rich.console import Console
 
 from engines.errors import ConfigError, GatewayUnreachable, RolloutGatewayError
 from engines.store.peer_store import PeerStore
-from gateway.cli.application import running, unknown_application
+from gateway.cli.cluster.application import running, unknown_application
+from gateway.cli.cluster.progress import shown
+from gateway.cli.cluster.serve_api import ask_control_plane
 from gateway.cli.down import down, stay
 from gateway.cli.explanation import explain_engines
 from gateway.cli.logs import engine_logs, gateway_events, log_end
@@ -36,9 +38,7 @@ from gateway.cli.output import (
     shown_value,
     stdout_console,
 )
-from gateway.cli.progress import shown
 from gateway.cli.scale import scale
-from gateway.cli.serve_api import ask_control_plane
 from gateway.cli.top import top
 from gateway.cli.up import up
 from gateway.cli.vllm_serve import HELP, read_command

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gateway.cli.application import Running
+from gateway.cli.cluster.application import Running
 from gateway.cli.explanation import Explanation
 from gateway.config.load import Setting
 

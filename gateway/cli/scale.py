@@ -8,11 +8,18 @@ from typing import Any
 
 from engines.errors import ConfigError
 from engines.types import EngineKind
-from gateway.cli.application import Running, running, serve_api, unknown_application, wait_for_gateway, wait_for_serve
-from gateway.cli.changes import scaled
-from gateway.cli.lock import changing
-from gateway.cli.progress import Report
-from gateway.cli.serve_api import ServeApi
+from gateway.cli.cluster.application import (
+    Running,
+    running,
+    serve_api,
+    unknown_application,
+    wait_for_gateway,
+    wait_for_serve,
+)
+from gateway.cli.cluster.changes import scaled
+from gateway.cli.cluster.lock import changing
+from gateway.cli.cluster.progress import Report
+from gateway.cli.cluster.serve_api import ServeApi
 from gateway.cli.up import DEPLOY_SLACK_S
 from gateway.config.schema import Config
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ConfigError, RolloutGatewayError
-from gateway.cli.application import (
+from gateway.cli.cluster.application import (
     DeployFailed,
     Running,
     configured_url,
@@ -16,13 +16,13 @@ from gateway.cli.application import (
     wait_for_gateway,
     wait_for_serve,
 )
-from gateway.cli.changes import changes, has_running_engine, scaled
+from gateway.cli.cluster.changes import changes, has_running_engine, scaled
+from gateway.cli.cluster.lock import changing
+from gateway.cli.cluster.progress import Report
+from gateway.cli.cluster.ray_head import check_gpus, start_ray
+from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi, ask_control_plane
+from gateway.cli.cluster.state import State, write_private
 from gateway.cli.down import delete, down
-from gateway.cli.lock import changing
-from gateway.cli.progress import Report
-from gateway.cli.ray_head import check_gpus, start_ray
-from gateway.cli.serve_api import ClusterRefused, ServeApi, ask_control_plane
-from gateway.cli.state import State, write_private
 from gateway.config.machine import lacks
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config, written_out_keys

@@ -18,9 +18,9 @@ from gateway.dialects.sampling import check_replica, check_sampling, versioned_s
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.placement.scheduler import using
 from gateway.fleet.replica import Replica
-from gateway.fleet.routing import Rollout
-from gateway.fleet.scheduler import using
 
 PATH = "/v1/chat/completions"
 

@@ -15,8 +15,8 @@ from gateway.dialects.resumption.tokens import joined, may_resume, rest_body, wh
 from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import check_replica, versioned_salt
 from gateway.dialects.usage import usage_of_joined
+from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
-from gateway.fleet.routing import Rollout
 
 PATH = "/v1/completions"
 

@@ -17,8 +17,8 @@ from gateway.dialects.runner import Runner
 from gateway.dialects.sampling import check_sampling
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.routing import Rollout
-from gateway.fleet.scheduler import using
+from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.placement.scheduler import using
 
 _CHARACTERS_PER_TOKEN = 4
 _UNKNOWN_ROOM = 1024  # load of a completion that may fill a context of unknown length

@@ -11,9 +11,9 @@ from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.tokens import CUT_OFF, mark_cut_off, places_cut_off, retried_if_empty
 from gateway.dialects.spans import stamp_versions
 from gateway.fleet.flight import Flight
+from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.placement.scheduler import Scheduler, using
 from gateway.fleet.replica import Replica
-from gateway.fleet.routing import Rollout
-from gateway.fleet.scheduler import Scheduler, using
 
 
 class Exchange(ABC):

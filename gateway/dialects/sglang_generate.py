@@ -14,7 +14,7 @@ from gateway.dialects.parallel import until
 from gateway.dialects.sglang_words import Asked, aborted_reply, answer, asked_prompts
 from gateway.dialects.usage import Usage
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.routing import Rollout
+from gateway.fleet.placement.routing import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

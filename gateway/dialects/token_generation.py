@@ -26,9 +26,9 @@ from gateway.dialects.sampling import check_sampling, normalise_numbers, version
 from gateway.dialects.token_words import completion_body, token_chunk, token_reply
 from gateway.dialects.usage import Usage, usage_of_joined
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.placement.scheduler import using
 from gateway.fleet.replica import Replica
-from gateway.fleet.routing import Rollout
-from gateway.fleet.scheduler import using
 
 log = structlog.get_logger()
 

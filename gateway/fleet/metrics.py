@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engines.types import ReplicaState
-from gateway.fleet.attempts import End
+from gateway.fleet.placement.attempts import End
 from gateway.fleet.replica import Replica
 
 _NAMESPACE = "rollout_gateway"

@@ -11,10 +11,10 @@ from engines.engine import Engine
 from engines.errors import EngineFailed, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from gateway.fleet.adapters import Adapter
-from gateway.fleet.backoff import Backoff
 from gateway.fleet.brake import Brake
 from gateway.fleet.flight import Flight
-from gateway.fleet.routing import Rollout
+from gateway.fleet.placement.backoff import Backoff
+from gateway.fleet.placement.routing import Rollout
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from gateway.config.schema import FleetConfig
 from gateway.fleet.engine_page import EngineLoad, read_load
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics, package_version
-from gateway.fleet.scheduler import Scheduler
+from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.timeline import Timeline
 from gateway.http.access import Access
 from gateway.http.json_body import reply

@@ -18,21 +18,21 @@ from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.scheduler import Scheduler
+from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access, Routes
-from gateway.http.adapter_routes import AdapterRoutes
 from gateway.http.dashboard import Dashboard
-from gateway.http.fleet_routes import FleetRoutes
 from gateway.http.middleware import Measurement, answer_errors
-from gateway.http.model_routes import ModelRoutes
-from gateway.http.rollout_routes import RolloutRoutes
-from gateway.http.sglang_routes import SglangRoutes
-from gateway.http.snapshot_files import SnapshotFiles
+from gateway.http.routes.adapters import AdapterRoutes
+from gateway.http.routes.fleet import FleetRoutes
+from gateway.http.routes.models import ModelRoutes
+from gateway.http.routes.rollouts import RolloutRoutes
+from gateway.http.routes.sglang import SglangRoutes
+from gateway.http.routes.snapshot_files import SnapshotFiles
+from gateway.http.routes.trl_legacy import TrlLegacyRoutes
+from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
 from gateway.http.trace import Trace
-from gateway.http.trl_legacy_routes import TrlLegacyRoutes
-from gateway.http.weight_routes import WeightRoutes
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
 

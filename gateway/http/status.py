@@ -5,8 +5,8 @@ import time
 from engines.engine import Json
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
-from gateway.fleet.scheduler import Scheduler
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
 

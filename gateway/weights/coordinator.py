@@ -22,7 +22,7 @@ from engines.types import Dialect, InFlight
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.scheduler import Scheduler
+from gateway.fleet.placement.scheduler import Scheduler
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
 from gateway.weights.pauses import Pauses

@@ -14,9 +14,9 @@ from engines.types import InFlight, PauseMode
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names, on_all, on_living
-from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.stopped import stop
 from gateway.weights.updates.record import WeightUpdate
 

@@ -3,7 +3,7 @@
     pip download --no-deps trl==1.10.0 && unzip -d TRL trl-1.10.0-*.whl
     TRL_LEGACY=TRL python -m pytest -m slow tests/trainer_client/test_trl_legacy.py
 
-Its own client's requests are tested in tests/gateway/http/test_trl_legacy_routes.py and test_real_trl_legacy.py.
+Its own client's requests are tested in tests/gateway/http/routes/test_trl_legacy.py and test_real_trl_legacy.py.
 """
 
 import os

@@ -25,8 +25,8 @@ from gateway.dialects.resumption.tokens import joined_tokens, may_resume
 from gateway.dialects.token_generation import TokenGeneration, rest_of
 from gateway.dialects.usage import Usage, usage_of_joined
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
-from gateway.fleet.routing import Rollout
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ import pytest
 
 from engines.errors import ConfigError
 from engines.process.engine_server import free_port
-from gateway.cli.changes import scaled
+from gateway.cli.cluster.changes import scaled
 from gateway.cli.scale import _check, _chosen
 from gateway.config.schema import Config
 from tests.gateway.cli.test_main import cluster_shell, script, shell  # noqa: F401  # fixtures

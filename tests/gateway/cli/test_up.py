@@ -13,10 +13,11 @@ import pytest
 from engines.engine import Json
 from engines.process.process import MARK
 from engines.store.weight_store import WeightStore
-from gateway.cli import down, waiting
-from gateway.cli.changes import changes
-from gateway.cli.lock import ApplicationBusy, changing
-from gateway.cli.state import State, process_started_at
+from gateway.cli import down
+from gateway.cli.cluster import waiting
+from gateway.cli.cluster.changes import changes
+from gateway.cli.cluster.lock import ApplicationBusy, changing
+from gateway.cli.cluster.state import State, process_started_at
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
 from gateway.weights.snapshots import in_memory

@@ -8,8 +8,8 @@ from engines.errors import EngineUnreachable
 from engines.types import PauseMode
 from gateway.fleet import stopped as module
 from gateway.fleet.brake import Holder
+from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
-from gateway.fleet.routing import Rollout
 from gateway.fleet.stopped import cut_off
 from tests.rigs.rig import StartRig
 

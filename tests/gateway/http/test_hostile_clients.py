@@ -55,7 +55,7 @@ async def test_an_error_that_nobody_foresaw_is_json(rig: Rig, monkeypatch: pytes
     def broken(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("gateway.http.rollout_routes.session_of", broken)
+    monkeypatch.setattr("gateway.http.routes.rollouts.session_of", broken)
     status, reply = await rig.post("/v1/completions", ASKED)
     assert (status, reply["error"]["code"]) == (500, 500)
 

@@ -16,13 +16,13 @@ import structlog
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, Withdrawn
 from gateway.config.schema import GatewayConfig
-from gateway.fleet.attempts import End, end_of
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
+from gateway.fleet.placement.attempts import End, end_of
+from gateway.fleet.placement.routing import Rollout, choose, fresh_enough
+from gateway.fleet.placement.sessions import Sessions
+from gateway.fleet.placement.waiting import Demand, Waiter, WaitingLine
 from gateway.fleet.replica import Replica
-from gateway.fleet.routing import Rollout, choose, fresh_enough
-from gateway.fleet.sessions import Sessions
-from gateway.fleet.waiting import Demand, Waiter, WaitingLine
 
 log = structlog.get_logger()
 

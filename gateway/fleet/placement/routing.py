@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from gateway.fleet.adapters import Adapter
-from gateway.fleet.attempts import Attempts
+from gateway.fleet.placement.attempts import Attempts
 
 # `max_samples` is twice what an engine runs at once: a quarter of it is half of its batch.
 _LIGHT_SHARE = 0.25

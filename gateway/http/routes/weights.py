@@ -12,7 +12,7 @@ from gateway.config.schema import WeightsConfig
 from gateway.fleet.fleet import Fleet
 from gateway.http.access import Access
 from gateway.http.json_body import read_object, reply
-from gateway.http.served_weights import served_weights
+from gateway.http.routes.served_weights import served_weights
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engines.errors import DeadlineExceeded, RolloutGatewayError
-from gateway.cli.progress import Report, starts_of
-from gateway.cli.serve_api import ServeApi, ask_control_plane
-from gateway.cli.state import State
-from gateway.cli.waiting import wait_until
+from gateway.cli.cluster.progress import Report, starts_of
+from gateway.cli.cluster.serve_api import ServeApi, ask_control_plane
+from gateway.cli.cluster.state import State
+from gateway.cli.cluster.waiting import wait_until
 from gateway.config.addresses import url_of
 from gateway.config.schema import Config
 

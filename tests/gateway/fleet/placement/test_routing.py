@@ -1,6 +1,6 @@
 from dataclasses import dataclass
 
-from gateway.fleet.routing import Rollout, choose, fresh_enough
+from gateway.fleet.placement.routing import Rollout, choose, fresh_enough
 
 
 @dataclass

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from engines.errors import RolloutGatewayError
 from engines.store.files import try_lock
-from gateway.cli.state import State
+from gateway.cli.cluster.state import State
 
 
 class ApplicationBusy(RolloutGatewayError):

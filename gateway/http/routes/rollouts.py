@@ -16,7 +16,7 @@ from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage
 from gateway.fleet.deliveries import Deliveries
-from gateway.fleet.sessions import session_of
+from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import Access
 from gateway.http.event_stream import send_events
 from gateway.http.json_body import read_object, reply

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from engines.config import EngineConfig
-from gateway.cli.progress import Start, shown, starts_of
+from gateway.cli.cluster.progress import Start, shown, starts_of
 
 
 def application(**replicas: str) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 import asyncio
 
 from gateway.fleet.metrics import Metrics
+from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
-from gateway.fleet.routing import Rollout
-from gateway.fleet.scheduler import Scheduler
 from tests.rigs.rig import StartRig
 
 

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from engines.process.engine_server import free_port
+from gateway.cli.cluster.progress import Report, shown
+from gateway.cli.cluster.serve_api import ClusterSilent, ClusterUnreachable, ServeApi
+from gateway.cli.cluster.state import State, process_started_at
 from gateway.cli.down import down
-from gateway.cli.progress import Report, shown
-from gateway.cli.serve_api import ClusterSilent, ClusterUnreachable, ServeApi
-from gateway.cli.state import State, process_started_at
 
 
 @pytest.fixture

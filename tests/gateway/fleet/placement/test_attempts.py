@@ -11,7 +11,7 @@ from aiohttp.client_reqrep import ConnectionKey
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import DeadlyPrompt, EngineFailed, EngineGone, EngineRefused, EngineUnreachable, NoDescriptors
 from engines.types import ReplicaState
-from gateway.fleet.attempts import Attempts, End, end_of
+from gateway.fleet.placement.attempts import Attempts, End, end_of
 from tests.rigs.rig import Json, Rig, StartRig
 
 ASKED: Json = {"model": "sim", "prompt": [[5, 6]], "max_tokens": 4}

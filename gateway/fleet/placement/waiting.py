@@ -8,8 +8,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from gateway.fleet.adapters import Adapter
+from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
-from gateway.fleet.routing import Rollout
 
 Order = tuple[int, int, int]
 _FORGET_ABOVE = 10_000

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from engines.errors import InvalidRequest
-from gateway.fleet.sessions import Sessions, session_of
+from gateway.fleet.placement.sessions import Sessions, session_of
 from tests.rigs.rig import Json, Rig, StartRig
 
 TURN = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}

@@ -14,7 +14,7 @@ from engines.errors import InvalidRequest, UnknownRoute
 from engines.types import PauseMode
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.scheduler import Scheduler
+from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access, Handler
 from gateway.http.json_body import read_object, reply
 from gateway.weights.coordinator import WeightCoordinator

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.http.sglang_routes import REFUSED
+from gateway.http.routes.sglang import REFUSED
 from tests.rigs.rig import Json, Rig, StartRig
 
 LONG = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}

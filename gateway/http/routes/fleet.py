@@ -9,7 +9,7 @@ from engines.engine import Json
 from gateway.config.schema import FleetConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.scheduler import Scheduler
+from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access
 from gateway.http.json_body import reply
 from gateway.http.supervisor import Supervisor

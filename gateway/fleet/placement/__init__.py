@@ -1,0 +1,1 @@
+"""Placement of rollouts: attempts, the queue, the choice of a replica, sessions."""

@@ -41,6 +41,7 @@ class Brake:
         self._one_call = asyncio.Lock()
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     @property
     def holders(self) -> frozenset[Holder]:
@@ -95,7 +96,8 @@ class Brake:
             self._follow()
 
     def close(self) -> None:
-        """The engine is gone, or the gateway ends: nothing is retried any more."""
+        """The engine is gone, or the gateway ends: it is not called any more, whoever lets go later."""
+        self._is_closed = True
         if self._following is not None:
             self._following.cancel()
 
@@ -109,6 +111,8 @@ class Brake:
         changed.set()
 
     def _follow(self) -> None:
+        if self._is_closed:
+            return
         if self._is_stopped != self._is_held and (self._following is None or self._following.done()):
             self._following = asyncio.create_task(self._follow_until(), name=f"brake of {self._engine.replica_id}")
 

@@ -1,7 +1,9 @@
 """The load of an engine, read from its Prometheus page. A regular expression reads the few lines that are needed."""
 
+import math
 import re
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 _LINE = re.compile(r"^(?P<name>(?:vllm|sglang):\w+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)", re.MULTILINE)
@@ -31,7 +33,9 @@ def read_load(page: str) -> EngineLoad:
     """Read a page of vLLM, SGLang or the simulated engine; what a page lacks is 0."""
     load, cumulated = EngineLoad(), defaultdict[float, float](float)
     for line in _LINE.finditer(page):
-        name, value = line["name"], float(line["value"])
+        name, value = line["name"], _number(line["value"])
+        if value is None:
+            continue
         if name in _KV:
             load.kv_usage = max(load.kv_usage, value)
         elif name in _RUNNING:
@@ -40,9 +44,33 @@ def read_load(page: str) -> EngineLoad:
             load.waiting += int(value)
         elif name in _GENERATED:
             load.generated += value
-        elif name in _LENGTHS and (edge := _LE.search(line["labels"] or "")):
-            cumulated[float(edge[1])] += value
+        elif name in _LENGTHS and (edge := _upper_edge(line["labels"] or "")) is not None:
+            cumulated[edge] += value
     edges = sorted(cumulated)
     for lower, upper in zip([None, *edges], edges, strict=False):
         load.lengths[upper] = cumulated[upper] - (0.0 if lower is None else cumulated[lower])
     return load
+
+
+def read_total(page: str, names: Collection[str]) -> float | None:
+    """The sum of all samples of these names; None where the page has none."""
+    values = [_number(line["value"]) for line in _LINE.finditer(page) if line["name"] in names]
+    found = [value for value in values if value is not None]
+    return sum(found) if found else None
+
+
+def _number(text: str) -> float | None:
+    """None for text that is no finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _upper_edge(labels: str) -> float | None:
+    """The edge of a bucket. The last has none above it, and is infinite."""
+    edge = _LE.search(labels)
+    if edge is None:
+        return None
+    return math.inf if edge[1] == "+Inf" else _number(edge[1])

@@ -74,7 +74,6 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
         self._standstill = Standstill(config.fleet)
         self._examined: dict[Replica, asyncio.Task[EngineError | DeadlineExceeded | None]] = {}
-        self.tokens_may_stand: Callable[[Replica], bool] = lambda replica: False
         self._listeners: list[Callable[[], None]] = []
         self._incomplete_since: float | None = time.monotonic()
         self.noted: Callable[[str], Awaitable[Note | None]] = _no_record
@@ -216,7 +215,9 @@ class Fleet:
         self.settle(replica, f"loaded version {version}")
 
     def end_roll(self) -> None:
-        """End the time of two versions: a replica without `version` is behind."""
+        """End the time of two versions: a replica without `version` is behind. A later rolling update goes on."""
+        if self.update_to is not None and self.rolling_to == self.update_to:
+            return
         self.rolling_to = None
         self._settle_serving(f"the fleet is at version {self.version}")
 
@@ -254,6 +255,7 @@ class Fleet:
         try:
             while True:
                 await self.look()
+                self._check_watchers()
                 await asyncio.sleep(self._config.discover_interval_s)
         finally:
             for replica, watcher in self._watchers.items():
@@ -261,6 +263,12 @@ class Fleet:
                 watcher.cancel()
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
             await asyncio.gather(*self._closing, *(replica.engine.close() for replica in self.replicas))
+
+    def _check_watchers(self) -> None:
+        """Raise the error of a watch that failed: its replica would never be found lost."""
+        for watcher in self._watchers.values():
+            if watcher.done():
+                watcher.result()
 
     async def look(self) -> None:
         """One round of discovery."""
@@ -504,7 +512,9 @@ class Fleet:
             await asyncio.sleep(self._config.probe_interval_s)
             failure = await self._probe(replica)
             if failure is None:
-                failure = await self._standstill.look(replica, may_stand=self.tokens_may_stand(replica))
+                failure = await self._standstill.look(replica)
+            elif replica.brake.holders:
+                replica.saw_progress()  # it is held, and so are its tokens; the holder bounds its own calls
             if failure is not None and replica.load_samples and replica.quiet_s > self._config.stalled_after_s:
                 self.suspect(replica, str(failure))
                 replica.drop_calls()  # its rollouts continue elsewhere

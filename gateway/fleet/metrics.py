@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
+import structlog
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -20,6 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from engines.types import ReplicaState
 from gateway.fleet.placement.attempts import End
 from gateway.fleet.replica import Replica
+
+log = structlog.get_logger()
 
 _NAMESPACE = "rollout_gateway"
 _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -119,7 +122,12 @@ class _Labelled:
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for label, page in self._pages.items():
-            for family in _ours_excluded(text_string_to_metric_families(page)):
+            try:
+                found = list(_ours_excluded(text_string_to_metric_families(page)))
+            except ValueError as error:
+                log.warning("the metrics page of an engine is left out", replica=label, error=str(error))
+                continue
+            for family in found:
                 joined = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
                     joined.samples.append(sample._replace(labels={**sample.labels, "replica": label}))

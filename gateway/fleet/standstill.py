@@ -4,8 +4,11 @@ Evidence, in this order: chunks and replies that arrive here, then the token cou
 An engine without those counters is not judged: a long whole reply looks the same as a standstill.
 """
 
+from weakref import WeakKeyDictionary
+
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed
 from gateway.config.schema import FleetConfig
+from gateway.fleet.engine_page import read_total
 from gateway.fleet.replica import Replica
 
 _COUNTERS = tuple(f"{engine}:{kind}_tokens_total" for engine in ("vllm", "sglang") for kind in ("generation", "prompt"))
@@ -19,13 +22,13 @@ class Standstill:
 
     def __init__(self, config: FleetConfig) -> None:
         self._config = config
-        self._counts: dict[Replica, float] = {}
+        self._counts: WeakKeyDictionary[Replica, float] = WeakKeyDictionary()
 
-    async def look(self, replica: Replica, *, may_stand: bool) -> EngineError | DeadlineExceeded | None:
-        """The failure if tokens stand still, else None. `may_stand` while a pause or an update stops them."""
+    async def look(self, replica: Replica) -> EngineError | DeadlineExceeded | None:
+        """The failure if tokens stand still while nobody holds the engine, else None."""
         if replica.is_stalled:
             return await self._asked_for_a_token(replica)
-        if may_stand or not (replica.can_serve and replica.load_samples):
+        if replica.brake.holders or not (replica.can_serve and replica.load_samples):
             replica.saw_progress()
         longest_s = self._config.stalled_after_s + replica.longest_prompt / _PREFILL_TOKENS_PER_S
         if replica.quiet_s < self._config.stalled_after_s / 2:
@@ -62,5 +65,4 @@ class Standstill:
             page = await replica.engine.metrics(self._config.probe_timeout_s)
         except (EngineError, DeadlineExceeded):
             return None
-        counts = [float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(_COUNTERS)]
-        return sum(counts) if counts else None
+        return read_total(page, _COUNTERS)

@@ -6,7 +6,7 @@ front of the gateway, send other people's requests from the same address, so suc
 
 import ipaddress
 import socket
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from aiohttp import web
 
@@ -29,7 +29,7 @@ def _is_forwarded(request: web.Request) -> bool:
 def _is_from_another_site(request: web.Request) -> bool:
     """Browsers name the page that sends a request, and send a form of any site without asking."""
     origin = request.headers.get("Origin")
-    if origin is not None and urlsplit(origin).netloc != request.host:
+    if origin is not None and _split(origin).netloc != request.host:
         return True
     if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         return True
@@ -40,8 +40,16 @@ def _has_a_foreign_host(request: web.Request) -> bool:
     """A page may have its site's name resolve to a loopback address, and is then of the same site as this server."""
     if not _is_loopback(request.remote):
         return False
-    name = (urlsplit(f"//{request.host}").hostname or "").rstrip(".").lower()
+    name = (_split(f"//{request.host}").hostname or "").rstrip(".").lower()
     return not (_is_address(name) or f".{name}".endswith(".localhost") or name in _own_names())
+
+
+def _split(url: str) -> SplitResult:
+    """The parts of a URL; none of text that is no URL."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return SplitResult("", "", "", "", "")
 
 
 def _is_loopback(address: str | None) -> bool:

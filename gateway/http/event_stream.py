@@ -47,7 +47,9 @@ async def send_events(request: web.Request, chunks: AsyncGenerator[Json], write_
         if not response.prepared:
             raise
         await write(event(body_of(error)))
-    except (TypeError, ValueError, KeyError):
+    except ConnectionError:
+        raise  # the client is gone
+    except Exception:
         if not response.prepared:
             raise
         log.exception("a stream failed in a way that was not foreseen", path=request.path)

@@ -56,7 +56,6 @@ class Scheduler:
         self._closed_for: set[str] = set()
         self._sessions = Sessions()
         fleet.on_change(self._pump_all)
-        fleet.tokens_may_stand = lambda replica: self._is_closed(replica.info.model)
 
     def queue_length(self, model: str) -> int:
         return len(self._lines[model])

@@ -1,5 +1,7 @@
 """The load that an engine's Prometheus page tells."""
 
+import pytest
+
 from gateway.fleet.engine_page import EngineLoad, read_load
 
 VLLM = """\
@@ -39,3 +41,11 @@ def test_a_page_of_sglang() -> None:
 
 def test_a_page_without_a_word_of_it() -> None:
     assert read_load("") == EngineLoad()
+
+
+@pytest.mark.parametrize("value", ["abc", "NaN", "+Inf", '{le="x"} 1'])
+def test_a_page_with_odd_values_is_no_error(value: str) -> None:
+    names = ("vllm:num_requests_running", "vllm:generation_tokens_total", "vllm:request_generation_tokens_bucket")
+    separator = "" if value.startswith("{") else " "
+    page = "".join(f"{name}{separator}{value}\n" for name in names)
+    assert read_load(page).lengths == {}

@@ -46,6 +46,16 @@ async def test_times_of_creation_are_left_out_and_the_release_is_named(rig: Rig)
     assert re.search(r'^rollout_gateway_build_info\{version="[^"]+"\} 1.0$', page, re.MULTILINE)
 
 
+async def test_a_page_that_is_none_costs_no_other_page(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def garbage(timeout_s: float) -> str:
+        return 'vllm:num_requests_running{a="b" many'
+
+    monkeypatch.setattr(rig.fleet.replicas[0].engine, "metrics", garbage)
+    page = await page_of(rig)
+    assert value(page, "ready") == 1
+    assert 'replica="engine-1"' in page
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_delivered_samples_are_counted_by_their_end_and_tokens_by_their_staleness(rig: Rig, stream: bool) -> None:
     await rig.open_group()

@@ -2,6 +2,13 @@
 
 import asyncio
 
+import pytest
+
+from engines.errors import DeadlineExceeded
+from engines.types import PauseMode
+from gateway.fleet.brake import Holder
+from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.replica import Replica
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
 
 WATCH: Json = FAST_WATCH | {"stalled_after_s": 1.0, "lost_after_s": 60.0}
@@ -49,3 +56,44 @@ async def test_a_paused_engine_is_not_taken_for_wedged(start_rig: StartRig) -> N
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
     assert (await rig.post("/resume"))[0] == 200
     await task
+
+
+async def test_a_wedged_engine_is_found_while_an_update_waits_for_its_rollouts(start_rig: StartRig) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH)
+    await rig.open_group()
+    task = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
+    await placed(rig, 2)
+    rig.replicas[0].inject(wedged=True)
+    start = asyncio.create_task(rig.post("/start_weight_update", {"in_flight": "drain"}))
+    await rig.until({"engine-0": "SUSPECT", "engine-1": "SERVING"})
+    assert (await start)[0] == 200  # the rollout of the wedged engine goes on after the update
+    task.cancel()
+
+
+async def test_a_call_on_a_held_engine_outlasts_probes_without_answer(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(1, fleet=WATCH | {"stalled_after_s": 0.2})
+    replica = rig.fleet.replicas[0]
+    replica.reserve(Rollout(request_id="a", model="sim", n=1, tokens=1))
+    await replica.brake.stop(Holder.UPDATE, PauseMode.KEEP, clear_cache=False, timeout_s=5.0)
+    monkeypatch.setattr(replica.engine, "health", silent)
+    load = asyncio.create_task(replica.unless_lost(asyncio.Event().wait()))
+    await rig.until({"engine-0": "SUSPECT"})
+    await asyncio.sleep(0.6)
+    assert not load.done()
+    load.cancel()
+
+
+async def silent(timeout_s: float) -> None:
+    raise DeadlineExceeded("no answer to /health")
+
+
+async def test_a_watch_that_fails_makes_the_gateway_unhealthy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(replica: Replica) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(rig.fleet, "_vouched", broken)
+    async with asyncio.timeout(20):
+        while (await rig.get("/health"))[0] != 503:
+            await asyncio.sleep(0.01)

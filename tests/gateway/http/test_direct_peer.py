@@ -22,6 +22,8 @@ async def rig(start_rig: StartRig) -> Rig:
     [
         {"Origin": "https://evil.example"},
         {"Origin": "null"},
+        {"Origin": "http://["},
+        {"Host": "[::1"},
         {"Sec-Fetch-Site": "cross-site"},
         {"Host": "evil.example:8100"},  # a name that resolves to 127.0.0.1
         {"Host": "evillocalhost:8100"},

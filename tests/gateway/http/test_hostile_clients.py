@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from gateway.http.descriptors import raise_limit
+from gateway.http.json_body import event
 from gateway.http.supervisor import Supervisor
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -58,6 +59,25 @@ async def test_an_error_that_nobody_foresaw_is_json(rig: Rig, monkeypatch: pytes
     monkeypatch.setattr("gateway.http.routes.rollouts.session_of", broken)
     status, reply = await rig.post("/v1/completions", ASKED)
     assert (status, reply["error"]["code"]) == (500, 500)
+
+
+async def test_an_error_that_nobody_foresaw_ends_a_stream_in_its_own_words(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Json] = []
+
+    def broken(chunk: Json) -> bytes:
+        sent.append(chunk)
+        if len(sent) == 2:
+            raise ZeroDivisionError
+        return event(chunk)
+
+    monkeypatch.setattr("gateway.http.event_stream.event", broken)
+    body = ASKED | {"prompt": [[5], [6]], "stream": True}
+    async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
+        events = [line for line in (await response.text()).split("\n\n") if line]
+    assert '"code":500' in events[1]
+    assert events[2:] == ["data: [DONE]"]
 
 
 async def test_more_prompts_than_allowed_are_refused_at_once(start_rig: StartRig) -> None:

@@ -315,6 +315,26 @@ async def test_those_that_are_taken_back_serve_until_it_is_their_turn(
     await until_held(rig, 3, version=0)
 
 
+async def test_a_rolling_update_goes_on_when_the_take_back_of_the_one_before_it_ends(
+    start: StartRig, folder: Path, turns: Turns
+) -> None:
+    rig = await start(odd={"engine-2": {"corrupt_loads": True}})
+    rig.fleet.replicas[2].load_tokens = 1
+    turns.allow(3)
+    assert (await push(rig, folder))[0] == 424
+    rig.replicas[2].heal()
+    turns.allow(1)  # that of engine-2, or of the first that is taken back
+    await until_held(rig, 1, version=0)
+    async with rolling(rig, folder) as pushing:
+        async with asyncio.timeout(20):
+            while rig.fleet.update_to is None:
+                await asyncio.sleep(0.01)
+        rig.fleet.end_roll()
+        assert rig.fleet.rolling_to == 2
+        turns.allow(20)
+        assert (await pushing)[0] == 200
+
+
 async def test_with_quorum_the_one_that_fails_is_fenced_and_the_update_goes_on(start: StartRig, folder: Path) -> None:
     rig = await start(4, weights={"must_pass": "quorum"}, odd={"engine-2": {"corrupt_loads": True}})
     rig.fleet.replicas[2].load_tokens = 1

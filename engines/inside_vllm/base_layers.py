@@ -1,8 +1,8 @@
-"""A LoRA-enabled model as its checkpoint knows it.
+"""Loads a LoRA-enabled model under its checkpoint's names.
 
-vLLM puts a wrapper around each layer that an adapter may change, and the layer's tensors get its name. Loaders then
-refuse the checkpoint's names (0.26), or pass experts over without an error (0.32). A layer in the place of its wrapper
-is loaded as it was when the engine started: the wrapper derives nothing from it.
+vLLM puts a wrapper around each layer that an adapter may change, and the layer's tensors get the wrapper's name.
+Loaders then refuse the checkpoint's names (0.26), or skip experts without an error (0.32). A layer in the place of its
+wrapper is loaded as it was at the engine's start: the wrapper derives nothing from the layer.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,12 +14,12 @@ from engines.inside_vllm.planned_load import Load
 from engines.transfer.gloo import NamedTensor
 
 _PREFIX = "lora_base_layer_prefix"
-"""Attribute of experts: what their names have before `w13_weight` in a LoRA-enabled model."""
+"""Attribute of experts: the prefix of `w13_weight` in their names in a LoRA-enabled model."""
 
 
 @contextmanager
 def base_layers(model: Any) -> Iterator[None]:
-    """Inside, each layer of `model` stands in the place of its LoRA wrapper."""
+    """Replace each LoRA wrapper in `model` by its layer, inside the block."""
     from vllm.lora.layers.base import BaseLayerWithLoRA
 
     modules = list(model.modules())
@@ -44,7 +44,7 @@ def base_layers(model: Any) -> Iterator[None]:
 
 
 def loader_of(model: Any) -> Load:
-    """The loader of a LoRA-enabled model, for the checkpoint's names."""
+    """Return the loader of a LoRA-enabled model, for the checkpoint's names."""
     return partial(_load, model)
 
 

@@ -1,14 +1,14 @@
-"""Mends updates of mixtures of experts in vLLM's CPU build (0.32): a reload left experts as they were loaded.
+"""Mends updates of mixtures of experts in vLLM's CPU build (0.32): a reload leaves experts unpacked.
 
-Kernels there read packed weights, of the same shape. vLLM packs them when it makes the kernel, and a reload keeps the
-kernel and so leaves that out: the engine then computes with bytes in the wrong places, and every digest is right.
+CPU kernels read packed weights, of the same shape. vLLM packs them when it makes the kernel. A reload keeps the kernel
+and does not pack: the engine then computes with bytes in the wrong places, while every digest is right.
 """
 
 from typing import Any
 
 
 def mend() -> None:
-    """Have each reload pack experts, once for each process."""
+    """Patch vLLM, once for each process, so that each reload packs experts."""
     from vllm import __version__
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod as Method
 

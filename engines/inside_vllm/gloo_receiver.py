@@ -1,6 +1,6 @@
 """vLLM weight transfer backend "gloo": receives a trainer's weights in a vLLM worker without CUDA.
 
-The wire is left to gloo_transfer.py; this file holds the backend's life in the worker and loads what arrives.
+`engines/transfer/gloo.py` has the protocol; this file opens and closes the backend in the worker, and loads tensors.
 """
 
 from collections import Counter
@@ -17,18 +17,18 @@ from engines.transfer.gloo import WeightGroup, receive
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):
-    """As vLLM's NCCL backend, which trainers know how to drive, but over TCP. Layerwise reload is inherited."""
+    """vLLM's NCCL backend over TCP, with the same calls for trainers. Layerwise reload is inherited."""
 
     _group: WeightGroup | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if current_platform.is_cpu():  # the first moment in the worker that is ours
+        if current_platform.is_cpu():  # the first code of ours that runs in the worker
             vllm_lora.mend()
             cpu_experts.mend()
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Join the trainer's group; a group from before is left first, so a new trainer may come at any time."""
+        """Join the trainer's group. Any earlier group is left first, so a new trainer may come at any time."""
         if init_info.master_address is None or init_info.master_port is None:
             raise ValueError("the gloo backend needs master_address and master_port")
         if not init_info.packed:
@@ -68,7 +68,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
             self._group = None
 
     def _rank(self, rank_offset: int) -> int:
-        """Unique over all data-parallel groups, counted as vLLM's NCCL backend does."""
+        """Return the rank, unique over all data-parallel groups, counted as vLLM's NCCL backend does."""
         parallel = self.parallel_config
         return int(rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
@@ -76,9 +76,9 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
 def rebuild_tied_head(model: torch.nn.Module) -> None:
     """Pack a tied lm_head again from the weights just loaded.
 
-    On CPU vLLM computes with a packed copy of each weight. Layerwise reload rebuilds those of the layers it loads, but
-    a tied head is loaded through the embedding, so it would go on with the old weights and say nothing. Packing is a
-    seventh of the time of a load where the vocabulary is large; a head of its own needs none.
+    On CPU vLLM computes with a packed copy of each weight. Layerwise reload rebuilds the copies of layers that it
+    loads. A tied head is loaded through the embedding, so it would silently keep the old weights. Packing takes a
+    seventh of the time of a load where the vocabulary is large; an untied head does not need it.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding

@@ -1,8 +1,8 @@
-"""Loads an update into vLLM's weights where they lie, in models whose weights are used as checkpoints hold them.
+"""Loads an update in place into vLLM's weights, for models that compute with weights in the checkpoint's layout.
 
 vLLM's layerwise reload keeps each layer's tensors until it has all, loads them into a new layer, processes that layer
-(packs, quantizes) and copies the result to where its CUDA graphs read. Where there is nothing to process, its loaders
-may as well write there at once: no second copy, and a third of the CPU time, which is what an update waits for.
+(packs, quantizes) and copies the result to the addresses that its CUDA graphs read. Where there is nothing to process,
+its loaders can write there directly: without the second copy, in a third of the CPU time, which bounds an update.
 """
 
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ EXPERT_BACKENDS = {"TRITON", "BATCHED_TRITON"}
 
 
 def obstacle(worker: Any) -> str:
-    """Why a load in place would not leave what vLLM's own reload leaves, in any parts and order; "" where it would."""
+    """Return why a load in place, in any parts and order, would differ from vLLM's reload; "" where it would not."""
     from vllm.platforms import current_platform
 
     config, device = worker.vllm_config, worker.device
@@ -34,22 +34,22 @@ def obstacle(worker: Any) -> str:
 
 
 def load_in_place(engine: Any) -> None:
-    """Have vLLM's weight transfer engine begin and finish its next update without a reload around it."""
+    """Make vLLM's weight transfer engine begin and finish its next update without a layerwise reload."""
 
     def start() -> None:
-        """Loaders write into the weights by themselves."""
+        """Do nothing: loaders write into the weights directly."""
 
     engine.start_weight_update, engine.finish_weight_update = start, lambda: load_layerwise(engine)
 
 
 def load_layerwise(engine: Any) -> None:
-    """As vLLM does by default, from here on. `engine` is None in a vLLM that was started to receive nothing."""
+    """Restore vLLM's layerwise reload. `engine` is None in a vLLM that was started without weight transfer."""
     for name in ("start_weight_update", "finish_weight_update") if engine is not None else ():
         vars(engine).pop(name, None)
 
 
 def _obstacle_in(module: Any) -> str:
-    """Why a module does not compute with its tensors as its loaders write them, or derives others from them."""
+    """Return why a module rearranges its loaded tensors, or derives others from them; "" where it does neither."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
@@ -69,7 +69,7 @@ def _obstacle_in(module: Any) -> str:
 def _obstacle_in_attention(module: Any) -> str:
     from vllm.v1.attention.backend import AttentionImpl
 
-    # Its own part sets scales to what they are; FlashInfer's reads sinks, where a model has some.
+    # Attention's own part sets scales to the values they have; FlashInfer's part reads sinks, where a model has some.
     derives = type(module.impl).process_weights_after_loading is not AttentionImpl.process_weights_after_loading
     return "attention derives tensors" if derives and getattr(module.impl, "_sinks_source", module) is not None else ""
 
@@ -81,7 +81,7 @@ def _obstacle_in_method(module: Any) -> str:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     method = getattr(module, "quant_method", None)
-    method = getattr(method, "old_quant_method", method)  # LoRA puts another before that of experts
+    method = getattr(method, "old_quant_method", method)  # LoRA wraps the method of experts
     if not isinstance(method, QuantizeMethodBase) or type(method) in (
         UnquantizedLinearMethod,
         UnquantizedEmbeddingMethod,
@@ -96,16 +96,20 @@ def _obstacle_in_method(module: Any) -> str:
 
 
 def _is_as_loaded(module: Any) -> bool:
-    """Whether its tensors have the forms that they had when its loaders wrote them."""
+    """Return True where the module's tensors have the shapes, strides and dtypes that its loaders wrote."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
     loaded, _ = get_layerwise_info(module).restore_metadata
     unrecorded = {*SKIP_TENSORS, "bias"}
     held = {
-        name: one for name, one in module.named_parameters(recurse=False) if name in loaded or name not in unrecorded
+        name: parameter
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in loaded or name not in unrecorded
     }
-    return {name: _form(one) for name, one in loaded.items()} == {name: _form(one) for name, one in held.items()}
+    return {name: _form(tensor) for name, tensor in loaded.items()} == {
+        name: _form(tensor) for name, tensor in held.items()
+    }
 
 
 def _form(tensor: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Mends LoRA in vLLM's CPU build (0.32): what has no adapter is computed without one, alone and beside adapters."""
+"""Mends LoRA in vLLM's CPU build (0.32): requests without an adapter are computed without an adapter."""
 
 from typing import Any
 
@@ -16,8 +16,11 @@ def mend() -> None:
 
 
 def _without_adapter_is_zero(shrink: Any) -> Any:
-    """vLLM marks rows without an adapter with -1, and torch takes that for the last adapter's place: where it is taken,
-    the base model's tokens would be those of an adapter."""
+    """Wrap a kernel so that rows without an adapter get zeros.
+
+    vLLM marks such rows with -1, which torch reads as the index of the last adapter: the base model would then give the
+    tokens of that adapter.
+    """
 
     def bgmv_shrink(inputs: Any, weights: Any, output: Any, adapters: Any, *args: Any, **kwargs: Any) -> None:
         shrink(inputs, weights, output, adapters, *args, **kwargs)
@@ -28,8 +31,11 @@ def _without_adapter_is_zero(shrink: Any) -> Any:
 
 
 def _sampled_rows_alone(add: Any) -> Any:
-    """vLLM looks adapters up by the rows that are sampled from. A prompt's logits have other rows, and as many only by
-    chance: without this, log-probabilities of a prompt beside other requests end the engine. On GPUs they pass too."""
+    """Wrap a method so that only rows that are sampled from get an adapter's logits.
+
+    vLLM looks adapters up by these rows. A prompt's logits have other rows, and equally many only by chance: without
+    this, log-probabilities of a prompt beside other requests end the engine. On GPUs they pass unchanged too.
+    """
 
     def add_lora_logits(self: Any, y: Any, x: Any, *args: Any, **kwargs: Any) -> None:
         if x.numel() // x.shape[-1] == self.sampler_indices.shape[0]:

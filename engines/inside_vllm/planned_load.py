@@ -1,9 +1,9 @@
-"""Loads tensors into a model as its own loaders do, by copies that were recorded when those ran for the first time.
+"""Loads tensors into a model as its own loaders do, by replaying copies recorded when the loaders first ran.
 
-Loaders find the place of a tensor by its name, in Python: 4 ms a chunk of a dense 7B, 40 ms a layer of 128
-experts, and generation stops for that time. Without quantization they only copy parts of tensors into parts of
-parameters, the same parts each time. So they run once with tensors that have no content (torch's meta device), which
-overwrites nothing. Tensors whose loaders do anything else are loaded by those loaders each time.
+Loaders find the place of a tensor by its name, in Python: 4 ms a chunk of a dense 7B, 40 ms a layer of 128 experts.
+Generation stops for that time. Without quantization loaders only copy parts of tensors into parts of parameters, the
+same parts each time. So they run once with tensors that have no content (torch's meta device), which overwrites
+nothing. Tensors whose loaders do more than copy are loaded by these loaders each time.
 """
 
 import logging
@@ -25,12 +25,12 @@ Form = tuple[str, torch.Size, torch.dtype]
 """Name, shape and dtype: tensors that loaders treat alike."""
 
 _Kind = tuple[torch.dtype, torch.dtype, bool]
-"""Dtypes of both ends of a copy, and whether both lie contiguously: one kernel copies a list of one kind."""
+"""Dtypes of source and place, and True if both are contiguous: one kernel copies a list of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Into `place`, a part of a parameter, goes the part of a contiguous tensor that begins at element `offset`."""
+    """A copy into `place`, a part of a parameter, of a contiguous tensor's part that begins at element `offset`."""
 
     place: torch.Tensor
     stride: tuple[int, ...]
@@ -46,7 +46,7 @@ class _Copy:
 
 @dataclass(frozen=True, slots=True)
 class _Fill:
-    """A shard of a vocabulary has rows behind its content, which are set to a number."""
+    """A fill of `place` with a number: a shard of a vocabulary has padding rows behind its content."""
 
     place: torch.Tensor
     value: float
@@ -54,17 +54,17 @@ class _Fill:
 
 @dataclass(slots=True)
 class _Plan:
-    """All that a loader does with one tensor."""
+    """The copies and fills of a loader for one tensor."""
 
     copies: list[_Copy] = field(default_factory=list)
     fills: list[_Fill] = field(default_factory=list)
 
 
 class PlannedLoad:
-    """The loads of one model. `begin` comes before the tensors of an update, `load` takes them in any parts."""
+    """The loads of one model. Call `begin` before the tensors of an update; `load` takes them in any parts."""
 
     def __init__(self, model: Any, load: Load | None = None) -> None:
-        """`load` takes the place of the loader that the model's class has."""
+        """`load` replaces the loader of the model's class."""
         self._model = model
         self._load: Load = load or (lambda tensors: type(model).load_weights(model, tensors))
         self._places: tuple[int, ...] = ()
@@ -78,13 +78,13 @@ class PlannedLoad:
             self._plans.clear()
 
     def plan(self, forms: Iterable[Form]) -> None:
-        """Record how tensors of these forms are loaded, where that is not known yet."""
+        """Record the plans of tensors of these forms, unless they are known."""
         unknown = [form for form in forms if form not in self._plans]
         if unknown:
             self._plans |= self._recorded(unknown)
 
     def load(self, weights: Iterable[NamedTensor]) -> None:
-        """Raises what the loaders raise, such as for a name that the model does not have."""
+        """Load these tensors. Errors are the loaders' own, such as for a name that the model does not have."""
         tensors = list(weights)
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         self.plan(forms)
@@ -100,19 +100,19 @@ class PlannedLoad:
         _run(planned)
 
     def load_all(self, weights: Iterable[NamedTensor], batch_bytes: int) -> None:
-        """As `load`, for tensors that come one by one: so many bytes at a time."""
+        """Load tensors that come one by one, `batch_bytes` at a time."""
         for batch in _batches(weights, batch_bytes):
             self.load(batch)
 
     def _recorded(self, forms: Sequence[Form]) -> Mapping[Form, _Plan | None]:
-        """A plan for each form. None where its loader has to run each time."""
+        """Return a plan for each form; None where its loader has to run each time."""
         try:
             return self._record(forms)
-        except Exception:  # whatever loaders raise here, they raise again with the tensors themselves
+        except Exception:  # loaders raise the same error again with the tensors themselves
             return {form: self._recorded_alone(form) for form in forms}
 
     def _recorded_alone(self, form: Form) -> _Plan | None:
-        """A loader that keeps a tensor until another comes copies nothing here: it has to see both."""
+        """Return the plan of one form; None for a loader that keeps a tensor until another comes and needs both."""
         try:
             plan = self._record([form])[form]
         except Exception as error:
@@ -126,7 +126,7 @@ class PlannedLoad:
         held = [(parameter, parameter.data) for parameter in self._model.parameters()]
         try:
             with recorder:
-                self._load([(form[0], one) for form, one in stand_ins.items()])
+                self._load([(form[0], tensor) for form, tensor in stand_ins.items()])
         finally:
             moved = [(parameter, data) for parameter, data in held if parameter.data_ptr() != data.data_ptr()]
             for parameter, data in moved:
@@ -144,7 +144,7 @@ def form_of(tensor: TensorMeta) -> Form:
 
 
 def _run(planned: Sequence[tuple[_Plan, torch.Tensor]]) -> None:
-    """Copy all parts, then fill the rest of what they were copied into."""
+    """Copy all parts, then fill the padding rows."""
     pairs: dict[_Kind, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for plan, tensor in planned:
         for copy in plan.copies:
@@ -160,19 +160,19 @@ def _run(planned: Sequence[tuple[_Plan, torch.Tensor]]) -> None:
 
 
 class _DoesMore(Exception):
-    """A loader does something else than to copy."""
+    """A loader does more than copy and fill."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes copies and fills down and leaves them undone; lets views be made, and nothing else be done."""
+    """Records copies and fills without doing them. Allows views; raises `_DoesMore` for all other operations."""
 
     def __init__(self, stand_ins: dict[Form, torch.Tensor]) -> None:
         super().__init__()
         self.plans = {form: _Plan() for form in stand_ins}
         # A tensor without content has no address: it is known by its storage, which `stand_ins` keeps.
-        self._forms = {one.untyped_storage()._cdata: form for form, one in stand_ins.items()}
+        self._forms = {tensor.untyped_storage()._cdata: form for form, tensor in stand_ins.items()}
         self._stand_ins = stand_ins
-        self._last: tuple[_Plan, torch.Tensor] | None = None  # of the last copy: its plan, and the part copied into
+        self._last: tuple[_Plan, torch.Tensor] | None = None  # plan and place of the last copy
         self._filled: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -197,7 +197,7 @@ class _Recorder(TorchDispatchMode):
         return place
 
     def _fill(self, place: torch.Tensor, value: float) -> torch.Tensor:
-        """Of the rest of a parameter, after the copy into it."""
+        """Record a fill of the rest of a parameter, after the copy into it."""
         plan, copied = self._last or (None, place)
         if plan is None or not _share(place, copied) or _overlap(place, copied):
             raise _DoesMore("a fill by itself")
@@ -208,7 +208,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _copy(place: torch.Tensor, source: torch.Tensor, whole: torch.Tensor) -> _Copy:
-    """`source` is a part of `whole`, a contiguous tensor that begins its storage."""
+    """Return the copy of `source`, a part of `whole`, which is contiguous and begins its storage."""
     stride, offset = source.stride(), source.storage_offset()
     is_whole = offset == 0 and source.shape == whole.shape and stride == whole.stride()
     kind = place.dtype, source.dtype, place.is_contiguous() and source.is_contiguous()
@@ -216,12 +216,12 @@ def _copy(place: torch.Tensor, source: torch.Tensor, whole: torch.Tensor) -> _Co
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are parts of one storage."""
+    """Return True where both are parts of one storage."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two parts may share elements."""
+    """Return True where two parts may share elements."""
     if not _share(one, other):
         return False
     (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
@@ -229,7 +229,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _extent(part: torch.Tensor) -> tuple[int, int]:
-    """First element in its storage, and the one behind the last."""
+    """Return the begin and end (exclusive) of a part, in elements of its storage."""
     begin = part.storage_offset()
     reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
     return begin, begin + reach + 1 if part.numel() else begin

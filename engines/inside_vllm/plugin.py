@@ -1,18 +1,18 @@
-"""vLLM general plugin: tells every vLLM process of our weight transfer backends. What they do is in their own files."""
+"""vLLM general plugin: registers the gloo weight transfer backend in every vLLM process. `gloo_receiver.py` has it."""
 
 import contextlib
 import multiprocessing
 import os
 
 FORK_CORE = "ROLLOUT_GATEWAY_FORK_CORE"
-"""Environment variable, 1 where vLLM's engine core shall be forked from its API server."""
+"""Environment variable: 1 forks vLLM's engine core from its API server."""
 
 
 def register() -> None:
-    """Called by vLLM in every process it starts, before it has imported much: only names are given here."""
+    """Register the backend by name. vLLM calls this in every process at its start, before most imports."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    # Refused where it is known already: a process that vLLM forked loads plugins once more.
+    # vLLM refuses a name that is registered already: a process that it forked loads plugins a second time.
     with contextlib.suppress(ValueError):
         WeightTransferEngineFactory.register_engine(
             "gloo", "engines.inside_vllm.gloo_receiver", "GlooWeightTransferEngine"
@@ -22,8 +22,11 @@ def register() -> None:
 
 
 def _fork_the_core() -> None:
-    """On CPU vLLM spawns its engine core, which then imports anew what the API server has: seconds of CPU for each
-    start. It needs that where OpenMP's threads are bound to cores; with one thread a fork does, as on GPUs."""
+    """Make vLLM fork its engine core, as on GPUs.
+
+    On CPU vLLM spawns the core, which imports all modules a second time: seconds of CPU for each start. It needs a
+    spawn where OpenMP's threads are bound to cores; with one thread a fork is enough.
+    """
     from vllm.v1.engine import utils
 
     utils.get_mp_context = lambda: multiprocessing.get_context("fork")

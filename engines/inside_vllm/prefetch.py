@@ -1,4 +1,4 @@
-"""A version of the weights brought near a worker while its engine makes tokens, so that the load itself is short."""
+"""Fetches and reads a weight version while the engine makes tokens, so that the load itself is short."""
 
 import threading
 from collections.abc import Callable
@@ -17,8 +17,10 @@ Files = tuple[tuple[str, int, int], ...]
 
 
 class Prefetch:
-    """Fetches folder `path` where `fetch` is given, then reads it into free memory of the worker's GPU, if there is
-    enough of it. A thread does both; `take` waits for it."""
+    """The prefetch of folder `path` on a thread, for which `take` waits.
+
+    It calls `fetch`, if given, then reads the folder into free memory of the worker's GPU, if there is enough.
+    """
 
     def __init__(self, path: Path, device: torch.device, fetch: Callable[[], object] | None = None) -> None:
         self._path = path
@@ -31,12 +33,12 @@ class Prefetch:
         self._thread.start()
 
     def is_of(self, path: Path) -> bool:
-        """Whether it is about this folder as it is now: a version that was taken back gives its number to another."""
+        """Return True if it is of `path` with its present files: a withdrawn version's number is reused."""
         return path == self._path and (self._thread.is_alive() or self._files == _files(path))
 
     @property
     def is_ready(self) -> bool:
-        """True once nothing more comes. Raises what went wrong."""
+        """True once the prefetch has ended. Raises its error."""
         if self._thread.is_alive():
             return False
         if self._error is not None:
@@ -44,9 +46,9 @@ class Prefetch:
         return True
 
     def take(self, path: Path) -> NamedTensors | None:
-        """The folder's tensors on the GPU, for work on its current stream, once. None where it is to be read.
+        """Return the folder's tensors on the GPU, for its current stream, once; None if the caller has to read them.
 
-        Waits for what is under way of this folder, and for that of no other.
+        Wait for the prefetch if it is of this folder, and not for another folder's.
         """
         if path != self._path:
             return None
@@ -65,7 +67,7 @@ class Prefetch:
             self._files = _files(self._path)
             if self._device.type == "cuda" and self._num_bytes() <= room_on(self._device):
                 self._tensors = self._read()
-        except Exception as error:  # whoever asks is told, and the load tries by itself
+        except Exception as error:  # `is_ready` raises it, and the load reads the folder itself
             self._error = error
 
     def _num_bytes(self) -> int:
@@ -81,12 +83,15 @@ class Prefetch:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Not the engine's: there copies would wait for steps, and steps for them. Always the same one, since torch keeps
-    memory for the stream that it was used on, and would take it anew for each version."""
+    """Return the stream for copies: the engine's own stream would make copies and steps wait for each other.
+
+    It is always the same stream, since torch keeps freed memory for the stream that used it, and would allocate more
+    for each version.
+    """
     return torch.cuda.Stream(device)
 
 
 def _files(folder: Path) -> Files:
-    """What tells a folder's files from others of their names."""
+    """Return name, inode and change time of a folder's files, which differ from other files of the same names."""
     found = ((file.name, file.stat()) for file in sorted(folder.glob("*.safetensors")))
     return tuple((name, stat.st_ino, stat.st_mtime_ns) for name, stat in found)

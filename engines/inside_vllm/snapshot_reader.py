@@ -1,8 +1,8 @@
-"""A checkpoint folder's tensors on a GPU, as fast as its host copies memory.
+"""Reads a checkpoint folder's tensors to a GPU, as fast as its host copies memory.
 
-vLLM's own reader copies tensor after tensor from a mapped file, which one core does; a replica that comes back, and a
-fleet that loads what the relay wrote, wait for it. Here threads read parts of the files into pinned memory while the
-parts before are on their way. Without a GPU they read each part where it belongs, while the tensors before are used.
+vLLM's own reader copies tensor after tensor from a mapped file on one core. A replica that returns, and a fleet that
+loads a version of the relay, wait for it. Here threads read parts of the files into pinned memory while earlier parts
+are copied to the GPU. Without a GPU they read each part into its tensor, while earlier tensors are used.
 """
 
 import os
@@ -20,19 +20,19 @@ from engines.checkpoint import Span, read_spans
 
 _PART_BYTES = 32 << 20
 _BATCH_BYTES = 256 << 20
-"""Tensors that lie behind each other are on the device together, so many bytes at least."""
+"""The least size of a batch of consecutive tensors, which are on the device together."""
 _THREADS = max(8, min(16, len(os.sched_getaffinity(0)) // 2))
-"""One copies 3 GB/s; beside an H200 sixteen came to 38 GB/s, where eight came to 27 and pinned memory gives 55."""
+"""One thread copies 3 GB/s. Beside an H200 eight reach 27 GB/s and sixteen 38; pinned memory gives 55."""
 _BUFFERS = _THREADS + 8
 _HOST_PART_BYTES = 4 << 20
 _HOST_BATCH_BYTES = 16 << 20
-"""Without a GPU: little enough that memory which was used before is used again; fresh pages cost as much as a copy."""
+"""Batch without a GPU: small enough that freed memory is used again, since fresh pages cost as much as a copy."""
 _HOST_BATCHES_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Tensors behind each other in one file."""
+    """Consecutive tensors of one file."""
 
     file: Path
     spans: Sequence[Span]
@@ -46,20 +46,20 @@ class _Batch:
         return self.spans[-1].end - self.begin
 
     def parts(self, part_bytes: int) -> Iterator[tuple[int, int]]:
-        """Offset in the batch and length of each."""
+        """Yield the offset in the batch and the length of each part."""
         for offset in range(0, self.num_bytes, part_bytes):
             yield offset, min(part_bytes, self.num_bytes - offset)
 
 
 class _Buffer:
-    """Pinned host memory that a part passes through."""
+    """Pinned host memory for one part at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._left: Any = None
 
     def fill(self, file: Path, offset: int, length: int) -> "_Buffer":
-        """Read once what was here before has left."""
+        """Read a part, once the copy of the part before has ended."""
         if self._left is not None:
             self._left.synchronize()
         _fill(self.memory[:length], file, offset)
@@ -73,14 +73,14 @@ class _Buffer:
 
 
 def pin_buffers(device: torch.device) -> None:
-    """Have torch take the pinned memory of reads to a GPU, which it keeps: the first is as fast as the next."""
+    """Allocate the pinned memory of reads, which torch keeps: the first read is then as fast as the next."""
     _ = [_Buffer(device) for _ in range(_BUFFERS)]
 
 
 def read_tensors(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor, in the order of the files. A tensor is good for work on the device's current stream.
+    """Return names and tensors in the order of the files, for work on the device's current stream.
 
-    Raises `OSError` where the folder holds no tensors, and later where a file cannot be read to its end.
+    Raise `OSError` where the folder holds no tensors, and later where a file cannot be read to its end.
     """
     is_host = device.type == "cpu"
     batch_bytes = _HOST_BATCH_BYTES if is_host else _BATCH_BYTES
@@ -121,7 +121,7 @@ def _read(batches: Sequence[_Batch], device: torch.device) -> Iterator[tuple[str
     readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot")
     jobs = ((batch, offset, length) for batch in batches for offset, length in batch.parts(_PART_BYTES))
     try:
-        # As many reads are under way as there are buffers, and each ends in the order that it began.
+        # As many reads run as there are buffers, and they are awaited in the order of their start.
         reading: deque[Future[_Buffer]] = deque()
 
         def read_on() -> None:
@@ -155,7 +155,7 @@ def _fill(place: torch.Tensor, file: Path, offset: int) -> None:
 
 def _batches(file: Path, spans: Sequence[Span], batch_bytes: int) -> Iterator[_Batch]:
     batch: list[Span] = []
-    for span in sorted(spans, key=lambda one: one.begin):
+    for span in sorted(spans, key=lambda span: span.begin):
         batch.append(span)
         if batch[-1].end - batch[0].begin >= batch_bytes:
             yield _Batch(file, batch)

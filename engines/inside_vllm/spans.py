@@ -1,8 +1,8 @@
-"""Has vLLM's API server tell which weight version made which tokens of a completion (vLLM 0.32 and later).
+"""Adds weight versions to completions of vLLM's API server: the version of each token (vLLM 0.32 and later).
 
-vLLM counts this itself, exactly, but tells it on /inference/v1/generate alone. Here each choice of /v1/completions and
-/v1/chat/completions gets `weight_versions`, a list of {version, start, end}, where it ends. One that a single version
-made gets it too: whoever sent the request cannot know on which side of an update that fell into it this sample lay.
+vLLM counts them itself, exactly, but reports them only on /inference/v1/generate. Here each choice of /v1/completions
+and /v1/chat/completions gets `weight_versions`, a list of {version, start, end}, in its last chunk. A choice of a
+single version gets it too: the client cannot know on which side of an update during the request a sample was made.
 """
 
 import functools
@@ -13,21 +13,21 @@ from typing import Any
 
 Json = dict[str, Any]
 Spans = dict[int, list[Json]]
-"""By the index of a choice."""
+"""Version spans by the index of a choice."""
 
-_MARK = "_tells_version_spans"
+_MARK = "_reports_version_spans"
 
 
 class VersionSpans:
-    """ASGI middleware that passes everything on: the one place where vLLM takes code into each of its API servers."""
+    """ASGI middleware that passes everything on. vLLM loads code into each of its API servers only as middleware."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
         try:
             _install()
         except (ImportError, AttributeError) as error:
-            # Another vLLM than we know: it serves as well without, and the gateway names versions without limits.
-            logging.getLogger("vllm.rollout_gateway").warning("completions will tell no version spans: %s", error)
+            # An unknown release of vLLM: it serves without spans, and the gateway reports versions without limits.
+            logging.getLogger("vllm.rollout_gateway").warning("completions will have no version spans: %s", error)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         await self._app(scope, receive, send)
@@ -38,11 +38,11 @@ def _install() -> None:
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
     if not hasattr(OpenAIServingCompletion, _MARK):
-        tell_spans(OpenAIServingCompletion, OpenAIServingChat)
+        report_spans(OpenAIServingCompletion, OpenAIServingChat)
         setattr(OpenAIServingCompletion, _MARK, True)
 
 
-def tell_spans(completions: Any, chats: Any) -> None:
+def report_spans(completions: Any, chats: Any) -> None:
     """Wrap the methods of vLLM's serving classes that turn outputs into replies."""
     whole, stream, chat, chat_stream = (
         completions.request_output_to_completion_response,
@@ -106,7 +106,7 @@ def tell_spans(completions: Any, chats: Any) -> None:
 
 
 def counted(outputs: Iterable[Any], *, by_index: bool = False) -> Spans:
-    """Spans of those outputs that have ended, by their place or, where they come singly, by index."""
+    """Return the spans of outputs that have ended, by position in `outputs`, or by their own index with `by_index`."""
     return {
         output.index if by_index else place: [
             {"version": span.version, "start": span.start, "end": span.end} for span in output.weight_versions
@@ -117,7 +117,7 @@ def counted(outputs: Iterable[Any], *, by_index: bool = False) -> Spans:
 
 
 def with_spans(event: str, spans: Spans) -> str:
-    """A streamed event, with the spans of choices that end in it; those told are taken out of `spans`."""
+    """Return a streamed event with the spans of choices that end in it, which are removed from `spans`."""
     head, _, data = event.partition("data: ")
     if head or not data.startswith("{"):
         return event

@@ -1,4 +1,4 @@
-"""What we add to vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all of them."""
+"""The extension of vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all workers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -22,11 +22,11 @@ from engines.transfer.tee import Scribe, WeightTee, prepare
 from engines.types import TensorMeta
 
 _BATCH_BYTES = 512 << 20
-"""Of a folder that is loaded in place: enough that its loaders are seldom asked, little enough for a full GPU."""
+"""Batch of a folder that is loaded in place: large enough that loaders run seldom, small enough for a full GPU."""
 
 
 class WeightWorker:
-    """Mixed into vLLM's worker class, so that `self` is the worker. Names here must be none of the worker's own."""
+    """Mixed into vLLM's worker class, so that `self` is the worker. Names here must differ from the worker's own."""
 
     tee: WeightTee | None = None
     scribe: Scribe | None = None
@@ -35,7 +35,7 @@ class WeightWorker:
     def open_receipt(
         self, draft: str = "", model: str = "", base: str = "", names: Sequence[str] = (), wait_s: float = 0.0
     ) -> None:
-        """Digest what is received from now on; the first worker also copies it into folder `draft` if one is given."""
+        """Digest received tensors from now on. With `draft`, the first worker also copies them into that folder."""
         worker: Any = self
         self.drop_receipt()
         _end_reload(worker)
@@ -53,17 +53,17 @@ class WeightWorker:
         self.tee = WeightTee(worker.weight_transfer_engine.model, self.scribe if draft else None, load)
 
     def close_receipt(self) -> dict[str, str]:
-        """The digest of each tensor received. What is to be copied waits for `keep_receipt`."""
+        """Return the digest of each received tensor. The copy is finished by `keep_receipt`."""
         tee, self.tee = self.tee, None
         return tee.close() if tee is not None else {}
 
     def keep_receipt(self) -> None:
-        """The update is committed: its draft becomes whole, or says why not, in its own time."""
+        """Finish the draft in the background, or note there why it failed: the update is committed."""
         if self.scribe is not None:
             self.scribe.keep()
 
     def drop_receipt(self) -> None:
-        """Stop digesting and copying; the draft is worth nothing."""
+        """Stop digesting and copying; the draft is discarded."""
         worker: Any = self
         load_layerwise(worker.weight_transfer_engine)
         tee, self.tee = self.tee, None
@@ -73,19 +73,19 @@ class WeightWorker:
             self.scribe.give_up("the update was aborted")
 
     def end_update(self) -> None:
-        """Leave no update open, whatever its weights are: after one that is finished vLLM takes it for an error."""
+        """Finish an open update, if any, whatever its weights are: vLLM refuses to finish twice."""
         worker: Any = self
         if worker._weight_update_active:
             worker.finish_weight_update()
 
     def fetches(self) -> dict[str, bool]:
-        """Asked of servers that somebody else started: `load_snapshot` is here. vLLM would tell a bare True as text."""
+        """Report that `load_snapshot` exists, for external servers. vLLM would return a bare True as text."""
         return {"fetches": True}
 
     def plan_updates(self) -> dict[str, str]:
         """Plan loads of the checkpoint's tensors, so that the first update takes no longer than the next.
 
-        Returns why updates need vLLM's own reload instead; "" where they are loaded in place.
+        Return why updates need vLLM's own reload instead; "" where they are loaded in place.
         """
         worker: Any = self
         in_place = self._begin_in_place()
@@ -96,7 +96,7 @@ class WeightWorker:
     def prepare_snapshot(
         self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
     ) -> dict[str, bool]:
-        """Begin to bring a folder near, with the arguments of `load_snapshot`; asked again, whether it is there."""
+        """Begin to prefetch a folder, with the arguments of `load_snapshot`. `ready` is True once it has ended."""
         worker: Any = self
         folder = Path(path)
         fetch = partial(fetched, folder, PeerStore(peer_url, peer_key), version, timeout_s) if peer_url else None
@@ -113,10 +113,10 @@ class WeightWorker:
     def load_snapshot(
         self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
     ) -> None:
-        """Load all weights from a checkpoint folder, whatever an update that broke off has left.
+        """Load all weights from a checkpoint folder, also after an update that broke off.
 
-        With `peer_url` the folder is fetched from there, as that version, where this machine does not have it. Version
-        0 is then read from where vLLM has it.
+        With `peer_url`, a folder that this machine lacks is fetched from there as version `version`. Version 0 is then
+        read from vLLM's own checkpoint.
         """
         worker: Any = self
         if peer_url:
@@ -145,43 +145,45 @@ class WeightWorker:
                 worker.reload_weights(weights_iterator=tensors)
             return
         in_place.load_all(tensors, _BATCH_BYTES)
-        # As vLLM does after a reload: what it keeps of images was made by the weights before.
+        # As vLLM does after a reload: its cached image encodings are of the old weights.
         worker.model_runner.reset_encoder_cache()
         worker.model_runner.reset_mm_cache()
 
     @cached_property
     def obstacle(self) -> str:
-        """Why weights are not loaded where they lie; "" where they are."""
+        """The reason why weights are not loaded in place; "" where they are."""
         return obstacle(self)
 
     @cached_property
     def in_place(self) -> PlannedLoad | None:
-        """Loads weights where they lie. None in a model with which that is not to be done."""
+        """The planned load in place; None for a model with an `obstacle`."""
         worker: Any = self
         return None if self.obstacle else PlannedLoad(worker.get_model(), _loader(worker))
 
     def _begin_in_place(self) -> PlannedLoad | None:
-        """`in_place`, ready to load all or some weights."""
+        """Return `in_place`, ready to load all or some weights."""
         if self.in_place is not None:
             self.in_place.begin()
         return self.in_place
 
 
 def _loader(worker: Any) -> Load | None:
-    """What stands in the place of the model's own loader, where that does not know the checkpoint's names."""
+    """Return a loader for a LoRA-enabled model, whose own loader does not know the checkpoint's names; else None."""
     return loader_of(worker.get_model()) if worker.vllm_config.lora_config is not None else None
 
 
 def _expected(model_config: Any) -> tuple[TensorMeta, ...]:
-    """The tensors that a trainer of this model sends, as far as its checkpoint says: in the dtype of the engine."""
+    """Return the tensors that a trainer of this model sends, by its checkpoint, in the dtype of the engine."""
     folder = Path(model_config.model)
     tensors = read_checkpoint(folder) if folder.is_dir() else None
     return served_in(str(model_config.dtype).removeprefix("torch."), tensors or ())
 
 
 def _end_reload(worker: Any) -> None:
-    """End a layerwise reload that was left in the middle: vLLM would take the next one for its continuation, and a
-    load in place would leave it open."""
+    """End an unfinished layerwise reload.
+
+    vLLM would continue it with the next reload, and a load in place would leave it open.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -195,7 +197,7 @@ def _end_reload(worker: Any) -> None:
 def _scribe_after(
     before: Scribe | None, draft: Path, model: str, base: Path | None, names: Sequence[str], wait_s: float
 ) -> Scribe:
-    """The next scribe, once the one before is done: two would need the memory of two."""
+    """Return the next scribe, once the scribe before has ended: two would need twice the memory."""
     scribe = Scribe(draft, model, base, names, wait_s)
     if before is not None and not before.join(wait_s):
         scribe.give_up("the version before is still being written (weights.store_wait_s)")

@@ -1,4 +1,4 @@
-"""Faults of real engines that the simulated engine can be told to have, at its start or while it runs (PUT /faults)."""
+"""Faults of real engines for the simulated engine, set at its start or while it runs (PUT /faults)."""
 
 import os
 from collections.abc import Awaitable, Callable
@@ -14,12 +14,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Faults(BaseModel):
-    """What goes wrong with each request for tokens; nothing unless set."""
+    """The faults of each request for tokens; none unless set."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     status: int | None = None
-    """HTTP status that it answers with, such as 429, 401 or 500."""
+    """HTTP status of the answer, such as 429, 401 or 500."""
     retry_after_s: int | None = None
     """Retry-After header beside `status`."""
     garbage: bool = False
@@ -66,7 +66,7 @@ class FaultInjector:
         return await handler(request)
 
     def events(self, chunk: Json) -> bytes:
-        """A chunk as it is sent."""
+        """Return a chunk with the faults of streams."""
         line_end = b"\r\n" if self.faults.crlf else b"\n"
         event = b"data: " + orjson.dumps(chunk) + line_end + line_end
         return event * 2 if self.faults.doubled_chunks else event

@@ -36,7 +36,7 @@ class SchedulerMetrics(Collector):
         yield self._lengths()
 
     def _lengths(self) -> Metric:
-        """vLLM's histogram of completion lengths, in its edges."""
+        """Return vLLM's histogram of completion lengths, with its edges."""
         counts = self._scheduler.finished_lengths
         edges = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
         buckets = [(str(float(edge)), sum(n for length, n in counts.items() if length <= edge)) for edge in edges]

@@ -24,7 +24,7 @@ from engines.store.joined_file import write_joined
 from engines.store.manifest import MANIFEST, Manifest, StoredTensor, digest_of
 
 SHARD_BYTES = 512 << 20
-"""Size at which a file of a version is written; a writer holds at least so much memory."""
+"""Size at which a file of a version is written; a writer holds at least as much memory."""
 DRAFT = "draft-"
 """Prefix of draft folders."""
 OWNER = ".owner"
@@ -68,7 +68,7 @@ class ChangedTensor:
 
 
 class Draft:
-    """A version that is being written by one writer. The last tensor of a name in one `add` counts.
+    """A version that is being written by one writer. In one `add`, the last tensor of a name counts.
 
     Every method raises `StoreFailed` where the disk is full or gone; the draft must be discarded then.
     """
@@ -111,8 +111,8 @@ class Draft:
             safetensors.serialize_file(specs, path, {"format": "pt"})
             sync(path)
         stored = {
-            name: StoredTensor(one.dtype, list(one.shape), one.digest or digest_of(one.bytes), path.name)
-            for name, one in last.items()
+            name: StoredTensor(tensor.dtype, list(tensor.shape), tensor.digest or digest_of(tensor.bytes), path.name)
+            for name, tensor in last.items()
         }
         self._note(stored)
 
@@ -126,29 +126,30 @@ class Draft:
             save_file(content, path)
             sync(path)
         stored = {
-            one.name: StoredTensor(one.dtype, list(one.shape), one.digest, "", path.name, one.base) for one in tensors
+            tensor.name: StoredTensor(tensor.dtype, list(tensor.shape), tensor.digest, "", path.name, tensor.base)
+            for tensor in tensors
         }
         self._note(stored)
 
     def _note(self, stored: Mapping[str, StoredTensor]) -> None:
         with self._lock:
-            if again := stored.keys() & self._tensors.keys():
+            if repeated := stored.keys() & self._tensors.keys():
                 # An engine would load both files, in any order.
-                raise StoreFailed(f"tensor {min(again)!r} came twice in one update, in different files")
+                raise StoreFailed(f"tensor {min(repeated)!r} came twice in one update, in different files")
             self._tensors |= stored
 
     def join(self, base: Path) -> None:
         """Join the changes with the tensors of the version in folder `base`; `check_bytes` checks the digests.
 
-        Raises `InvalidRequest` before anything is written where the base has other tensors, or the changes do not fit.
+        Raise `InvalidRequest`, before anything is written, where the base has other tensors or the changes do not fit.
         """
         lacking = {name: tensor for name, tensor in self._tensors.items() if not tensor.file}
         held = Manifest.read(base)
         for name, tensor in lacking.items():
-            there = held.tensors[name].digest if name in held.tensors else "none"
-            if there != tensor.base:
+            found = held.tensors[name].digest if name in held.tensors else "none"
+            if found != tensor.base:
                 raise InvalidRequest(
-                    f"tensor {name!r} comes as changes to {tensor.base}, and in version {held.version} it is {there}: "
+                    f"tensor {name!r} comes as changes to {tensor.base}, and in version {held.version} it is {found}: "
                     "push it whole",
                     param="snapshot",
                 )
@@ -185,7 +186,7 @@ class Draft:
             raise StoreFailed(f"{base} lacks tensor {min(missing)!r}, which was not sent either")
 
     def _link(self, file: Path, kept: Mapping[str, StoredTensor]) -> bool:
-        """Hard-link a file of a version. Returns False where the file system cannot."""
+        """Hard-link a file of a version. Return False where the file system cannot."""
         path = self._next_file()
         try:
             os.link(file, path)
@@ -193,9 +194,9 @@ class Draft:
             self._num_files -= 1
             return False
         self._tensors |= {
-            name: replace(one, file=path.name, changes="", base="")
-            for name, one in kept.items()
-            if one.file == file.name
+            name: replace(tensor, file=path.name, changes="", base="")
+            for name, tensor in kept.items()
+            if tensor.file == file.name
         }
         return True
 
@@ -214,14 +215,14 @@ class Draft:
             Manifest(self._model, self._tensors, base=self._base).write(self.folder)
 
     def fail(self, reason: str) -> None:
-        """Write down why the draft will not become whole, for the gateway that waits for it."""
+        """Write the reason why the draft will not become whole, for the gateway that waits for it."""
         # Where the disk or the folder is gone, the wait ends without this.
         with contextlib.suppress(OSError):
             (self.folder / _FAILED).write_text(reason, encoding="utf-8")
 
 
 def claim_draft(store: Path) -> tuple[Path, int]:
-    """A new draft folder, and a descriptor whose lock marks its writer as alive until it is closed."""
+    """Return a new draft folder, and a descriptor whose lock marks its writer as alive until it is closed."""
     folder = store / f"{DRAFT}{uuid.uuid4().hex}"
     begun = store / f".{folder.name}"  # `sweep` must not see a draft before it is locked
     with disk_errors(folder):
@@ -251,7 +252,7 @@ def join(draft: Path, base: Path) -> None:
 
 
 def is_whole(draft: Path) -> bool:
-    """True where the writer has finished the draft. Raises `StoreFailed` where it gave up, or the draft is gone."""
+    """Return True where the writer has finished the draft. Raise `StoreFailed` where it failed or the draft is gone."""
     if (draft / _FAILED).is_file():
         raise StoreFailed((draft / _FAILED).read_text(encoding="utf-8"))
     if not draft.is_dir():
@@ -260,7 +261,7 @@ def is_whole(draft: Path) -> bool:
 
 
 def raw(name: str, dtype: str, shape: Sequence[int], content: bytes | bytearray | memoryview) -> RawTensor:
-    """A tensor with a copy of these bytes."""
+    """Return a tensor with a copy of these bytes."""
     buffer = (ctypes.c_ubyte * len(content)).from_buffer_copy(content)
     return RawTensor(name, dtype, shape, ctypes.addressof(buffer), len(content), buffer)
 
@@ -275,7 +276,7 @@ def _files_of(tensor: StoredTensor) -> list[str]:
 
 
 def _number(file: str) -> int:
-    """The number in a name such as "model-00003.safetensors"; 0 where there is none."""
+    """Return the number in a name such as "model-00003.safetensors"; 0 where there is none."""
     number = file.partition(".")[0].rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
@@ -292,7 +293,7 @@ def _batches(spans: Iterable[Any]) -> Iterator[list[Any]]:
     batch: list[Any] = []
     for span in spans:
         batch.append(span)
-        if sum(one.end - one.begin for one in batch) >= SHARD_BYTES:
+        if sum(span.end - span.begin for span in batch) >= SHARD_BYTES:
             yield batch
             batch = []
     if batch:

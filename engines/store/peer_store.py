@@ -65,18 +65,18 @@ class PeerStore:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def newest(self) -> int:
-        """The newest version that the peer keeps. Raises `StoreFailed` where it keeps none, or does not answer."""
+        """Return the newest version that the peer keeps. Raise `StoreFailed` where it keeps none or does not answer."""
         versions = self._ask(VERSIONS_PATH)["versions"]
         if not versions:
             raise StoreFailed(f"{self._url} keeps no weight version yet: version 0 is the checkpoint")
         return int(max(versions))
 
     def fetch(self, version: int, target: Path, timeout_s: float) -> Path:
-        """Fetch the version into folder `target` and check every tensor's digest. Returns the folder.
+        """Fetch the version into folder `target` and check every tensor's digest. Return the folder.
 
-        A version that is there stays if its digests are the peer's; an earlier run may have used the number. Raises
+        A local version stays if its digests are the peer's; an earlier run may have used the number. Raise
         `StoreFailed` where the peer lacks the version or is silent, the bytes are damaged, or the disk is full, and
-        `DeadlineExceeded` after `timeout_s`. The next fetch of the version reuses what had arrived.
+        `DeadlineExceeded` after `timeout_s`. The next fetch of the version reuses the files that had arrived.
         """
         fetch = _Fetch(self, version, target, time.monotonic() + timeout_s)
         with disk_errors(target):
@@ -90,14 +90,14 @@ class PeerStore:
         files = [_File(str(file["name"]), int(file["bytes"])) for file in listed]
         for file in files:
             if Path(file.name).name != file.name or file.name.startswith("."):
-                raise StoreFailed(f"{self._url} names a file {file.name!r}, which is none of a version's")
+                raise StoreFailed(f"{self._url} names a file {file.name!r}, which no version has")
         return files
 
     def connect(self) -> http.client.HTTPConnection:
         return self._connection_class(self._host, self._port, timeout=_SILENCE_S)
 
     def get(self, connection: http.client.HTTPConnection, path: str, span: str = "") -> http.client.HTTPResponse:
-        """The response to a GET. Raises `StoreFailed` where it is not a success."""
+        """Return the response to a GET. Raise `StoreFailed` where it is not a success."""
         headers = {**self._headers, **({"Range": f"bytes={span}"} if span else {})}
         connection.request("GET", self._path + path, headers=headers)
         answer = connection.getresponse()
@@ -132,7 +132,7 @@ class _Fetch:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Holds the machine's lock: of several workers one fetches, and the others wait."""
+        """Hold the machine's lock: one worker fetches, and the others wait."""
         lock = os.open(self._target.parent / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             while not try_lock(lock):
@@ -158,7 +158,7 @@ class _Fetch:
         self._partial.rename(self._target)
 
     def _remove_other_partials(self) -> None:
-        """Free the room of versions whose fetch broke off, and which nobody wants any more."""
+        """Remove the files of other versions whose fetch broke off."""
         for partial in self._target.parent.glob(".*.partial"):
             if partial != self._partial:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -183,7 +183,7 @@ class _Fetch:
             return self._checked()
 
     def _joined(self, files: Sequence[_File]) -> Manifest | None:
-        """The version, built from its base; None where the base is not here, or the build fails."""
+        """Return the version, built from its base; None where the base is not here, or the build fails."""
         self._receive([file for file in files if file.name == MANIFEST])
         if (successor := Successor.of(self._partial, self._target.parent)) is None:
             return None
@@ -203,7 +203,7 @@ class _Fetch:
         self._receive(lacking)
 
     def _remove_all_but(self, files: Sequence[_File]) -> None:
-        """Removes files that an earlier fetch may have linked from another version: they must not be written to."""
+        """Remove files that an earlier fetch may have linked from another version: they must not be written to."""
         for path in {*self._partial.iterdir()} - {self._partial / file.name for file in files}:
             path.unlink()
 
@@ -220,17 +220,17 @@ class _Fetch:
             raise StoreFailed(f"{self._partial.parent} has {free} bytes free, version {self._version} needs {size}")
 
     def _receive(self, files: Sequence[_File]) -> None:
-        """Fetches all ranges of these files in parallel. A file gets its name when it is whole."""
+        """Fetch all ranges of these files in parallel. A file gets its name when it is whole."""
         for file in files:
             (self._partial / file.name).unlink(missing_ok=True)
             with (self._partial / _beside(file)).open("wb") as begun:
                 begun.truncate(file.num_bytes)
         with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="fetch") as pool:
             try:
-                ranges = [pool.submit(self._receive_range, one) for file in files for one in _ranges(file)]
+                ranges = [pool.submit(self._receive_range, part) for file in files for part in _ranges(file)]
                 done, late = wait(ranges, timeout=self._deadline - time.monotonic(), return_when=FIRST_EXCEPTION)
-                for one in done:
-                    one.result()
+                for received in done:
+                    received.result()
                 if late:
                     self._check_time("bytes are missing yet")
             except BaseException:
@@ -241,7 +241,7 @@ class _Fetch:
             (self._partial / _beside(file)).rename(self._partial / file.name)
 
     def _receive_range(self, wanted: _Range) -> None:
-        """Fetches one range, resumed where it broke; given up after `_TRIES` connections without a byte."""
+        """Fetch one range, and resume it where it breaks off. Give up after `_TRIES` connections without a byte."""
         position, failures = wanted.begin, 0
         while position < wanted.end:
             before = position
@@ -258,7 +258,7 @@ class _Fetch:
                 self._stopped.wait(_RETRY_S * failures)
 
     def _pieces(self, wanted: _Range, position: int) -> Iterator[bytes]:
-        """The bytes of one connection, from `position` on."""
+        """Yield the bytes of one connection, from `position` on."""
         connection = self._peer.connect()
         try:
             path = f"{VERSIONS_PATH}/{self._version}/{wanted.file.name}"
@@ -279,7 +279,7 @@ class _Fetch:
 
 
 def fetched(path: Path, peer: PeerStore, version: int, timeout_s: float) -> Path:
-    """The folder of a version, fetched where this machine lacks it. `path` is its folder on the gateway's machine.
+    """Return the folder of a version, fetched where this machine lacks it. `path` is the gateway's own folder of it.
 
     The last two fetched versions are kept.
     """

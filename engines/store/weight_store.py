@@ -2,14 +2,14 @@
 
     v3/              version 3: safetensors under checkpoint names, manifest.json, and config and tokenizer files linked
     v4/              from the served checkpoint, so that engines load it as any checkpoint folder
-    draft-1f2e.../   being written; whole once it holds manifest.json. `.owner` is locked as long as its writer lives
-      *.delta        changed elements of tensors of the version that it names as its base: joined with that before it is
-                     promoted, so that a version is whole, and kept for machines that hold the base and fetch this one
-    draft-gone-...   what is worth nothing any more and is being removed
+    draft-1f2e.../   being written; whole once it holds manifest.json. `.owner` is locked while its writer lives
+      *.delta        changed elements of tensors of the base version that the draft names: joined with the base before
+                     the draft is promoted, so that a version is whole, and kept for machines that hold the base
+    draft-gone-...   discarded, and being removed
     .gateway         locked by the gateway that keeps the store
 
-Any file system will do; in /dev/shm a version is written and read at the speed of memory. `manifest.py` describes what
-a version holds, and `draft.py` writes it, for gateway, engines' workers and trainers alike.
+Any file system will do; in /dev/shm a version is written and read at the speed of memory. `manifest.py` describes a
+version's content, and `draft.py` writes it, for gateway, engines' workers and trainers alike.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _LONGEST_NAME = 256
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The version that an engine was last noted to hold; None while it is overwritten."""
+    """The version that was last noted for an engine; None while the engine is overwritten."""
 
     version: int | None
 
@@ -47,14 +47,14 @@ class Note:
 class WeightStore:
     """The store of one gateway. Blocking: not for an event loop.
 
-    Only versions that this run made are known: those in the folder from the run before count for nothing, unless a
-    living engine says that it holds one (`adopt`).
+    Only versions of this run are known. A version of an earlier run is known once a living engine was noted to hold it
+    (`adopt`).
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open or make the folder and remove what dead writers left.
+        """Open or make the folder, and remove drafts of dead writers.
 
-        Raises `StoreFailed` where that cannot be, or another gateway keeps it.
+        Raise `StoreFailed` where the folder cannot be used, or another gateway keeps it.
         """
         self.folder = folder
         self._known: set[int] = set()
@@ -72,7 +72,7 @@ class WeightStore:
 
     @property
     def versions(self) -> list[int]:
-        """Those that can be loaded."""
+        """The versions that can be loaded."""
         return sorted(self._known)
 
     def has(self, version: int) -> bool:
@@ -94,21 +94,21 @@ class WeightStore:
                 os.close(owner)
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether so much fits, counting what our versions take, which new ones take the place of."""
-        ours: dict[int, int] = {}  # by inode: versions share what has not changed
+        """Return True where `num_bytes` fit, counting the bytes of stored versions, which new versions replace."""
+        ours: dict[int, int] = {}  # by inode: versions share unchanged files
         for folder in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # it is being removed: its room is free
                 ours |= {(file := path.stat()).st_ino: file.st_size for path in folder.glob("*.safetensors")}
         return shutil.disk_usage(self.folder).free + sum(ours.values()) >= num_bytes
 
     def draft(self) -> Path:
-        """A folder for a new version, ours until promoted or discarded."""
+        """Return a folder for a new version, ours until promoted or discarded."""
         folder, owner = claim_draft(self.folder)
         self._owned[folder] = owner
         return folder
 
     def named(self, name: str) -> Path:
-        """The draft of this name that another process wrote. Raises `InvalidRequest` for anything else."""
+        """Return the draft of this name that another process wrote. Raise `InvalidRequest` for anything else."""
         path = self.folder / name
         is_name = name.startswith(DRAFT) and name.removeprefix(DRAFT).isalnum() and len(name) < _LONGEST_NAME
         if not is_name or path.is_symlink() or not (path / MANIFEST).is_file():
@@ -123,11 +123,11 @@ class WeightStore:
         remove_folder(self.throw_away(draft))
 
     def throw_away(self, draft: Path) -> Path:
-        """Take its place from a draft that is worth nothing: whoever writes it finds no folder for its next file.
+        """Rename a discarded draft, so that its writer finds no folder for its next file. Return the folder to remove.
 
-        That takes no time. The folder returned is to be removed, which does: a second for some GB, in memory too.
+        The rename takes no time; the removal takes a second for some GB, in memory too.
         """
-        # Not removed where it is: a writer that puts a file into it meanwhile would keep it, and go on to its end.
+        # Not removed under its name: a writer that adds a file meanwhile would keep the folder, and write to its end.
         gone = self.folder / f"{DRAFT}{_GONE}{uuid.uuid4().hex}"
         with contextlib.suppress(OSError):  # it is gone already
             draft.rename(gone)
@@ -136,9 +136,9 @@ class WeightStore:
         return gone
 
     def promote(self, draft: Path, version: int, checkpoint: Path | None) -> Path:
-        """Make a whole draft version `version`; a version of that number from before is replaced.
+        """Make a whole draft version `version`, in place of any earlier version of that number. Return its folder.
 
-        What else engines read in a checkpoint folder is linked from `checkpoint`. Returns the version's folder.
+        Config and tokenizer files are linked from `checkpoint`.
         """
         manifest, target = Manifest.read(draft), self.path(version)
         with disk_errors(draft):
@@ -155,20 +155,20 @@ class WeightStore:
         return target
 
     def withdraw(self, version: int) -> Path:
-        """Forget a version that came to nothing. The folder returned is to be removed, as of `throw_away`."""
+        """Forget an aborted version. Return the folder to remove, as `throw_away` does."""
         self._known.discard(version)
         return self.throw_away(self.path(version))
 
     def note_holder(self, version: int, incarnation: str) -> None:
-        """Write down that this engine holds the version, for a gateway that is started anew; see `adopt`."""
+        """Note that this engine holds the version, for a restarted gateway; see `adopt`."""
         with disk_errors(self.path(version)), (self.path(version) / HELD_BY).open("a", encoding="utf-8") as notes:
             notes.write(f"{incarnation}\n")
 
     def note_held(self, version: int | None, incarnations: Iterable[str]) -> None:
-        """Write down the version that engines hold, whether the store keeps it or not; None is a mixture."""
+        """Note the version that engines hold, even if the store does not keep it; None is a mixture."""
         notes = self._notes()
         for incarnation in incarnations:
-            notes.pop(incarnation, None)  # those noted last stand last
+            notes.pop(incarnation, None)  # the latest notes come last
             notes[incarnation] = version
         path = self.folder / _HOLDERS
         with disk_errors(path):
@@ -177,7 +177,7 @@ class WeightStore:
             whole.rename(path)
 
     def held_by(self, incarnation: str) -> int | None:
-        """The last `note_held` of this engine; 0 where there is none."""
+        """Return the last `note_held` of this engine; 0 where there is none."""
         return self._notes().get(incarnation, 0)
 
     def _notes(self) -> dict[str, int | None]:
@@ -190,20 +190,20 @@ class WeightStore:
             raise StoreFailed(f"{self.folder / _HOLDERS} cannot be read: {error!r}") from error
 
     def adopt(self, version: int, incarnation: str) -> bool:
-        """Know a version from before our start, if it is the one that the engine `incarnation` was noted to hold."""
+        """Make an earlier run's version known if this engine was noted to hold it. Return True if it is known."""
         if version not in self._known and self._was_held(version, incarnation):
             self._known.add(version)
         return version in self._known
 
     def last_held_by(self, incarnation: str) -> int:
-        """The last version that this engine was noted to hold; 0 where there is none."""
+        """Return the last stored version that this engine was noted to hold; 0 where there is none."""
         numbers = [int(name) for path in self.folder.glob("v*") if (name := path.name[1:]).isdecimal()]
         return max((version for version in numbers if self._was_held(version, incarnation)), default=0)
 
     def join(self, draft: Path) -> None:
-        """Join a draft that has changes with their base.
+        """Join a draft's changes with their base version.
 
-        Raises `InvalidRequest` before anything is written where the base is not kept, or has other tensors.
+        Raise `InvalidRequest`, before anything is written, where the base is not kept or has other tensors.
         """
         manifest = Manifest.read(draft)
         if all(tensor.file for tensor in manifest.tensors.values()):
@@ -219,7 +219,7 @@ class WeightStore:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:
-        """The version's folder, which is not removed meanwhile. Raises `StoreFailed` where it is not there."""
+        """Yield the version's folder, which is not removed meanwhile. Raise `StoreFailed` where it is not there."""
         if version not in self._known:
             raise StoreFailed(f"version {version} is not in {self.folder}")
         with disk_errors(self.path(version)):
@@ -231,10 +231,9 @@ class WeightStore:
             os.close(lock)
 
     def prune(self, served: int, keep: int = 2) -> None:
-        """Keep `keep` versions up to the one served and those being read; remove the rest, and other runs' ones."""
-        folders = list(
-            self.folder.glob("v*")
-        )  # before the versions: what is promoted meanwhile is known, or not listed
+        """Keep `keep` versions up to the served version, newer versions and versions being read. Remove all others."""
+        # Listed before the versions are read: a version that is promoted meanwhile is known, or not listed.
+        folders = list(self.folder.glob("v*"))
         known = self.versions
         before = [version for version in known if version < served]
         newer = [version for version in known if version > served]  # about to be served
@@ -252,14 +251,14 @@ class WeightStore:
             return False
 
     def _check_ours(self) -> None:
-        """/dev/shm is everybody's: a folder that another user put there could feed us his weights."""
+        """Raise `StoreFailed` for another user's folder: /dev/shm is open to all, and its weights could be forged."""
         status = self.folder.lstat()
         if status.st_uid != os.getuid():
             raise StoreFailed(f"{self.folder} belongs to user {status.st_uid}: give another folder in weights.store")
 
 
 def remove_folder(folder: Path) -> None:
-    """What of it cannot be removed stays, and so does one that is not there."""
+    """Remove a folder. Files that cannot be removed stay; a missing folder is no error."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -298,11 +297,11 @@ def _link_rest(checkpoint: Path | None, folder: Path) -> None:
 
 
 def _claimed(draft: Path) -> int | None:
-    """The lock of a draft whose owner is dead; None where it lives."""
+    """Return the lock of a draft whose owner is dead; None where the owner lives."""
     try:
         owner = os.open(draft / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
-        return None  # gone in this moment
+        return None  # just removed
     if try_lock(owner):
         return owner
     os.close(owner)

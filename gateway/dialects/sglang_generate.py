@@ -19,7 +19,7 @@ from gateway.fleet.placement.routing import Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The prompts of one body. The reply is a list if they came as a list or have several samples."""
+    """The prompts of one body. The reply is a list if the prompts came as a list or have several samples."""
 
     asked: list[Asked]
     prompts: list[CompletionPrompt]
@@ -48,7 +48,7 @@ class SglangGenerate:
         self._streams: dict[asyncio.Event, Batch] = {}
 
     def abort(self, of: Callable[[str, Rollout], bool]) -> None:
-        """End the prompts that `of` picks by id and rollout: whole replies without tokens, streams with theirs.
+        """Abort the prompts that `of` picks by id and rollout. Whole replies have no tokens then; streams keep theirs.
 
         A stream of several prompts ends with the first of them.
         """
@@ -56,24 +56,25 @@ class SglangGenerate:
             if of(*asked):
                 task.cancel()
         for ended, batch in list(self._streams.items()):
-            if any(of(one.rid, prompt.rollout) for one, prompt in zip(batch.asked, batch.prompts, strict=True)):
+            if any(of(asked.rid, prompt.rollout) for asked, prompt in zip(batch.asked, batch.prompts, strict=True)):
                 ended.set()
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Batch:
-        """Raises `InvalidRequest` before any replica has work."""
+        """Return the batch of a body. Raise `InvalidRequest` before any replica has work."""
         asked, is_batch = asked_prompts(body, request_id)
         session = "" if is_batch else session
         prompts = [
-            self._completions.decode(one.body, one.rid, session, first=index)[0] for index, one in enumerate(asked)
+            self._completions.decode(prompt.body, prompt.rid, session, first=index)[0]
+            for index, prompt in enumerate(asked)
         ]
         return Batch(asked=asked, prompts=prompts, is_batch=is_batch)
 
     async def generate(self, batch: Batch) -> tuple[Json | list[Json], Json]:
-        """The reply and its usage. The first prompt that an engine refuses ends the others, as in SGLang."""
+        """Return the reply and its usage. The first prompt that an engine refuses ends the others, as in SGLang."""
         began = time.monotonic()
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [self._begun(group, *one) for one in zip(batch.asked, batch.prompts, strict=True)]
+                tasks = [self._begun(group, *prompt) for prompt in zip(batch.asked, batch.prompts, strict=True)]
         except* Exception as errors:
             raise errors.exceptions[0] from None
         seconds, usage, answers = time.monotonic() - began, Usage(), []
@@ -90,7 +91,7 @@ class SglangGenerate:
         return task
 
     async def stream(self, batch: Batch, usage: Usage) -> AsyncGenerator[Json]:
-        """Chunks that repeat each sample from its start, as SGLang's do; `index` numbers several samples."""
+        """Yield chunks that repeat each sample from its start, as SGLang's do; `index` numbers several samples."""
         began, samples = time.monotonic(), [_Sample() for _ in range(len(batch.prompts) * batch.n)]
         ended = asyncio.Event()
         self._streams[ended] = batch

@@ -1,4 +1,4 @@
-"""A body of SGLang's /generate said in vLLM's completions, prompt by prompt, and their choices back in its words. Pure.
+"""Translates a body of SGLang's /generate into vLLM's completions, prompt by prompt, and the choices back. Pure.
 
     SGLang                                        vLLM
     text, input_ids (one or a list)               prompt
@@ -11,7 +11,8 @@
     return_logprob, top_logprobs_num k            logprobs k
     logprob_start_len >= 0                        prompt_logprobs k, from that token on
 
-What has no word in vLLM's dialect is refused by name, unless its value is the one that asks for nothing.
+A field without a counterpart in vLLM's dialect is refused by name, unless its value changes nothing (null, false,
+empty).
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ _RENAMED = {
     "no_stop_trim": "include_stop_str_in_output",
 }
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
-# SGLang's own; /v1/completions would take some from the model's generation_config.json where they are left out.
+# SGLang's defaults. /v1/completions takes missing ones from the model's generation_config.json.
 _DEFAULTS: Json = {
     "max_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
 }  # fmt: skip
@@ -48,18 +49,18 @@ _READ = frozenset(
         "return_prompt_token_ids", "extra_key", "lora_path", "log_metrics", "session_id", "user",
     }
 )  # fmt: skip
-# One for all prompts, or a list with one for each.
+# Fields with a value for all prompts, or a list with a value for each.
 _DEFAULT_OF: Json = {
     "sampling_params": None, "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0,
     "return_prompt_token_ids": False, "extra_key": None, "lora_path": None,
 }  # fmt: skip
-# Ours and vLLM's, said to the completions as they are.
+# Fields of the gateway and of vLLM, passed to the completions unchanged.
 _PASSED = ("model", "priority", "min_version", "max_staleness")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What one prompt of a body asks for. `body` is that of vLLM's completions."""
+    """The request of one prompt of a body. `body` is a body of vLLM's completions."""
 
     rid: str
     body: Json
@@ -68,7 +69,7 @@ class Asked:
     top_logprobs_num: int
     return_prompt_token_ids: bool
     no_tokens: bool
-    """max_new_tokens = 0: the prompt is to be scored alone. vLLM makes one token at least, which is not told."""
+    """True for max_new_tokens = 0: only the prompt is scored. vLLM makes at least one token, which is left out."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -76,7 +77,7 @@ class Asked:
 
 
 def asked_prompts(body: Json, request_id: str) -> tuple[list[Asked], bool]:
-    """The prompts of a body, and whether they came as a list. Raises `InvalidRequest`."""
+    """Return the prompts of a body, and True if they came as a list. Raise `InvalidRequest`."""
     for key, value in body.items():
         if key not in _READ and key not in _PASSED and value not in (None, False, "", [], {}, -1):
             raise InvalidRequest(f"{key} = {value!r} has no meaning here: leave it out", param=key)
@@ -89,13 +90,13 @@ def asked_prompts(body: Json, request_id: str) -> tuple[list[Asked], bool]:
     for index, prompt in enumerate(prompts):
         own = {key: values[index] for key, values in each.items()}
         asked.append(_asked(body, prompt, rids[index], own))
-    if len({one.body.get("n", 1) for one in asked}) > 1:
+    if len({prompt.body.get("n", 1) for prompt in asked}) > 1:
         raise InvalidRequest("sampling_params.n must be the same for all prompts of a batch", param="n")
     return asked, is_batch
 
 
 def answer(asked: Asked, choice: Json, usage: Json | None, seconds: float) -> Json:
-    """One choice of /v1/completions as /generate tells it: text and ids are those from the start of the sample."""
+    """Return a choice of /v1/completions as /generate reports it: text and ids from the start of the sample."""
     token_ids: list[int] = [] if asked.no_tokens else choice["token_ids"] or []
     prompt_ids: list[int] = choice.get("prompt_token_ids") or []
     meta: Json = {
@@ -112,12 +113,12 @@ def answer(asked: Asked, choice: Json, usage: Json | None, seconds: float) -> Js
     if asked.return_logprob:
         meta |= _input_logprobs(asked, choice.get("prompt_logprobs") or (), prompt_ids)
         meta |= _output_logprobs(asked, choice, token_ids)
-    told: Json = {"text": "" if asked.no_tokens else choice["text"], "output_ids": token_ids, "meta_info": meta}
-    return told | {"prompt_token_ids": prompt_ids} if asked.return_prompt_token_ids else told
+    reported: Json = {"text": "" if asked.no_tokens else choice["text"], "output_ids": token_ids, "meta_info": meta}
+    return reported | {"prompt_token_ids": prompt_ids} if asked.return_prompt_token_ids else reported
 
 
 def aborted_reply(n: int, version: int) -> Json:
-    """What /v1/completions would say of a prompt that was taken back before it had tokens."""
+    """Return the reply of /v1/completions to a prompt that was aborted before it had tokens."""
     choice: Json = {"text": "", "token_ids": [], "logprobs": None, "finish_reason": "abort", "weight_version": version}
     return {"choices": [dict(choice) for _ in range(n)]}
 
@@ -156,7 +157,7 @@ def _asked(body: Json, prompt: Any, rid: str, own: Json) -> Asked:
         wanted["prompt_logprobs"] = top
         if body.get("stream"):
             raise InvalidRequest(
-                "logprob_start_len with stream: log-probs of the prompt are told with whole replies alone",
+                "logprob_start_len with stream: log-probs of the prompt come only with whole replies; leave one out",
                 param="logprob_start_len",
             )
     return asked
@@ -189,7 +190,7 @@ def _prompt_field(body: Json) -> str:
 
 
 def _prompts(field: str, value: Any) -> tuple[list[Any], bool]:
-    """Prompts, and whether they are a batch."""
+    """Return the prompts, and True if they are a batch."""
     single = str if field == "text" else int
     if field == "text" and isinstance(value, str):
         return [value], False
@@ -206,7 +207,7 @@ def _prompts(field: str, value: Any) -> tuple[list[Any], bool]:
 
 
 def _each(body: Json, key: str, default: Any, count: int) -> list[Any]:
-    """The value of `key` for each prompt: one for all, or a list of as many."""
+    """Return the value of `key` for each prompt, from a value for all or a list."""
     value = body.get(key, default)
     if not isinstance(value, list):
         return [value] * count
@@ -219,7 +220,11 @@ def _rids(rid: Any, request_id: str, count: int, is_batch: bool) -> list[str]:
     if rid is None:
         return [f"{request_id}-{index}" for index in range(count)] if is_batch else [request_id]
     rids = [rid] if isinstance(rid, str) else rid
-    if not isinstance(rids, list) or not all(isinstance(one, str) and one for one in rids) or len(set(rids)) != count:
+    if (
+        not isinstance(rids, list)
+        or not all(isinstance(name, str) and name for name in rids)
+        or len(set(rids)) != count
+    ):
         raise InvalidRequest(f"rid = {rid!r:.200} must be a name for each of {count} prompts", param="rid")
     return rids
 
@@ -235,42 +240,42 @@ def _finish(asked: Asked, choice: Json, token_ids: Sequence[int]) -> Json | None
         case "abort":
             return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
         case reason:
-            # Of a stop at the end-of-sequence token vLLM tells nothing more; that token is the last one then.
+            # vLLM reports no stop_reason for the end-of-sequence token, which is the last token then.
             stop = choice.get("stop_reason")
             return {"type": reason, "matched": token_ids[-1] if stop is None and token_ids else stop}
 
 
 def _weights(choice: Json) -> Json:
-    """SGLang tells the version that ended the sample, and from 0.5.23 on the spans."""
+    """Return the version that ended the sample, as SGLang does, and its spans, as SGLang does from 0.5.23 on."""
     spans = choice.get("weight_versions")
     version = spans[-1]["version"] if spans else choice.get("weight_version")
-    told: Json = {"weight_version": str(version)}
-    return told | {key: choice[key] for key in ("weight_versions", "kv_versions") if choice.get(key)}
+    reported: Json = {"weight_version": str(version)}
+    return reported | {key: choice[key] for key in ("weight_versions", "kv_versions") if choice.get(key)}
 
 
 def _output_logprobs(asked: Asked, choice: Json, token_ids: Sequence[int]) -> Json:
     logprobs = choice.get("logprobs") or {"token_logprobs": [], "top_logprobs": []}
     chosen = [[value, token_id, None] for value, token_id in zip(logprobs["token_logprobs"], token_ids, strict=False)]
-    told: Json = {"output_token_logprobs": chosen}
+    meta: Json = {"output_token_logprobs": chosen}
     if asked.top_logprobs_num:
         tops = logprobs["top_logprobs"][: len(chosen)]
-        told["output_top_logprobs"] = [
+        meta["output_top_logprobs"] = [
             _likeliest({token_id_of(name): value for name, value in top.items()}, asked.top_logprobs_num)
             for top in tops
         ]
-    return told
+    return meta
 
 
 def _input_logprobs(asked: Asked, scored: Sequence[Json | None], prompt_ids: Sequence[int]) -> Json:
-    """From logprob_start_len on, and of no token where that is not given. The first of a prompt has none."""
+    """Return log-probs from logprob_start_len on; none without it. The first token of a prompt has None."""
     chosen, tops = [], []
-    told_from = asked.logprob_start_len if asked.scores_prompt else len(prompt_ids)
-    for token_id, entry in list(zip(prompt_ids, scored, strict=False))[told_from:]:
-        values = {int(key): one["logprob"] for key, one in (entry or {}).items()}
+    start = asked.logprob_start_len if asked.scores_prompt else len(prompt_ids)
+    for token_id, entry in list(zip(prompt_ids, scored, strict=False))[start:]:
+        values = {int(key): scored_token["logprob"] for key, scored_token in (entry or {}).items()}
         chosen.append([values.get(token_id), token_id, None])
         tops.append(_likeliest(values, asked.top_logprobs_num) if entry else None)
-    told: Json = {"input_token_logprobs": chosen}
-    return told | {"input_top_logprobs": tops} if asked.top_logprobs_num else told
+    meta: Json = {"input_token_logprobs": chosen}
+    return meta | {"input_top_logprobs": tops} if asked.top_logprobs_num else meta
 
 
 def _likeliest(values: dict[int, float], count: int) -> list[list[Any]]:

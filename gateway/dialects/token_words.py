@@ -1,4 +1,4 @@
-"""/inference/v1/generate said in the words of /v1/completions, for engines without that route, and back. Pure."""
+"""Translates /inference/v1/generate into /v1/completions, for engines without that route, and back. Pure."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from engines.types import ReplicaInfo
 
-# Of vLLM's SamplingParams those that /v1/completions has too, by the same name.
+# The fields of vLLM's SamplingParams that /v1/completions has too, by the same name.
 _SAME_NAME = frozenset(
     {
         "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
@@ -16,19 +16,19 @@ _SAME_NAME = frozenset(
         "include_stop_str_in_output", "structured_outputs", "detokenize",
     }
 )  # fmt: skip
-# /v1/completions would take these from the model's generation_config.json where they are left out.
+# /v1/completions takes these, where they are missing, from the model's generation_config.json.
 _DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _PASSED = ("model", "cache_salt", "priority", "stream_options", "session_id")
 
 
 def completion_body(body: Json, info: ReplicaInfo) -> Json:
-    """The body for /v1/completions of the replica `info`. Raises `InvalidRequest` for what that has no word for."""
+    """Return the body for /v1/completions of the replica `info`. Raise `InvalidRequest` for a parameter it lacks."""
     sampling = {key: value for key, value in body["sampling_params"].items() if value is not None}
     for key in sampling:
         if key not in _SAME_NAME:
             raise InvalidRequest(
                 f"sampling_params.{key}: replica {info.replica_id} runs {info.kind} {info.engine_version}, which lacks "
-                "/inference/v1/generate, and /v1/completions has no word for it: leave it out",
+                "/inference/v1/generate, and /v1/completions has no such parameter: leave it out",
                 param=key,
             )
     if body.get("output_mode", "tokens") == "text" and sampling.get("logprobs") is not None:
@@ -52,7 +52,7 @@ def completion_body(body: Json, info: ReplicaInfo) -> Json:
 
 
 def token_reply(answer: Json, body: Json) -> Json:
-    """The reply of /v1/completions as /inference/v1/generate would have given it."""
+    """Return a reply of /v1/completions in the form of /inference/v1/generate."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     return {
         "request_id": body["request_id"],
@@ -67,16 +67,16 @@ def token_reply(answer: Json, body: Json) -> Json:
 
 
 def token_chunk(chunk: Json, body: Json) -> Json:
-    """One chunk of its stream."""
-    told: Json = {"request_id": body["request_id"], "output_mode": body.get("output_mode") or "tokens"}
-    told["choices"] = [_choice(choice, body) for choice in chunk["choices"]]
+    """Return a chunk of a stream of /v1/completions in the form of /inference/v1/generate."""
+    reply: Json = {"request_id": body["request_id"], "output_mode": body.get("output_mode") or "tokens"}
+    reply["choices"] = [_choice(choice, body) for choice in chunk["choices"]]
     if body.get("return_token_ids") and any(choice.get("prompt_token_ids") for choice in chunk["choices"]):
-        told["prompt_token_ids"] = body["token_ids"]
-    return told | {"usage": chunk.get("usage")}
+        reply["prompt_token_ids"] = body["token_ids"]
+    return reply | {"usage": chunk.get("usage")}
 
 
 def _choice(choice: Json, body: Json) -> Json:
-    told: Json = {
+    reply: Json = {
         "index": choice["index"],
         "finish_reason": choice.get("finish_reason"),
         "stop_reason": choice.get("stop_reason"),
@@ -84,16 +84,16 @@ def _choice(choice: Json, body: Json) -> Json:
         "logprobs": {"content": _logprobs(choice)} if choice.get("logprobs") else None,
         "weight_versions": choice.get("weight_versions"),
     }
-    return told | {"text": choice["text"]} if body.get("output_mode") == "text" else told
+    return reply | {"text": choice["text"]} if body.get("output_mode") == "text" else reply
 
 
 def _logprobs(choice: Json) -> list[Json]:
-    """One entry a token: its own log-prob, and the candidates in the engine's order, the token itself first."""
-    told = choice["logprobs"]
-    tops = told.get("top_logprobs") or [None] * len(told["token_logprobs"])
+    """Return an entry for each token: its log-prob, and candidates in the engine's order, the token itself first."""
+    logprobs = choice["logprobs"]
+    tops = logprobs.get("top_logprobs") or [None] * len(logprobs["token_logprobs"])
     return [
         {"token_id": token_id, "logprob": logprob, "rank": None, "top_logprobs": _candidates(top)}
-        for token_id, logprob, top in zip(choice["token_ids"], told["token_logprobs"], tops, strict=True)
+        for token_id, logprob, top in zip(choice["token_ids"], logprobs["token_logprobs"], tops, strict=True)
     ]
 
 
@@ -102,5 +102,5 @@ def _candidates(top: dict[str, Any] | None) -> list[Json]:
 
 
 def token_id_of(name: str) -> int:
-    """The number of a token that is named by its id, `token_id:7`."""
+    """Return the id of a token that is named by it, as in `token_id:7`."""
     return int(name.removeprefix("token_id:"))

@@ -1,9 +1,9 @@
-"""Bodies of TRL's own server, which TRL up to 1.10 asks, said in vLLM's words, and the replies back in its. Pure.
+"""Translates bodies of TRL's own server, which TRL up to 1.10 calls, into vLLM's, and the replies back. Pure.
 
 TRL                                           vLLM
 prompts (texts or token ids)                  prompt
 messages (a list of conversations)            messages, a request each
-logprobs k                                    logprobs k, of chats logprobs and top_logprobs k
+logprobs k                                    logprobs k; logprobs and top_logprobs k for chats
 structured_outputs_regex                      structured_outputs.regex
 generation_kwargs                             fields of the same names, which win
 sequences, top_logprobs k                     prompt and prompt_logprobs k, a request each
@@ -27,11 +27,11 @@ _TOKENS_BY_ID = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 _DEFAULT_TOP = 100
 
 Ranked = tuple[list[list[float | None]], list[list[int]]]
-"""Of one sequence: for each token the log-probs, likeliest first, and the ids they are of."""
+"""Log-probs and token ids of one sequence: a list for each position, likeliest first."""
 
 
 def completion_body(asked: Json) -> Json:
-    """What /generate/ asks for, as a body of /v1/completions."""
+    """Return a body of /generate/ as a body of /v1/completions."""
     if images := [index for index, found in enumerate(asked.get("images") or ()) if found]:
         raise InvalidRequest(
             f"images[{images[0]}]: TRL's legacy dialect carries no images here; use TRL 1.11 or newer for them",
@@ -44,9 +44,11 @@ def completion_body(asked: Json) -> Json:
 
 
 def chat_bodies(asked: Json) -> list[Json]:
-    """What /chat/ asks for, as a body of /v1/chat/completions for each conversation."""
+    """Return a body of /chat/ as a body of /v1/chat/completions for each conversation."""
     conversations = asked.get("messages")
-    if not isinstance(conversations, list) or not all(isinstance(one, list) and one for one in conversations):
+    if not isinstance(conversations, list) or not all(
+        isinstance(messages, list) and messages for messages in conversations
+    ):
         raise InvalidRequest("messages must be a list of conversations, each a list of messages", param="messages")
     sampling = _sampling(asked)
     top = sampling.pop("logprobs")
@@ -58,11 +60,11 @@ def chat_bodies(asked: Json) -> list[Json]:
     for key in ("chat_template", "chat_template_kwargs"):
         if asked.get(key):
             common[key] = asked[key]
-    return [common | {"messages": [_message(one) for one in conversation]} for conversation in conversations]
+    return [common | {"messages": [_message(message) for message in conversation]} for conversation in conversations]
 
 
 def generated(answers: Sequence[Json], n: int) -> Json:
-    """The reply of /generate/ or /chat/, from one of vLLM's for each prompt, or one for all."""
+    """Return the reply of /generate/ or /chat/, from a reply of vLLM for each prompt, or a reply for all."""
     choices = [choice for answer in answers for choice in answer["choices"]]
     prompt_ids = [
         answer["prompt_token_ids"] if "prompt_token_ids" in answer else choice["prompt_token_ids"]
@@ -80,7 +82,7 @@ def generated(answers: Sequence[Json], n: int) -> Json:
 
 
 def scoring_bodies(asked: Json) -> list[Json]:
-    """What /get_sequence_logprobs/ asks for, as a body of /v1/completions for each sequence."""
+    """Return a body of /get_sequence_logprobs/ as a body of /v1/completions for each sequence."""
     sequences, lengths, top = asked.get("sequences"), asked.get("prompt_lengths"), asked.get("top_logprobs")
     top = _DEFAULT_TOP if top is None else top
     if not isinstance(sequences, list) or not isinstance(lengths, list) or len(sequences) != len(lengths):
@@ -101,27 +103,27 @@ def scoring_bodies(asked: Json) -> list[Json]:
 
 
 def scored(answers: Sequence[Json], asked: Json) -> Json:
-    """The reply of /get_sequence_logprobs/: the log-probs of each sequence from its prompt's end on."""
-    told = [
+    """Return the reply of /get_sequence_logprobs/: the log-probs of each sequence after its prompt."""
+    scores = [
         answer["choices"][0]["prompt_logprobs"][length:]
         for answer, length in zip(answers, asked["prompt_lengths"], strict=True)
     ]
     if asked.get("response_format") == "binary":
-        return _scored_in_binary(told, asked)
-    ranked = [[_by_rank(position) for position in positions] for positions in told]
+        return _scored_in_binary(scores, asked)
+    ranked = [[_by_rank(position) for position in positions] for positions in scores]
     return {
         "logprobs": [[[value for _, value in items] for items in positions] for positions in ranked],
         "logprob_token_ids": [[[token for token, _ in items] for items in positions] for positions in ranked],
     }
 
 
-def _scored_in_binary(told: Sequence[Sequence[Json | None]], asked: Json) -> Json:
+def _scored_in_binary(scores: Sequence[Sequence[Json | None]], asked: Json) -> Json:
     top = asked.get("top_logprobs") or _DEFAULT_TOP
-    lengths = [len(positions) for positions in told]
-    shape = (len(told), max(lengths, default=0))
+    lengths = [len(positions) for positions in scores]
+    shape = (len(scores), max(lengths, default=0))
     values, ids = np.full((*shape, top), -np.inf, np.float32), np.zeros((*shape, top), np.int32)
     actual, actual_ids = np.full((*shape, 1), -np.inf, np.float32), np.zeros((*shape, 1), np.int32)
-    for i, positions in enumerate(told):
+    for i, positions in enumerate(scores):
         completion = asked["sequences"][i][asked["prompt_lengths"][i] :]
         for t, (position, token_id) in enumerate(zip(positions, completion, strict=True)):
             for k, (ranked_id, value) in enumerate(_by_rank(position)[:top]):
@@ -139,7 +141,7 @@ def _scored_in_binary(told: Sequence[Sequence[Json | None]], asked: Json) -> Jso
 
 
 def _sampling(asked: Json) -> Json:
-    """The sampling parameters. Raises `InvalidRequest` where generation_kwargs is no object."""
+    """Return the sampling parameters. Raise `InvalidRequest` where generation_kwargs is no object."""
     more = asked.get("generation_kwargs") or {}
     if not isinstance(more, dict):
         raise InvalidRequest(f"generation_kwargs is {type(more).__name__}, no object", param="generation_kwargs")
@@ -152,7 +154,7 @@ def _sampling(asked: Json) -> Json:
 
 
 def _message(message: Json) -> Json:
-    """A message whose images, which TRL sends as base64 of PNG files, are data URLs."""
+    """Return a message with its images, which TRL sends as base64 of PNG files, as data URLs."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -166,11 +168,11 @@ def _message(message: Json) -> Json:
 
 
 def _ranked(logprobs: Json) -> Ranked:
-    """From the log-probs of a completion or of a chat's choice, whose tokens are named by their ids."""
+    """Rank the log-probs of a choice of a completion or a chat, whose tokens are named by their ids."""
     positions: list[dict[int, float | None]]
     if "content" in logprobs:
         positions = [
-            {token_id_of(one["token"]): one["logprob"] for one in (*item.get("top_logprobs", ()), item)}
+            {token_id_of(token["token"]): token["logprob"] for token in (*item.get("top_logprobs", ()), item)}
             for item in logprobs["content"] or ()
         ]
     else:
@@ -179,14 +181,16 @@ def _ranked(logprobs: Json) -> Ranked:
             {token_id_of(name): value for name, value in {**(top or {}), token: logprob}.items()}
             for token, logprob, top in sampled
         ]
-    ordered = [sorted(one.items(), key=lambda item: -np.inf if item[1] is None else -item[1]) for one in positions]
+    ordered = [
+        sorted(values.items(), key=lambda item: -np.inf if item[1] is None else -item[1]) for values in positions
+    ]
     return [[value for _, value in items] for items in ordered], [[token for token, _ in items] for items in ordered]
 
 
 def _by_rank(position: Json | None) -> list[tuple[int, Any]]:
-    """Token ids and log-probs of one position of a prompt, likeliest first; none of a sequence's first token."""
+    """Return token ids and log-probs of one position of a prompt, likeliest first; empty for its first token."""
     found = sorted((position or {}).items(), key=lambda item: item[1]["rank"])
-    return [(int(token_id), told["logprob"]) for token_id, told in found]
+    return [(int(token_id), ranked["logprob"]) for token_id, ranked in found]
 
 
 def _base64(array: np.ndarray[Any, Any]) -> str:

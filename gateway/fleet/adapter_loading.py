@@ -51,8 +51,8 @@ class AdapterCoordinator:
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
         """Load the adapter in folder `path` under `name` on every replica of the policy.
 
-        `in_place` replaces a loaded name once its rollouts have ended. Raises `InvalidRequest` before any engine is
-        called; `WeightUpdateFailed` when a replica fails, and then no replica keeps the adapter.
+        `in_place` replaces a loaded name once its rollouts have ended. Raise `InvalidRequest` before any engine is
+        called; raise `WeightUpdateFailed` when a replica fails, and then no replica keeps the adapter.
         """
         async with self._one_at_a_time:
             before = self._fleet.adapters.get(name)
@@ -76,20 +76,22 @@ class AdapterCoordinator:
             await self._load(Adapter(name, path, load_id=time.time_ns(), loads=self._fleet.adapters.next_load(name)))
 
     async def unload(self, name: str) -> None:
-        """Refuse new requests of the adapter, wait for those that use it, and have every replica forget it.
+        """Refuse new requests of the adapter, wait until its rollouts end, and unload it on every replica.
 
-        Raises `UnknownModel` for a name that is not loaded, and `DeadlineExceeded` where requests go on using it: it is
-        then forgotten when they end.
+        Raise `UnknownModel` for a name that is not loaded, and `DeadlineExceeded` where rollouts go on using it: it is
+        then unloaded when they end.
         """
         async with self._one_at_a_time:
             adapter = self._fleet.adapters.get(name)
             if adapter is None:
-                there = ", ".join(adapter.name for adapter in self._fleet.adapters.loaded) or "none"
-                raise UnknownModel(f"The lora adapter '{name}' cannot be found; there is {there}.", param="lora_name")
+                loaded = ", ".join(adapter.name for adapter in self._fleet.adapters.loaded) or "none"
+                raise UnknownModel(
+                    f"The lora adapter '{name}' cannot be found; loaded adapters: {loaded}.", param="lora_name"
+                )
             await self._retire(adapter)
 
     async def run(self) -> None:
-        """Give replicas what they miss and take what is left over, until cancelled."""
+        """Load missing adapters on replicas and unload left-over adapters, until cancelled."""
         try:
             while True:
                 self._look_again.clear()
@@ -112,7 +114,7 @@ class AdapterCoordinator:
     async def _load(self, adapter: Adapter) -> None:
         began, self._changing = time.monotonic(), adapter.name
         try:
-            # Whoever joins while others load is asked in another round: nobody serves an adapter that some lack.
+            # A replica that joins meanwhile loads in another round: an adapter is served once every replica holds it.
             while lacking := [replica for replica in self._members() if not replica.holds(adapter)]:
                 await self._on_all(lacking, lambda replica: self._put(replica, adapter), "load")
             self._fleet.adapters.add(adapter)
@@ -148,7 +150,7 @@ class AdapterCoordinator:
         task.add_done_callback(lambda _: self._catching_up.pop(replica, None))
 
     async def _catch_up(self, replica: Replica) -> None:
-        """Load and unload one replica's adapters as needed. A failure is shown in its reason and retried."""
+        """Load and unload one replica's adapters as needed. A failure is shown in the replica's reason and retried."""
         doing = ""
         try:
             for name in self._left_over(replica):
@@ -186,7 +188,7 @@ class AdapterCoordinator:
                 del replica.adapters[name]
 
     def _left_over(self, replica: Replica) -> list[str]:
-        """Adapters of its engine that requests can no longer name."""
+        """Return the adapters of the engine that requests can no longer name."""
         return [
             name
             for name, adapter in replica.adapters.items()
@@ -197,7 +199,7 @@ class AdapterCoordinator:
         return [replica for replica in self._fleet.trained_alive if name in replica.adapters]
 
     def _members(self) -> list[Replica]:
-        """The replicas that must hold an adapter. Raises `WeightUpdateConflict` where one cannot."""
+        """Return the replicas that must hold an adapter. Raise `WeightUpdateConflict` where a replica cannot."""
         members = self._fleet.trained_alive
         if not members:
             raise WeightUpdateConflict("no replica of the policy is up to load an adapter: see /health")
@@ -215,7 +217,7 @@ class AdapterCoordinator:
         return LOAD_ROUTE in replica.info.capabilities and (group.enable_lora or group.kind is EngineKind.EXTERNAL)
 
     async def _check_folder(self, path: str, members: Sequence[Replica]) -> None:
-        """Checks rank and shapes, except for external servers: they may read another machine's folder."""
+        """Check rank and shapes, except for external servers: they may read another machine's folder."""
         ours = [replica for replica in members if replica.info.kind is not EngineKind.EXTERNAL]
         if not ours:
             return
@@ -224,7 +226,7 @@ class AdapterCoordinator:
         if found.rank > largest:
             raise InvalidRequest(
                 f"lora_path: the adapter in {path} has rank {found.rank}, and engine.max_lora_rank is {largest}: start "
-                "the engines with a larger one",
+                "the engines with a larger rank",
                 param="lora_path",
             )
         for replica in ours:
@@ -240,18 +242,18 @@ class AdapterCoordinator:
                 )
 
     def _check_room(self, members: Sequence[Replica], name: str) -> None:
-        """vLLM would silently evict another adapter, and read its folder again at the next request."""
+        """Raise where engines are full: vLLM would silently evict an adapter and read it again at the next use."""
         others = [adapter.name for adapter in self._fleet.adapters.loaded if adapter.name != name]
         groups = (self._fleet.models.groups[replica.info.group] for replica in members)
         room = min((group.num_adapters for group in groups if group.enable_lora), default=None)
         if room is not None and len(others) >= room:
             raise WeightUpdateConflict(
                 f"the engines hold {room} LoRA adapters (engine.max_cpu_loras, or max_loras), and {', '.join(others)} "
-                "are loaded: unload one first, or start the engines with more"
+                "are loaded: unload an adapter first, or start the engines with more"
             )
 
     async def _on_all(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]], verb: str) -> None:
-        """Make the call on all replicas. Raises the first failure when all calls have ended."""
+        """Make the call on all replicas. Raise the first failure when all calls have ended."""
         for replica, error in (await self._ends(replicas, call)).items():
             raise WeightUpdateFailed(
                 f"replica {replica.replica_id} did not {verb} the adapter: {error}", replica_id=replica.replica_id
@@ -265,7 +267,7 @@ class AdapterCoordinator:
     async def _ends(
         self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]]
     ) -> dict[Replica, Exception]:
-        """Errors by replica, of the calls that failed."""
+        """Return the errors of failed calls by replica."""
         ends = await asyncio.gather(
             *(self._within(replica, call(replica)) for replica in replicas), return_exceptions=True
         )
@@ -278,7 +280,7 @@ class AdapterCoordinator:
         return errors
 
     async def _within(self, replica: Replica, call: Awaitable[T]) -> T:
-        """Bounds the call together with its wait for another call on the same replica."""
+        """Bound the call together with its wait for another call on the same replica."""
         timeout_s = 2 * self._config.adapter_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

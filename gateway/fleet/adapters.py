@@ -35,9 +35,9 @@ class Adapter:
 
     @contextmanager
     def used(self, request_id: str, *, goes_on: bool = False) -> Iterator[None]:
-        """Marks the adapter as used by a rollout, from the queue on; `goes_on` for the rest after an update cut it off.
+        """Mark the adapter as used by a rollout, from the queue on; `goes_on` for the rest after an update cut it off.
 
-        Raises `UnknownModel` where the adapter was unloaded, unless the rollout already uses it.
+        Raise `UnknownModel` where the adapter was unloaded, unless the rollout already uses it.
         """
         if self.is_leaving and not goes_on and request_id not in self._uses:
             raise UnknownModel(f"the LoRA adapter {self.name!r} was unloaded", param="model")
@@ -68,11 +68,11 @@ class Adapters:
         return self._loaded.get(name) if isinstance(name, str) else None
 
     def was_loaded(self, name: str) -> bool:
-        """True where the name was ever loaded here, even if it was unloaded since."""
+        """Return True where the name was ever loaded here, even if it was unloaded since."""
         return name in self._loads
 
     def next_load(self, name: str) -> int:
-        """The ordinal of the next load of `name`, from 1."""
+        """Return the ordinal of the next load of `name`, from 1."""
         return self._loads.get(name, 0) + 1
 
     def add(self, adapter: Adapter) -> None:
@@ -80,7 +80,7 @@ class Adapters:
         self._loaded[adapter.name] = adapter
 
     def remove(self, adapter: Adapter) -> None:
-        """Hide the adapter from new requests; running ones go on."""
+        """Hide the adapter from new requests; running requests go on."""
         adapter.is_leaving = True
         if self._loaded.get(adapter.name) is adapter:
             del self._loaded[adapter.name]

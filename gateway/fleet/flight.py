@@ -1,13 +1,13 @@
-"""What a request in flight meets on its replica: the weight versions that it begins, goes on and ends with."""
+"""The record of a request in flight: the weight versions it ran under."""
 
 from engines.engine import Json
 
 
 class Flight:
-    """One request on one replica. `began` is the version that was held when it was sent; None in an update.
+    """One request on one replica. `began` is the replica's version when the request was sent; None in an update.
 
-    `Replica.hold` tells it of each version that its replica takes meanwhile. `versions` are all of them, oldest first,
-    and each may have made any of its tokens: one may come long after it was made.
+    `Replica.hold` reports each version that the replica takes meanwhile. `versions` has all of them, oldest first. Any
+    of them may have made any token: a token may arrive long after it was made.
     """
 
     def __init__(self, version: int | None) -> None:
@@ -16,15 +16,15 @@ class Flight:
         self._kv = list(self.versions)
 
     def meet(self, version: int, *, keeps_kv: bool) -> None:
-        """Its replica holds `version` from here on; what it has read so far was kept, or is read again."""
+        """Note that the replica holds `version` from here on, and kept the request's KV or computes it again."""
         self.versions.append(version)
         self._kv = [*self._kv, version] if keeps_kv else [version]
 
     def kv_versions(self, choice: Json) -> list[int]:
-        """The versions that wrote the KV under the last token of a choice, oldest first; more than one are a mixture.
+        """Return the versions that wrote the KV under the last token of a choice, oldest first; several are a mixture.
 
-        Its spans say where it ended, if they have limits. What else the engine did with its KV is not known here: one
-        that it kept waiting, or preempted, has read its prompt with newer weights than the oldest of these.
+        The choice's spans, if they have limits, say where it ended. An engine that kept the request waiting, or
+        preempted it, computed its KV with newer weights than the oldest version here; the gateway does not know that.
         """
         spans = choice.get("weight_versions") or ()
         if not spans or spans[-1]["end"] is None:

@@ -1,4 +1,4 @@
-"""One replica: what it holds and what it has in flight. `fleet.py` changes its state."""
+"""One replica: its weights, its adapters and its rollouts in flight. `fleet.py` changes its state."""
 
 import asyncio
 import time
@@ -18,8 +18,8 @@ from gateway.fleet.placement.routing import Rollout
 
 T = TypeVar("T")
 
-# Samples in flight per sequence that an engine runs: its queue never runs dry, and the last rollouts of a batch
-# still go to a free replica.
+# Samples in flight for each sequence that an engine runs at once: enough that its queue never runs dry, few enough that
+# the last rollouts of a batch go to a free replica.
 _OVERCOMMIT = 2
 _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT, ReplicaState.LOST)
 
@@ -27,9 +27,9 @@ _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT
 class Replica:
     """One replica. `weight_version` is None where its weights are unknown; a frozen replica always holds version 0.
 
-    `is_unproven` marks a version that the engine reported as it joined, and no record bears out. `adapters` are those
-    of its engine by name; None marks an adapter that may be there and must not be used. `transport` is its engine's
-    transfer backend, once known. `cuts_off` is True while an update ends all rollouts in flight.
+    `is_unproven` marks a version that the engine reported when it joined, without a record of it. `adapters` has the
+    adapters of its engine by name; None marks an adapter that may be there and must not be used. `transport` is its
+    engine's transfer backend, once known. `cuts_off` is True while an update ends all rollouts in flight.
     `is_stalled` is True while its tokens stand still.
     """
 
@@ -70,7 +70,7 @@ class Replica:
 
     @property
     def label(self) -> str:
-        """Its group and its slot there: a name in metrics that a successor takes over."""
+        """Group and slot: a name in metrics that a successor takes over."""
         return f"{self.info.group}-{self.slot}"
 
     @property
@@ -104,7 +104,7 @@ class Replica:
 
     @contextmanager
     def carrying(self, rollout: Rollout) -> Iterator[None]:
-        """Releases a placed rollout's load at the end of the block."""
+        """Release a placed rollout's load at the end of the block."""
         try:
             yield
         finally:
@@ -124,13 +124,13 @@ class Replica:
         self.idle.clear()
 
     def take_off(self) -> Flight:
-        """Starts the record of the weights that a request runs under, as it is sent."""
+        """Start the record of the weight versions of a request that is sent now."""
         flight = Flight(self.weight_version)
         self._flights.add(flight)
         return flight
 
     def hold(self, version: int, *, keeps_kv: bool) -> None:
-        """Takes `version`. Requests in flight go on over their KV, or it is computed again."""
+        """Take `version`. Requests in flight keep their KV, or the engine computes it again."""
         if version == self.weight_version:
             return  # taken before the commit, in a rolling update
         self.weight_version, self.is_unproven = version, False
@@ -138,7 +138,7 @@ class Replica:
             flight.meet(version, keeps_kv=keeps_kv)
 
     async def unless_lost(self, call: Awaitable[T]) -> T:
-        """The call's result. Raises `EngineUnreachable` as soon as the replica is LOST, even if the call hangs."""
+        """Return the call's result. Raise `EngineUnreachable` once the replica is LOST, even if the call hangs."""
         if self.state is ReplicaState.LOST:  # its connections are closed
             if isinstance(call, Coroutine):
                 call.close()
@@ -153,31 +153,31 @@ class Replica:
             self._calls.pop(bound, None)
 
     async def vouched(self) -> None:
-        """Returns once no update overwrites it: until then the version of its tokens is unknown.
+        """Return once no update overwrites the replica: until then the version of its tokens is unknown.
 
-        Raises `EngineFailed` where the update left no known version: those tokens are not delivered.
+        Raise `EngineFailed` where the update left no known version: such tokens are not delivered.
         """
         await self._steady.wait()
         if self.weight_version is None:
             raise EngineFailed(f"its tokens are of no known version: {self.reason}", replica_id=self.replica_id)
 
     def overwrite(self) -> None:
-        """Forgets the version: rollouts that end from here on wait for the verdict in `vouched`."""
+        """Forget the version: rollouts that end from here on wait for the verdict in `vouched`."""
         self.lose_version()
         self._steady.clear()
 
     def lose_version(self) -> None:
-        """Forgets the version: the weights are unknown."""
+        """Forget the version: the weights are unknown."""
         self.weight_version, self.is_unproven = None, False
 
     def drop_calls(self) -> None:
-        """Ends all calls in flight but the caller's own, as a loss does: rollouts are generated again elsewhere."""
+        """End all calls in flight except the caller's, as a loss does: rollouts are generated again elsewhere."""
         for call, task in self._calls.items():
             if task is not asyncio.current_task():
                 call.reschedule(asyncio.get_running_loop().time())
 
     def enter(self, state: ReplicaState, reason: str) -> None:
-        """Changes the state, for `Fleet` alone."""
+        """Change the state. Only `Fleet` calls this."""
         if state is ReplicaState.SUSPECT:
             self._before_suspect, self._reason_before = self.state, self.reason
             self.suspect_since = time.monotonic()

@@ -165,7 +165,7 @@ class Dashboard:
         return reply(self.report())
 
     async def _describe(self, request: web.Request) -> web.Response:
-        """What somebody finds who opens the rollout URL."""
+        """Describe the gateway to a visitor of the rollout URL."""
         text = (
             f"rollout-gateway {package_version()}: one URL in front of inference engines for RL rollouts.\n"
             "/dashboard shows the fleet; /v1/completions, /v1/chat/completions and vLLM's other routes generate.\n"

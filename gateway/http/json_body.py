@@ -13,12 +13,12 @@ from engines.errors import BodyTooLarge, InvalidRequest
 _READ_TIMEOUT_S = 300.0
 _LARGEST_INFLATED = 64 << 20
 _UNREADABLE = (web.HTTPBadRequest, web.RequestPayloadError, aiohttp.ClientError, HttpProcessingError)
-# Line ends to httpx's `aiter_lines`, for example. JSON itself escapes those below U+0020.
+# Line ends for clients such as httpx (`aiter_lines`). JSON itself escapes the line ends below U+0020.
 _LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
 
 
 async def read_object(request: web.Request, *, required: bool = True) -> dict[str, Any]:
-    """The body as a JSON object; an empty body is `{}` unless it is `required`."""
+    """Return the body as a JSON object; an empty body is `{}` unless it is `required`."""
     limit = request.client_max_size
     if (request.content_length or 0) > limit:
         raise BodyTooLarge(_too_large(request.content_length or 0, limit))
@@ -46,7 +46,7 @@ async def read_object(request: web.Request, *, required: bool = True) -> dict[st
 
 
 async def _content(request: web.Request, limit: int) -> bytes:
-    """The body, inflated where it came compressed. A small compressed body may inflate to a large one."""
+    """Return the body, decompressed. A compressed body has a smaller limit, as it may inflate to a large size."""
     if "Content-Encoding" in request.headers:
         limit = min(limit, _LARGEST_INFLATED)
     blocks, size = [], 0
@@ -59,12 +59,12 @@ async def _content(request: web.Request, limit: int) -> bytes:
 
 
 def reply(body: Any, status: int = 200) -> web.Response:
-    """A JSON reply. Lists of numbers may hold NaN, which orjson writes as null."""
+    """Return a JSON reply. orjson writes NaN as null."""
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
 def event(body: Any) -> bytes:
-    """A server-sent event, of one line also to clients that split lines as Unicode does: its line ends are escaped."""
+    """Return a server-sent event. Unicode line ends are escaped, so that it is a single line to every client."""
     data = orjson.dumps(body)
     for character, escape in _LINE_ENDS:
         data = data.replace(character, escape)

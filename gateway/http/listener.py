@@ -1,4 +1,4 @@
-"""Runs the gateway server on a port and an event loop of its own, beside whatever hosts it."""
+"""Runs the gateway server on its own port and event loop, beside the host's."""
 
 import asyncio
 import errno
@@ -40,7 +40,7 @@ _STORE_FREE_WITHIN_S = 5.0
 
 
 class Listener:
-    """One gateway server on its own thread, so that no host's work stands between two tokens.
+    """One gateway server on its own thread, so that no work of the host delays tokens.
 
     `discover` is called on that thread's loop.
     """
@@ -54,7 +54,7 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
 
     def start(self) -> str:
-        """Listen; returns the URL. Raises what kept it from listening, such as a port that is taken."""
+        """Listen, and return the URL. Raise `ConfigError` for a port that is taken."""
         self._thread.start()
         return self.url
 
@@ -68,15 +68,15 @@ class Listener:
         return self._thread.is_alive() and not (self._server and self._server.failure)
 
     async def status(self) -> Json:
-        """The status report, from any loop."""
+        """Return the status report; from any loop."""
         return await self._there(self._status())
 
     async def expect(self, num_replicas: Mapping[str, int]) -> None:
-        """So many replicas of these engine groups there are to be from now on; from any loop."""
+        """Set the number of replicas that each engine group should have; from any loop."""
         await self._there(self._expect(num_replicas))
 
     async def drain(self, replica_id: str) -> int:
-        """Give a replica no new rollouts; the number of samples that it still has. From any loop."""
+        """Stop placing rollouts on a replica, and return its samples in flight; from any loop."""
         return await self._there(self._drain(replica_id))
 
     def stop(self) -> None:
@@ -86,7 +86,7 @@ class Listener:
             self._thread.join(2 * _SHUTDOWN_TIMEOUT_S)
 
     async def _there(self, call: Coroutine[Any, Any, T]) -> T:
-        """The call's result, on the thread's own loop."""
+        """Return the call's result from the thread's own loop."""
         loop = self._started.result(_START_TIMEOUT_S)[0]
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
 
@@ -149,20 +149,20 @@ async def _listen(runner: web.AppRunner, gateway: GatewayConfig) -> None:
 
 
 async def _store_is_free(config: Config) -> None:
-    """Raise `ConfigError` where another gateway keeps our weight store. A gateway that has just ended gives it up."""
+    """Raise `ConfigError` where another gateway keeps this weight store. A gateway that is just ending releases it."""
     folder = in_memory(config.name) if config.weights.store == AUTO else Path(config.weights.store or os.devnull)
     deadline = time.monotonic() + _STORE_FREE_WITHIN_S
     while await asyncio.to_thread(is_kept, folder):
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"another gateway on this machine keeps the weight store {folder}, and two never share one: set "
-                f"another `name` than {config.name!r}, or another folder in weights.store"
+                f"another gateway on this machine keeps the weight store {folder}, and two gateways never share a "
+                f"store: set another `name` than {config.name!r}, or another folder in weights.store"
             )
         await asyncio.sleep(0.1)
 
 
 def engine_client(config: Config, info: ReplicaInfo) -> Engine:
-    """The client of one replica's engine. Keys are the configuration's: a replica tells that of its forwarder alone."""
+    """Return the client of a replica's engine. A replica reports only its forwarder's key; others are configured."""
     peer = _peer(config, info)
     if info.kind is EngineKind.EXTERNAL:
         group = config.groups.get(info.group)
@@ -172,7 +172,7 @@ def engine_client(config: Config, info: ReplicaInfo) -> Engine:
 
 
 def _peer(config: Config, info: ReplicaInfo) -> Peer | None:
-    """Where it fetches weight versions that its machine does not have."""
+    """Return the address from which a replica fetches weight versions that its machine lacks; None if it needs none."""
     url = config.weights.peer_url or (_as_reached_from(info.url, config.gateway) if info.is_far else None)
     if url is None and info.is_far:
         log.warning(
@@ -184,7 +184,7 @@ def _peer(config: Config, info: ReplicaInfo) -> Peer | None:
 
 
 def _as_reached_from(replica_url: str, gateway: GatewayConfig) -> str | None:
-    """The gateway's URL for who listens at `replica_url`; None where it has none that is known beforehand."""
+    """Return the gateway's URL as the machine of `replica_url` reaches it; None where it is not known beforehand."""
     if gateway.host in LOOPBACK_HOSTS or gateway.port == 0:
         return None
     replica = urlsplit(replica_url)

@@ -1,8 +1,8 @@
-"""A record of what was asked of a live gateway, for `loadtests` to ask again: one line of JSON for each request.
+"""A record of the requests to a live gateway, for `loadtests` to replay: one line of JSON for each request.
 
-The file begins with a line about itself; a gateway that is started anew adds another and goes on. Prompts are told by
-their lengths and by keyed hashes of their blocks, so that prefixes which requests share are still shared in a replay,
-and nobody reads what was said. The key is made at the start and kept nowhere.
+The file begins with a line about itself; a restarted gateway appends another and goes on. Prompts are recorded as
+lengths and keyed hashes of their blocks: requests that share a prefix still share it in a replay, and the text cannot
+be read. The key is made at the start and kept nowhere.
 """
 
 import hashlib
@@ -29,16 +29,16 @@ BLOCK_TOKENS = 32
 CHARACTERS_PER_TOKEN = 4
 _HASH_BYTES = 6
 
-# Numbers and switches alone: whatever may hold words of a user is left out.
+# Numbers and switches only: a field that may hold a user's text is left out.
 _LIMITS = ("n", "best_of", "max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens", "ignore_eos", "seed")
 _DRAW = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_TOLD = ("logprobs", "prompt_logprobs", "return_logprob", "stream", "model", "min_version", "max_staleness")
-_PARAMS = frozenset(_LIMITS + _DRAW + _TOLD)
+_OUTPUT = ("logprobs", "prompt_logprobs", "return_logprob", "stream", "model", "min_version", "max_staleness")
+_PARAMS = frozenset(_LIMITS + _DRAW + _OUTPUT)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request when it came. `at` is the time since the epoch, `began` that of the monotonic clock."""
+    """A request at its arrival. `at` is in seconds since the epoch, `began` on the monotonic clock."""
 
     route: str
     body: Json
@@ -48,16 +48,16 @@ class Arrival:
 
 
 class Trace:
-    """Writes lines until the file is full, on a thread of its own. A disk that fails ends it, and no request."""
+    """Writes lines on a thread of its own until the file is full. A disk failure ends the trace; requests go on."""
 
     def __init__(self, config: TraceConfig) -> None:
-        """Raises `ConfigError` where the file cannot be written."""
+        """Raise `ConfigError` where the file cannot be written."""
         assert config.file is not None
         self._path, self._content = Path(config.file), config.content
         self._key = secrets.token_bytes(16)
         self._began = time.time()
         try:
-            # Of its owner alone: with gateway.trace.content it holds what users said.
+            # Only the owner may read it: with gateway.trace.content it holds the texts of users.
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
             raise ConfigError(f"gateway.trace.file = {config.file!r} cannot be written: {error.strerror}") from error
@@ -66,16 +66,16 @@ class Trace:
         self._write({"trace": 1, "began": self._began, "block_tokens": BLOCK_TOKENS, "content": self._content})
 
     def ended(self, arrival: Arrival, status: int, usage: Json) -> None:
-        """Note a request that is over. Returns at once."""
+        """Record a request that has ended. Return at once."""
         if self._room > 0:
-            self._thread.submit(self._tell, arrival, time.monotonic() - arrival.began, status, usage)
+            self._thread.submit(self._record, arrival, time.monotonic() - arrival.began, status, usage)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the lines that wait, and close the file."""
         self._thread.shutdown()
         os.close(self._file)
 
-    def _tell(self, arrival: Arrival, seconds: float, status: int, usage: Json) -> None:
+    def _record(self, arrival: Arrival, seconds: float, status: int, usage: Json) -> None:
         try:
             line = self._line(arrival, seconds, status, usage)
         except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError) as error:
@@ -88,22 +88,22 @@ class Trace:
             log.error("trace ended", file=str(self._path), error=repr(error))
 
     def _write(self, line: Json) -> None:
-        told = orjson.dumps(line) + b"\n"
-        if len(told) > self._room:
+        encoded = orjson.dumps(line) + b"\n"
+        if len(encoded) > self._room:
             self._room = 0
             log.warning("trace is full: raise gateway.trace.max_bytes, or take the file away", file=str(self._path))
             return
-        self._room -= len(told)
-        os.write(self._file, told)
+        self._room -= len(encoded)
+        os.write(self._file, encoded)
 
     def _line(self, arrival: Arrival, seconds: float, status: int, usage: Json) -> Json:
         body = arrival.body
-        asked = {**body, **sampling} if isinstance(sampling := body.get("sampling_params"), dict) else body
+        params = {**body, **sampling} if isinstance(sampling := body.get("sampling_params"), dict) else body
         return {
             "at": round(arrival.at - self._began, 6),
             "route": arrival.route,
             "session": self._hash(b"", arrival.session.encode()) if arrival.session else None,
-            "params": {name: value for name, value in asked.items() if name in _PARAMS and _is_plain(value)},
+            "params": {name: value for name, value in params.items() if name in _PARAMS and _is_plain(value)},
             "prompts": [self._prompt(prompt) for prompt in prompts_of(body)],
             "status": status,
             "seconds": round(seconds, 6),
@@ -113,25 +113,25 @@ class Trace:
 
     def _prompt(self, prompt: str | list[int]) -> Json:
         is_text = isinstance(prompt, str)
-        told: Json = {"characters" if is_text else "tokens": len(prompt), "blocks": list(self._blocks(prompt))}
-        return told | {"content": prompt} if self._content else told
+        record: Json = {"characters" if is_text else "tokens": len(prompt), "blocks": list(self._blocks(prompt))}
+        return record | {"content": prompt} if self._content else record
 
     def _blocks(self, prompt: str | list[int]) -> Iterator[str]:
-        """A hash of each whole block and all before it: equal where, and only where, prompts are equal so far."""
+        """Yield a hash of each whole block and all before it: equal if and only if the prompts agree up to there."""
         size = BLOCK_TOKENS * CHARACTERS_PER_TOKEN if isinstance(prompt, str) else BLOCK_TOKENS
         before = b""
         for start in range(0, len(prompt) - size + 1, size):
             block = prompt[start : start + size]
-            told = self._hash(before, block.encode() if isinstance(block, str) else array("q", block).tobytes())
-            before = bytes.fromhex(told)
-            yield told
+            digest = self._hash(before, block.encode() if isinstance(block, str) else array("q", block).tobytes())
+            before = bytes.fromhex(digest)
+            yield digest
 
     def _hash(self, before: bytes, content: bytes) -> str:
         return hashlib.blake2b(before + content, digest_size=_HASH_BYTES, key=self._key).hexdigest()
 
 
 def prompts_of(body: Json) -> list[str | list[int]]:
-    """The prompts of a request in any dialect: text, or token ids."""
+    """Return the prompts of a request in any dialect: text, or token ids."""
     if isinstance(messages := body.get("messages"), list):
         return ["\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)]
     named = (body.get(name) for name in ("prompt", "token_ids", "input_ids", "text"))

@@ -1,7 +1,7 @@
-"""The canary: one fixed sequence of tokens that replicas score after an update, to find out which weights they hold.
+"""The canary: one fixed sequence of tokens that replicas score after an update, which shows the weights they hold.
 
-This file asks and remembers; `verdicts.py` judges. A label or a checksum is what an engine reports; log-probs are what
-it computes.
+This file asks and remembers; `verdicts.py` judges. An engine only reports a label or a checksum; it computes log-probs
+with its weights.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _FILLERS = 3
 # Every vocabulary has these ids; used where the checkpoint cannot be read.
 _SMALL_VOCABULARY = 96
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
-# Engines that differ in one of these compute different log-probs, so they are not compared.
+# Engines that differ in any of these keys compute different log-probs, so they are not compared.
 _NUMERICS = (
     "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "enforce_eager",
     "extra",
@@ -53,23 +53,23 @@ class Canary:
         return self._config.enabled
 
     def token_ids(self, replicas: Sequence[Replica]) -> list[int]:
-        """The sequence that all replicas score: chosen once, to fit the replicas of the first call."""
+        """Return the sequence that all replicas score: chosen once, to fit the replicas of the first call."""
         if self._token_ids is None:
             self._token_ids = canary_token_ids([replica.info for replica in replicas], self._config.tokens)
         return self._token_ids
 
     def check_length(self, logprobs: Sequence[float] | None, replicas: Sequence[Replica]) -> None:
-        """Refuse a trainer's log-probs that are not of the sequence of these replicas."""
+        """Raise `InvalidRequest` for a trainer's log-probs of another length than the replicas' sequence."""
         wanted = len(self.token_ids(replicas)) - 1
         if logprobs is not None and len(logprobs) != wanted:
             raise InvalidRequest(
-                f"canary_logprobs has {len(logprobs)} numbers, the canary needs {wanted}: one for each token of GET "
-                "/v1/weight_canary but the first",
+                f"canary_logprobs has {len(logprobs)} numbers, the canary needs {wanted}: a number for each token of "
+                "GET /v1/weight_canary but the first",
                 param="canary_logprobs",
             )
 
     async def remember(self, replicas: Sequence[Replica]) -> None:
-        """Reads the log-probs before an update, for comparison after it."""
+        """Read the log-probs before an update, for comparison after it."""
         unknown = [r for r in replicas if r.weight_version is not None and self._known(r) is None]
         readings = await self._ask_all(unknown, self.token_ids(replicas))
         for replica, reading in readings.items():
@@ -83,7 +83,7 @@ class Canary:
     async def check(
         self, replicas: Sequence[Replica], version: int, *, trainers: Sequence[float] | None = None, busy: bool = False
     ) -> dict[Replica, Finding]:
-        """Judges each replica's log-probs at `version`; call `accept` when the update is committed.
+        """Judge each replica's log-probs at `version`; call `accept` when the update is committed.
 
         `trainers` are the trainer's own log-probs of `token_ids`, without the first token. With `busy`, rollouts run at
         the same time, and a replica that answers late is unverified instead of failed.
@@ -111,17 +111,17 @@ class Canary:
         return findings
 
     def accept(self) -> None:
-        """Keeps the log-probs of the last check: the update is committed."""
+        """Keep the log-probs of the last check: the update is committed."""
         self.accept_part()
         self._trainers = self._checked[1]
         self._checked = {}, None
 
     def accept_part(self) -> None:
-        """Keeps the log-probs of the last batch of a rolling update, for comparison with the next batch."""
+        """Keep the log-probs of the last batch of a rolling update, for comparison with the next batch."""
         self._accepted.update(self._checked[0])
 
     async def admit(self, replica: Replica, version: int) -> Finding:
-        """Judges a replica that was brought to `version` alone, while its peers serve."""
+        """Judge a replica that loaded `version` alone, while its peers serve."""
         answer = await self._ask(replica, self.token_ids([replica]), version, self._accepted_at(version, replica))
         if isinstance(answer, Finding):
             return answer
@@ -133,18 +133,18 @@ class Canary:
         return finding
 
     def _known(self, replica: Replica) -> Reading | None:
-        """The accepted reading of the weights that a replica holds, if there is one."""
+        """Return the accepted reading of the weights that a replica holds, if there is one."""
         reading = self._accepted.get(replica)
         return reading if reading is not None and reading.version == replica.weight_version else None
 
     def _accepted_at(self, version: int, replica: Replica) -> list[Reading]:
-        """Accepted readings at this version, of the replica and of its peers."""
+        """Return accepted readings at this version, of the replica and of its peers."""
         own = self._accepted.get(replica)
         elsewhere = self._accepted_elsewhere([replica], version)
         return [*elsewhere, own] if own is not None and own.version == version else elsewhere
 
     def _accepted_elsewhere(self, peers: Sequence[Replica], version: int) -> list[Reading]:
-        """Accepted readings at this version of replicas that are not being asked now."""
+        """Return accepted readings at this version of replicas that are not being asked now."""
         kind = self._kind(peers[0])
         return [
             reading
@@ -159,13 +159,13 @@ class Canary:
         return list(kinds.values())
 
     def _kind(self, replica: Replica) -> tuple[object, ...]:
-        """A key that replicas of the same engine, release and shape share: their log-probs must be equal."""
+        """Return a key shared by replicas of the same engine, release and shape: their log-probs must be equal."""
         info, group = replica.info, self._groups.get(replica.info.group)
         numerics = [repr(getattr(group, name)) for name in _NUMERICS] if group else [info.group]
         return (info.kind, info.engine_version, info.world_size, *numerics)
 
     def _warn_of_strangers(self, peers: Sequence[Replica]) -> None:
-        """Logs replicas of one version whose log-probs differ: most likely their checkpoints do."""
+        """Log replicas of one version whose log-probs differ: most likely their checkpoints differ."""
         known = [(replica, reading) for replica in peers if (reading := self._known(replica)) is not None]
         for replica, reading in known[1:]:
             first, other = known[0]
@@ -185,7 +185,7 @@ class Canary:
     async def _ask(
         self, replica: Replica, token_ids: list[int], version: int | None, known: Sequence[Reading] = ()
     ) -> Reading | Finding:
-        """A replica's reading, or the finding that there is none. `known` are accepted readings of this version."""
+        """Return a replica's reading, or a finding if there is none. `known` are accepted readings at this version."""
         if not replica.info.speaks_vllm:
             return Finding(Result.UNVERIFIED, f"the server at {replica.info.url} gives no log-probs of a prompt")
         held = replica.weight_version if version is None else version
@@ -193,7 +193,7 @@ class Canary:
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 alone = await self._score(replica, token_ids)
-                # A reading equal to a known one needs no measure of noise, which saves a returning replica time.
+                # A reading equal to a known reading needs no measure of noise, which saves a returning replica time.
                 same = next((reading for reading in known if reading.logprobs == alone), None)
                 noise = same.noise if same else distance(alone, await self._score_in_batch(replica, token_ids))
         except (EngineRefused, InvalidRequest) as error:
@@ -208,7 +208,7 @@ class Canary:
         return Reading(held or 0, alone, noise, time.monotonic() - began)
 
     async def _score_in_batch(self, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
-        """Scores the sequence in a batch: how far the log-probs move then is the replica's noise."""
+        """Score the sequence in a batch: the distance from its log-probs alone is the replica's noise."""
         fillers = [token_ids[: len(token_ids) // (index + 2)] or token_ids for index in range(_FILLERS)]
         *_, scored = await asyncio.gather(*(self._score(replica, ids) for ids in (*fillers, token_ids)))
         return scored
@@ -231,7 +231,7 @@ class _NoLogprobs(Exception):
 
 
 def canary_token_ids(infos: Sequence[ReplicaInfo], tokens: int) -> list[int]:
-    """Seeded ids from the middle of the smallest vocabulary, where no special tokens are; at most a context."""
+    """Return seeded ids from the middle of the smallest vocabulary, where no special tokens are; at most a context."""
     vocabulary = min(map(_vocabulary, infos), default=_SMALL_VOCABULARY)
     room = min((info.max_model_len - 1 for info in infos if info.max_model_len is not None), default=tokens)
     draw = random.Random(_SEED)
@@ -244,12 +244,12 @@ def _vocabulary(info: ReplicaInfo) -> int:
 
 
 def _logprobs(answer: Json, token_ids: list[int]) -> tuple[float, ...]:
-    """Log-probs of all tokens but the first, which has no context."""
-    told = answer["choices"][0].get("prompt_logprobs")
-    if not isinstance(told, list) or len(told) != len(token_ids):
-        raise _NoLogprobs(f"{len(token_ids)} tokens were asked for, prompt_logprobs is {str(told)[:80]}")
+    """Return log-probs of all tokens but the first, which has no context."""
+    reported = answer["choices"][0].get("prompt_logprobs")
+    if not isinstance(reported, list) or len(reported) != len(token_ids):
+        raise _NoLogprobs(f"{len(token_ids)} tokens were asked for, prompt_logprobs is {str(reported)[:80]}")
     values = []
-    for position, (token_id, scored) in enumerate(zip(token_ids, told, strict=True)):
+    for position, (token_id, scored) in enumerate(zip(token_ids, reported, strict=True)):
         value = (scored or {}).get(str(token_id), {}).get("logprob")
         if position and not isinstance(value, int | float):
             raise _NoLogprobs(f"the log-prob of token {position} is {value!r}, which is no number")

@@ -11,7 +11,7 @@ Digests = Mapping[str, str]
 
 
 def check_receipts(received: Mapping[Replica, Digests]) -> None:
-    """Raises `WeightUpdateFailed` with the replica that received other bytes than most, and the tensor.
+    """Raise `WeightUpdateFailed` with the tensor, and the replica that received other bytes than most.
 
     Devices have different kinds of digest; replicas are compared within a kind.
     """
@@ -33,11 +33,11 @@ def _check_peers(received: Mapping[Replica, Digests]) -> None:
         if len(votes) == 1:
             continue
         (most, count), (_, next_count) = votes.most_common(2)
-        told = {replica: digests.get(name, "nothing") for replica, digests in received.items()}
-        odd = [replica for replica in told if told[replica] != most] if count > next_count else list(told)
-        names = " and ".join(f"{replica.replica_id} ({told[replica]})" for replica in odd)
-        who = f"replica {names} received other bytes than its peers" if count > next_count else f"{names} differ"
+        digest = {replica: digests.get(name, "nothing") for replica, digests in received.items()}
+        odd = [replica for replica in digest if digest[replica] != most] if count > next_count else list(digest)
+        names = " and ".join(f"{replica.replica_id} ({digest[replica]})" for replica in odd)
+        finding = f"replica {names} received other bytes than its peers" if count > next_count else f"{names} differ"
         raise WeightUpdateFailed(
-            f"tensor {name!r} arrived with different bytes: {who}; the update is not served, send it again",
+            f"tensor {name!r} arrived with different bytes: {finding}; the update is not served, send it again",
             replica_id=odd[0].replica_id,
         )

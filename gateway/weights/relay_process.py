@@ -1,7 +1,7 @@
 """The relay process: it receives a trainer's weights instead of the replicas, and writes them into the store.
 
 The trainer's group has two members, the trainer and the relay, so a replica's death cannot break it. The process runs
-`engines/transfer/relay.py`; `updates/relay_update.py` decides what to do with the version it wrote.
+`engines/transfer/relay.py`; `updates/relay_update.py` loads the version that it wrote on the replicas.
 """
 
 import asyncio
@@ -52,16 +52,16 @@ class Relay:
 
     @property
     def is_open(self) -> bool:
-        """True while it is a member of a trainer's group."""
+        """True while the relay is a member of a trainer's group."""
         return self._is_open
 
     @property
     def backend(self) -> str:
-        """The backend that a trainer sends over, by vLLM's name."""
+        """The trainer's transport, by vLLM's name for it."""
         return "nccl" if self._config.relay_device else "gloo"
 
     def report(self) -> Json:
-        """The relay's part of `status`; `pid` is null while no relay runs."""
+        """Return the relay's part of `status`; `pid` is null while no relay runs."""
         process = self._process
         running = process is not None and process.exit_code is None
         return {
@@ -94,7 +94,7 @@ class Relay:
             await self._member().update_weights(update_info, self._config.transfer_timeout_s)
 
     async def end(self) -> None:
-        """Finish the draft. Returns when it is whole; raises where it cannot be."""
+        """Finish the draft. Return when it is whole; raise where it cannot be finished."""
         async with self._or_ended("write the version down", self._config.load_timeout_s):
             await self._member().close_receipt(self._config.load_timeout_s)
 
@@ -117,13 +117,13 @@ class Relay:
         return self._client is not None and self._process is not None and self._process.exit_code is None
 
     def _member(self) -> VllmEngine:
-        """The client of the running relay. Raises `EngineError` where it is in no group."""
+        """Return the client of the running relay. Raise `EngineError` where it is in no group."""
         if self._client is None or not self._is_open or not self._runs:
             raise EngineError("it has ended")
         return self._client
 
     async def _start(self) -> VllmEngine:
-        """Starts a new process and returns when it listens."""
+        """Start a new process, and return its client when it listens."""
         await self.close()
         port, device = free_port(), self._config.relay_device
         # The relay sees only its own GPU; Ray hides all GPUs from an actor that has none.
@@ -139,7 +139,7 @@ class Relay:
         ]
         log_path = self._log_dir / f"relay-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         self._process = process = EngineProcess(Command(argv, env), log_path, _STOP_GRACE_S)
-        # Its NCCL receiver is vLLM's, whose messages differ between releases.
+        # Over NCCL the relay receives with vLLM's receiver, and vLLM's messages differ between releases.
         version = _vllm_version() if device else ""
         self._client = client = VllmEngine("", f"http://127.0.0.1:{port}", version, has_tee=True)
         process.start()
@@ -154,8 +154,8 @@ class Relay:
         raise EngineError(f"it ended with {process.exit_code} before it was ready: {process.last_words(lines=1)}")
 
     @asynccontextmanager
-    async def _or_ended(self, what: str, timeout_s: float) -> AsyncIterator[None]:
-        """Ends the process when a call fails or is cancelled: relay and trainer may be stuck in it."""
+    async def _or_ended(self, purpose: str, timeout_s: float) -> AsyncIterator[None]:
+        """End the process when a call fails or is cancelled: relay and trainer may be stuck in the call."""
         try:
             yield
         except EngineRefused as error:
@@ -163,10 +163,10 @@ class Relay:
             raise InvalidRequest(message_of(error.body) or str(error), param=_param_of(error.body)) from error
         except EngineError as error:
             await self.close()
-            raise WeightUpdateFailed(f"the relay did not {what}: {error}{self._remedy}") from error
+            raise WeightUpdateFailed(f"the relay did not {purpose}: {error}{self._remedy}") from error
         except (DeadlineExceeded, TimeoutError) as error:
             await self.close()
-            raise DeadlineExceeded(f"the relay did not {what} within {timeout_s:g} s{self._remedy}") from error
+            raise DeadlineExceeded(f"the relay did not {purpose} within {timeout_s:g} s{self._remedy}") from error
         except BaseException:
             await self.close()
             raise
@@ -183,7 +183,7 @@ def _vllm_version() -> str:
     except importlib.metadata.PackageNotFoundError as error:
         raise WeightUpdateConflict(
             "over NCCL the relay receives with vLLM's own receiver, which the gateway's Python lacks: install vLLM "
-            "there, or say weights.relay: never"
+            "there, or set weights.relay: never"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The group in which a trainer and the engines' workers, or the trainer and the relay, move tensors."""
+"""The transfer group: a trainer and the engines' workers, or a trainer and the relay."""
 
 import time
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class TransferGroup:
 
     @property
     def scribe(self) -> Replica | None:
-        """The member that copies what it receives into the store, whose folder may not be on other nodes."""
-        return next((one for one in self.members if one.info.has_tee and not one.info.is_far), None)
+        """The member that copies received tensors into the store. Another node may not have the store's folder."""
+        return next((replica for replica in self.members if replica.info.has_tee and not replica.info.is_far), None)
 
     @property
     def broken_by(self) -> Replica | None:
@@ -36,10 +36,10 @@ class TransferGroup:
 
 
 async def transport_of(replica: Replica, timeout_s: float) -> str:
-    """The name of the engine's weight transfer backend, asked once and remembered.
+    """Return the name of the engine's weight transfer backend, which is asked once and remembered.
 
-    Raises `EngineError` or `DeadlineExceeded` where the engine does not answer: a guess could give the trainer another
-    group than the one it then finds.
+    Raise `EngineError` or `DeadlineExceeded` where the engine does not answer: with a guess the trainer could form
+    another group than its calls find later.
     """
     if not replica.transport:
         try:
@@ -51,9 +51,11 @@ async def transport_of(replica: Replica, timeout_s: float) -> str:
 
 
 def checkpoint_bytes(replica: Replica) -> int:
-    """Bytes of the replica's checkpoint; 0 where it could not be read."""
+    """Return the bytes of the replica's checkpoint; 0 where it could not be read."""
     tensors = replica.info.tensors or ()
-    return num_bytes({"dtype_names": [one.dtype for one in tensors], "shapes": [one.shape for one in tensors]})
+    return num_bytes(
+        {"dtype_names": [tensor.dtype for tensor in tensors], "shapes": [tensor.shape for tensor in tensors]}
+    )
 
 
 def check_some_take_weights(members: Sequence[Replica], alive: Sequence[Replica]) -> None:
@@ -75,7 +77,7 @@ def check_capable(members: Sequence[Replica]) -> None:
 
 
 def check_one_protocol(members: Sequence[Replica]) -> None:
-    """vLLM's receivers open their own communicators and SGLang's a process group of torch: in one group both hang."""
+    """Raise for SGLang beside vLLM: SGLang opens torch's process group, vLLM its own communicators, and both hang."""
     sglang = [replica for replica in members if replica.info.dialect is Dialect.SGLANG]
     others = [replica for replica in members if replica not in sglang]
     if sglang and others:
@@ -87,7 +89,7 @@ def check_one_protocol(members: Sequence[Replica]) -> None:
 
 
 def check_reachable(members: Sequence[Replica], init_info: Json) -> None:
-    """An engine on another machine would look for a loopback address on its own, until the rendezvous times out."""
+    """Raise for a loopback address with remote engines: they would look for the trainer on their own machine."""
     address = str(init_info.get("master_address"))
     away = next((replica for replica in members if not _is_loopback(urlsplit(replica.info.url).hostname or "")), None)
     if away is not None and _is_loopback(address):
@@ -97,16 +99,16 @@ def check_reachable(members: Sequence[Replica], init_info: Json) -> None:
         )
 
 
-def check_world_size(init_info: Json, workers: int, why: str) -> None:
+def check_world_size(init_info: Json, workers: int, reason: str) -> None:
     if init_info.get("world_size") != workers + 1:
         raise WeightUpdateConflict(
-            f"init_info.world_size is {init_info.get('world_size')!r}, but {why}, so the group needs {workers + 1}: "
-            "ask /get_world_size again"
+            f"init_info.world_size is {init_info.get('world_size')!r}, but {reason}, so the group needs {workers + 1}: "
+            "call /get_world_size again"
         )
 
 
 def rank_offsets(members: Sequence[Replica], init_info: Json) -> dict[Replica, int]:
-    """First rank of each replica's workers, counted from the trainer's own offset."""
+    """Return the first rank of each replica's workers, counted from the trainer's own offset."""
     workers = sum(replica.info.world_size for replica in members)
     if not members:
         raise WeightUpdateConflict("no replica is there to join a transfer group: see /health")

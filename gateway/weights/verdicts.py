@@ -65,11 +65,11 @@ class Finding:
         return self.result not in (Result.FAILED, Result.LOST)
 
     def excused_if_late(self) -> "Finding":
-        """Turns a late answer into an unverified one: an engine full of rollouts may be late and healthy."""
+        """Return a late finding as unverified: an engine full of rollouts may be late and healthy."""
         return replace(self, result=Result.UNVERIFIED) if self.is_late else self
 
     def report(self) -> Json:
-        """As JSON; distances in nats a token."""
+        """Return the finding as JSON; distances are in nats a token."""
         names = ("to_peers", "to_previous", "to_trainer", "tolerance", "noise", "seconds")
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {
@@ -88,10 +88,10 @@ def judge(
     trainers_before: tuple[float, ...] | None = None,
     busy: bool = False,
 ) -> dict[Key, Finding]:
-    """A finding for each of `readings`, which are of peers at one version.
+    """Return a finding for each of `readings`, which are of peers at one version.
 
-    `previous` are their readings before the update, `elsewhere` accepted ones of more peers at this version. `busy`
-    where rollouts ran beside the canary.
+    `previous` has their readings before the update, `elsewhere` accepted readings of more peers at this version. `busy`
+    is True where rollouts ran beside the canary.
     """
     moved = {key: distance(readings[key].logprobs, previous[key].logprobs) for key in readings if key in previous}
     scale = Scale.of([*readings.values(), *previous.values()], moved.values())
@@ -126,14 +126,14 @@ def judge(
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What is far and what is near in one update. `update` is how far most replicas moved; None where unknown."""
+    """The distances that count as far in one update. `update` is the median move of replicas; None where unknown."""
 
     noise: float
     update: float | None
 
     @classmethod
     def of(cls, readings: Iterable[Reading], moved: Collection[float]) -> "Scale":
-        # The middle of all: broken weights may be very noisy, and must not widen what is tolerated of them.
+        # The median: broken weights may be very noisy, and must not widen their own tolerance.
         noise = statistics.median_high(reading.noise for reading in readings)
         return cls(max(noise, _ROUNDING), statistics.median_high(moved) if moved else None)
 
@@ -144,19 +144,18 @@ class Scale:
 
     @property
     def is_told_apart(self) -> bool:
-        """Whether the previous version can be told from the new one."""
+        """True where the previous version is distinguishable from the new version."""
         return self.update is not None and self.update > self.still
 
     @property
     def tolerance(self) -> float:
-        """Farthest that a replica may be from its peers: whatever the noise, half way to the previous version is too
-        far."""
+        """The largest distance from peers that passes: at most half way to the previous version, whatever the noise."""
         of_noise = _NOISES * self.noise
         return min(of_noise, self.update / 2) if self.update is not None and self.is_told_apart else of_noise
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Mean absolute difference, in nats a token; infinite where the two are not of one sequence."""
+    """Return the mean absolute difference, in nats a token; infinite for sequences of different lengths."""
     if len(one) != len(other) or not one:
         return math.inf
     return statistics.fmean(abs(a - b) for a, b in zip(one, other, strict=True))
@@ -165,10 +164,10 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
 def ended_by(
     config: WeightsConfig, findings: Mapping[Key, Finding], *, waiting: int = 0, witnesses: int = 0
 ) -> Key | None:
-    """The replica that ends the update by `weights.must_pass`; None where the update goes on.
+    """Return the replica that ends the update by `weights.must_pass`; None where the update goes on.
 
-    `waiting` replicas may pass yet. With `quorum` failures are tolerated once so many `witnesses` have passed; with
-    `all` none is.
+    `waiting` replicas may still pass. With `quorum` failures are tolerated once `witnesses` replicas have passed; with
+    `all` no failure is.
     """
     failed = [key for key, finding in findings.items() if finding.result is Result.FAILED]
     passed = sum(finding.may_serve for finding in findings.values())
@@ -181,9 +180,10 @@ def ended_by(
 
 
 def _frozen(readings: Mapping[Key, Reading], moved: Mapping[Key, float], previous: Mapping[Key, Reading]) -> set[Key]:
-    """Those that say bit for bit what they said before, while peers that had said the very same moved on together.
+    """Return the replicas that repeat their log-probs bit for bit, while peers that had the same moved together.
 
-    However small the update: idle engines that agree to the last bit compute alike, so only their weights can differ.
+    This holds for the smallest update: idle engines that agree to the last bit compute alike, so only their weights
+    can differ.
     """
     moves = Counter((previous[key].logprobs, readings[key].logprobs) for key, value in moved.items() if value > 0)
     moved_on = {before for (before, _), count in moves.items() if count > 1}
@@ -199,7 +199,7 @@ def _is_stale(finding: Finding) -> str:
 
 
 def _fault(finding: Finding, move: "_Move | None", *, agreed: bool) -> str:
-    """Why a replica that moved is not what it should be; empty where it is."""
+    """Return the reason why a replica that moved holds other weights than it should; empty where it does not."""
     if move is not None and move.apart > move.tolerance:
         return (
             f"its canary did not move as the trainer's log-probs did: {move.apart:.3g} nats a token apart, tolerance "
@@ -208,9 +208,9 @@ def _fault(finding: Finding, move: "_Move | None", *, agreed: bool) -> str:
     if finding.to_peers is None or finding.tolerance is None or finding.to_peers <= finding.tolerance:
         return ""
     if agreed or move is None:
-        of_whom = "its peers'" if agreed else "the nearest other, and no two of most replicas agree"
+        centre = "its peers'" if agreed else "the nearest other, and no two of most replicas agree"
         return (
-            f"its canary is {finding.to_peers:.3g} nats a token from {of_whom}, tolerance {finding.tolerance:.3g}, "
+            f"its canary is {finding.to_peers:.3g} nats a token from {centre}, tolerance {finding.tolerance:.3g}, "
             f"noise {_said(finding.noise)}; from the previous version it is {_said(finding.to_previous)}"
         )
     return ""
@@ -232,9 +232,9 @@ def _passed(finding: Finding, scale: Scale, move: "_Move | None") -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """How far a replica's move is from the trainer's.
+    """The distance between a replica's move and the trainer's.
 
-    Moves are compared and not places: what trainer and engine differ by for good falls out.
+    Moves are compared, not log-probs: a constant difference between trainer and engine cancels out.
     """
 
     apart: float
@@ -249,7 +249,7 @@ class _Move:
         trainers_before: tuple[float, ...] | None,
         still: float,
     ) -> "_Move | None":
-        """None where the trainer gave too little, or moved no more than noise."""
+        """Return None where the trainer's log-probs are missing, or moved no more than noise."""
         if before is None or trainers is None or trainers_before is None:
             return None
         size = distance(trainers, trainers_before)
@@ -260,7 +260,7 @@ class _Move:
 
 
 def _centre(vectors: Sequence[tuple[float, ...]], tolerance: float) -> tuple[float, ...] | None:
-    """The vector that more than half of all are within `tolerance` of; None where there is none."""
+    """Return the vector that has more than half of all within `tolerance`; None where there is none."""
     agreeing = [sum(distance(one, other) <= tolerance for other in vectors) for one in vectors]
     if not vectors or 2 * max(agreeing) <= len(vectors):
         return None
@@ -270,7 +270,7 @@ def _centre(vectors: Sequence[tuple[float, ...]], tolerance: float) -> tuple[flo
 def _to_peers(
     own: tuple[float, ...], centre: tuple[float, ...] | None, others: Sequence[tuple[float, ...]]
 ) -> float | None:
-    """How far a replica is from what most say; from its nearest peer where it is that itself, or most say nothing."""
+    """Return the distance to the centre; to the nearest peer where there is no centre, or the replica is the centre."""
     if not others:
         return None
     if centre is not None and centre is not own:

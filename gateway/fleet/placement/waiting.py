@@ -17,7 +17,7 @@ _FORGET_ABOVE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What replicas must have for a rollout; rollouts of one demand can go to the same replicas."""
+    """A rollout's requirements on replicas; rollouts of equal demand can go to the same replicas."""
 
     adapter: Adapter | None
     min_version: int

@@ -10,7 +10,7 @@ from gateway.http.json_body import read_object
 
 
 class AdapterRoutes:
-    """Reads and answers; the coordinator does the work."""
+    """Decodes requests, calls the coordinator, encodes replies."""
 
     def __init__(self, adapters: AdapterCoordinator) -> None:
         self._adapters = adapters
@@ -25,7 +25,9 @@ class AdapterRoutes:
         if type(in_place) is not bool:
             raise InvalidRequest(f"load_inplace = {in_place!r} is neither true nor false", param="load_inplace")
         if body.get("is_3d_lora_weight"):
-            raise InvalidRequest("is_3d_lora_weight is not passed on to engines", param="is_3d_lora_weight")
+            raise InvalidRequest(
+                "is_3d_lora_weight is not passed on to engines: leave it out", param="is_3d_lora_weight"
+            )
         name = _text(body, "lora_name")
         await self._adapters.load(name, _text(body, "lora_path"), in_place=in_place)
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")

@@ -16,7 +16,7 @@ from gateway.http.supervisor import Supervisor
 
 
 class FleetRoutes:
-    """/health is open to everybody; its report needs a key. `status` makes the status report."""
+    """Handlers of /health, /status and /metrics. `status` makes the status report, which needs a key."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class FleetRoutes:
         router.add_get("/metrics", access.for_inference(self._metrics_page))
 
     async def _health(self, request: web.Request) -> web.Response:
-        """200 once the fleet is complete. Until then 503, which TRL waits on; also after a background task ended."""
+        """Reply 200 once the fleet is complete, else 503, on which TRL waits. An ended background task gives 503."""
         return reply({"ready": self._is_ready}, self._health_status)
 
     async def _health_report(self, request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""Routes about models and their engines: model cards, descriptions, and calls that any engine of a model answers."""
+"""Routes about models and their engines: model cards, descriptions, and calls that any engine of a model can answer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -44,14 +44,14 @@ class ModelRoutes:
         router.add_get("/get_model_info", access.for_inference(self._model_info))
 
     async def description(self) -> Json:
-        """SGLang's description of the policy."""
+        """Return SGLang's description of the policy."""
         card = await self._model_card(self._fleet.models.first)
         path = card.get("root") or card["id"]
         described = {"model_path": path, "tokenizer_path": path, "is_generation": True}
         return described | {"preferred_sampling_params": None, "weight_version": str(self._fleet.version)}
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        """The card of each model, the policy first: TRL takes the first for its own."""
+        """Reply with the card of each model, the policy first: TRL uses the first card."""
         first = self._fleet.models.first
         others = (self._model_card_if_up(model) for model in self._fleet.models.names if model != first)
         base, *cards = await asyncio.gather(self._model_card(first), *others)
@@ -64,14 +64,14 @@ class ModelRoutes:
         return reply(_adapter_card(adapter, card) if adapter else card)
 
     async def _pass_through(self, request: web.Request) -> web.Response:
-        """The answer of one engine; all engines of its model would give the same."""
+        """Reply with the answer of one engine; all engines of its model would give the same."""
         body = await read_object(request) if request.method == "POST" else None
         name = None if body is None else body.get("model") or None
         model, adapter = (self._fleet.models.first, None) if body is None else self._fleet.asked(name)
         return reply(await _first_answer(self._replicas(model, adapter), request, body))
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        """An engine's own report, with the transport that the trainer is to use if the relay receives."""
+        """Reply with an engine's own report, and with the relay's transport for the trainer if the relay receives."""
         replica = self._any_replica(self._fleet.models.first)
         info = await replica.engine.ask("GET", request.path_qs, None, _ASK_TIMEOUT_S)
         if isinstance(info.get("vllm_config"), dict) and (backend := await self._weights.backend()):
@@ -79,7 +79,7 @@ class ModelRoutes:
         return reply(info)
 
     async def _render(self, request: web.Request) -> web.Response:
-        """The token ids and sampling parameters of a request, for /inference/v1/generate."""
+        """Reply with the token ids and sampling parameters of a request, for /inference/v1/generate."""
         body = await read_object(request)
         model, _ = self._fleet.asked(body.get("model") or None)
         replicas = [replica for replica in self._fleet.alive if replica.info.model == model]
@@ -93,7 +93,7 @@ class ModelRoutes:
         return reply(await self.description())
 
     async def _model_card(self, model: str) -> Json:
-        """vLLM's entry of one model in the list that its engine gives."""
+        """Return vLLM's entry of one model in its engine's list."""
         replica = self._any_replica(model)
         listed = await replica.engine.ask("GET", "/v1/models", None, self._config.probe_timeout_s)
         for card in listed.get("data") or ():
@@ -102,7 +102,7 @@ class ModelRoutes:
         raise EngineFailed(f"/v1/models lists {model!r} no longer", replica_id=replica.replica_id)
 
     async def _model_card_if_up(self, model: str) -> Json | None:
-        """None where no engine of the model answers: a judge that is away must not hide the policy."""
+        """Return None where no engine of the model answers: a judge that is down must not hide the policy."""
         try:
             return await self._model_card(model)
         except (EngineError, DeadlineExceeded) as error:
@@ -113,7 +113,7 @@ class ModelRoutes:
         return self._replicas(model, None)[0]
 
     def _replicas(self, model: str, adapter: Adapter | None) -> list[Replica]:
-        """Replicas of a model, those that serve first. Raises `DeadlineExceeded` if there is none."""
+        """Return the replicas of a model, serving replicas if any. Raise `DeadlineExceeded` if there is none."""
         of_model = [replica for replica in self._fleet.alive if replica.info.model == model]
         replicas = self._fleet.serving(model, adapter) or of_model
         if not replicas:
@@ -122,7 +122,7 @@ class ModelRoutes:
 
 
 async def _first_answer(replicas: Sequence[Replica], request: web.Request, body: Json | None) -> Json:
-    """The answer of the first replica that gives one. A refusal is an answer: the others would refuse too."""
+    """Return the answer of the first replica that answers. A refusal is an answer: the others would refuse too."""
     *others, last = replicas
     for replica in others:
         try:
@@ -135,6 +135,6 @@ async def _first_answer(replicas: Sequence[Replica], request: web.Request, body:
 
 
 def _adapter_card(adapter: Adapter, base: Json) -> Json:
-    """vLLM's card of an adapter: its folder is the root, the model beneath is the parent."""
+    """Return vLLM's card of an adapter: its folder is the root, the model beneath is the parent."""
     own = {"id": adapter.name, "root": adapter.path, "parent": base["id"], "max_model_len": None}
     return {**base, **own}

@@ -27,7 +27,7 @@ _HEALTH_TIMEOUT_S = 20.0
 
 
 class RolloutRoutes:
-    """/v1/completions, /v1/chat/completions, vLLM's and SGLang's token routes."""
+    """Handlers of /v1/completions, /v1/chat/completions, and the token routes of vLLM and SGLang."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class RolloutRoutes:
         return reply({})
 
     async def _health_generate(self, request: web.Request) -> web.Response:
-        """SGLang's check that tokens are generated: 200 after one token."""
+        """Reply 200 after one token: SGLang's check that tokens are generated."""
         prompts = self._completions.decode({"prompt": "a", "max_tokens": 1}, request_id(request))
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT_S):
@@ -111,7 +111,7 @@ class RolloutRoutes:
         return reply({})
 
     async def _read(self, request: web.Request) -> tuple[Json, str]:
-        """The body of a request for tokens, and its session."""
+        """Return the body of a request for tokens, and its session."""
         at, began = time.time(), time.monotonic()
         body = await read_object(request)
         session = session_of(request.headers, body)
@@ -121,7 +121,7 @@ class RolloutRoutes:
     async def _stream(
         self, request: web.Request, model: str, chunks: Callable[[Usage], AsyncGenerator[Json]]
     ) -> web.StreamResponse:
-        """Send chunks; their tokens are counted also if the client leaves in the middle."""
+        """Send chunks. Their tokens are counted also if the client disconnects."""
         usage = Usage()
         try:
             return await send_events(request, self._deliveries.counted(model, chunks(usage)), self._write_timeout_s)

@@ -6,7 +6,7 @@ from gateway.weights.updates.update_log import UpdateLog
 
 
 def served_weights(fleet: Fleet, updates: UpdateLog) -> Json:
-    """Model, version, and each tensor under its checkpoint name, in the dtype and shape that engines hold it in.
+    """Return model, version, and each tensor under its checkpoint name, with the dtype and shape in the engines.
 
     `update` is the unique name of the update that made the version, null after a restart of the gateway. `tensors` is
     null where no replica could read its checkpoint. `replicas` has engine, release and GPU UUIDs of each.
@@ -17,7 +17,8 @@ def served_weights(fleet: Fleet, updates: UpdateLog) -> Json:
         "model": fleet.models.first,
         "weight_version": fleet.version,
         "update": updates.last_committed and updates.last_committed.name,
-        "tensors": tensors and [{"name": one.name, "dtype": one.dtype, "shape": list(one.shape)} for one in tensors],
+        "tensors": tensors
+        and [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in tensors],
         "replicas": [
             {
                 "replica_id": info.replica_id,

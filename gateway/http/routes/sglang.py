@@ -1,6 +1,6 @@
 """SGLang's router routes beside /generate: workers, aborts, caches, pauses.
 
-The engines' own ports are on loopback, so the gateway lists itself as the one worker, and calls to it reach every
+The engines' own ports are on loopback, so the gateway lists itself as the only worker, and calls to it reach every
 replica. Calls for a single worker are refused with the alternative.
 """
 
@@ -42,7 +42,7 @@ REFUSED = {
     "/release_memory_occupation": _MEMORY,
     "/resume_memory_occupation": _MEMORY,
 }
-"""Routes of SGLang that make no sense in front of replicas, each with the alternative."""
+"""Routes of SGLang that make no sense in front of replicas, with the alternative to each."""
 
 
 class SglangRoutes:
@@ -95,13 +95,14 @@ class SglangRoutes:
         return reply({"urls": [_own_url(request)]})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        """SGLang's own keys if the fleet has one answer; `internal_states` lists the replicas."""
+        """Reply with SGLang's keys for the whole fleet; `internal_states` lists the replicas."""
         replicas = self._fleet.trained_alive
-        lengths = [one.info.max_model_len for one in replicas if one.info.max_model_len is not None]
+        lengths = [found for replica in replicas if (found := replica.info.max_model_len) is not None]
         states = [
-            {"replica_id": one.replica_id, "state": str(one.state), "engine": str(one.info.kind)} for one in replicas
+            {"replica_id": replica.replica_id, "state": str(replica.state), "engine": str(replica.info.kind)}
+            for replica in replicas
         ]
-        versions = sorted({one.info.engine_version for one in replicas})
+        versions = sorted({replica.info.engine_version for replica in replicas})
         info = {"served_model_name": self._fleet.models.first, "context_length": min(lengths, default=None)}
         info |= {"status": "ready" if self._fleet.is_ready else "starting", "version": ", ".join(versions)}
         return reply(await self._model_info() | info | {"internal_states": states})
@@ -110,7 +111,7 @@ class SglangRoutes:
         return reply({"weight_version": str(self._fleet.version)})
 
     async def _abort_request(self, abort_all: Handler, request: web.Request) -> web.StreamResponse:
-        """`abort_all` ends running rollouts with the tokens they have; `rid` ends one request.
+        """End running rollouts with the tokens they have, all of them with `abort_all`, or one request with `rid`.
 
         `abort_all` needs an admin key: it reaches the rollouts of all clients.
         """
@@ -120,7 +121,7 @@ class SglangRoutes:
         rid = body.get("rid")
         if not isinstance(rid, str) or not rid:
             raise InvalidRequest(f"rid = {rid!r}: send the id of a request, or abort_all = true", param="rid")
-        self._generate.abort(lambda its, _: its == rid)
+        self._generate.abort(lambda prompt_rid, _: prompt_rid == rid)
         return web.Response()
 
     async def _abort_all(self, request: web.Request) -> web.Response:
@@ -151,5 +152,5 @@ class SglangRoutes:
 
 
 def _own_url(request: web.Request) -> str:
-    """The gateway's URL as this client reaches it."""
+    """Return the gateway's URL as this client reaches it."""
     return f"{request.scheme}://{request.host}"

@@ -35,12 +35,14 @@ class SnapshotFiles:
         router.add_get(version + "/{file}", access.for_store(self._send))
 
     async def _list_versions(self, request: web.Request) -> web.Response:
-        # A gateway before this one kept versions too; reading the version that the fleet holds makes it known.
+        # The store may hold versions of an earlier gateway. Reading the fleet's version makes it known.
         with contextlib.suppress(StoreFailed):
             async with self._reading(self._fleet.version):
                 pass
         served = self._fleet.version  # a newer version is not verified yet
-        return reply({"versions": [one for one in self._snapshots.versions if one <= served], "served": served})
+        return reply(
+            {"versions": [version for version in self._snapshots.versions if version <= served], "served": served}
+        )
 
     async def _list_files(self, request: web.Request) -> web.Response:
         version = int(request.match_info["version"])
@@ -61,7 +63,7 @@ class SnapshotFiles:
 
 
 async def _send_part(request: web.Request, path: Path) -> web.StreamResponse:
-    """Sends the bytes that `Range` names. Reads run in a thread: no token waits for the disk."""
+    """Send the bytes that `Range` names. Reads run in a thread: no token waits for the disk."""
     # aiohttp's FileResponse leaks the file when a client disconnects while it is opened.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -84,7 +86,7 @@ async def _send_part(request: web.Request, path: Path) -> web.StreamResponse:
 
 
 def _span(request: web.Request, size: int) -> tuple[int, int, bool]:
-    """First byte, end (exclusive), and True for a partial request."""
+    """Return first byte, end (exclusive), and True for a partial request."""
     try:
         asked = request.http_range
     except ValueError as error:

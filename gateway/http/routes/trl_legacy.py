@@ -1,7 +1,7 @@
 """The routes of TRL's own server, which TRL up to 1.10 calls (`gateway.trl_legacy`). Their paths end in a slash.
 
 Weights come through `trainer_client.trl_legacy`. The old client broadcasts each tensor over a group that the server
-opens and nothing bounds; it is refused here.
+opens, without a deadline; its routes are refused here.
 """
 
 from aiohttp import web
@@ -44,7 +44,7 @@ class TrlLegacyRoutes:
             router.add_post(path, access.for_admin(self._refuse_weights))
 
     async def _health(self, request: web.Request) -> web.Response:
-        """TRL polls this without a limit until it gets a 200."""
+        """Reply 200 once the fleet is ready, else 503. TRL polls without a limit until it gets a 200."""
         ready = self._fleet.is_ready
         return reply({"status": "ok" if ready else "starting"}, 200 if ready else 503)
 
@@ -68,14 +68,14 @@ class TrlLegacyRoutes:
             self._completions.decode(body, request_id(request), first=index)
             for index, body in enumerate(scoring_bodies(asked))
         ]
-        return reply(scored(await gathered(self._completions.generate(one) for one in prompts), asked))
+        return reply(scored(await gathered(self._completions.generate(prompt) for prompt in prompts), asked))
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         success = await self._weights.pauses.reset_prefix_cache()
         return reply({"message": f"Request received, resetting prefix cache status: {success}"})
 
     async def _close_communicator(self, request: web.Request) -> web.Response:
-        """TRL calls this at its end, with or without a group."""
+        """Reply that the group is closed. TRL calls this at its end, with or without a group."""
         return reply({"message": "Request received, closing communicator"})
 
     async def _refuse_weights(self, request: web.Request) -> web.Response:

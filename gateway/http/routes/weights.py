@@ -1,4 +1,4 @@
-"""HTTP routes of weight updates, vLLM's and our own, and of pauses."""
+"""HTTP routes of weight updates, vLLM's and the gateway's own, and of pauses."""
 
 import contextlib
 import math
@@ -65,11 +65,11 @@ class WeightRoutes:
         return reply({"message": "Weight update finished", "weight_version": version})
 
     async def _load(self, request: web.Request) -> web.Response:
-        """Loads a draft that `trainer_client.WeightSender` wrote into the store."""
+        """Load a draft that `trainer_client.WeightSender` wrote into the store."""
         body = await read_object(request)
         if body.get("transport") != "store":
             raise InvalidRequest(
-                f"transport = {body.get('transport')!r} is not 'store', which is what this route takes; over a group "
+                f"transport = {body.get('transport')!r} is not 'store', the only transport of this route; over a group "
                 "weights come with /init_weight_transfer_engine and the calls after it",
                 param="transport",
             )
@@ -92,7 +92,7 @@ class WeightRoutes:
         return reply({"weight_version": served})
 
     async def _abandon(self, request: web.Request) -> web.Response:
-        """Aborts the open update, for a trainer that failed in the middle of it."""
+        """Abort the open update, for a trainer that failed in the middle of it."""
         reason = (await read_object(request, required=False)).get("reason")
         await self._weights.abandon(f"the trainer gave it up: {reason}" if reason else "the trainer gave it up")
         return reply({"weight_version": self._fleet.version})
@@ -104,17 +104,19 @@ class WeightRoutes:
         return reply(served_weights(self._fleet, self._weights.updates))
 
     async def _updates(self, request: web.Request) -> web.Response:
-        """Records of the running update and of the last ones, newest first."""
+        """Reply with the records of the running update and of earlier updates, newest first."""
         running = [self._weights.update.report()] if self._weights.update else []
         return reply({"weight_updates": running + self._weights.updates.reports()})
 
     async def _canary(self, request: web.Request) -> web.Response:
-        """The tokens whose log-probs a trainer may send with /finish_weight_update."""
+        """Reply with the tokens whose log-probs a trainer may send with /finish_weight_update."""
         return reply({"token_ids": self._weights.canary_token_ids()})
 
     async def _store(self, request: web.Request) -> web.Response:
-        """The folder for drafts, the model, and how versions reach the replicas. `base` is the version that a delta may
-        refer to; null where it is not kept."""
+        """Reply with the folder for drafts, the model, and how versions reach the replicas.
+
+        `base` is the version that a delta may refer to; null where it is not kept.
+        """
         await self._snapshots.make_room(self._fleet.version)  # a trainer writes next
         place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first, "base": await self._base()}
         return reply(place | {"rolling": self._config.rolling, "replicas": len(self._fleet.trained)})
@@ -122,7 +124,7 @@ class WeightRoutes:
     async def _base(self) -> int | None:
         served = self._fleet.version
         with contextlib.suppress(StoreFailed):
-            async with self._snapshots.reading(served, [one.info.incarnation for one in self._fleet.trained]):
+            async with self._snapshots.reading(served, [replica.info.incarnation for replica in self._fleet.trained]):
                 return served
         return None
 
@@ -130,8 +132,8 @@ class WeightRoutes:
         mode = request.query.get("mode", PauseMode.ABORT)
         if mode not in list(PauseMode):
             raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(PauseMode)}", param="mode")
-        # vLLM clears the KV cache of paused requests unless told not to, which costs their prefill again. Nothing
-        # here depends on it: prefixes are salted by weight version.
+        # By default vLLM clears the KV cache of paused requests, which costs their prefill again. Nothing here
+        # depends on it: prefixes are salted by weight version.
         clear_cache = request.query.get("clear_cache", "false").lower() == "true"
         await self._weights.pauses.pause(PauseMode(mode), clear_cache=clear_cache)
         return reply({"status": "paused"})
@@ -155,7 +157,7 @@ def _section(body: Json, key: str) -> Json:
 
 
 def _in_flight(body: Json) -> InFlight | None:
-    """The trainer's choice for rollouts in flight, if any."""
+    """Return the trainer's choice for rollouts in flight, if any."""
     given = body.get("in_flight")
     if given is not None and given not in list(InFlight):
         raise InvalidRequest(f"in_flight = {given!r} is none of {', '.join(InFlight)}", param="in_flight")
@@ -163,7 +165,7 @@ def _in_flight(body: Json) -> InFlight | None:
 
 
 def _canary_logprobs(body: Json) -> list[float] | None:
-    """The trainer's own log-probs of the canary, if any."""
+    """Return the trainer's own log-probs of the canary, if any."""
     given = body.get("canary_logprobs")
     if given is None:
         return None

@@ -1,3 +1,5 @@
-"""`rollout-gateway doctor`: reads configurations of the gateway and of trainers and says what in them costs speed,
-memory or truth. Files are read and never run; rules are pure functions in tables; figures come from docs/benchmarks.md.
+"""`rollout-gateway doctor`: reads configurations of the gateway and of trainers, and finds settings that cost speed,
+memory or correctness.
+
+Files are read and never run; rules are pure functions in tables; figures come from docs/benchmarks.md.
 """

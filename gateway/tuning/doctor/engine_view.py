@@ -1,4 +1,4 @@
-"""An engine as rules see it, whoever configures it: a group of ours, verl's rollout section, TRL's colocated vLLM."""
+"""An engine as rules see it, from a gateway's group, verl's rollout section or TRL's colocated vLLM."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ _SERVE_LEVERS = {"max_model_length": "max_model_len"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
     """`settings` are by our levers' names, each with the key its file has for it. A lever that is missing or None
-    has the engine's own default. `replicas` is None where nobody says how many there are."""
+    has the engine's own default. `replicas` is None where their number is not given."""
 
     where: str
     kind: EngineKind
@@ -114,14 +114,14 @@ class EngineView:
 
 
 def gateway_engines(config: Config, settings: Sequence[Setting]) -> Iterator[EngineView]:
-    """The groups that run a vLLM or an SGLang of ours; of one that somebody else runs it says nothing."""
+    """Return the groups whose vLLM or SGLang the gateway starts; an external group has no settings here."""
     by_key = {setting.key: setting for setting in settings}
     for name, group in config.groups.items():
         if group.kind not in (EngineKind.VLLM, EngineKind.SGLANG):
             continue
         section = f"engines.{name}." if config.engines else "engine."
-        found = {key.removeprefix(section): one for key, one in by_key.items() if key.startswith(section)}
-        extra = {key.removeprefix("extra."): one for key, one in found.items() if key.startswith("extra.")}
+        found = {key.removeprefix(section): value for key, value in by_key.items() if key.startswith(section)}
+        extra = {key.removeprefix("extra."): value for key, value in found.items() if key.startswith("extra.")}
         yield EngineView(
             where=f"gateway {section[:-1]}",
             kind=group.kind,

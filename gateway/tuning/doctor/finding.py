@@ -1,4 +1,4 @@
-"""What a rule says of one value."""
+"""A rule's finding about one value."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from gateway.config.load import Setting
 
 
 class Severity(StrEnum):
-    """`hurts` is what the exit status counts; `consider` may pay; `fine` was looked at and is right."""
+    """`hurts` sets the exit status; `consider` may pay; `fine` was checked and is right."""
 
     HURTS = "hurts"
     CONSIDER = "consider"
@@ -30,7 +30,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A `Found` with what its rule always says. Everything in it is plain, for JSON."""
+    """A `Found` with its rule's fixed texts. All values are plain, for JSON."""
 
     rule: str
     severity: Severity

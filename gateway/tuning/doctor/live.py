@@ -34,7 +34,7 @@ _VLLM_SETTINGS = {
     "enable_prefix_caching": ("cache_config", "enable_prefix_caching"),
     "max_cudagraph_capture_size": ("compilation_config", "max_cudagraph_capture_size"),
 }
-# One figure by our name, and what each engine's page calls it.
+# Figures by our name, and their names on each engine's page.
 _SAMPLES = {
     "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
     "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
@@ -65,12 +65,11 @@ class Live:
     samples: tuple[Sample, ...]
     server_info: dict[str, Any] | None
     watched_s: float | None = None
-    """The time that counters are of; None for all the time since engines started."""
+    """Seconds of the counters; None for all the time since the engines' start."""
 
     def since(self, earlier: "Live", seconds: float) -> "Live":
-        """The same with counters of the time since an earlier look. An engine that restarted between them counts from
-        its restart."""
-        before = {(one.name, frozenset(one.labels.items())): one.value for one in earlier.samples}
+        """Return the same with counters since an earlier look. A restarted engine counts from its restart."""
+        before = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in earlier.samples}
 
         def difference(sample: Sample) -> Sample:
             known = before.get((sample.name, frozenset(sample.labels.items())), 0.0)
@@ -82,10 +81,10 @@ class Live:
     @property
     def serving(self) -> list[str]:
         """Ids of the replicas that take rollouts."""
-        return [one["replica_id"] for one in self.status["replicas"] if one["state"] == "SERVING"]
+        return [row["replica_id"] for row in self.status["replicas"] if row["state"] == "SERVING"]
 
     def by_replica(self, figure: str, **labels: str) -> dict[str, float]:
-        """A figure of each replica whose engine reports it, summed over other labels."""
+        """Return a figure of each replica whose engine reports it, summed over other labels."""
         found: dict[str, float] = {}
         for sample in self.samples:
             wanted = all(sample.labels.get(name) == value for name, value in labels.items())
@@ -95,12 +94,12 @@ class Live:
         return found
 
     def total(self, figure: str, **labels: str) -> float | None:
-        """The sum over all replicas; None where none reports it."""
+        """Return the sum over all replicas; None where no replica reports it."""
         found = self.by_replica(figure, **labels)
         return sum(found.values()) if found else None
 
     def kv_tokens(self) -> dict[str, int]:
-        """Tokens that fit each replica's KV cache, where its engine reports blocks and their size."""
+        """Return the tokens that fit each replica's KV cache, where its engine reports blocks and their size."""
         found: dict[str, int] = {}
         for sample in self.samples:
             if sample.name == "vllm:cache_config_info" and "replica" in sample.labels:
@@ -119,8 +118,8 @@ class Live:
         return Setting(key=name, value=value, origin="live", place=f"{self.url}{path}")
 
     def engine(self) -> EngineView | None:
-        """The policy's engine as it runs; None where it is no vLLM, or reports nothing."""
-        replicas = [one for one in self.status["replicas"] if one["kind"] == EngineKind.VLLM and not one["frozen"]]
+        """Return the running configuration of the policy's engine; None for another engine than vLLM, or no report."""
+        replicas = [row for row in self.status["replicas"] if row["kind"] == EngineKind.VLLM and not row["frozen"]]
         config = (self.server_info or {}).get("vllm_config")
         if not replicas or not isinstance(config, dict):
             return None
@@ -142,9 +141,9 @@ class Live:
 
 
 def look(url: str, key: str = "", environ: Mapping[str, str] = os.environ) -> Live:
-    """Asks the gateway at `url`; `key` is env:NAME or file:PATH. Every wait is bounded.
+    """Read the state of the gateway at `url`; `key` is env:NAME or file:PATH. Every wait is bounded.
 
-    Raises `ConfigError` on a URL or key that cannot be one, `GatewayUnreachable` where no gateway answers.
+    Raise `ConfigError` on a malformed URL or key, `GatewayUnreachable` where no gateway answers.
     """
     where = urlsplit(url)
     if where.scheme not in ("http", "https") or not where.hostname:
@@ -157,12 +156,12 @@ def look(url: str, key: str = "", environ: Mapping[str, str] = os.environ) -> Li
     except ValueError as error:
         raise GatewayUnreachable(f"{url}: no gateway of ours: /status is not JSON") from error
     if not isinstance(status, dict) or "replicas" not in status:
-        raise GatewayUnreachable(f"{url}: no gateway of ours: /status tells no replicas")
+        raise GatewayUnreachable(f"{url}: no gateway of ours: /status lists no replicas")
     return Live(url, status, tuple(_samples(page)), _server_info(url, token))
 
 
 def watch(url: str, key: str, seconds: float) -> Live:
-    """Looks once, or twice with `seconds` between the looks, and has counters of that time."""
+    """Look once, or twice with `seconds` between, and return the counters of that time."""
     live = look(url, key)
     if not seconds:
         return live
@@ -179,7 +178,7 @@ def _server_info(url: str, token: str) -> dict[str, Any] | None:
 
 
 def _samples(page: str) -> Iterator[Sample]:
-    # Of the serve extra: files are examined without it.
+    # From the `serve` extra, which the examination of files does not need.
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
@@ -187,12 +186,12 @@ def _samples(page: str) -> Iterator[Sample]:
             "argument --url: prometheus-client is not installed: pip install 'rollout-gateway[serve]'"
         ) from error
     for family in text_string_to_metric_families(page):
-        yield from (Sample(one.name, one.labels, one.value) for one in family.samples)
+        yield from (Sample(found.name, found.labels, found.value) for found in family.samples)
 
 
 def _get(url: str, token: str) -> str:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    # No proxy of the environment: the gateway is inside the cluster's network.
+    # Without the environment's proxy: the gateway is inside the cluster's network.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S) as response:

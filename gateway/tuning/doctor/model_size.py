@@ -1,4 +1,4 @@
-"""The size of a model: of its files, else of its config.json as `plan` reads it, else of its name."""
+"""The size of a model, from its files, else from config.json as `plan` reads it, else from its name."""
 
 import json
 import re
@@ -23,8 +23,8 @@ _MILLIONS_IN_NAME = re.compile(r"(?<![\w.])(\d+)\s*[mM](?![a-zA-Z0-9])")
 
 
 def weight_gib(model: str) -> float | None:
-    """GiB of a model's weights: the sum of its files where they are here, else by its config.json, else by a name such
-    as Qwen2-7B-AWQ; None where none of them has a size."""
+    """Return the GiB of a model's weights: the sum of local files, else by config.json, else by a name such as
+    Qwen2-7B-AWQ; None where no source has a size."""
     if folder := _folder(model):
         stored = sum(file.stat().st_size for file in checkpoint_files(folder) if file.is_file())
         if size := stored or _shaped(folder):
@@ -39,7 +39,7 @@ def weight_gib(model: str) -> float | None:
 
 
 def _shaped(folder: Path) -> float:
-    """Bytes by config.json; 0 where it has no shape that is known."""
+    """Return the bytes by config.json; 0 for an unknown shape."""
     try:
         return read_shape(folder).weight_bytes
     except ConfigError:
@@ -47,16 +47,16 @@ def _shaped(folder: Path) -> float:
 
 
 def vocabulary(model: str) -> int | None:
-    """Entries of the vocabulary, where config.json is here."""
-    return _told(model, "vocab_size")
+    """Return the entries of the vocabulary; None without a local config.json."""
+    return _from_config(model, "vocab_size")
 
 
 def context(model: str) -> int | None:
-    """Positions that the model has, where config.json is here."""
-    return _told(model, "max_position_embeddings")
+    """Return the positions of the model; None without a local config.json."""
+    return _from_config(model, "max_position_embeddings")
 
 
-def _told(model: str, key: str) -> int | None:
+def _from_config(model: str, key: str) -> int | None:
     if (folder := _folder(model)) is None:
         return None
     try:
@@ -68,7 +68,7 @@ def _told(model: str, key: str) -> int | None:
 
 
 def _folder(model: str) -> Path | None:
-    """`model` where it is a folder, else what the Hugging Face cache has of that id."""
+    """Return `model` if it is a folder, else the folder of that id in the Hugging Face cache."""
     if not model:
         return None
     folder = Path(model).expanduser()

@@ -1,4 +1,4 @@
-"""A patch of the files that were examined, with the values that findings suggest. Nothing is written."""
+"""A patch of the examined files with the values that findings suggest. Nothing is written."""
 
 import difflib
 import re
@@ -16,8 +16,10 @@ _WRITTEN = r"(?P<before>(?<![\w.]){name}[\"']?\s*[:=]\s*)(?P<value>[^\s#,\\\"'}}
 
 
 def patch_of(findings: Iterable[Finding]) -> str:
-    """A unified diff over all files, which `patch -p0` takes. A finding without a place, a value of its own or a line
-    that writes the value is left out."""
+    """Return a unified diff over all files, for `patch -p0`.
+
+    A finding without a place, a value of its own or a line that writes the value is left out.
+    """
     files: dict[Path, list[str]] = {}
     for finding in findings:
         if finding.severity is Severity.FINE or finding.is_general or not (place := _place(finding)):
@@ -30,7 +32,7 @@ def patch_of(findings: Iterable[Finding]) -> str:
 
 
 def _place(finding: Finding) -> tuple[Path, int] | None:
-    """File and line, of a file that is there."""
+    """Return file and line of a place in an existing file."""
     name, _, line = finding.place.rpartition(":")
     if finding.origin not in ("file", "cli") or not line.isdigit() or not Path(name).is_file():
         return None
@@ -38,7 +40,7 @@ def _place(finding: Finding) -> tuple[Path, int] | None:
 
 
 def _changed(line: str, finding: Finding) -> str:
-    """The line with the suggestion in it; as it is where the suggestion is no plain value."""
+    """Return the line with the suggestion in it; unchanged where the suggestion is no plain value."""
     if finding.rule == _KEYS:
         return _renamed(line, finding)
     value = _VALUE.match(finding.suggestion)
@@ -52,7 +54,7 @@ def _changed(line: str, finding: Finding) -> str:
 
 
 def _renamed(line: str, finding: Finding) -> str:
-    """A key that Hydra refuses becomes the one that it takes, with a plus or without."""
+    """Replace a key that Hydra refuses by the key that it takes, with or without a plus."""
     key = finding.suggestion.partition("=")[0]
     if not re.fullmatch(r"\+?[\w.]+", key):
         return line

@@ -20,22 +20,24 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def counts(findings: Sequence[Finding]) -> dict[str, int]:
-    return {severity.value: sum(one.severity is severity for one in findings) for severity in Severity}
+    return {severity.value: sum(finding.severity is severity for finding in findings) for severity in Severity}
 
 
 def print_findings(console: Console, findings: Sequence[Finding], *, with_fine: bool) -> None:
-    """Prints findings; fine ones are counted, and shown `with_fine` or where they correct a common belief. Advice that
-    holds for nearly every file takes one line."""
-    general = [] if with_fine else [one for one in findings if one.is_general]
-    named = [one for one in findings if one not in general]
-    shown = [one for one in named if with_fine or one.severity is not Severity.FINE or one.corrects]
+    """Print findings. Fine findings are counted, and shown `with_fine` or where they correct a common belief.
+
+    Advice that holds for nearly every file takes one line.
+    """
+    general = [] if with_fine else [finding for finding in findings if finding.is_general]
+    named = [finding for finding in findings if finding not in general]
+    shown = [finding for finding in named if with_fine or finding.severity is not Severity.FINE or finding.corrects]
     if console.is_terminal:
         _print_table(console, shown)
     else:
-        for one in shown:
-            console.print("\n".join(_lines(one)) + "\n", markup=False, highlight=False, soft_wrap=True)
+        for finding in shown:
+            console.print("\n".join(_lines(finding)) + "\n", markup=False, highlight=False, soft_wrap=True)
     if general:
-        keys = ", ".join(dict.fromkeys(f"{one.key}: {one.suggestion.partition(';')[0]}" for one in general))
+        keys = ", ".join(dict.fromkeys(f"{finding.key}: {finding.suggestion.partition(';')[0]}" for finding in general))
         console.print(
             f"worth a try in most runs (--all says why): {keys}\n", markup=False, highlight=False, soft_wrap=True
         )
@@ -51,43 +53,44 @@ def _print_table(console: Console, findings: Sequence[Finding]) -> None:
     table.add_column("", width=8)
     table.add_column("value", ratio=2, overflow="fold")
     table.add_column("finding", ratio=3, overflow="fold")
-    for one in findings:
-        value = Text(f"{_name(one)}{_value(one)}", "bold")
-        value.append(f"\n{_origin(one)}", "dim")
-        told = Text(one.message)
-        for label, text in _details(one):
-            told.append(f"\n{label}: ", "dim")
-            told.append(text)
-        table.add_row(Text(one.severity.value, _STYLES[one.severity]), value, told)
+    for finding in findings:
+        value = Text(f"{_name(finding)}{_value(finding)}", "bold")
+        value.append(f"\n{_origin(finding)}", "dim")
+        details = Text(finding.message)
+        for label, text in _details(finding):
+            details.append(f"\n{label}: ", "dim")
+            details.append(text)
+        table.add_row(Text(finding.severity.value, _STYLES[finding.severity]), value, details)
     console.print(table)
 
 
-def _lines(one: Finding) -> list[str]:
-    head = f"{one.severity.value}: {one.where}: {_name(one)}{_value(one)} ({_origin(one)}): {one.message}"
-    return [head, *(f"  {label}: {text}" for label, text in _details(one))]
+def _lines(finding: Finding) -> list[str]:
+    value = f"{_name(finding)}{_value(finding)} ({_origin(finding)})"
+    head = f"{finding.severity.value}: {finding.where}: {value}: {finding.message}"
+    return [head, *(f"  {label}: {text}" for label, text in _details(finding))]
 
 
-def _details(one: Finding) -> list[tuple[str, str]]:
-    if one.severity is Severity.FINE:
-        told = {"wrong is": one.corrects, "source": one.source if one.corrects else ""}
+def _details(finding: Finding) -> list[tuple[str, str]]:
+    if finding.severity is Severity.FINE:
+        details = {"wrong is": finding.corrects, "source": finding.source if finding.corrects else ""}
     else:
-        told = {
-            "why": one.why,
-            "set": one.suggestion,
-            "effect": one.effect,
-            "wrong is": one.corrects,
-            "source": one.source,
+        details = {
+            "why": finding.why,
+            "set": finding.suggestion,
+            "effect": finding.effect,
+            "wrong is": finding.corrects,
+            "source": finding.source,
         }
-    return [(label, text) for label, text in told.items() if text]
+    return [(label, text) for label, text in details.items() if text]
 
 
-def _name(one: Finding) -> str:
-    return one.key or one.rule
+def _name(finding: Finding) -> str:
+    return finding.key or finding.rule
 
 
-def _value(one: Finding) -> str:
-    return f" = {json.dumps(one.value)}" if one.key else ""
+def _value(finding: Finding) -> str:
+    return f" = {json.dumps(finding.value)}" if finding.key else ""
 
 
-def _origin(one: Finding) -> str:
-    return one.place or (one.origin if one.origin else "not given")
+def _origin(finding: Finding) -> str:
+    return finding.place or (finding.origin if finding.origin else "not given")

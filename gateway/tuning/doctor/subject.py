@@ -1,4 +1,4 @@
-"""Everything that is examined together."""
+"""The files that are examined together."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ class Subject:
     gpu_gib: float = 80.0
 
     def samples_per_replica(self, engine: EngineView) -> int | None:
-        """Completions of a step that one replica of `engine` gets, if the whole step goes to its group."""
+        """Return the completions of a step for one replica of `engine`, if the whole step goes to its group."""
         if not self.workload.samples or not engine.replicas:
             return None
         return -(-self.workload.samples // engine.replicas)
@@ -45,7 +45,7 @@ def subject_of(
     live: Live | None = None,
     gpu_gib: float = 80.0,
 ) -> Subject:
-    """Reads the files. Raises `ConfigError` where one cannot be read; with verl and TRL the workload is verl's."""
+    """Read the files. Raise `ConfigError` where a file cannot be read. With verl and TRL the workload is verl's."""
     verl_file = read_verl(verl, verl_version) if verl else None
     trl_file = read_trl(trl) if trl else None
     found = [verl_engine(verl_file) if verl_file else None]
@@ -59,7 +59,7 @@ def subject_of(
     if verl_file and verl_file.kind is not VerlKind.SFT:
         workload = verl_workload(verl_file)
     return Subject(
-        engines=(*(gateway_engines(config, settings or []) if config else ()), *(one for one in found if one)),
+        engines=(*(gateway_engines(config, settings or []) if config else ()), *(engine for engine in found if engine)),
         workload=workload,
         config=config,
         verl=verl_file,

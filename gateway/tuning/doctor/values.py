@@ -1,4 +1,4 @@
-"""The values of one file by dotted key; what it leaves out has the default of the software that reads it."""
+"""The values of one file by dotted key, over the defaults of the software that reads it."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,8 @@ _MOST_HOPS = 8
 
 
 class Values:
-    """Given settings over defaults. Interpolations of OmegaConf are followed; a value that came from another key has
-    that one's origin and place. `title` names the file's kind, `prefix` is left out of the keys that are shown.
+    """Given settings over defaults. Interpolations of OmegaConf are followed; a value of another key has that
+    key's origin and place. `title` names the file's kind, `prefix` is left out of the keys that are shown.
     """
 
     def __init__(self, title: str, given: Mapping[str, Setting], defaults: Mapping[str, Any], prefix: str = "") -> None:
@@ -32,7 +32,7 @@ class Values:
         return key.removeprefix(self._prefix)
 
     def at(self, key: str) -> Setting:
-        """The value at `key` with its origin; None by default for an unknown key."""
+        """Return the value at `key` with its origin; its value is None for an unknown key."""
         return self._at(key, _MOST_HOPS)
 
     def number(self, key: str) -> float | None:
@@ -74,7 +74,7 @@ class Values:
 
 
 def as_number(value: Any) -> float | None:
-    """The number that a value is; None for anything else, such as a shell variable nobody knows."""
+    """Return a value as a number; None for anything else, such as an unknown shell variable."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 

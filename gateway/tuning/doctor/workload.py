@@ -1,4 +1,4 @@
-"""What trainers will ask of engines: lengths, and samples a step."""
+"""The workload of engines under a trainer: lengths, and samples a step."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class Workload:
 def verl_workload(file: VerlFile) -> Workload:
     values = file.values
     section, batch = ("data.max_", "data.train_batch_size") if file.has_trainer else (ROLLOUT, "")
-    # Where both are given, the rollout section's own lengths are what engines are asked for.
+    # Where both are given, engines get the rollout section's own lengths.
     prompt, response = (values.at(f"{ROLLOUT}{name}_length") for name in ("prompt", "response"))
     if file.has_trainer and prompt.origin == response.origin == "default":
         prompt, response = values.at(f"{section}prompt_length"), values.at(f"{section}response_length")

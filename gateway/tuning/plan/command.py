@@ -65,7 +65,7 @@ def plan_command(
     ] = None,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON, with all choices.")] = False,
 ) -> None:
-    """Say how to deal GPUs out to trainer and engines, what fits, and how fast it will be. Starts nothing."""
+    """Plan the GPUs of trainer and engines: splits that fit, and their expected speed. Starts nothing."""
     if model is None and not shape:
         raise ConfigError(
             "nothing to plan for: give --model FOLDER, or --shape num_hidden_layers=28,hidden_size=3584,..."
@@ -99,7 +99,7 @@ def _checkpoint(model: Path | None) -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write it, and say what is still missing before `up` takes it."""
+    """Write the configuration, and report what `up` still needs."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

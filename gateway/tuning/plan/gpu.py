@@ -1,4 +1,4 @@
-"""What a GPU can do, by its maker's data sheet."""
+"""The limits of GPUs, by their makers' data sheets."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from engines.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Limits of one GPU. What of them an engine reaches is fitted to measurements (`gateway/tuning/plan/speed.py`)."""
+    """Limits of one GPU. An engine's share of them is fitted to measurements (`gateway/tuning/plan/speed.py`)."""
 
     name: str
     memory_gib: float
@@ -46,8 +46,8 @@ def gpu_of(text: str) -> Gpu:
         name, numbers = "", [name, *numbers]
     known = GPUS.get(name.upper())
     if name and known is None:
-        told = f"it can be {', '.join(GPUS)}, or numbers: {','.join(f'{number}=...' for number in _NUMBERS)}"
-        raise ConfigError(f"--gpu {name!r}: unknown; {told}")
+        choices = f"it can be {', '.join(GPUS)}, or numbers: {','.join(f'{number}=...' for number in _NUMBERS)}"
+        raise ConfigError(f"--gpu {name!r}: unknown; {choices}")
     given = dict(_number(part) for part in numbers)
     if known is not None:
         return dataclasses.replace(known, **given)  # type: ignore[arg-type]

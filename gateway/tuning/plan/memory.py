@@ -1,4 +1,4 @@
-"""What the memory of a GPU goes to, in an engine and in a trainer. Estimates: engines measure their own at start."""
+"""The memory of a GPU in an engine and in a trainer. Estimates: engines measure their own at start."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from gateway.tuning.plan.shape import ModelShape
 from gateway.tuning.plan.workload import StepWorkload
 
 GIB = float(2**30)
-# Of a GPU, for vLLM. The rest is for the buffers of a weight transfer, 2 GiB with TRL's client.
+# Share of a GPU for vLLM. The rest is for the buffers of a weight transfer, 2 GiB with TRL's client.
 GPU_SHARE = 0.9
 MAX_NUM_BATCHED_TOKENS = 8192
 # CUDA's context and NCCL's buffers; CUDA graphs.

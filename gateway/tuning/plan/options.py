@@ -1,4 +1,4 @@
-"""Options that say what a batch is, the same for `plan` and `tune`."""
+"""Options that describe a batch, the same for `plan` and `tune`."""
 
 from typing import Annotated
 

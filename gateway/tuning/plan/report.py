@@ -33,7 +33,7 @@ def print_plan(console: Console, question: Question, choices: Sequence[Choice]) 
 
 
 def as_json(question: Question, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Everything that the table is made of, and all choices."""
+    """Return the table's data and all choices, for JSON."""
     shape, work = question.shape, question.work
     return {
         "model": asdict(shape) | {"parameters": shape.parameters, "weight_bytes": shape.weight_bytes},

@@ -278,6 +278,6 @@ def _pair(part: str) -> tuple[str, Any]:
 def _whole(config: Mapping[str, Any], key: str, name: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        told = "is missing" if value is None else f"= {value!r} is no positive whole number"
-        raise ConfigError(f"{name}: {key} {told}; give it with --shape {key}=NUMBER")
+        problem = "is missing" if value is None else f"= {value!r} is no positive whole number"
+        raise ConfigError(f"{name}: {key} {problem}; give it with --shape {key}=NUMBER")
     return value

@@ -24,7 +24,7 @@ _OVERLAP = 8
 # Two all-reduces a layer, of a usual latency between GPUs with NVLink; not fitted.
 _ALL_REDUCE_S = 10e-6
 _ALL_REDUCES = 2
-# Lengths of a batch that are told apart: enough for the tail, few enough to be quick.
+# Distinct lengths of a batch: enough for the tail, few enough to be quick.
 _DISTINCT_LENGTHS = 128
 
 
@@ -140,9 +140,9 @@ def rollout(engine: EngineModel, work: StepWorkload) -> Rollout:
     )
 
 
-def overlapped(one: float, other: float) -> float:
-    """Between the longer of the two and their sum, near the longer."""
-    return float((one**_OVERLAP + other**_OVERLAP) ** (1 / _OVERLAP))
+def overlapped(first: float, second: float) -> float:
+    """Return the time of two overlapping costs: between the longer and their sum, near the longer."""
+    return float((first**_OVERLAP + second**_OVERLAP) ** (1 / _OVERLAP))
 
 
 def _mixed(work: StepWorkload) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a step of training asks of the engines: prompts, samples, and how long they are."""
+"""The workload of a training step: prompts, samples, and their lengths."""
 
 import math
 from dataclasses import dataclass, replace

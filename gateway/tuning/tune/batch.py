@@ -15,14 +15,14 @@ from gateway.tuning.plan.workload import StepWorkload
 
 Json = dict[str, Any]
 
-# In the vocabulary of every model, and past the usual special tokens.
+# Ids in the vocabulary of every model, above the usual special tokens.
 _TOKEN_IDS = range(3, 128)
 _SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt, and what is wanted of it. Completions run to `max_tokens`, whatever the model would say."""
+    """One prompt with its limits. Completions run to `max_tokens`, past any end-of-sequence token."""
 
     prompt_tokens: int
     max_tokens: int
@@ -31,8 +31,10 @@ class Ask:
     """The recorded ids; drawn again for every run where there are none."""
 
     def body(self, seed: str) -> Json:
-        """For /v1/completions, with the log-probabilities and ids that trainers ask for. `seed` keeps runs apart: equal
-        prompts would be answered from the prefix cache of the run before."""
+        """Return a body for /v1/completions, with the log-probabilities and ids that trainers request.
+
+        `seed` differs for each run: equal prompts would be answered from the prefix cache of the run before.
+        """
         draw = random.Random(seed)
         return {
             "prompt": list(self.prompt) or draw.choices(_TOKEN_IDS, k=self.prompt_tokens),
@@ -51,8 +53,8 @@ class Batch:
     """Prompts that arrive at once, as those of a trainer's step."""
 
     asks: tuple[Ask, ...]
-    told: str
-    """A description for people."""
+    description: str
+    """The description in reports."""
 
     @property
     def completions(self) -> int:
@@ -60,7 +62,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a whole run brings."""
+        """Tokens that a whole run generates."""
         return sum(ask.samples * ask.max_tokens for ask in self.asks)
 
     @property
@@ -72,35 +74,35 @@ class Batch:
         return hashlib.sha256(repr(self.asks).encode()).hexdigest()[:16]
 
     def times(self, count: int) -> "Batch":
-        """So many of it at once, for an engine of so many GPUs."""
+        """Return this batch `count` times at once, for an engine of `count` GPUs."""
         return replace(self, asks=self.asks * count)
 
     def opening(self) -> "Batch":
-        """The same prompts with a few tokens each, to warm an engine up."""
+        """Return the same prompts with a few tokens each, to warm an engine up."""
         return replace(self, asks=tuple(replace(ask, max_tokens=min(4, ask.max_tokens)) for ask in self.asks))
 
 
 def drawn(work: StepWorkload) -> Batch:
-    """Prompts and completions of those lengths. Samples of one prompt are equally long: a request has one limit."""
+    """Return a batch of the workload's lengths. Samples of one prompt are equally long: a request has one limit."""
     draw = random.Random(_SEED)
     prompts = [max(1, round(length)) for length in work.prompt.quantiles(work.prompts)]
     responses = [max(1, round(length)) for length in work.response.quantiles(work.prompts)]
     draw.shuffle(prompts)
     draw.shuffle(responses)
     asks = tuple(Ask(prompt, response, work.samples) for prompt, response in zip(prompts, responses, strict=True))
-    told = (
+    description = (
         f"{work.prompts} prompts x {work.samples} samples, {work.prompt.mean:g} tokens in (at most "
         f"{work.prompt.longest}), {work.response.mean:g} out (at most {work.response.longest})"
     )
-    return Batch(asks, told)
+    return Batch(asks, description)
 
 
 def recorded(file: Path, most: int | None = None) -> Batch:
-    """The first `most` prompts of a file: a trace of a gateway (`gateway.trace.file`), or a line of JSON for each.
+    """Return the first `most` prompts of a file: a gateway's trace (`gateway.trace.file`), or a line of JSON for each.
 
-    Of a trace, completions are as long as they were in the mean of their request, and prompts as long, each of its own.
-    Other lines have `prompt` (token ids) or `prompt_tokens` (their number), `max_tokens`, and `n`. Raises `ConfigError`
-    with the line at fault.
+    Prompts of a trace have their own recorded lengths, and completions the mean length of their request. Other lines
+    have `prompt` (token ids) or `prompt_tokens` (their number), `max_tokens`, and `n`. Raise `ConfigError` with the
+    line at fault.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -143,7 +145,7 @@ def _plain(place: str, found: Json) -> Ask:
 
 
 def _traced(found: Json) -> list[Ask]:
-    """The prompts of one request; none where it was not answered, or nobody counted its tokens."""
+    """Return the prompts of one traced request; none for a failed request, or without counted tokens."""
     prompts, completed = found["prompts"], found["completion_tokens"]
     if found["status"] != 200 or not completed or not prompts:
         return []
@@ -151,12 +153,14 @@ def _traced(found: Json) -> list[Ask]:
     max_tokens = max(1, math.ceil(completed / (len(prompts) * samples)))
     return [
         Ask(
-            prompt_tokens=max(1, told.get("tokens") or told["characters"] // CHARACTERS_PER_TOKEN),
+            prompt_tokens=max(
+                1, recorded_prompt.get("tokens") or recorded_prompt["characters"] // CHARACTERS_PER_TOKEN
+            ),
             max_tokens=max_tokens,
             samples=samples,
-            prompt=tuple(told["content"]) if _is_ids(told.get("content")) else (),
+            prompt=tuple(recorded_prompt["content"]) if _is_ids(recorded_prompt.get("content")) else (),
         )
-        for told in prompts
+        for recorded_prompt in prompts
     ]
 
 

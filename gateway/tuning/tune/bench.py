@@ -1,4 +1,4 @@
-"""Starts an engine, gives it batches as the gateway would, and says how fast it was."""
+"""Measures an engine: starts it, sends batches as the gateway would, and reports tokens/s."""
 
 import asyncio
 import itertools
@@ -19,17 +19,17 @@ from gateway.tuning.tune.batch import Ask, Batch
 
 _PATH = "/v1/completions"
 _GROUP = "tune"
-# The bound of the whole ends a batch, not that of each request.
+# A batch ends at the deadline of the run; a request's own deadline is later by this.
 _MARGIN_S = 60.0
-# Engines that take turns, each started anew, make so many runs a start.
+# Runs for each start of engines that take turns.
 RUNS_A_START = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Runs of one engine: tokens/s of each of its GPUs (of the engine, where it has none), one a run.
+    """Runs of one engine: for each run tokens/s of each GPU, or of an engine without GPUs.
 
-    `failure` says why there is none: it did not start, it failed under the load, or it was cut off for its slowness.
+    `failure` is the reason for no speed: the engine did not start, failed under the load, or was cut off as too slow.
     """
 
     speeds: tuple[float, ...] = ()
@@ -41,17 +41,17 @@ class Measured:
 
 
 class TooSlow(DeadlineExceeded):
-    """A batch was not done within the time that a run may take."""
+    """A batch did not end within the time of a run."""
 
 
 class Bench(Protocol):
     """Where engines are measured."""
 
     def side_by_side(self, engine: EngineConfig) -> int:
-        """Engines like this one that may be measured at the same time."""
+        """Return the number of such engines that may be measured at the same time."""
 
     def all_fit(self, engines: Sequence[EngineConfig]) -> bool:
-        """True if all can be up at the same time."""
+        """Return True if all can be up at the same time."""
 
     async def measure(self, engine: EngineConfig, runs: Sequence[int], start_s: float, run_s: float) -> Measured:
         """Start, warm up, run the batches of these numbers, stop. A start may take `start_s`, a run `run_s`."""
@@ -59,11 +59,11 @@ class Bench(Protocol):
     def rounds(
         self, engines: Sequence[EngineConfig], runs: Sequence[int], start_s: float, run_s: float
     ) -> AsyncGenerator[tuple[float, ...]]:
-        """Speeds of all engines in each of these runs, in turn. Raises what a start or a run raises."""
+        """Yield speeds of all engines in each of these runs, in turn. Errors are those of a start or a run."""
 
 
 class EngineBench:
-    """Engines on this host: each has GPUs of its own, or none and the CPU to itself."""
+    """Measures engines on this host: each has its own GPUs, or no GPU and the whole CPU."""
 
     def __init__(self, batch: Batch, gpus: Sequence[str]) -> None:
         self._batch = batch
@@ -95,7 +95,7 @@ class EngineBench:
     async def rounds(
         self, engines: Sequence[EngineConfig], runs: Sequence[int], start_s: float, run_s: float
     ) -> AsyncGenerator[tuple[float, ...]]:
-        """Where not all fit, one is up at a time and makes some runs a start, in an order (a, b, b, a) that has few."""
+        """Run engines that do not fit together: one at a time, several runs a start, in an order of few starts."""
         fit = self.all_fit(engines)
         at_a_time = 1 if fit else RUNS_A_START
         order = list(range(len(engines)))
@@ -118,7 +118,7 @@ class EngineBench:
 
     @asynccontextmanager
     async def _serving(self, engine: EngineConfig, start_s: float) -> AsyncIterator["_Running"]:
-        """An engine that has started and is warm. Raises what its start raises."""
+        """Yield an engine that has started and is warm. Errors are those of its start."""
         needed = gpus_per_replica(engine)
         if needed > self._num_gpus:
             raise ConfigError(f"it needs {needed} GPUs, and {self._num_gpus} are here")
@@ -150,7 +150,7 @@ class EngineBench:
 
 
 class _Running:
-    """An engine that serves, and the batch that it is given."""
+    """An engine that serves, and its batch."""
 
     def __init__(self, info: ReplicaInfo, batch: Batch, gpus: int) -> None:
         if info.max_model_len is not None and batch.longest > info.max_model_len:
@@ -165,7 +165,7 @@ class _Running:
         self.tokens = batch.tokens
 
     async def warm_up(self, timeout_s: float) -> None:
-        """Work that an engine does once: compile, allocate, fill its caches."""
+        """Have the engine do its first work: compile, allocate, fill its caches."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._send(self._batch.opening(), "warm-up", timeout_s + _MARGIN_S)
@@ -173,7 +173,7 @@ class _Running:
             raise DeadlineExceeded(f"the first requests were not answered within {timeout_s:.0f} s") from None
 
     async def run(self, number: int, timeout_s: float) -> float:
-        """Seconds from the first prompt to the last token."""
+        """Run the batch. Return the seconds from the first prompt to the last token."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
@@ -214,7 +214,7 @@ def _tokens(reply: Json) -> int:
 
 
 def _bounded(engine: EngineConfig, gpus: Sequence[str], start_s: float) -> EngineConfig:
-    """One replica on these GPUs, whose start takes no longer than is left."""
+    """Return the configuration of one replica on these GPUs, whose start has to end in the time left."""
     change: Json = {"start_timeout_s": min(engine.start_timeout_s, max(1.0, start_s)), "num_replicas": 1}
     if gpus:
         change["env"] = {**engine.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}

@@ -42,10 +42,11 @@ def tune_command(
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Final runs of start and best, in turn.")] = 3,
     against: Annotated[
         Path | None,
-        typer.Option("--against", metavar="FILE", help="A configuration to hold the best one against, in turn."),
+        typer.Option("--against", metavar="FILE", help="A configuration to compare the best with, in turn."),
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", metavar="FOLDER", help="Where results go. One that was cut short goes on.")
+        Path,
+        typer.Option("--out", metavar="FOLDER", help="Folder for results. A run that was cut short resumes from it."),
     ] = Path("tune"),
     workload: Annotated[
         Path | None,
@@ -62,13 +63,13 @@ def tune_command(
     response: ResponseLengths = "512:2048",
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure settings of an engine on this machine, and write the best one as a configuration."""
+    """Measure settings of an engine on this machine, and write the best as a configuration."""
     found = load(config, context.args)
     name, engine = _group(found, group)
     batch = recorded(workload, prompts) if workload else drawn(step_of(prompts or _PROMPTS, samples, prompt, response))
     gpus = list(read_gpus(gpu_ids)) if gpu_ids else visible_gpus()
     levers = levers_of(engine, lever or (), batch.completions, len(gpus))
-    for value in next((one.values for one in levers if one.name == "tensor_parallel_size"), ()):
+    for value in next((found.values for found in levers if found.name == "tensor_parallel_size"), ()):
         replicas_for(engine, engine.model_copy(update={"tensor_parallel_size": value}))
     budget_s = _seconds(budget)
     journal = Journal(out / "journal.jsonl", _subject(engine, levers, batch))
@@ -76,7 +77,7 @@ def tune_command(
     outcome = asyncio.run(_tune(engine, levers, batch, EngineBench(batch, gpus), journal, budget_s, pairs, known))
     text = configuration(found, name, config, context.args, outcome)
     (out / "best.yaml").write_text(text, encoding="utf-8")
-    (out / "report.html").write_text(page(outcome, batch.told, text), encoding="utf-8")
+    (out / "report.html").write_text(page(outcome, batch.description, text), encoding="utf-8")
     if as_json_:
         print(json.dumps(as_json(outcome), indent=2))
     else:
@@ -98,22 +99,22 @@ async def _tune(
 ) -> Outcome:
     console, began = Console(stderr=True), time.monotonic() - journal.spent_s
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         line = f"[{time.monotonic() - began:5.0f} of {budget_s:.0f} s] {text}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    tell(f"{batch.told}; " + ", ".join(f"{one.name} {len(one.values)}" for one in levers))
+    report(f"{batch.description}; " + ", ".join(f"{lever.name} {len(lever.values)}" for lever in levers))
     expected = expected_of(engine, levers, batch.completions)
     tuner = Tuner(
-        engine, levers, bench, journal, budget_s=budget_s, pairs=pairs, tell=tell, expected=expected, against=known
+        engine, levers, bench, journal, budget_s=budget_s, pairs=pairs, report=report, expected=expected, against=known
     )
     return await tuner.run()
 
 
 def _subject(engine: EngineConfig, levers: list[Lever], batch: Batch) -> dict[str, object]:
-    """The subject of a journal: engine, levers and workload."""
+    """Return the subject of a journal: engine, levers and workload."""
     dumped = engine.model_dump(mode="json", exclude=NOT_THE_SUBJECT)
-    return {"engine": dumped, "levers": {one.name: one.values for one in levers}, "workload": batch.digest}
+    return {"engine": dumped, "levers": {lever.name: lever.values for lever in levers}, "workload": batch.digest}
 
 
 def _group(config: Config, name: str) -> tuple[str, EngineConfig]:
@@ -121,19 +122,19 @@ def _group(config: Config, name: str) -> tuple[str, EngineConfig]:
     if not name and len(groups) == 1:
         return next(iter(groups.items()))
     if name not in groups:
-        told = f"{name!r} is none of" if name else "there are several;"
-        raise ConfigError(f"--group: {told} {', '.join(groups)}")
+        problem = f"{name!r} is none of" if name else "name one of"
+        raise ConfigError(f"--group: {problem} {', '.join(groups)}")
     return name, groups[name]
 
 
 def _known(file: Path, name: str, engine: EngineConfig) -> EngineConfig:
-    """The same group, or the only one, of another file."""
+    """Return the group of the same name, or the only group, of another file."""
     found = load(file)
     known = found.groups[name] if name in found.groups else _group(found, "")[1]
     if (known.kind, known.model) != (engine.kind, engine.model):
         raise ConfigError(
             f"--against {str(file)!r}: it runs {known.kind} with {known.model!r}, and this is {engine.kind} with "
-            f"{engine.model!r}; what is compared must compute the same"
+            f"{engine.model!r}; compare engines of the same kind and model"
         )
     return known
 

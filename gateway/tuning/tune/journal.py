@@ -1,4 +1,4 @@
-"""What was measured, a line of JSON each, so that a run that was cut short goes on where it was."""
+"""The journal of measurements, a line of JSON each, from which an interrupted run resumes."""
 
 import hashlib
 import json
@@ -15,34 +15,34 @@ from gateway.tuning.tune.levers import Setting
 
 Json = dict[str, Any]
 
-# What makes no difference to the speed of one replica.
+# Settings that do not affect the speed of one replica.
 NOT_THE_SUBJECT = {"log_dir", "num_replicas"}
 
 
 class Journal:
-    """The file, and what it says. `subject` is what was tuned: a journal of another subject is refused."""
+    """The file and its entries. `subject` has engine, levers and workload: a journal of another subject is refused."""
 
     def __init__(self, file: Path, subject: Mapping[str, Any]) -> None:
         self._file = file
         self.entries: list[Json] = []
         self.spent_s = 0.0
         """Seconds of all sittings until the last entry."""
-        told: Json = json.loads(json.dumps(subject))
+        plain: Json = json.loads(json.dumps(subject))
         file.parent.mkdir(parents=True, exist_ok=True)
         whole = list(_whole_lines(file))
-        if whole and whole[0] != {"subject": told}:
+        if whole and whole[0] != {"subject": plain}:
             raise ConfigError(
-                f"{file}: it was begun with another {_difference(whole[0].get('subject', {}), told)}; give another "
-                "--out folder, or remove the file to begin anew"
+                f"{file}: it was begun with another {_difference(whole[0].get('subject', {}), plain)}; give another "
+                "--out folder, or remove the file to start over"
             )
-        # Cut to whole lines: a run that was killed may have left half of one.
+        # Cut to whole lines: a killed run may have left half a line.
         content = "".join(json.dumps(entry) + "\n" for entry in whole)
         file.write_text(content, encoding="utf-8")
         if whole:
             self.entries = whole[1:]
             self.spent_s = max((float(entry["at_s"]) for entry in self.entries), default=0.0)
         else:
-            self._append({"subject": told})
+            self._append({"subject": plain})
 
     def add_measured(self, setting: Setting, measured: Measured, at_s: float) -> None:
         self._add({"setting": dict(setting.values), "measured": asdict(measured), "at_s": at_s})
@@ -50,12 +50,12 @@ class Journal:
     def add_round(
         self, fastest: Setting, engines: Mapping[str, EngineConfig], speeds: Mapping[str, float], at_s: float
     ) -> None:
-        """Speeds of the final engines, one run each, by their roles; `fastest` is what the search found."""
-        told = {"setting": dict(fastest.values), "round": dict(speeds), "engines": _digest(engines)}
-        self._add({**told, "at_s": at_s})
+        """Add the speeds of a final run by role; `fastest` is the result of the search."""
+        entry = {"setting": dict(fastest.values), "round": dict(speeds), "engines": _digest(engines)}
+        self._add({**entry, "at_s": at_s})
 
     def rounds(self, fastest: Setting, engines: Mapping[str, EngineConfig]) -> list[dict[str, float]]:
-        """The final runs of just these engines."""
+        """Return the final runs of exactly these engines."""
         known = (entry for entry in self.entries if "round" in entry and entry["setting"] == dict(fastest.values))
         return [dict(entry["round"]) for entry in known if entry["engines"] == _digest(engines)]
 
@@ -71,13 +71,13 @@ class Journal:
 
 
 def _digest(engines: Mapping[str, EngineConfig]) -> str:
-    """A digest of the settings that change a measurement; folders of logs do not."""
-    dumped = {role: one.model_dump(mode="json", exclude=NOT_THE_SUBJECT) for role, one in engines.items()}
+    """Return a digest of the settings that affect a measurement; folders of logs do not."""
+    dumped = {role: engine.model_dump(mode="json", exclude=NOT_THE_SUBJECT) for role, engine in engines.items()}
     return hashlib.sha256(json.dumps(dumped, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _whole_lines(file: Path) -> Iterator[Json]:
-    """The entries up to the first that is not whole."""
+    """Yield the entries up to the first that is not whole."""
     if not file.exists():
         return
     for line in file.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""What `tune` may change: levers, the values that are tried, and a setting of them all."""
+"""The levers that `tune` may change, the values that it tries, and a setting of all levers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ from engines.types import EngineKind
 
 Value = int | float | str | bool | None
 
-# Numbers and weights that trainers rely on, or what is not a matter of speed.
+# Levers that change numbers or weights on which trainers rely, or that do not affect speed.
 _NOT_SPEED = {"served_model_name", "dtype", "quantization", "load_format", "seed", "max_model_len", "kv_cache_dtype"}
 _NOT_SPEED |= {"enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "logprobs_mode", "max_logprobs"}
 _NOT_SPEED |= {"disable_log_stats", "data_parallel_size", "pipeline_parallel_size"}
 _MAY_CHANGE = {lever.name: lever for lever in LEVERS if lever.name not in _NOT_SPEED}
 
-# Few values, far apart: every one costs a start of the engine.
+# Few values, far apart: each costs a start of the engine.
 _BATCHED_TOKENS = (2048, 8192, 32768)
 _STREAM_INTERVALS = (32, 128)
 _API_SERVERS = (1, 2, 4)
 _MEMORY_SHARES = (0.9, 0.94)
 _LEAST_SEQS = 8
-# More than this brought nothing where it was measured (docs/benchmarks.md, Levers of an engine).
+# Larger values brought nothing in measurements (docs/benchmarks.md, Levers of an engine).
 _ENOUGH = {"max_num_batched_tokens": 8192, "stream_interval": 32, "gpu_memory_utilization": 0.9}
 
 
@@ -53,16 +53,16 @@ class Setting:
         return Setting(tuple((key, value if key == name else old) for key, old in self.values))
 
     def changes_from(self, start: "Setting") -> dict[str, Value]:
-        """The levers whose value differs from `start`."""
+        """Return the levers whose value differs from `start`."""
         before = dict(start.values)
         return {name: value for name, value in self.values if value != before[name]}
 
-    def told_from(self, start: "Setting") -> str:
+    def changes_text(self, start: "Setting") -> str:
         changes = self.changes_from(start)
         return " ".join(f"{name}={_said(value)}" for name, value in changes.items()) or "start"
 
     def applied_to(self, engine: EngineConfig) -> EngineConfig:
-        """The engine with these levers. Raises `ConfigError` where they do not go together."""
+        """Return the engine with these levers. Raise `ConfigError` for values that exclude each other."""
         try:
             changed = EngineConfig.model_validate(engine.model_dump() | dict(self.values))
         except ValidationError as error:
@@ -73,14 +73,14 @@ class Setting:
 
 
 def start_of(engine: EngineConfig, levers: Sequence[Lever]) -> Setting:
-    """The setting that the engine has now."""
+    """Return the engine's present setting."""
     return Setting(tuple((lever.name, getattr(engine, lever.name)) for lever in levers))
 
 
 def expected_of(engine: EngineConfig, levers: Sequence[Lever], completions: int) -> Setting:
-    """Of the values that are tried, those that other measurements (docs/benchmarks.md) let expect the most of.
+    """Return the setting that other measurements (docs/benchmarks.md) favour, among the values that are tried.
 
-    What is enough stays as it is, and so does what nobody can know without measuring.
+    Values that are enough stay, and so do levers that need a measurement.
     """
     enough = _ENOUGH | {"max_num_seqs": completions}
     expected = start_of(engine, levers)
@@ -94,18 +94,20 @@ def expected_of(engine: EngineConfig, levers: Sequence[Lever], completions: int)
 
 
 def _least(lever: Lever, enough: float) -> Value:
-    """The least value that is enough, else the largest."""
+    """Return the least value that is enough, else the largest."""
     given = sorted(value for value in lever.values if isinstance(value, int | float))
     return next((value for value in given if value >= enough), given[-1])
 
 
 def levers_of(engine: EngineConfig, given: Sequence[str], completions: int, num_gpus: int) -> list[Lever]:
-    """`NAME=VALUE,VALUE` as given, else those that matter for this engine under so many completions at a time.
+    """Return the levers `given` as NAME=VALUE,VALUE, else the levers that matter for this engine and load.
 
-    Raises `ConfigError` on a name or value that cannot be.
+    `completions` are in flight at a time. Raise `ConfigError` on a wrong name or value.
     """
     if engine.kind is EngineKind.EXTERNAL:
-        raise ConfigError("engine.kind = 'external': somebody else starts that engine, and tune restarts it")
+        raise ConfigError(
+            "engine.kind = 'external': the gateway does not start that engine, and tune has to restart it"
+        )
     values = dict(map(_parse, given)) if given else _usual(engine, completions, num_gpus)
     for name, tried in values.items():
         _check_name(engine, name)
@@ -115,11 +117,14 @@ def levers_of(engine: EngineConfig, given: Sequence[str], completions: int, num_
 
 
 def _usual(engine: EngineConfig, completions: int, num_gpus: int) -> dict[str, tuple[Value, ...]]:
-    """Most telling first: a budget that runs out leaves the last untried. vLLM's defaults have no second name."""
+    """Return levers and values, the most important first: a budget that runs out leaves the last levers untried.
+
+    Values that are vLLM's defaults are not tried a second time.
+    """
     is_vllm, on_gpu = engine.kind is EngineKind.VLLM, gpus_per_replica(engine) > 0
     found: dict[str, tuple[Value, ...]] = {"max_num_seqs": _sequences(completions)}
     if engine.enforce_eager and (on_gpu or engine.kind is EngineKind.SIM):
-        found["enforce_eager"] = (False,)  # on CPU it is compiled code instead, which takes minutes to start
+        found["enforce_eager"] = (False,)  # on CPU false compiles code, which takes minutes at each start
     if is_vllm and on_gpu and not engine.enable_lora:
         found["api_server_count"] = _API_SERVERS if engine.api_server_count else _API_SERVERS[1:]
     found["max_num_batched_tokens"] = _BATCHED_TOKENS
@@ -131,7 +136,7 @@ def _usual(engine: EngineConfig, completions: int, num_gpus: int) -> dict[str, t
 
 
 def _sequences(completions: int) -> tuple[Value, ...]:
-    """Powers of two, up to the first that holds all completions at a time."""
+    """Return powers of two, up to the first that holds all completions at a time."""
     found, sequences = [], _LEAST_SEQS
     while sequences < completions:
         found.append(sequences)
@@ -155,11 +160,11 @@ def _check_name(engine: EngineConfig, name: str) -> None:
     if name not in _MAY_CHANGE:
         raise ConfigError(f"--lever {name!r}: it can be {', '.join(sorted(_MAY_CHANGE))}")
     if engine.kind is EngineKind.SGLANG and not _MAY_CHANGE[name].sglang:
-        raise ConfigError(f"--lever {name!r}: SGLang has none of that meaning; {_MAY_CHANGE[name].instead}")
+        raise ConfigError(f"--lever {name!r}: SGLang has no such lever; {_MAY_CHANGE[name].instead}")
 
 
 def _check_value(engine: EngineConfig, name: str, value: Value, *, of_user: bool) -> None:
-    """A value of the wrong kind is the user's mistake; one that cannot be with the others is found when it is tried."""
+    """Raise `ConfigError` for a user's value of the wrong type. Values that exclude each other are found later."""
     try:
         EngineConfig.model_validate(engine.model_dump() | {name: value})
     except ValidationError as error:

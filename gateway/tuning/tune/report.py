@@ -1,4 +1,4 @@
-"""What `tune` leaves behind: the configuration, and the evidence as a table and as one page with a plot."""
+"""The results of `tune`: the configuration, and the evidence as a table and as a page with a plot."""
 
 import html
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ pre{background:#f4f4f4;padding:.8rem;overflow:auto} text{font:13px system-ui,san
 
 
 def ranked(outcome: Outcome) -> list[tuple[Setting, Record]]:
-    """Fastest first, failures last."""
+    """Return settings and records, fastest first, failures last."""
     return sorted(outcome.records.items(), key=lambda item: -item[1].speed)
 
 
 def print_outcome(console: Console, outcome: Outcome) -> None:
-    """The evidence, and the decision."""
+    """Print the evidence and the decision."""
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH_OF_A_PIPE)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -43,16 +43,18 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
         table.add_column(name, justify="right")
     table.add_column("setting", overflow="fold")
     for setting, record in ranked(outcome):
-        told = setting.told_from(outcome.start) + (f": {_first_line(record)}" if record.failure else "")
-        table.add_row(_speed(record), _share(outcome, record), str(len(record.speeds)), told)
+        text = setting.changes_text(outcome.start) + (f": {_first_line(record)}" if record.failure else "")
+        table.add_row(_speed(record), _share(outcome, record), str(len(record.speeds)), text)
     console.print(table, markup=False)
     lines = [_decision(outcome), *contributions(outcome)]
     console.print("\n" + "\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def contributions(outcome: Outcome) -> list[str]:
-    """A line for each lever that the best setting changes: its own part of the gain, from the two measured settings
-    nearest to the best that differ in this lever alone."""
+    """Return a line for each lever that the best setting changes, with its own part of the gain.
+
+    The part is from the two measured settings nearest to the best that differ only in this lever.
+    """
     return [
         f"{name}={value}: {ratio:.3g} times the tokens/s by itself" if ratio else f"{name}={value}: not measured alone"
         for name, value in outcome.best.changes_from(outcome.start).items()
@@ -74,7 +76,7 @@ def _own_ratio(outcome: Outcome, name: str, value: Value) -> float | None:
 
 
 def configuration(config: Config, group: str, file: Path | None, overrides: Sequence[str], outcome: Outcome) -> str:
-    """The file and arguments that were given with the best setting in them, as YAML that `up` takes."""
+    """Return the given file and arguments with the best setting in them, as YAML for `up`."""
     tree: Tree = from_file(file).tree if file else {}
     tree = merge(tree, from_overrides(overrides).tree)
     engine = config.groups[group]
@@ -92,7 +94,7 @@ def configuration(config: Config, group: str, file: Path | None, overrides: Sequ
 
 
 def replicas_for(before: EngineConfig, after: EngineConfig) -> int:
-    """Replicas on as many GPUs as before. Raises `ConfigError` where they cannot be dealt out."""
+    """Return the number of replicas on as many GPUs as before. Raise `ConfigError` where it is not whole."""
     workers = before.num_replicas * before.world_size
     if workers % after.world_size:
         raise ConfigError(
@@ -103,14 +105,14 @@ def replicas_for(before: EngineConfig, after: EngineConfig) -> int:
 
 
 def page(outcome: Outcome, workload: str, text: str) -> str:
-    """One HTML page that needs nothing from elsewhere. `text` is the configuration."""
+    """Return one HTML page without external files. `text` is the configuration."""
     against = _html_table(["run", "held against", "best", "ratio"], _pair_rows(outcome.against))
     rows = [
         [
             _speed(record),
             _share(outcome, record),
             ", ".join(f"{speed:,.0f}" for speed in record.speeds),
-            setting.told_from(outcome.start) + (f": {_first_line(record)}" if record.failure else ""),
+            setting.changes_text(outcome.start) + (f": {_first_line(record)}" if record.failure else ""),
         ]
         for setting, record in ranked(outcome)
     ]
@@ -134,8 +136,8 @@ def page(outcome: Outcome, workload: str, text: str) -> str:
 
 def _pair_rows(pairs: Sequence[tuple[float, float]]) -> list[list[str]]:
     return [
-        [str(index), f"{one:,.0f}", f"{other:,.0f}", f"{other / one:.3f}"]
-        for index, (one, other) in enumerate(pairs, start=1)
+        [str(index), f"{start:,.0f}", f"{best:,.0f}", f"{best / start:.3f}"]
+        for index, (start, best) in enumerate(pairs, start=1)
     ]
 
 
@@ -146,7 +148,7 @@ def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _plot(outcome: Outcome) -> str:
-    """A bar for each setting, a dot for each run, and a line where the start is."""
+    """Return a plot with a bar for each setting, a dot for each run, and a line at the start."""
     shown = [(setting, record) for setting, record in ranked(outcome) if record.speed][:_BARS]
     scale = _BAR_PX / max(speed for _, record in shown for speed in record.speeds)
     height = _ROW_PX * len(shown) + 8
@@ -154,7 +156,7 @@ def _plot(outcome: Outcome) -> str:
     for index, (setting, record) in enumerate(shown):
         top = index * _ROW_PX  # of the label, which has a line of its own, so that none is cut
         colour = "#2a7d4f" if setting == outcome.best else "#8a8a8a" if setting == outcome.start else "#b9cfe4"
-        label = html.escape(setting.told_from(outcome.start))
+        label = html.escape(setting.changes_text(outcome.start))
         parts.append(f'<text x="0" y="{top + 14}">{label}</text>')
         width = record.speed * scale
         parts.append(f'<rect x="0" y="{top + 20}" width="{width:.1f}" height="16" fill="{colour}"/>')
@@ -170,7 +172,7 @@ def _decision(outcome: Outcome) -> str:
     if outcome.best == outcome.start:
         decision = f"keep what you have\n{outcome.reason}"
     else:
-        decision = f"take {outcome.best.told_from(outcome.start)}\n{outcome.reason}"
+        decision = f"take {outcome.best.changes_text(outcome.start)}\n{outcome.reason}"
     if outcome.against_known is not None:
         decision += f"; {outcome.against_known:.3f} times the compared configuration's tokens/s, in the same runs"
     return decision
@@ -189,7 +191,7 @@ def _first_line(record: Record) -> str:
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """The decision and its evidence."""
+    """Return the decision and its evidence."""
     return {
         "start": dict(outcome.start.values),
         "best": dict(outcome.best.values),

@@ -1,9 +1,9 @@
-"""Which settings are measured, and which one is kept.
+"""The search of `tune`: the settings to measure, and the setting to keep.
 
-The start and what other measurements let expect the most of come first; the better one is the base. Then successive
-halving over settings that differ from it in a lever: all are run once, the better third twice, the best of them four
-times. What helped is put together, and tried again from there, until nothing helps; at last some are drawn at random.
-The best one then meets the start in alternating runs, and is kept where it wins them.
+The start and the setting that other measurements favour come first; the faster is the base. Then successive halving
+over settings that differ from the base in a lever: all are run once, the better third twice, the best of them four
+times. Changes that helped are combined, and the search repeats from there until nothing helps. At last some settings
+are drawn at random. The best setting then meets the start in alternating runs, and is kept if it wins them.
 """
 
 import asyncio
@@ -28,25 +28,25 @@ GAIN = 0.01
 _BESIDE = 0.05
 _KEEP = 1 / 3
 _RUNGS = 3
-# Runs of one engine never differ by so much: what is ahead by more needs no second run, and few final pairs.
+# Runs of one engine never differ by so much: a setting further ahead needs no second run, and few final pairs.
 _CLEAR = 0.1
-# A setting that takes so many times as long as the fastest so far, and so many times as long as the start, is cut off.
+# A run is cut off after so many times the fastest run so far, and so many times the start's.
 _PATIENCE, _SLOWER = 3.0, 1.5
 _DRAWN_AT_A_TIME = 6
 _DRAWS_WITHOUT_GAIN = 2
 _SEED = 0
-# Runs are worth at most so much of the time of the start that they need; no setting gets more than the last rung has.
+# Runs may take this share of the engine's start time; no setting gets more runs than the last rung has.
 _RUNS_OF_A_START = 0.5
 # A start that is behind by more needs no final pairs.
 _BEYOND_DOUBT = 1.0
 # The runs of the final pairs have prompts of their own.
 _FIRST_PAIR = 1000
-# Estimates of what is still to come are raised by this.
+# Factor on estimates of the time still needed.
 _RESERVE = 1.2
 _MORE_PAIRS_WON = 0.5
 _OVER = "the budget was over"
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -61,12 +61,12 @@ class Record:
 
     @property
     def is_broken(self) -> bool:
-        """True if it did not run to the end, for another reason than its slowness."""
+        """True if it did not run to the end, for another reason than slowness."""
         return bool(self.failure) and not self.cut_off
 
     @property
     def speed(self) -> float:
-        """Tokens/s of a GPU, the median of its runs; 0 of one that failed."""
+        """Tokens/s of a GPU, the median of its runs; 0 for a failed setting."""
         return 0.0 if self.failure or not self.speeds else statistics.median(self.speeds)
 
     def add(self, measured: Measured) -> None:
@@ -88,12 +88,12 @@ class Outcome:
     pairs: list[tuple[float, float]]
     """Speeds of start and fastest in alternating runs."""
     against: list[tuple[float, float]]
-    """Speeds of the configuration that it is to be held against and of `best`, in the same runs."""
+    """Speeds of the configuration of --against and of `best`, in the same runs."""
     reason: str
     records: dict[Setting, Record]
     spent_s: float
     settings: int
-    """How many there are in all."""
+    """The number of possible settings."""
 
     @property
     def gain(self) -> float | None:
@@ -102,7 +102,7 @@ class Outcome:
 
     @property
     def against_known(self) -> float | None:
-        """Median of best / the configuration that it is to be held against."""
+        """Median of best / the configuration of --against."""
         return statistics.median(ratios(self.against)) if self.against else None
 
 
@@ -111,9 +111,9 @@ class BudgetOver(Exception):
 
 
 class Tuner:
-    """One run of `tune`. `budget_s` counts what earlier sittings of the same journal took.
+    """One run of `tune`. `budget_s` includes the time of earlier sittings of the same journal.
 
-    `expected` is measured second, the start where there is none. `against` is an engine to hold the best one against.
+    `expected` is measured second, the start where there is none. `against` is an engine to compare the best with.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Tuner:
         *,
         budget_s: float,
         pairs: int,
-        tell: Tell,
+        report: Report,
         expected: Setting | None = None,
         against: EngineConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -136,7 +136,7 @@ class Tuner:
         self._journal = journal
         self._budget_s = budget_s
         self._num_pairs = pairs
-        self._tell = tell
+        self._report = report
         self._clock = clock
         self._began = clock() - journal.spent_s
         self._draw = random.Random(_SEED)
@@ -144,7 +144,7 @@ class Tuner:
         self._expected = expected or self.start
         self._against = against
         self.records: dict[Setting, Record] = {}
-        # What earlier sittings measured is taken when the search comes to it, so that it takes the same way again.
+        # Measurements of earlier sittings are used as the search reaches them, so that it takes the same way again.
         self._known: dict[Setting, deque[Measured]] = defaultdict(deque)
         for entry in journal.entries:
             if "measured" in entry:
@@ -155,19 +155,19 @@ class Tuner:
         return self._clock() - self._began
 
     async def run(self) -> Outcome:
-        """Raises `ConfigError` where the start itself cannot be measured."""
+        """Search, and return the outcome. Raise `ConfigError` where the start itself cannot be measured."""
         if self._known:
-            self._tell(f"goes on with {len(self._known)} settings that were measured in {self.spent_s:.0f} s")
+            self._report(f"goes on with {len(self._known)} settings that were measured in {self.spent_s:.0f} s")
         await self._measure_start()
         try:
             fastest = await self._search()
         except BudgetOver:
-            self._tell("the rest of the budget is for the final pairs")
+            self._report("the rest of the budget is for the final pairs")
             fastest = self._fastest(self.records)
         return await self._verdict(fastest)
 
     async def _measure_start(self) -> None:
-        # What was in the way of the start in an earlier sitting may be mended.
+        # A failure of the start in an earlier sitting may have been fixed.
         self._known[self.start] = deque(known for known in self._known[self.start] if not known.failure)
         if self._known[self.start]:
             self._add(self.start, self._known[self.start].popleft())
@@ -198,51 +198,53 @@ class Tuner:
         return winner if winner != best else None
 
     async def _halve(self, best: Setting, settings: Sequence[Setting]) -> Setting:
-        """The winner of these and `best`, which stays where none is better by more than `GAIN`."""
+        """Return the winner of these and `best`, which stays if no setting is faster by more than `GAIN`."""
         alive = [setting for setting in dict.fromkeys(settings) if setting != best]
         if not alive:
             return best
         for rung in range(_RUNGS):
             runs = max(2**rung, self._runs_of_a_start(best))
             await self._measure_all([best, *alive] if rung else alive, runs)
-            alive = [one for one in alive if self.records[one].speed > 0]
-            alive.sort(key=lambda one: -self.records[one].speed)
-            # Engines that work beside each other are a little slower than the start was alone.
+            alive = [setting for setting in alive if self.records[setting].speed > 0]
+            alive.sort(key=lambda setting: -self.records[setting].speed)
+            # Engines that run beside each other are a little slower than the start was alone.
             margin = -_BESIDE if rung == 0 and self._bench.side_by_side(self._engine) > 1 else GAIN
-            alive = [one for one in alive if self._is_better(one, best, margin)][: math.ceil(len(alive) * _KEEP)]
+            better = [setting for setting in alive if self._is_better(setting, best, margin)]
+            alive = better[: math.ceil(len(alive) * _KEEP)]
             if not alive:
                 return best
-            if (rung and len(alive) == 1) or all(self._is_better(alive[0], one, _CLEAR) for one in (best, *alive[1:])):
+            others = (best, *alive[1:])
+            if (rung and len(alive) == 1) or all(self._is_better(alive[0], other, _CLEAR) for other in others):
                 break
         return alive[0]
 
     def _runs_of_a_start(self, setting: Setting) -> int:
-        """Where starts are long and runs short, a setting has more than one at once and need not be started again."""
+        """Return the runs of each start: several where starts are long and runs short, to save further starts."""
         known = self.records[setting]
         worth = int(_RUNS_OF_A_START * known.start_s / known.run_s)
         return int(min(max(worth, 1), 2 ** (_RUNGS - 1)))
 
-    def _is_better(self, one: Setting, other: Setting, margin: float = GAIN) -> bool:
-        return self.records[one].speed > (1 + margin) * self.records[other].speed
+    def _is_better(self, setting: Setting, other: Setting, margin: float = GAIN) -> bool:
+        return self.records[setting].speed > (1 + margin) * self.records[other].speed
 
     def _one_change(self, best: Setting) -> list[Setting]:
-        """Every setting that differs from `best` in one lever. What goes back to the start comes last."""
+        """Return every setting that differs from `best` in one lever. Changes back to the start come last."""
         changed = [best.changed_to(lever.name, value) for lever in self._levers for value in lever.values]
-        changed.sort(key=lambda one: len(one.changes_from(self.start)) < len(best.changes_from(self.start)))
+        changed.sort(key=lambda setting: len(setting.changes_from(self.start)) < len(best.changes_from(self.start)))
         return [setting for setting in changed if setting not in (best, self.start) and self._is_possible(setting)]
 
     def _combined(self, best: Setting) -> list[Setting]:
-        """All changes together that helped by themselves."""
+        """Return the setting of all changes that helped alone; none if it is known or not possible."""
         combined = best
         for lever in self._levers:
             changed = [self._base.changed_to(lever.name, value) for value in lever.values]
-            winner = max(filter(self.records.__contains__, changed), key=lambda one: self.records[one].speed)
+            winner = max(filter(self.records.__contains__, changed), key=lambda setting: self.records[setting].speed)
             if self._is_better(winner, self._base):
                 combined = combined.changed_to(lever.name, dict(winner.values)[lever.name])
         return [combined] if combined not in self.records and self._is_possible(combined) else []
 
     def _promising(self, best: Setting) -> list[Setting]:
-        """Changes of `best` that were not tried yet, but for those that did harm by themselves."""
+        """Return untried changes of `best`, without changes that did harm alone."""
         floor = (1 - GAIN) * self.records[self._base].speed
         found = []
         for setting in self._one_change(best):
@@ -253,7 +255,7 @@ class Tuner:
         return found
 
     def _drawn(self) -> list[Setting]:
-        """Some settings that nobody has tried, without values that failed by themselves."""
+        """Return some untried settings, without values that failed alone."""
         rest = [
             setting
             for setting in self._all()
@@ -263,7 +265,7 @@ class Tuner:
 
     def _has_failed(self, setting: Setting) -> bool:
         alone = (self._base.changed_to(name, value) for name, value in setting.changes_from(self._base).items())
-        return any(one in self.records and self.records[one].is_broken for one in alone)
+        return any(setting in self.records and self.records[setting].is_broken for setting in alone)
 
     def _all(self) -> Iterator[Setting]:
         names = [lever.name for lever in self._levers]
@@ -271,11 +273,11 @@ class Tuner:
             yield Setting(tuple(zip(names, values, strict=True)))
 
     def _setting(self, values: Mapping[str, Value]) -> Setting:
-        """In the order that the levers have now."""
+        """Return the setting of these values, in the levers' present order."""
         return Setting(tuple((lever.name, values[lever.name]) for lever in self._levers))
 
     def _is_possible(self, setting: Setting) -> bool:
-        """Settings that cannot go together are none."""
+        """Return False for values that exclude each other."""
         try:
             setting.applied_to(self._engine)
         except ConfigError:
@@ -283,14 +285,14 @@ class Tuner:
         return True
 
     def _fastest(self, settings: Sequence[Setting] | dict[Setting, Record]) -> Setting:
-        """The start where nothing is faster."""
+        """Return the fastest of these settings; the start if none is faster."""
         best = self.start
         for setting in settings:
             best = setting if self.records[setting].speed > self.records[best].speed else best
         return best
 
     async def _measure_all(self, settings: Sequence[Setting], runs: int) -> None:
-        """Each until it has had so many runs, as many at a time as do not disturb each other."""
+        """Measure each setting until it has `runs` runs, as many at a time as do not disturb each other."""
         at_a_time = asyncio.Semaphore(self._bench.side_by_side(self._engine))
 
         async def measure(setting: Setting) -> None:
@@ -312,17 +314,17 @@ class Tuner:
             raise BudgetOver
         run_s = _PATIENCE * self._shortest_run_s
         if not self._is_far_ahead(self._fastest(self.records)):
-            # A setting that changes nothing is as slow as the start, and shall be seen to be.
+            # A setting that changes nothing is as slow as the start, and should not be cut off.
             run_s = max(run_s, _SLOWER * self.records[self.start].run_s)
         await self._measure(setting, min(missing, affordable), left_s, run_s)
 
     def _missing(self, setting: Setting, runs: int) -> int:
-        """Runs that it has not had yet."""
+        """Return the number of runs that the setting still needs."""
         record = self.records.get(setting, Record())
         return 0 if record.failure else max(0, runs - len(record.speeds))
 
     async def _measure(self, setting: Setting, runs: int, left_s: float, run_s: float) -> None:
-        """So many runs more. What the end of the budget cuts off is not held against the setting."""
+        """Run a setting `runs` times more. The end of the budget cuts runs off without a failure of the setting."""
         if not runs:
             return
         before = len(self.records[setting].speeds) if setting in self.records else 0
@@ -334,10 +336,10 @@ class Tuner:
             raise BudgetOver from None
         self._add(setting, measured)
         self._journal.add_measured(setting, measured, self.spent_s)
-        self._tell(f"{self._progress()}: {setting.told_from(self.start)}: {self._said(setting)}")
+        self._report(f"{self._progress()}: {setting.changes_text(self.start)}: {self._said(setting)}")
 
     def _progress(self) -> str:
-        """Settings measured, of those that the budget has room for, and the time that is left."""
+        """Return a line with settings measured, the number that the budget allows, and the time left."""
         if not any(record.speed for record in self.records.values()):
             return "setting 1"
         left_s = max(0.0, self._budget_s - self.spent_s)
@@ -356,7 +358,7 @@ class Tuner:
         record = self.records.setdefault(setting, Record())
         record.add(measured)
         if setting == self.start and record.speeds:
-            record.failure = ""  # all others are told against it; that it fails at times shows in the pairs
+            record.failure = ""  # all settings are compared with it; its failures show in the pairs
 
     @property
     def _num_settings(self) -> int:
@@ -376,8 +378,7 @@ class Tuner:
     def _reserve_s(self) -> float:
         """The time that the final pairs will take.
 
-        While nothing is known that the start could meet, one pair of these two alone: a slow start shall not take all
-        of the time for itself.
+        With only the start measured, it is the time of one pair: a slow start must not reserve the whole budget.
         """
         num_pairs, margin, engines = self._num_pairs, _RESERVE, self._finalists(self._fastest(self.records))
         if len(self.records) == 1:
@@ -391,7 +392,7 @@ class Tuner:
         return margin * (starts * self._usual_start_s + num_pairs * run_s)
 
     def _finalists(self, fastest: Setting) -> dict[str, EngineConfig]:
-        """Engines of the final runs, by role. A start that is far behind is in nobody's doubt, and slow."""
+        """Return the engines of the final runs by role, without a start that is far behind: it needs no proof."""
         engines = {}
         if not self._is_far_ahead(fastest):
             engines["start"] = self._engine
@@ -409,7 +410,7 @@ class Tuner:
         if not self._is_better(fastest, self.start):
             fastest = self.start
         rounds, failure = await self._rounds(fastest)
-        pairs = [(one["start"], one["fastest"]) for one in rounds if one.keys() >= {"start", "fastest"}]
+        pairs = [(speeds["start"], speeds["fastest"]) for speeds in rounds if speeds.keys() >= {"start", "fastest"}]
         if self._is_far_ahead(fastest):
             gain = self.records[fastest].speed / self.records[self.start].speed
             best, reason = fastest, f"{gain:.3g} times the start's tokens/s, too far ahead to need pairs"
@@ -421,7 +422,7 @@ class Tuner:
             best=best,
             fastest=fastest,
             pairs=pairs,
-            against=[(one["against"], one[role]) for one in rounds if "against" in one],
+            against=[(speeds["against"], speeds[role]) for speeds in rounds if "against" in speeds],
             reason=reason,
             records=self.records,
             spent_s=self.spent_s,
@@ -429,15 +430,14 @@ class Tuner:
         )
 
     async def _rounds(self, fastest: Setting) -> tuple[list[dict[str, float]], str]:
-        """The final runs, speeds by role, those of an earlier sitting among them; and why there are fewer than asked
-        for."""
+        """Return speeds by role of the final runs, earlier sittings' included, and a reason if there are too few."""
         engines = self._finalists(fastest)
         rounds = self._journal.rounds(fastest, engines)
         numbers = range(_FIRST_PAIR + len(rounds), _FIRST_PAIR + self._num_pairs)
         if len(engines) == 1 or not numbers:
             return rounds, ""
         left_s = self._budget_s - self.spent_s
-        run_s = _PATIENCE * max(self.records[one].run_s for one in (self.start, fastest))
+        run_s = _PATIENCE * max(self.records[setting].run_s for setting in (self.start, fastest))
         try:
             async with (
                 asyncio.timeout(left_s),
@@ -446,8 +446,8 @@ class Tuner:
                 async for speeds in runs:
                     rounds.append(dict(zip(engines, speeds, strict=True)))
                     self._journal.add_round(fastest, engines, rounds[-1], self.spent_s)
-                    told = ", ".join(f"{role} {speed:,.0f}" for role, speed in rounds[-1].items())
-                    self._tell(f"pair {len(rounds)}: {told} tokens/s")
+                    line = ", ".join(f"{role} {speed:,.0f}" for role, speed in rounds[-1].items())
+                    self._report(f"pair {len(rounds)}: {line} tokens/s")
         except (EngineError, DeadlineExceeded) as error:
             return rounds, str(error).splitlines()[0]
         except TimeoutError:
@@ -455,15 +455,15 @@ class Tuner:
         return rounds, ""
 
     def _judge(self, fastest: Setting, pairs: list[tuple[float, float]], failure: str) -> tuple[Setting, str]:
-        # Pairs that the budget cut short tell enough where they leave no doubt.
+        # Fewer pairs, after the end of the budget, are enough where they leave no doubt.
         if len(pairs) < self._num_pairs and (failure != _OVER or not pairs or min(ratios(pairs)) < 1 + _CLEAR):
             return self.start, f"the start is kept: {len(pairs)} of {self._num_pairs} final pairs were run: {failure}"
         found = ratios(pairs)
         won = sum(ratio > 1 for ratio in found) / len(found)
-        told = f"{statistics.median(found):.3f} times the start's tokens/s in {len(found)} alternating pairs"
+        result = f"{statistics.median(found):.3f} times the start's tokens/s in {len(found)} alternating pairs"
         if statistics.median(found) > 1 + GAIN and won > _MORE_PAIRS_WON:
-            return fastest, told
-        return self.start, f"the start is kept: the fastest one reached {told}"
+            return fastest, result
+        return self.start, f"the start is kept: the fastest setting reached {result}"
 
 
 def ratios(pairs: Sequence[tuple[float, float]]) -> list[float]:

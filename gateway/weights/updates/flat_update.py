@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 
 class FlatUpdate:
-    """The calls of a trainer whose group has all replicas. A member's death breaks the group."""
+    """Handles the calls of a trainer whose group has all replicas. A member's death breaks the group."""
 
     def __init__(self, parts: Parts, machine: UpdateMachine) -> None:
         self._parts = parts
@@ -62,7 +62,7 @@ class FlatUpdate:
         log.info("transfer group open", replicas=[member.replica_id for member in members])
 
     async def start(self, in_flight: InFlight | None) -> None:
-        """Open the next version. No engine is touched yet; `in_flight: drain` waits for rollouts in flight."""
+        """Open the next version. No engine is called yet; `in_flight: drain` waits for rollouts in flight."""
         group = await self._whole_group()
         self._machine.check_none_open()
         in_flight = self._parts.pauses.in_flight(group.members, in_flight)
@@ -94,7 +94,7 @@ class FlatUpdate:
         update.receive(update_info)
 
     async def finish(self, canary_logprobs: Sequence[float] | None) -> int:
-        """Commit on every replica, verify, and serve again. Returns the version now served."""
+        """Commit on every replica, verify, and serve again. Return the version now served."""
         update, group = self._machine.opened("finish_weight_update"), await self._whole_group()
         if update.phase is Phase.OPEN:
             await self._machine.abort("no tensors were sent")
@@ -117,7 +117,7 @@ class FlatUpdate:
         async with self._machine.step(update, "canary"):
             findings = await self._machine.verify(update, group.members, canary_logprobs)
             if update.draft is not None:
-                # Before the commit: a replica that failed may have the copy, and is brought back then.
+                # Before the commit, which restores a replica that failed: that replica may have the copy.
                 await try_on_all(group.members, lambda engine: engine.keep_receipt(timeout_s))
         await self._machine.commit(update, group.members, findings)
         await self._keep(update, group.scribe, digests)
@@ -133,7 +133,7 @@ class FlatUpdate:
         await try_on_all(members, lambda engine: engine.close_weight_group(self._parts.config.control_timeout_s))
 
     async def _whole_group(self) -> TransferGroup:
-        """The open group. Aborts an update whose group has lost a member."""
+        """Return the open group. Abort the update, and raise, where the group has lost a member."""
         group = self._group
         if group is None:
             raise WeightUpdateConflict("there is no transfer group: call /init_weight_transfer_engine first")
@@ -149,7 +149,7 @@ class FlatUpdate:
         return group
 
     async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
-        """Start the update on every engine, and on the scribe the copy into the store.
+        """Start the update on every engine, and the copy into the store on the scribe.
 
         Draft and receipts are prepared before the engines are frozen.
         """
@@ -159,7 +159,7 @@ class FlatUpdate:
             size = max(map(checkpoint_bytes, group.members))
             update.draft = await self._parts.snapshots.draft(self._parts.fleet.version, size) if scribe else None
         async with self._machine.step(update, "receipt", leaving=group.members):
-            # A replica that is brought back drops its receipt.
+            # A restored replica drops its receipt.
             await self._parts.catch_up.settled(group.members, timeout_s)
             copy = self._copy(update, scribe) if scribe and update.draft else None
             await on_all(
@@ -173,7 +173,7 @@ class FlatUpdate:
             await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
 
     def _copy(self, update: WeightUpdate, scribe: Replica) -> ReceiptCopy:
-        """The scribe's instructions."""
+        """Return the scribe's instructions."""
         return ReceiptCopy(
             draft=str(update.draft),
             model=scribe.info.model,
@@ -183,11 +183,11 @@ class FlatUpdate:
         )
 
     async def _receipts(self, group: TransferGroup) -> dict[str, str]:
-        """Digests of the received tensors by name. Raises where replicas differ."""
+        """Return digests of the received tensors by name. Raise where replicas differ."""
         timeout_s = self._parts.config.control_timeout_s
-        told = await on_all(group.members, lambda replica: replica.engine.close_receipt(timeout_s), timeout_s)
-        check_receipts(dict(zip(group.members, told, strict=True)))
-        return next(filter(None, told), {})
+        received = await on_all(group.members, lambda replica: replica.engine.close_receipt(timeout_s), timeout_s)
+        check_receipts(dict(zip(group.members, received, strict=True)))
+        return next(filter(None, received), {})
 
     async def _keep(self, update: WeightUpdate, scribe: Replica | None, digests: dict[str, str]) -> None:
         """Have the store keep the committed version; without a copy of it, only remove older ones."""

@@ -4,7 +4,7 @@
        |        |            |
        |        +------------+------> ABORTED
        |                     |
-       +-> ROLLING ----------+------> COMMITTED     replica after replica; each loads and is verified in its turn
+       +-> ROLLING ----------+------> COMMITTED     replica after replica, each loaded and verified in its turn
 
 `flat_update.py`, `relay_update.py` and `store_update.py` are the kinds; `coordinator.py` admits their calls.
 """
@@ -40,7 +40,7 @@ class UpdateMachine:
         return self._update
 
     def on_abort(self, clear_up: Callable[[], Awaitable[None]]) -> None:
-        """Call `clear_up` after each abort, when replicas are being brought back."""
+        """Call `clear_up` after each abort, while replicas are restored."""
         self._on_abort.append(clear_up)
 
     def check_none_open(self) -> None:
@@ -51,13 +51,13 @@ class UpdateMachine:
             )
 
     def opened(self, call: str) -> WeightUpdate:
-        """The update in progress. Raises `WeightUpdateConflict` where there is none for `call`."""
+        """Return the update in progress. Raise `WeightUpdateConflict` where there is none for `call`."""
         if self._update is None:
             raise WeightUpdateConflict(f"/{call} without an open update: call /start_weight_update first")
         return self._update
 
     def register(self, update: WeightUpdate) -> None:
-        """Take an update as the one in progress, before it is announced to the fleet."""
+        """Make an update the update in progress, before it is announced to the fleet."""
         self._update = update
 
     async def open(self, update: WeightUpdate) -> None:
@@ -76,7 +76,7 @@ class UpdateMachine:
 
     @asynccontextmanager
     async def step(self, update: WeightUpdate, name: str, *, leaving: Sequence[Replica] = ()) -> AsyncIterator[None]:
-        """Times a step. A failure aborts the update, and `leaving` leave their group."""
+        """Time a step. A failure aborts the update, and the replicas `leaving` leave their group."""
         try:
             with update.timed(name):
                 yield
@@ -93,14 +93,14 @@ class UpdateMachine:
         await self._parts.snapshots.note_overwritten(members)
 
     async def remember_canary(self, members: Sequence[Replica]) -> None:
-        """Read the canary before an update. A paused engine cannot answer, and is read another time."""
+        """Read the canary before an update. A paused engine cannot answer and is read at a later update."""
         if self._parts.canary.is_enabled and not self._parts.pauses.is_paused:
             await self._parts.canary.remember(members)
 
     async def verify(
         self, update: WeightUpdate, members: Sequence[Replica], canary_logprobs: Sequence[float] | None
     ) -> dict[Replica, Finding]:
-        """The canary findings of all members. Raises `WeightUpdateFailed` where weights.must_pass ends the update."""
+        """Return the canary findings of all members. Raise `WeightUpdateFailed` if weights.must_pass ends it."""
         if not self._parts.canary.is_enabled:
             return {}
         async with self._parts.pauses.answering(members):
@@ -122,7 +122,7 @@ class UpdateMachine:
         return findings
 
     async def commit(self, update: WeightUpdate, members: Sequence[Replica], findings: dict[Replica, Finding]) -> None:
-        """Serve the version on the members that passed. It is noted first: a restarted gateway then serves it too."""
+        """Serve the version on the members that passed. The holders are noted first, for a restarted gateway."""
         fenced = {replica: finding.reason for replica, finding in findings.items() if not finding.may_serve}
         try:
             passed = [replica for replica in members if replica not in fenced]
@@ -135,8 +135,10 @@ class UpdateMachine:
         self._end(update, members, Phase.COMMITTED)
 
     async def abort(self, reason: str, *, leaving: Sequence[Replica] = ()) -> None:
-        """End the open update, if any. Overwritten replicas are brought back to the fleet's version in the background;
-        `leaving` also leave their transfer group."""
+        """End the open update, if any. Overwritten replicas are restored to the fleet's version in the background.
+
+        The replicas `leaving` also leave their transfer group.
+        """
         update = self._update
         if update is None:
             return

@@ -1,4 +1,4 @@
-"""An update whose trainer has the relay in its group: that writes it into the store, from which replicas load it."""
+"""Updates through the relay, which receives a trainer's tensors and writes them into the store for the replicas."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 class RelayUpdate:
-    """The calls of a trainer whose group is itself and the relay."""
+    """Handles the calls of a trainer whose group is itself and the relay."""
 
     def __init__(self, parts: Parts, relay: Relay, store: StoreUpdate, machine: UpdateMachine) -> None:
         self._parts = parts
@@ -36,7 +36,7 @@ class RelayUpdate:
         log.info("transfer group open", relay=self._relay.report()["pid"])
 
     async def start(self, in_flight: InFlight | None) -> None:
-        """Open the next version. No replica is asked anything yet: they serve on until they load."""
+        """Open the next version. No replica is called yet: all serve until they load."""
         self._machine.check_none_open()
         members = await self._store.loaders()
         in_flight = self._parts.pauses.in_flight(members, in_flight)
@@ -64,7 +64,7 @@ class RelayUpdate:
         update.receive(update_info)
 
     async def finish(self, canary_logprobs: Sequence[float] | None) -> int:
-        """Have the replicas load what the relay has written. Returns the version now served."""
+        """Load the relay's draft on the replicas. Return the version now served."""
         update = self._machine.opened("finish_weight_update")
         if update.phase is Phase.OPEN or update.draft is None:
             await self._machine.abort("no tensors were sent")
@@ -75,20 +75,20 @@ class RelayUpdate:
             announced = await self._parts.snapshots.finished(update.draft, self._parts.fleet.version)
             members = await self._store.loaders()
             await self._store.check_fits(announced, members)
-        # Nobody generates under a pause, so that rolling would keep nothing up.
+        # Under a pause no replica generates, so a rolling update would have no use.
         update.rolling = self._parts.config.rolling and not self._parts.pauses.is_paused
         await self._store.take(update, members, update.draft.name, canary_logprobs)
         return update.version
 
     async def _let_go(self, update_info: Json) -> None:
-        """Take what a trainer sends whose announcement was refused: it may already sit in its broadcast."""
+        """Receive from a trainer whose announcement was refused: it may already be in its broadcast."""
         try:
             await self._relay.receive(update_info)
         except RolloutGatewayError as error:
-            log.warning("the relay has ended, which lets a refused trainer go", error=str(error))
+            log.warning("the relay has ended, which frees the refused trainer", error=str(error))
 
     async def _drop(self) -> None:
-        """The draft of an update that was aborted is worth nothing."""
+        """Stop the relay from writing the draft of an aborted update."""
         if not self._relay.is_open:
             return
         try:

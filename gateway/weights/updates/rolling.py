@@ -1,7 +1,7 @@
 """A rolling update: replica after replica leaves, loads the new version from the store, is checked, and serves again.
 
-Tokens never stop, and the fleet is mixed meanwhile. Whether a failure ends the update is decided here; who had taken it
-by then is taken back by `catch_up.py`.
+Generation never stops, and the fleet holds both versions meanwhile. This file decides if a failure ends the update;
+`catch_up.py` then restores the replicas that had taken the version.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from gateway.weights.verdicts import Finding, Result, ended_by
 log = structlog.get_logger()
 
 _ON_ITS_WAY = (ReplicaState.UPDATING, ReplicaState.SUSPECT)
-# Two that disagree say nothing of who is right, so nobody is left out before two have passed.
+# If two replicas disagree, neither is known to be right: no failure is tolerated before two replicas have passed.
 _WITNESSES = 2
 
 
 class Rolling:
-    """Takes updates through the fleet, `weights.rolling_width` replicas at a time."""
+    """Rolls updates through the fleet, `weights.rolling_width` replicas at a time."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -39,10 +39,10 @@ class Rolling:
     async def take(
         self, update: WeightUpdate, path: Path, canary_logprobs: Sequence[float] | None
     ) -> dict[Replica, Finding]:
-        """Bring everybody who serves to the version in folder `path`; what was found of each.
+        """Load the version in folder `path` on every serving replica. Return a finding for each.
 
-        A replica that dies is left out: its successor catches up. Raises `WeightUpdateFailed` where one does not take
-        the version and `weights.must_pass` does not do without it.
+        A replica that dies is left out: its successor catches up. Raise `WeightUpdateFailed` where more replicas fail
+        than `weights.must_pass` tolerates.
         """
         findings: dict[Replica, Finding] = {}
         while batch := await self._next(update, findings):
@@ -62,7 +62,7 @@ class Rolling:
         return findings
 
     def _behind(self, update: WeightUpdate, findings: Mapping[Replica, Finding]) -> list[Replica]:
-        """Those that serve and have not had their turn; a replica has one."""
+        """Return the serving replicas that have not had their turn; a replica has one turn."""
         return [
             replica
             for replica in self._parts.fleet.trained
@@ -74,9 +74,9 @@ class Rolling:
         ]
 
     async def _next(self, update: WeightUpdate, findings: Mapping[Replica, Finding]) -> list[Replica]:
-        """Whose turn it is: those with the least to finish first, and never all that serve."""
+        """Return the next replicas to update: the least loaded first, and never all that serve."""
         if not self._behind(update, findings):
-            # One that stays silent catches up when it speaks.
+            # A replica that stays silent catches up when it answers again.
             await self._parts.fleet.settled_within(self._parts.config.control_timeout_s)
         serving = sum(replica.can_serve for replica in self._parts.fleet.trained)
         width = min(self._parts.config.rolling_width, max(serving - 1, 1))
@@ -85,7 +85,7 @@ class Rolling:
     async def _turn(
         self, update: WeightUpdate, batch: Sequence[Replica], path: Path, canary_logprobs: Sequence[float] | None
     ) -> dict[Replica, Finding]:
-        """Some replicas leave, load, are checked, and serve again, or are fenced. What was found of each."""
+        """Load and check the version on a batch, which then serves again or is fenced. Return a finding for each."""
         async with asyncio.TaskGroup() as tasks:
             loads = {replica: tasks.create_task(self._load(update, replica, path)) for replica in batch}
         findings = {replica: found for replica, load in loads.items() if (found := load.result()) is not None}
@@ -103,13 +103,13 @@ class Rolling:
         return findings
 
     async def _load(self, update: WeightUpdate, replica: Replica, path: Path) -> Finding | None:
-        """Have a replica load, around its rollouts or after them. Returns the reason where it did not."""
+        """Have a replica load, around its rollouts or after them. Return a finding if it did not load."""
         if update.in_flight is InFlight.DRAIN and (late := await self._drained(update, replica)):
             return late
         if replica.state not in _ON_ITS_WAY:
             return Finding(Result.LOST, f"it left: {replica.reason}")
         try:
-            await replica.unless_lost(self._taken(update, replica, path))
+            await replica.unless_lost(self._stop_and_load(update, replica, path))
         except EngineUnreachable as error:
             return Finding(Result.LOST, str(error))
         except (EngineError, DeadlineExceeded) as error:
@@ -117,7 +117,7 @@ class Rolling:
         return None
 
     async def _drained(self, update: WeightUpdate, replica: Replica) -> Finding | None:
-        """None once it has no rollouts any more."""
+        """Wait until the replica has no rollouts. Return a finding if they do not end in time."""
         timeout_s = self._parts.config.drain_timeout_s
         with update.timed("drain"):
             try:
@@ -131,26 +131,26 @@ class Rolling:
                 )
         return None
 
-    async def _taken(self, update: WeightUpdate, replica: Replica, path: Path) -> None:
-        """Load with the replica stopped."""
+    async def _stop_and_load(self, update: WeightUpdate, replica: Replica, path: Path) -> None:
+        """Stop the replica, and load."""
         config, in_flight = self._parts.config, update.in_flight
         stops = stopped(replica, by=Holder.UPDATE, in_flight=in_flight, timeout_s=config.control_timeout_s)
         async with AsyncExitStack() as stack:
             with update.timed("abort" if in_flight is InFlight.ABORT else "load"):
                 stopping = stack.enter_async_context(stops)
                 await bounded(stopping, config.control_timeout_s, "its rollouts did not stop")
-            replica.overwrite()  # not before it stands still: its tokens until then are of its version
+            replica.overwrite()  # only once it stands still: its tokens until then are of its version
             with update.timed("load"):
-                await self._overwritten(update, replica, path)
+                await self._load_snapshot(update, replica, path)
 
-    async def _overwritten(self, update: WeightUpdate, replica: Replica, path: Path) -> None:
+    async def _load_snapshot(self, update: WeightUpdate, replica: Replica, path: Path) -> None:
         timeout_s = self._parts.config.load_timeout_s
         try:
             await self._parts.snapshots.note_overwritten([replica])
             load = replica.engine.load_snapshot(str(path), update.version, timeout_s)
             await bounded(load, timeout_s, f"it did not load {path}")
         except BaseException as error:
-            if replica.state in _ON_ITS_WAY:  # its engine goes on now, with a mixture
+            if replica.state in _ON_ITS_WAY:  # its engine resumes now, with a mixture of versions
                 self._parts.fleet.fence(
                     replica, f"did not take version {update.version}: {str(error) or type(error).__name__}"
                 )
@@ -167,13 +167,13 @@ class Rolling:
         return findings
 
     def _check_failures(self, findings: Mapping[Replica, Finding], waiting: int) -> None:
-        """Raise where the update ends here; `waiting` are those that may pass yet."""
+        """Raise where the update ends here; `waiting` replicas may still pass."""
         replica = ended_by(self._parts.config, findings, waiting=waiting, witnesses=_WITNESSES)
         if replica is None:
             return
         passed = sum(finding.may_serve for finding in findings.values())
         raise WeightUpdateFailed(
             f"the rolling update ended at replica {replica.replica_id}: {findings[replica].reason} (weights.must_pass: "
-            f"{self._parts.config.must_pass}); {passed} replicas had taken the version and are taken back",
+            f"{self._parts.config.must_pass}); {passed} replicas had taken the version and are restored",
             replica_id=replica.replica_id,
         )

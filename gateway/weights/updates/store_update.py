@@ -1,4 +1,4 @@
-"""A version that lies in the weight store as a draft: all replicas load it together, or one after the other."""
+"""Updates from a draft in the weight store: all replicas load it together, or one after the other."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from gateway.weights.verdicts import Finding, Result
 
 
 class StoreUpdate:
-    """Takes drafts of the store through the fleet, whoever has written them."""
+    """Loads drafts of the store on the fleet, written by a trainer or by the relay."""
 
     def __init__(self, parts: Parts, machine: UpdateMachine) -> None:
         self._parts = parts
@@ -33,7 +33,7 @@ class StoreUpdate:
         rolling: bool | None,
         in_flight: InFlight | None,
     ) -> int:
-        """Bring all replicas to the draft that a trainer wrote. Returns its version once they serve it."""
+        """Load the draft that a trainer wrote on all replicas. Return its version once they serve it."""
         self._machine.check_none_open()
         members = await self.loaders()
         rolling = self._parts.config.rolling if rolling is None else rolling
@@ -47,7 +47,7 @@ class StoreUpdate:
         return update.version
 
     async def loaders(self) -> tuple[Replica, ...]:
-        """The replicas that load from the store."""
+        """Return the replicas that load from the store. Raise `WeightUpdateConflict` if there are none."""
         await self._parts.fleet.settled_within(self._parts.config.control_timeout_s)
         able = [replica for replica in self._parts.fleet.updatable() if replica.info.loads_snapshots]
         if not able:
@@ -56,7 +56,7 @@ class StoreUpdate:
         return tuple(await self._parts.catch_up.available(able, self._parts.config.control_timeout_s))
 
     async def check_fits(self, announced: Json, members: Sequence[Replica]) -> None:
-        """Raise where a draft's tensors are not the model's, and see what replicas say before they load it."""
+        """Raise where a draft's tensors do not fit the model, and read the canary before replicas load it."""
         for replica in members:
             check_tensors(announced, replica.info, "snapshot")
         await self._machine.remember_canary(members)
@@ -68,8 +68,7 @@ class StoreUpdate:
         snapshot: str,
         canary_logprobs: Sequence[float] | None,
     ) -> None:
-        """Have these replicas load a draft and serve it together, or, where the update is a rolling one, one after the
-        other."""
+        """Load a draft on these replicas and serve it: on all together, or one after the other in a rolling update."""
         bring = self._roll if update.rolling else self._load_at_once
         try:
             members, findings = await bring(update, members, snapshot, canary_logprobs)
@@ -95,7 +94,7 @@ class StoreUpdate:
         snapshot: str,
         canary_logprobs: Sequence[float] | None,
     ) -> tuple[Sequence[Replica], dict[Replica, Finding]]:
-        """Those that hold the draft's weights then, and what the canary found of them."""
+        """Return the replicas that hold the draft's weights then, and their canary findings."""
         await self._machine.open(update)
         async with self._machine.step(update, "prepare"):
             path = await self._promote(update, members, snapshot)
@@ -115,10 +114,10 @@ class StoreUpdate:
         snapshot: str,
         canary_logprobs: Sequence[float] | None,
     ) -> tuple[Sequence[Replica], dict[Replica, Finding]]:
-        """The same, one replica after the other and with the gate open."""
+        """Do the same as `_load_at_once`, one replica after the other and with the gate open."""
         if self._parts.pauses.is_paused:
             raise WeightUpdateConflict(
-                "generation is paused, and in a rolling update replicas go on generating: /resume first, or push "
+                "generation is paused, and a rolling update needs replicas that generate: /resume first, or push "
                 "without rolling"
             )
         if not any(replica.can_serve for replica in members):
@@ -130,11 +129,11 @@ class StoreUpdate:
         except BaseException as error:
             await self._machine.abort(str(error) or type(error).__name__)
             raise
-        there = {replica: one for replica, one in findings.items() if one.result is not Result.LOST}
+        there = {replica: finding for replica, finding in findings.items() if finding.result is not Result.LOST}
         return list(there), there
 
     async def _load_all(self, update: WeightUpdate, members: Sequence[Replica], path: Path) -> tuple[Replica, ...]:
-        """Those that hold the version in folder `path` then. One that dies on the way costs the others nothing."""
+        """Return the replicas that hold the version in folder `path` then. A death does not delay the others."""
         await self._machine.overwrite(update, members)
         timeout_s = self._parts.config.load_timeout_s
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines.inside_vllm.spans import counted, tell_spans, with_spans
+from engines.inside_vllm.spans import counted, report_spans, with_spans
 
 MIXED = [("1", 0, 3), ("2", 3, 8)]
 WHOLE = [("1", 0, 8)]
@@ -64,7 +64,7 @@ def serving() -> SimpleNamespace:
     class FreshChats(Chats):
         pass
 
-    tell_spans(FreshCompletions, FreshChats)
+    report_spans(FreshCompletions, FreshChats)
     return SimpleNamespace(completions=FreshCompletions(), chats=FreshChats())
 
 
@@ -115,7 +115,7 @@ async def test_a_chat_that_failed_is_passed_on(serving: Any) -> None:
         async def chat_completion_full_generator(self, request: Any, result_generator: Any) -> Any:
             return SimpleNamespace(error="no")
 
-    tell_spans(type("Fresh", (Completions,), {}), Failing)
+    report_spans(type("Fresh", (Completions,), {}), Failing)
     assert (await Failing().chat_completion_full_generator(None, each())).error == "no"
 
 

@@ -124,7 +124,7 @@ async def test_a_name_that_is_not_there_is_answered_with_those_that_are(rig: Rig
     assert "LoRA adapters: v1" in reply["error"]["message"]
     status, text = await rig.unload("v2")
     assert status == 404
-    assert "there is v1" in text
+    assert "loaded adapters: v1" in text
 
 
 async def test_loading_twice_is_refused_in_vllms_words_and_in_place_takes_the_new_folder(

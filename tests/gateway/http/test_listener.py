@@ -96,7 +96,9 @@ def test_two_gateways_never_share_a_weight_store(tmp_path: Path, monkeypatch: py
     first, second = listening(tmp_path), listening(tmp_path)
     first.start()
     try:
-        with pytest.raises(ConfigError, match=rf"keeps the weight store {tmp_path}, and two never share one: set ano"):
+        with pytest.raises(
+            ConfigError, match=rf"keeps the weight store {tmp_path}, and two gateways never share a store: set ano"
+        ):
             second.start()
     finally:
         first.stop()

@@ -292,7 +292,7 @@ async def test_a_replica_that_fails_takes_the_version_from_those_that_had_taken_
     rig.fleet.replicas[2].load_tokens = 1  # its turn is the last
     status, reply = await push(rig, folder)
     assert (status, reply["error"]["replica_id"]) == (424, "engine-2")
-    assert "2 replicas had taken the version and are taken back" in reply["error"]["message"]
+    assert "2 replicas had taken the version and are restored" in reply["error"]["message"]
     rig.replicas[2].heal()
     await until_held(rig, 3, version=0)
     assert await said(rig) == {0}

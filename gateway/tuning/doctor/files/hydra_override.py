@@ -10,7 +10,7 @@ _FLOAT = re.compile(
     r"[+-]?(\d+(_\d+)*\.(\d+(_\d+)*)?|\.?\d+(_\d+)*(?=[eE])|\.\d+(_\d+)*)([eE][+-]?\d+(_\d+)*)?|[+-]?(inf|nan)"
 )
 _WORDS = {"true": True, "false": False, "null": None}
-# Hydra's grammar takes these in quotes alone; a call such as choice(1,2) and ${...} are forms of its own.
+# Hydra's grammar takes these only in quotes; calls such as choice(1,2) and ${...} have their own forms.
 _REFUSED = re.compile(r"[()<>;&!^~#='\"\[\]{}]")
 _FORMS = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|\$\{[^}]*\}+|\w+\([^()]*\)|\\.")
 _OPENING, _CLOSING = "[{", "]}"
@@ -18,7 +18,7 @@ _OPENING, _CLOSING = "[{", "]}"
 
 @dataclass(frozen=True, slots=True)
 class HydraOverride:
-    """`is_group` where it chooses a group of keys and sets no value, as far as its form shows."""
+    """`is_group` is True where it chooses a group of keys and sets no value, as far as its form shows."""
 
     plus: str
     key: str
@@ -32,7 +32,7 @@ class HydraOverride:
 
 
 def parsed_override(word: str) -> HydraOverride | None:
-    """None for a word that is no override."""
+    """Return the override in a word; None for a word that is no override."""
     found = _OVERRIDE.fullmatch(word)
     if found is None or (found[3] is None and found[1] != "~"):
         return None
@@ -47,7 +47,7 @@ def _is_malformed(text: str) -> bool:
 
 
 def hydra_value(text: str) -> Any:
-    """A value as Hydra's grammar reads it. Text that the grammar refuses stays text."""
+    """Return a value as Hydra's grammar reads it. Text that the grammar refuses stays text."""
     text = text.strip()
     if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
         return text[1:-1].replace(f"\\{text[0]}", text[0])
@@ -64,7 +64,7 @@ def hydra_value(text: str) -> Any:
 
 
 def _parts(text: str) -> list[str]:
-    """The text between commas outside of brackets and quotes."""
+    """Yield the text between commas outside of brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for char in text:
         if quote:

@@ -91,7 +91,7 @@ def is_known(value: object) -> bool:
 
 
 def _traced(path: Path, text: str, mark: str, arguments: Sequence[str]) -> tuple[str, str]:
-    """The trace of bash, and its complaints."""
+    """Return the trace of bash, and its stderr."""
     with tempfile.TemporaryDirectory() as folder:
         prelude, script, trace = (Path(folder) / name for name in ("prelude", path.name, "trace"))
         prelude.write_text(_PRELUDE.replace("@MARK@", mark), encoding="utf-8")
@@ -103,7 +103,7 @@ def _traced(path: Path, text: str, mark: str, arguments: Sequence[str]) -> tuple
 
 
 def _run_bash(script: Path, arguments: Sequence[str], prelude: Path, trace: int, folder: Path) -> str:
-    """Its complaints. After a time limit the shell and all that it forked are killed."""
+    """Run bash, and return its stderr. After a time limit the shell and all its children are killed."""
     environ = {
         "PATH": "/nonexistent",
         "HOME": "$HOME",
@@ -160,11 +160,11 @@ def _commands(trace: str, mark: str) -> Iterator[Command]:
 
 
 def _problems(errors: str) -> Iterator[str]:
-    """Lines of stderr that say that something was not expanded. Refused programs and files are no problem."""
+    """Yield lines of stderr about words that were not expanded. Refused programs and files are no problem."""
     for line in errors.splitlines():
-        told = re.search(r"line (\d+): (.*)", line)
-        if told and not re.search(r"restricted|not found|readonly|No such file|Permission denied|builtin", told[2]):
-            yield f"line {told[1]}: {told[2]}"
+        found = re.search(r"line (\d+): (.*)", line)
+        if found and not re.search(r"restricted|not found|readonly|No such file|Permission denied|builtin", found[2]):
+            yield f"line {found[1]}: {found[2]}"
 
 
 def split_words(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rules about an engine's levers, whoever starts it."""
+"""Rules about an engine's levers, under the gateway, verl or TRL."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ from gateway.tuning.doctor.rules.rule import (
 )
 from gateway.tuning.doctor.subject import Subject
 
-# What an engine keeps beside weights and KV cache: activations, CUDA graphs, the buffers of a weight transfer.
+# Memory of an engine beside weights and KV cache: activations, CUDA graphs, the buffers of a weight transfer.
 _BESIDE_KV_GIB = 5.0
 _GRAPHS = "CUDA graphs: 1.53 times the tokens/s at 64 streams and 1.01 at 512; with slow CPU cores 2.5 and 1.13"
 _FEW_SEQS = "max_num_seqs 64 under 512 streams: 0.64 of the tokens/s, 0.57 for groups of 8; 256: 1.09 and 1.04"
@@ -358,7 +358,7 @@ def _dtype(engine: EngineView, subject: Subject) -> Iterator[Found]:
 def _unseen(subject: Subject) -> Iterator[Judged]:
     for name, group in (subject.config.groups if subject.config else {}).items():
         if group.kind is EngineKind.EXTERNAL:
-            message = f"{group.url} has settings of its own, which no file here tells"
+            message = f"the settings of {group.url} are its own, in none of these files"
             yield f"gateway {name}", consider(None, message, "examine it live: doctor --url URL_OF_THE_GATEWAY")
 
 

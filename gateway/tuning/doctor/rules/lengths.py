@@ -1,4 +1,4 @@
-"""Rules about lengths: what is cut off, and what the engine has to hold."""
+"""Rules about lengths: truncation, and the sequences that an engine has to hold."""
 
 from collections.abc import Iterator
 

@@ -32,7 +32,7 @@ def _replicas(live: Live) -> Iterator[Found]:
         if one["state"] in ("SERVING", "UPDATING"):
             yield fine(setting, f"version {one['weight_version']}")
         else:
-            yield hurts(setting, f"takes no rollout: {one['reason'] or 'no reason told'}", "see its log")
+            yield hurts(setting, f"takes no rollout: {one['reason'] or 'no reason given'}", "see its log")
     missing = live.status.get("replicas_missing", ())
     nameless = live.status["replicas_expected"] - len(live.status["replicas"]) - len(missing)
     if nameless > 0:
@@ -52,16 +52,16 @@ def _replicas(live: Live) -> Iterator[Found]:
 
 
 def _statistics(live: Live) -> Iterator[Found]:
-    told = live.by_replica("running")
+    running = live.by_replica("running")
     for replica_id in live.serving:
-        if replica_id not in told:
+        if replica_id not in running:
             message = "its engine reports no statistics, so that nothing below counts it"
             yield consider(live.setting(replica_id, None), message, "disable_log_stats: false (SGLang: enable_metrics)")
 
 
 def _kv_capacity(live: Live) -> Iterator[Found]:
     view = live.engine()
-    longest = view.context if view else _told_context(live)
+    longest = view.context if view else _reported_context(live)
     most = view.number("max_num_seqs") if view else None
     for replica_id, tokens in live.kv_tokens().items():
         setting = live.setting("kv_cache_tokens", tokens)
@@ -83,7 +83,7 @@ def _kv_capacity(live: Live) -> Iterator[Found]:
             yield fine(setting, message)
 
 
-def _told_context(live: Live) -> float | None:
+def _reported_context(live: Live) -> float | None:
     config = (live.server_info or {}).get("vllm_config")
     model = config.get("model_config") if isinstance(config, dict) else None
     length = model.get("max_model_len") if isinstance(model, dict) else None
@@ -217,7 +217,7 @@ LIVE_RULES = (
     ),
     Rule(
         id="live-statistics",
-        asks="Does every engine tell what it does?",
+        asks="Does every engine report its statistics?",
         reads="/metrics, by replica",
         why="The rules below read engines' own counters.",
         source=VERL_GUIDE,

@@ -204,7 +204,7 @@ TRL_RULES = (
         asks="Does training run in two bytes?",
         reads="bf16, fp16, use_cpu",
         why="Memory decides the batch size, and engines compute in bfloat16.",
-        source=f"{TRL_CODE}: bf16 unless told otherwise",
+        source=f"{TRL_CODE}: bf16 by default",
         check=of_trl(_precision),
         gain=0.4,
     ),
@@ -213,7 +213,7 @@ TRL_RULES = (
         asks="Is gradient checkpointing on?",
         reads="gradient_checkpointing",
         why="It trades computing for memory, which larger batches then use.",
-        source=f"{TRL_CODE}: on unless told otherwise",
+        source=f"{TRL_CODE}: on by default",
         check=of_trl(_checkpointing),
     ),
     Rule(

@@ -424,7 +424,7 @@ def _profiler(values: Values, subject: Subject) -> Iterator[Found]:
     elif steps.value is None:
         yield consider(steps, f"{tool.value} is chosen, and no step to profile", "[5, 6, 7]")
     else:
-        yield consider(steps, f"{tool.value} slows the steps {steps.value}", "null once it has told what it should")
+        yield consider(steps, f"{tool.value} slows the steps {steps.value}", "null once you have the profile")
 
 
 def _balance(values: Values, subject: Subject) -> Iterator[Found]:

@@ -37,11 +37,11 @@ def test_eager_is_tried_off_where_it_is_on() -> None:
         (SIM, "dtype=float16", r"--lever 'dtype': it can be "),
         (SIM, "max_num_seqs", r"--lever 'max_num_seqs': expected NAME=VALUE,VALUE"),
         (SIM, "max_num_seqs=0", r"--lever max_num_seqs=0: Input should be greater than 0"),
-        (GPU, "api_server_count=2", r"SGLang has none of that meaning; engine\.extra\.tokenizer_worker_num"),
+        (GPU, "api_server_count=2", r"SGLang has no such lever; engine\.extra\.tokenizer_worker_num"),
         (
             EngineConfig(kind=EngineKind.EXTERNAL, url="http://h:1"),
             "max_num_seqs=8",
-            "somebody else starts that engine",
+            "the gateway does not start that engine",
         ),
     ],
 )
@@ -65,8 +65,8 @@ def test_values_that_do_not_go_together_are_no_setting() -> None:
 def test_a_setting_is_told_by_what_it_changes() -> None:
     levers = [Lever("max_num_seqs", (256, 8)), Lever("enforce_eager", (False, True))]
     start = start_of(SIM, levers)
-    assert start.told_from(start) == "start"
-    assert start.changed_to("enforce_eager", True).told_from(start) == "enforce_eager=true"
+    assert start.changes_text(start) == "start"
+    assert start.changed_to("enforce_eager", True).changes_text(start) == "enforce_eager=true"
 
 
 def test_what_is_too_little_is_expected_to_be_enough_and_the_rest_to_stay() -> None:

@@ -86,7 +86,7 @@ def test_labels_of_the_plot_begin_at_its_edge_and_none_is_cut() -> None:
     found.records.clear()
     found.records.update({start: Record([1.0]), long: Record([2.0])})
     made = page(found, "64 prompts", "engine: {}")
-    label = long.told_from(start)
+    label = long.changes_text(start)
     assert f'<text x="0" y="14">{label}</text>' in made
 
 

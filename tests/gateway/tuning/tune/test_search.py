@@ -118,7 +118,7 @@ async def tune(
 ) -> Outcome:
     journal = Journal(folder / "journal.jsonl", {"engine": "sim"})
     tuner = Tuner(
-        START, levers, bench, journal, budget_s=budget_s, pairs=3, tell=lambda _: None, clock=bench.clock,
+        START, levers, bench, journal, budget_s=budget_s, pairs=3, report=lambda _: None, clock=bench.clock,
         expected=expected, against=against,
     )  # fmt: skip
     return await tuner.run()
@@ -180,7 +180,7 @@ async def test_what_was_only_luck_is_not_kept(tmp_path: Path) -> None:
     outcome = await tune(tmp_path, VirtualBench(lies=2.5), levers=[Lever("max_num_seqs", (8, 4))])
     assert outcome.best == outcome.start
     assert dict(outcome.fastest.values) == {"max_num_seqs": 4}
-    assert outcome.reason.startswith("the start is kept: the fastest one reached 0.")
+    assert outcome.reason.startswith("the start is kept: the fastest setting reached 0.")
 
 
 async def test_a_start_that_is_best_is_kept_without_pairs(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ async def test_a_start_far_slower_than_the_best_is_measured_to_its_end(tmp_path:
     slow = START.model_copy(update={"max_num_seqs": 1})
     journal = Journal(tmp_path / "journal.jsonl", {})
     bench = VirtualBench()
-    tuner = Tuner(slow, levers, bench, journal, budget_s=1e6, pairs=3, tell=lambda _: None, clock=bench.clock)
+    tuner = Tuner(slow, levers, bench, journal, budget_s=1e6, pairs=3, report=lambda _: None, clock=bench.clock)
     outcome = await tuner.run()
     assert not outcome.records[outcome.start].failure
     assert speed(outcome.best.applied_to(slow)) > 10 * speed(slow)
@@ -303,7 +303,7 @@ async def test_pairs_of_a_slow_start_leave_time_for_something_to_meet_it(
     budget_s = START_S * 5 + 6 * TOKENS / speed(slow)
     journal = Journal(tmp_path / "journal.jsonl", {})
     tuner = Tuner(
-        slow, levers, bench, journal, budget_s=budget_s, pairs=10, tell=lambda _: None, clock=bench.clock,
+        slow, levers, bench, journal, budget_s=budget_s, pairs=10, report=lambda _: None, clock=bench.clock,
         expected=best, against=against,
     )  # fmt: skip
     assert (await tuner.run()).fastest == best
@@ -341,7 +341,7 @@ def test_each_measurement_says_how_far_the_search_is(tmp_path: Path) -> None:
     bench = VirtualBench()
     journal = Journal(tmp_path / "journal", {})
     tuner = Tuner(
-        START, LEVERS, bench, journal, budget_s=1800, pairs=3, tell=lines.append, clock=bench.clock
+        START, LEVERS, bench, journal, budget_s=1800, pairs=3, report=lines.append, clock=bench.clock
     )  # fmt: skip
     asyncio.run(tuner.run())
     told = [re.match(r"setting (\d+) of about (\d+), (\d+) min left: ", line) for line in lines]
@@ -355,7 +355,7 @@ def test_settings_at_a_tenth_of_the_best_are_cut_off_early(tmp_path: Path) -> No
     """Once the best is far ahead of the start, no setting may take three times as long as it."""
     bench = VirtualBench()
     journal = Journal(tmp_path / "journal", {})
-    tuner = Tuner(START, LEVERS, bench, journal, budget_s=7200, pairs=3, tell=lambda _: None, clock=bench.clock)
+    tuner = Tuner(START, LEVERS, bench, journal, budget_s=7200, pairs=3, report=lambda _: None, clock=bench.clock)
     outcome = asyncio.run(tuner.run())
     best_s = outcome.records[outcome.best].run_s
     late = list(outcome.records.values())[-5:]

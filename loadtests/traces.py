@@ -73,26 +73,26 @@ def sessions_of(trace: Sequence[Recorded]) -> list[list[Recorded]]:
 
 
 def _recorded(line: Json, began: float, block_tokens: int, number: int) -> Recorded:
-    params, told = dict(line["params"]), line["prompts"]
+    params, recorded = dict(line["params"]), line["prompts"]
     samples = params.pop("n", None) or 1
     completed = line["completion_tokens"]
-    if len(told) == 1 and "tokens" not in told[0] and line["prompt_tokens"]:
-        told = [told[0] | {"tokens": line["prompt_tokens"]}]
+    if len(recorded) == 1 and "tokens" not in recorded[0] and line["prompt_tokens"]:
+        recorded = [recorded[0] | {"tokens": line["prompt_tokens"]}]
     return Recorded(
         at=began + line["at"],
-        prompts=[_prompt(prompt, block_tokens, f"{began} {number} {index}") for index, prompt in enumerate(told)],
+        prompts=[_prompt(prompt, block_tokens, f"{began} {number} {index}") for index, prompt in enumerate(recorded)],
         samples=samples,
-        tokens=max(1, math.ceil(completed / (len(told) * samples))) if completed else None,
+        tokens=max(1, math.ceil(completed / (len(recorded) * samples))) if completed else None,
         params=params,
         session=line["session"] or "",
     )
 
 
-def _prompt(told: Json, block_tokens: int, seed: str) -> Any:
-    if "content" in told:
-        return told["content"]
-    length = told["tokens"] if "tokens" in told else max(1, told["characters"] // _CHARACTERS_PER_TOKEN)
-    return list(_tokens(told["blocks"], length, block_tokens, seed))
+def _prompt(recorded: Json, block_tokens: int, seed: str) -> Any:
+    if "content" in recorded:
+        return recorded["content"]
+    length = recorded["tokens"] if "tokens" in recorded else max(1, recorded["characters"] // _CHARACTERS_PER_TOKEN)
+    return list(_tokens(recorded["blocks"], length, block_tokens, seed))
 
 
 def _tokens(blocks: Sequence[str], length: int, block_tokens: int, seed: str) -> Iterator[int]:

@@ -23,7 +23,7 @@ print(json.dumps(loaded))
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, list[str]]:
-    """What is there of the heavy packages after each of LIGHT, imported one after another in a process of their own."""
+    """The heavy packages loaded after each of LIGHT, imported one after another in their own process."""
     command = [sys.executable, "-c", _LOADED, json.dumps(LIGHT), json.dumps(sorted(HEAVY | SERVE_EXTRA))]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, list[str]] = json.loads(done.stdout)

@@ -18,7 +18,7 @@ class Freshness:
 
 
 def read_freshness(body: Json, fleet: Fleet, model: str) -> Freshness:
-    """What a request demands. Raises `InvalidRequest` where that is no number, or can never be met."""
+    """Return a request's demand. Raise `InvalidRequest` where it is no number, or can never be met."""
     asked = {field: body[field] for field in FIELDS if body.get(field) is not None}
     for field, value in asked.items():
         if type(value) is not int or value < 0:

@@ -434,7 +434,7 @@ class Fleet:
         """The replica that joins; None where it is refused, or does not answer yet."""
         before = self._replicas.get(info.replica_id)
         if before is not None:
-            self.set_state(before, ReplicaState.LOST, "its engine was started anew")
+            self.set_state(before, ReplicaState.LOST, "its engine was restarted")
         try:
             self.models.join(info)
         except ConfigError as error:

@@ -4,7 +4,7 @@
 
 Each Locust user is a source of `--rate` arrivals a second, so that 4 users of 2.5 make 10. A reply is timed from when
 its request was due, not from when it was sent: a load generator that falls behind, or waits for a slow server, would
-leave out the very requests that had to wait (coordinated omission). `lateness` tells how far behind it was.
+leave out the very requests that had to wait (coordinated omission). `lateness` is its delay behind the schedule.
 """
 
 import time

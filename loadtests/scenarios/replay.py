@@ -3,7 +3,7 @@
     rollout-gateway up -c FILE.yaml gateway.trace.file=/tmp/trace.jsonl
     locust -f loadtests/scenarios/replay.py --headless --stop-timeout 600 --host URL --trace /tmp/trace.jsonl --speed 2
 
-Open loop unless told otherwise: each request is sent at its recorded time by `--speed`, and timed from then. With
+Open loop by default: each request is sent at its recorded time by `--speed`, and timed from then. With
 `--closed` each of the -u users sends a session, or a request that belongs to none, when its last one is answered. The
 run ends with the trace.
 """

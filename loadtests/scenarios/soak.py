@@ -3,7 +3,7 @@
     locust -f loadtests/scenarios/soak.py --headless -u 6 -t 4h --stop-timeout 600 --host URL \
         --update-every 60 --weights CHECKPOINT --watch-pid GATEWAY_PID
 
-Users join over the first tenth of the run; what is left of it is told of in thirds, and `drift` is the last third by
+Users join over the first tenth of the run; the rest is reported in thirds, and `drift` is the last third by
 the first. The memory of `--watch-pid` is measured each second.
 """
 

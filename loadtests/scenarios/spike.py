@@ -2,7 +2,7 @@
 
     locust -f loadtests/scenarios/spike.py --headless -u 2 -t 90s --stop-timeout 60 --host URL --rate 2 --spike 8
 
-Each third of the run is told of by itself: `calm`, `spike`, `after`.
+Each third of the run is reported by itself: `calm`, `spike`, `after`.
 """
 
 import time

@@ -165,17 +165,17 @@ def read_result(client: Client) -> dict[str, Any]:
     return found
 
 
-def _of_aiperf(told: Any) -> dict[str, Any]:
+def _of_aiperf(report: Any) -> dict[str, Any]:
     return {
-        "completed": round(told["request_count"]["avg"]),
-        "total_output_tokens": round(told["total_output_tokens"]["avg"]),
-        "output_throughput": told["output_token_throughput"]["avg"],
-        "median_ttft_ms": told["time_to_first_token"]["p50"],
+        "completed": round(report["request_count"]["avg"]),
+        "total_output_tokens": round(report["total_output_tokens"]["avg"]),
+        "output_throughput": report["output_token_throughput"]["avg"],
+        "median_ttft_ms": report["time_to_first_token"]["p50"],
     }
 
 
-def _of_guidellm(told: Any) -> dict[str, Any]:
-    metrics = told["benchmarks"][0]["metrics"]
+def _of_guidellm(report: Any) -> dict[str, Any]:
+    metrics = report["benchmarks"][0]["metrics"]
     return {
         "completed": metrics["request_totals"]["successful"],
         "total_output_tokens": round(metrics["output_token_count"]["successful"]["total_sum"]),

@@ -1,4 +1,4 @@
-"""What is read of an adapter's folder, and what is refused before an engine sees it."""
+"""The content of an adapter's folder, and folders that are refused before an engine sees them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a trainer announces is held against the served model."""
+"""A trainer's announcement is checked against the served model."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a checkpoint folder says of its tensors."""
+"""The tensors of a checkpoint folder."""
 
 import json
 import struct

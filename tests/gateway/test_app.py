@@ -42,9 +42,7 @@ def test_rollouts_go_to_every_replica_on_the_gateways_own_port(app: App) -> None
     assert app.url.rpartition(":")[2] != app.control_url.rpartition(":")[2]
 
 
-def test_serve_tells_in_our_own_words_why_an_engine_did_not_come_up_and_does_not_start_it_again(
-    app: App, tmp_path: Path
-) -> None:
+def test_serve_reports_why_an_engine_did_not_start_and_does_not_restart_it(app: App, tmp_path: Path) -> None:
     from ray import serve
 
     from gateway.app import build
@@ -66,7 +64,7 @@ def test_serve_tells_in_our_own_words_why_an_engine_did_not_come_up_and_does_not
     serve.delete("hopeless")
 
 
-def test_a_killed_engine_is_started_anew_and_takes_the_current_version_before_it_serves(app: App) -> None:
+def test_a_killed_engine_is_restarted_and_loads_the_current_version_before_it_serves(app: App) -> None:
     app.update()
     victim, survivor = app.replicas().values()
     os.kill(victim["pid"], signal.SIGKILL)

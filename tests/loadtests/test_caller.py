@@ -1,4 +1,4 @@
-"""What is said of servers that are slow, fail or say nothing, and of options that cannot be."""
+"""Reports on servers that are slow, fail or stay silent, and on wrong options."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

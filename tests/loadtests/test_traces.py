@@ -18,7 +18,7 @@ USAGE = {"prompt_tokens": 70, "completion_tokens": 12}
 
 
 def recorded(path: Path, *requests: tuple[Json, str], content: bool = False, status: int = 200) -> list[Recorded]:
-    """What is read of requests that came a second apart."""
+    """A recorded trace of requests that came a second apart."""
     trace = Trace(TraceConfig(file=str(path), content=content))
     for second, (body, session) in enumerate(requests):
         trace.ended(Arrival("/v1/completions", body, session, 1000.0 + second, 0.0), status, USAGE)

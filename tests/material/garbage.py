@@ -1,4 +1,4 @@
-"""What tests import is a million objects that live to the end: the garbage collector need not look through them."""
+"""Freezes the million objects that tests import, which live to the end: the garbage collector need not look at them."""
 
 import gc
 import os

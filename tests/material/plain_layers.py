@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def environ(folder: Path) -> dict[str, str]:
-    """What an engine's environment needs; `reloads` reads `folder` afterwards."""
+    """The variables for an engine's environment; `reloads` reads `folder` afterwards."""
     told = folder / "plain_layers-0.dist-info"
     told.mkdir()
     (told / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-layers\nVersion: 0\n")

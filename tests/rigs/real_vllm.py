@@ -218,7 +218,7 @@ def _likeness(group: EngineConfig, index: int) -> str:
 async def _told(
     servers: Sequence[EngineServer], kept: Sequence[tuple[EngineServer, ReplicaInfo] | None]
 ) -> list[ReplicaInfo]:
-    """Of those that are not kept once they have started."""
+    """The descriptions of servers that are not kept, once they have started."""
 
     async def told(index: int) -> ReplicaInfo:
         return one[1] if (one := kept[index]) else await servers[index].start()
@@ -227,7 +227,7 @@ async def _told(
 
 
 async def _is_as_new(server: EngineServer, info: ReplicaInfo) -> bool:
-    """Whether it serves its checkpoint again, and nothing of those before. Otherwise it is ended."""
+    """Return True if the engine serves its checkpoint again, and nothing of earlier tests. Otherwise it is ended."""
     engine = VllmEngine(info.replica_id, info.url, info.engine_version, has_tee=True)
     try:
         await server.check()

@@ -282,7 +282,7 @@ class Rig:
 
 
 async def described(config: EngineConfig, replica_id: str, group: str) -> ReplicaInfo:
-    """What is found out about the external server of `config`."""
+    """The description of the external server of `config`."""
     server = ExternalServer(config, replica_id=replica_id, group=group)
     info = await server.start()
     await server.stop()

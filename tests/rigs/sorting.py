@@ -21,7 +21,7 @@ RUN_S = 600.0
 def run_trainer(
     real: RealFleet, out: Path, *options: str, on_step: Callable[[dict[str, Any]], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """What the trainer said of its steps; `on_step` is called with each as it comes. Its model is left in `out`."""
+    """Return the trainer's reports of its steps; `on_step` gets each as it comes. Its model is left in `out`."""
     command = [sys.executable, "-m", "examples.train_sort", "--url", real.url, "--out", str(out), *options]
     steps, log = [], out.parent / f"{out.name}.log"
     with (

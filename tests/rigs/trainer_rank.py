@@ -60,7 +60,7 @@ class Trainer:
             print(json.dumps(told), file=lines)
 
     def push(self, model: Any, expected: nn.Module | None = None, **options: Any) -> dict[str, Any]:
-        """What became of it: the version, and on rank 0 whether the store then has what `expected` has."""
+        """The result: the version, and on rank 0 True if the store then equals `expected`."""
         with (
             BlockingRolloutClient(self.url, attempts=1) as client,
             WeightSender(client, transport="store", timeout_s=TIMEOUT_S, **options) as sender,
@@ -157,7 +157,7 @@ def one_tensor_at_a_time(trainer: Trainer) -> dict[str, Any]:
 
 
 def delta(trainer: Trainer) -> dict[str, Any]:
-    """Of a change on the second rank alone both ranks send the tensor."""
+    """Both ranks send a tensor that changed only on the second rank."""
     model = sharded(trainer, Model())
     sent: list[str] = []
     with (

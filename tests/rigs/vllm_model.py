@@ -50,7 +50,7 @@ def loaded(folder: Path, *, lora: bool = False) -> tuple[Any, Any]:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """What the checkpoint holds."""
+    """The tensors of the checkpoint."""
     from safetensors.torch import load_file
 
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

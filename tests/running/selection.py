@@ -22,7 +22,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def may_choose(expression: str, marks: set[str], names: set[str]) -> bool:
-    """Whether `expression` (of -m) chooses some test that has `marks`, and perhaps others of `names`."""
+    """Return True if `expression` (of -m) chooses some test that has `marks`, and perhaps others of `names`."""
     others = sorted(names - marks)
     for present in itertools.product((False, True), repeat=len(others)):
         known = dict(zip(others, present, strict=True)) | dict.fromkeys(marks, True)

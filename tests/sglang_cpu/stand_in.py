@@ -1,4 +1,4 @@
-"""What SGLang imports and a CPU does not have: names that can be imported, and say so when they are used.
+"""Stand-ins for modules that SGLang imports and a CPU lacks: their names can be imported, and raise when used.
 
 SGLang's CPU kernels come in no wheel, and torchvision's wheels want PyTorch's CUDA build. On CPU SGLang computes in
 plain torch and needs little more of either than that it can be imported. Tests put this folder on the engine's

@@ -52,7 +52,7 @@ def drawn(client: BlockingRolloutClient) -> list[Rollout]:
 
 
 def furthest_logprob(model: Any, rollouts: list[Rollout]) -> float:
-    """Of all tokens drawn, how far the engine's log-prob is from transformers'."""
+    """The largest distance between log-probs of the engine and of transformers over all drawn tokens."""
     furthest = 0.0
     for rollout in rollouts:
         assert rollout.prompt_token_ids is not None

@@ -1,4 +1,4 @@
-"""What is sent for sampling parameters, and what is refused before anything is sent."""
+"""Sampling parameters as they are sent, and parameters that are refused before anything is sent."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What AsyncGRPO gets where there is no CUDA: an attention in plain torch, and an end of the weight group."""
+"""The stand-ins of AsyncGRPO without CUDA: an attention in plain torch, and an end of the weight group."""
 
 from types import ModuleType
 from typing import Any

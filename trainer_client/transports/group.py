@@ -146,8 +146,8 @@ class GroupTransport:
     def _receives_over(self) -> Backend:
         if self._backend is not None:
             return self._backend
-        told = self._client.server_info()["vllm_config"]["weight_transfer_config"]
-        match (told or {}).get("backend"):
+        reported = self._client.server_info()["vllm_config"]["weight_transfer_config"]
+        match (reported or {}).get("backend"):
             case "gloo":
                 return "gloo"
             case "nccl":

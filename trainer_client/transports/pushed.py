@@ -62,10 +62,10 @@ class Pushed:
 
 def _digests(entries: Sequence[Entry]) -> list[object]:
     """Return digests: texts, or numbers for tensors on a GPU, with one wait for the GPU."""
-    told = [[_digest(part.detach().to(entry.dtype)) for part in parts_here(entry.tensor)] for entry in entries]
-    numbers: list[torch.Tensor] = [one for digests in told for one in digests if isinstance(one, torch.Tensor)]
+    by_tensor = [[_digest(part.detach().to(entry.dtype)) for part in parts_here(entry.tensor)] for entry in entries]
+    numbers: list[torch.Tensor] = [one for digests in by_tensor for one in digests if isinstance(one, torch.Tensor)]
     known: Iterator[int] = iter(torch.stack(numbers).tolist() if numbers else ())
-    return [tuple(next(known) if isinstance(one, torch.Tensor) else one for one in digests) for digests in told]
+    return [tuple(next(known) if isinstance(one, torch.Tensor) else one for one in digests) for digests in by_tensor]
 
 
 def _digest(part: torch.Tensor) -> object:

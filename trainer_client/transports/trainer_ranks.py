@@ -228,8 +228,8 @@ class TrainerRanks:
 
 
 def _digest(entries: Sequence[Entry]) -> bytes:
-    told = "\n".join(f"{entry.name} {entry.dtype} {entry.shape}" for entry in entries)
-    return hashlib.blake2b(told.encode(), digest_size=_DIGEST_BYTES).digest()
+    lines = "\n".join(f"{entry.name} {entry.dtype} {entry.shape}" for entry in entries)
+    return hashlib.blake2b(lines.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def _success(version: int, served: ServedWeights | None) -> Json:

@@ -65,7 +65,7 @@ class PPOTrainerGateway(PPOTrainer):
         """Send the trainer's weights to all replicas. Return their version."""
         for attempt in range(1, self._settings.sync_attempts + 1):
             try:
-                told = ray.get(self.actor_rollout_wg.update_weights(global_steps=self.global_steps, mode=MODE))
+                reports = ray.get(self.actor_rollout_wg.update_weights(global_steps=self.global_steps, mode=MODE))
             except _PASSING as error:
                 if attempt == self._settings.sync_attempts:
                     raise
@@ -73,7 +73,7 @@ class PPOTrainerGateway(PPOTrainer):
                 logger.warning("weight sync of step %d, attempt %d: %s", self.global_steps, attempt, reason)
                 time.sleep(_PAUSE_S * attempt)
             else:
-                self._pending_sync_metrics = next(metrics for metrics in told if WEIGHT_VERSION in metrics)
+                self._pending_sync_metrics = next(metrics for metrics in reports if WEIGHT_VERSION in metrics)
                 return int(self._pending_sync_metrics[WEIGHT_VERSION])
         raise AssertionError("the loop returns or raises")
 

@@ -136,7 +136,7 @@ def rest_body(body: Json, read: list[int], kept: int) -> Json:
 
 
 def rest_sampling(sampling: Json, kept: int) -> Json:
-    """The sampling parameters that continue one sample, of which `kept` tokens were generated."""
+    """The sampling parameters that continue one sample after `kept` generated tokens."""
     limit, least = sampling.get("max_tokens"), max(0, (sampling.get("min_tokens") or 0) - kept)
     rest = {key: value for key, value in sampling.items() if key not in _OF_THE_WHOLE}
     limits = ({} if limit is None else {"max_tokens": limit - kept}) | ({"min_tokens": least} if least else {})

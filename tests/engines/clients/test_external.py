@@ -142,7 +142,7 @@ async def test_an_sglang_server_is_found_and_spoken_to_as_such(start_server: Sta
     await theirs.stop()
 
 
-async def test_an_sglang_server_that_has_loaded_a_version_goes_by_the_name_it_was_started_with(
+async def test_an_sglang_server_keeps_the_name_of_its_start_after_loading_a_version(
     start_server: StartServer,
 ) -> None:
     there = await start_server(sglang_routes())

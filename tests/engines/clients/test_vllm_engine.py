@@ -1,4 +1,4 @@
-"""What becomes of each thing an engine may do to a request: small servers that misbehave, one way each."""
+"""Faults of an engine during a request: small servers, each with one fault."""
 
 import asyncio
 import socket
@@ -241,7 +241,7 @@ async def test_a_stream_that_falls_silent_ends_in_time(serve: Serve) -> None:
         await chunks_of(await serve(streaming(b'data: {"i": 0}\n\n', then=silence)), 0.1)
 
 
-async def test_time_that_runs_out_between_two_chunks_is_told_at_the_next_and_disturbs_nobody(serve: Serve) -> None:
+async def test_a_deadline_between_two_chunks_is_reported_at_the_next_and_disturbs_nothing(serve: Serve) -> None:
     engine = await serve(streaming(b'data: {"i": 0}\n\n', then=silence))
     chunks = engine.stream(PATH, {}, 0.1)
     assert await anext(chunks) == {"i": 0}
@@ -259,7 +259,7 @@ def test_a_version_is_a_number(label: str, number: int) -> None:
     ("body", "status", "version"),
     [('{"weight_version": "3"}', 200, 3), ('{"weight_version": "mixed"}', 200, None), ("", 404, 0)],
 )
-async def test_the_weight_version_is_none_of_a_mixture_and_0_where_the_engine_has_no_word_for_it(
+async def test_the_weight_version_is_none_for_a_mixture_and_0_where_it_is_not_reported(
     serve: Serve, body: str, status: int, version: int | None
 ) -> None:
     assert await (await serve(answering(body, status))).weight_version(TIMEOUT_S) == version

@@ -1,4 +1,4 @@
-"""What an engine cannot do, and why: the one table. A check of a lack asserts how the engine shows it."""
+"""Features that an engine lacks, with the reason: the only table. A check of a lack asserts how the engine shows it."""
 
 import re
 from collections.abc import Callable

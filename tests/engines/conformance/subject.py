@@ -201,7 +201,7 @@ class Subject:
             await self.engine.resume(REQUEST_S)
 
     async def is_idle_within(self, seconds: float) -> bool:
-        """Whether it lets go of all requests in time: a prefix cache is reset only when nobody holds a part of it."""
+        """Return True if the engine releases all requests in time: it resets a prefix cache only if no part is held."""
         deadline = time.monotonic() + seconds
         while not (idle := await self.engine.reset_prefix_cache(REQUEST_S)) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What comes back for a prompt: tokens, log-probabilities, samples, ends."""
+"""The reply to a prompt: tokens, log-probabilities, samples, ends."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What is wrong with a request is said, and the engine lives on."""
+"""A wrong request gets the reason, and the engine keeps serving."""
 
 import pytest
 

@@ -30,7 +30,7 @@ async def test_a_killed_engine_is_told_with_its_last_words_and_a_new_start_serve
 
 
 async def _complaint(engine: Subject) -> str:
-    """What the check says once the process is gone; until then it is merely unreachable."""
+    """The check's error once the process is gone; until then the engine is only unreachable."""
     async with asyncio.timeout(_SOON_S):
         while True:
             with pytest.raises((EngineError, DeadlineExceeded)) as failed:

@@ -41,15 +41,15 @@ class Weights(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Those made last."""
+        """The tensors made last."""
 
     @abstractmethod
     def logprobs_of(self, token_ids: list[int], seed: int, version: int) -> list[float]:
-        """What they give each token but the first. Makes them anew."""
+        """Make tensors, and return the log-probs that they give all tokens but the first."""
 
     @abstractmethod
     def logprobs_at_start(self, token_ids: list[int]) -> list[float]:
-        """What the engine's checkpoint gives each token but the first."""
+        """The log-probs that the engine's checkpoint gives all tokens but the first."""
 
 
 class ModelWeights(Weights):
@@ -302,7 +302,7 @@ class Trainer:
 
     @property
     def is_let_go(self) -> bool:
-        """Whether it survives an update that the engine gives up."""
+        """True if the trainer survives an update that the engine gives up."""
         return self._channel is not None and self._channel.lets_go
 
     async def join(self) -> None:

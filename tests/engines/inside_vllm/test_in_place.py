@@ -77,7 +77,7 @@ def packed() -> Module:
 
 
 def model(*layers: Module) -> PlayedModel:
-    """Of these layers and plain ones, loaded and known to vLLM."""
+    """A model of these layers and plain layers, loaded and known to vLLM."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
@@ -128,7 +128,7 @@ def worker(loaded: PlayedModel) -> Any:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU is: vLLM uses unquantized layers there as they were loaded."""
+    """Behave as on a GPU: vLLM uses unquantized layers there as they were loaded."""
     linear = pytest.importorskip("vllm.model_executor.layers.linear").UnquantizedLinearMethod
     embedding = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding").UnquantizedEmbeddingMethod
     for method in (linear, embedding):
@@ -264,7 +264,7 @@ def in_two(tensors: Tensors) -> list[Tensors]:
 
 
 def where(one: Any) -> list[int]:
-    """What a CUDA graph knows of its weights."""
+    """The addresses of weights, as in a CUDA graph."""
     return [parameter.data_ptr() for parameter in one.get_model().parameters()]
 
 

@@ -103,7 +103,7 @@ def content(model: PlayedModel) -> Tensors:
 
 
 def loaded(*updates: Tensors) -> Tensors:
-    """What the loaders themselves leave."""
+    """The result of the loaders themselves."""
     model = PlayedModel()
     for tensors in updates:
         model.load_weights(tensors.items())

@@ -208,7 +208,7 @@ def test_a_tied_head_alone_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.vllm
-def test_a_real_engine_with_a_tied_head_answers_as_the_weights_sent_and_survives_a_bad_update(tmp_path: Path) -> None:
+def test_a_real_engine_with_a_tied_head_serves_new_weights_and_survives_a_bad_update(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     vllm_client = pytest.importorskip("trl.generation.vllm_client")
     from transformers import AutoTokenizer

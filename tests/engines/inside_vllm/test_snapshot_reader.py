@@ -1,4 +1,4 @@
-"""What a folder's tensors are, however they lie in its files."""
+"""The tensors of a folder, in any layout of its files."""
 
 import threading
 from pathlib import Path

@@ -49,7 +49,7 @@ def until_whole(draft: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_version_is_copied_as_it_arrives_and_loaded_again_also_over_an_update_that_broke_off(tmp_path: Path) -> None:
+def test_a_version_is_copied_as_it_arrives_and_loads_over_an_update_that_broke_off(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     from examples.tiny_model import task

@@ -1,4 +1,4 @@
-"""What an installed engine takes is asked of itself, and a wrong name is told with its neighbour."""
+"""Arguments are checked against the installed engine; a wrong name is reported with its nearest neighbour."""
 
 import os
 import sys

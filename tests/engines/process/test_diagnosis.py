@@ -1,4 +1,4 @@
-"""What each known line of an engine's log is taken to mean. The lines are the engines' own, seen in runs on CPU or
+"""The meaning of each known line of an engine's log. The lines are the engines' own, seen in runs on CPU or
 copied from the source of the version named; long lists in them are cut."""
 
 import pytest

@@ -1,5 +1,7 @@
-"""What an engine is doing, by the lines of its log: vLLM 0.32 and SGLang 0.5.23 as seen on CPU, graphs as in the source
-of vLLM 0.26 and SGLang 0.5.17."""
+"""The progress of an engine by the lines of its log.
+
+Lines are of vLLM 0.32 and SGLang 0.5.23 as seen on CPU; graphs as in the source of vLLM 0.26 and SGLang 0.5.17.
+"""
 
 from pathlib import Path
 

@@ -161,7 +161,7 @@ async def test_a_start_ends_the_engine_before_and_is_another_incarnation(new_ser
     assert listens(second.url)
 
 
-async def test_an_engine_that_dies_at_a_hopeless_start_is_told_with_its_last_words_and_not_started_again(
+async def test_an_engine_with_a_hopeless_start_is_reported_with_its_log_and_not_restarted(
     new_server: NewServer, tmp_path: Path
 ) -> None:
     with pytest.raises(EngineStartFailed) as failed:

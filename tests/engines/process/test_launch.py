@@ -80,7 +80,7 @@ def command(port: int = 8000, index: int = 0, **levers: Any) -> Command:
 
 
 def flags(of: Command) -> dict[str, str]:
-    """What stands behind each flag; nothing behind a switch. Of a flag given twice the last counts, as for engines."""
+    """Return the value of each flag; none for a switch. The last value of a repeated flag counts, as for engines."""
     texts = " ".join(of.argv[3:]).split(" --")[1:]
     return {flag: value for flag, _, value in (text.partition(" ") for text in texts)}
 

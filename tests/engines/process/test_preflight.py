@@ -1,4 +1,4 @@
-"""What is known to be wrong before an engine starts, and what is left to the engine."""
+"""Errors that are known before an engine starts, and values that are left to the engine."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What is told when a real engine on CPU does not come up, with a configuration that is wrong past our own checks."""
+"""Reports of a real engine on CPU that does not start, with a wrong configuration that passes our own checks."""
 
 import asyncio
 import shutil

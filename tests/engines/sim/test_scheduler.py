@@ -1,4 +1,4 @@
-"""What a step of the simulated engine costs, in virtual time."""
+"""The cost of a step of the simulated engine, in virtual time."""
 
 import pytest
 

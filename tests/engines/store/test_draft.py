@@ -1,4 +1,4 @@
-"""What is written is whole, be it of tensors or of what has changed in them."""
+"""A written draft is whole, of tensors or of their changes."""
 
 import shutil
 from pathlib import Path

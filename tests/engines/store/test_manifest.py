@@ -1,4 +1,4 @@
-"""Whether files hold what their manifest says."""
+"""Files are checked against their manifest."""
 
 import json
 from pathlib import Path

@@ -106,7 +106,7 @@ def add_version(store: WeightStore, version: int) -> None:
 
 
 def content(version: int) -> Array:
-    """Of "w": every version from 2 on has another element at its own place."""
+    """The content of "w": every version from 2 on has another element at its own place."""
     made = np.frombuffer(bytes(byte % 251 for byte in range(NUM_BYTES)), np.uint8).copy()
     made[4 : 4 * version : 4] ^= 255
     return made

@@ -108,7 +108,7 @@ def test_a_version_read_by_another_process_is_not_removed(store: WeightStore) ->
     assert not store.path(1).exists()
 
 
-def test_drafts_of_dead_writers_are_removed_at_the_start_and_those_of_living_ones_are_not(store: WeightStore) -> None:
+def test_drafts_of_dead_writers_are_removed_at_the_start_and_drafts_of_living_stay(store: WeightStore) -> None:
     dead = "import sys; from pathlib import Path; from engines.store.draft import claim_draft; " + (
         "print(claim_draft(Path(sys.argv[1]))[0], flush=True); input()"
     )
@@ -217,7 +217,7 @@ def test_a_draft_is_not_swept_in_the_moment_that_it_becomes_a_version(
     assert OWNER not in [path.name for path in version.iterdir()]
 
 
-def test_a_writer_whose_draft_is_discarded_fails_with_its_next_file_and_leaves_nothing(
+def test_a_writer_of_a_discarded_draft_fails_with_its_next_file_and_leaves_nothing(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rmtree(folder: Path, ignore_errors: bool) -> None:
@@ -234,7 +234,7 @@ def test_a_writer_whose_draft_is_discarded_fails_with_its_next_file_and_leaves_n
     assert not any(path.is_dir() for path in store.folder.iterdir())
 
 
-def test_a_number_that_was_withdrawn_is_given_again_while_the_bytes_are_being_removed(store: WeightStore) -> None:
+def test_a_withdrawn_number_is_used_again_while_its_bytes_are_being_removed(store: WeightStore) -> None:
     store.promote(written(store, 1), 1, None)
     gone = store.withdraw(1)
     assert (store.versions, store.path(1).exists()) == ([], False)

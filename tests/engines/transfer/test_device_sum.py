@@ -1,4 +1,4 @@
-"""What a kernel's digest of a tensor tells: run by a GPU where there is one, and by Triton's interpreter otherwise."""
+"""A kernel's digest of a tensor, run by a GPU where there is one, and by Triton's interpreter otherwise."""
 
 import importlib
 from collections.abc import Iterator

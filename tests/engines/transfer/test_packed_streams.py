@@ -19,7 +19,7 @@ class PlayedStream:
 
 @pytest.fixture
 def of_026(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the module of vLLM 0.26 has, on a machine with GPUs of which 1 is taken."""
+    """The module of vLLM 0.26, on a machine with GPUs of which 1 is used."""
     played = SimpleNamespace(torch=torch)
     monkeypatch.setattr("vllm.distributed.weight_transfer.packed_tensor", played)
     monkeypatch.setattr(torch.cuda, "Stream", PlayedStream)

@@ -1,4 +1,4 @@
-"""What is seen of an update on its way into a model, and copied into a draft."""
+"""The tee: an update is digested on its way into a model, and copied into a draft."""
 
 import threading
 import weakref

@@ -1,4 +1,4 @@
-"""What `config explain` tells of each engine group."""
+"""The report of `config explain` on each engine group."""
 
 from pathlib import Path
 

@@ -176,7 +176,7 @@ def test_up_status_down_without_tokens(cluster_shell: Shell) -> None:
 
 
 @pytest.mark.ray
-def test_up_of_an_engine_that_cannot_come_up_ends_at_once_with_one_clear_line_and_leaves_nothing(
+def test_up_with_an_engine_that_cannot_start_ends_with_one_line_and_leaves_nothing(
     cluster_shell: Shell,
 ) -> None:
     shell = cluster_shell
@@ -221,7 +221,7 @@ def test_up_shows_what_a_slow_engine_was_at_and_undoes_itself(cluster_shell: She
 
 
 @pytest.mark.ray
-def test_a_right_configuration_after_a_wrong_one_that_was_killed_comes_up_and_more_replicas_restart_nobody(
+def test_a_right_configuration_starts_after_a_wrong_one_and_scaling_restarts_nothing(
     cluster_shell: Shell,
 ) -> None:
     shell = cluster_shell

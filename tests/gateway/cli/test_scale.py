@@ -23,7 +23,7 @@ LONG = {"sim": {"decode_step_s": 0.01, "mean_tokens": 10_000}}
 ROLLOUT = {"max_tokens": 80, "ignore_eos": True}
 
 
-def test_serve_is_told_of_the_group_and_the_gateway_what_to_expect_and_of_nothing_else() -> None:
+def test_serve_gets_the_size_of_the_group_and_the_gateways_number_and_nothing_else() -> None:
     once = scaled(DEPLOYED, "engine", 3)
     assert once == {
         **DEPLOYED,
@@ -182,7 +182,7 @@ def up(cluster_shell: Shell) -> tuple[Shell, str]:  # noqa: F811
 
 
 @pytest.mark.ray
-def test_two_replicas_become_four_and_one_under_load_and_no_rollout_is_lost_or_comes_twice(
+def test_scaling_from_two_to_four_and_one_under_load_loses_and_repeats_no_rollout(
     up: tuple[Shell, str],
 ) -> None:
     shell, url = up  # noqa: F811

@@ -43,7 +43,7 @@ def deploy(name: str, **engines: dict[str, Any]) -> None:
 
 
 def met(control_url: str, count: int) -> list[dict[str, Any]]:
-    """What the gateway says of its replicas, once it has met so many."""
+    """The gateway's report of its replicas, once it has met so many."""
     deadline = time.monotonic() + 60
     while True:
         with urllib.request.urlopen(control_url + "/status", timeout=30) as response:

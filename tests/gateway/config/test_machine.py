@@ -1,4 +1,4 @@
-"""What keeps a right configuration from running on one machine."""
+"""Reasons why a right configuration cannot run on one machine."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the schema itself demands."""
+"""The rules of the schema itself."""
 
 import pytest
 from pydantic import ValidationError

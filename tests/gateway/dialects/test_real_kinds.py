@@ -136,7 +136,7 @@ def random_model(seed: int = 3) -> Any:
 
 
 def prompt_logprobs(choice: Any, prompt: list[int]) -> list[float]:
-    """Of the prompt's own tokens; the first has none."""
+    """Log-probs of the prompt's own tokens; the first has none."""
     scored = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
     return [entry[str(token_id)]["logprob"] for entry, token_id in scored]
 
@@ -268,7 +268,7 @@ def test_a_pause_holds_both_kinds_until_the_fleet_goes_on(real: real_vllm.RealFl
 
 
 def is_greedy(model: Any, prompt: list[int], token_ids: list[int]) -> bool:
-    """Whether each token is the likeliest after those before it."""
+    """Return True if each token is the likeliest after the tokens before it."""
     with torch.no_grad():
         scores = model(torch.tensor([prompt + token_ids])).logits[0]
     return bool((scores[len(prompt) - 1 : -1].argmax(-1) == torch.tensor(token_ids)).all())

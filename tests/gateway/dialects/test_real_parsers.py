@@ -121,7 +121,7 @@ def cut_off(real: RealFleet, model: Path, ask: Callable[[], Json], after: int) -
 
 
 def told(reply: Json) -> Json:
-    """What has to be the same in two replies. Ids of tool calls are drawn."""
+    """Return the part of a reply that has to be equal in two replies. Ids of tool calls are drawn."""
     (choice,) = reply["choices"]
     calls = choice["message"].get("tool_calls") or []
     assert len({call["id"] for call in calls}) == len(calls)

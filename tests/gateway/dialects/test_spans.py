@@ -116,7 +116,7 @@ def spans(told: Json) -> list[Json]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("updates", [1, 2])
-async def test_tokens_that_come_after_updates_may_be_of_every_version_since_they_were_asked_for(
+async def test_tokens_that_arrive_after_updates_may_be_of_every_version_since_the_request(
     start_rig: StartRig, stream: bool, updates: int
 ) -> None:
     rig = await start_rig(1)
@@ -134,7 +134,7 @@ async def test_tokens_that_come_after_updates_may_be_of_every_version_since_they
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_sample_that_an_update_cuts_off_is_waited_for_and_of_the_old_version_so_far(
+async def test_a_sample_cut_off_by_an_update_is_awaited_and_of_the_old_version_so_far(
     start_rig: StartRig, stream: bool
 ) -> None:
     rig = await start_rig(1, sim={"decode_step_s": 0.05}, weights={"in_flight": "abort"})
@@ -154,7 +154,7 @@ async def test_a_sample_that_an_update_cuts_off_is_waited_for_and_of_the_old_ver
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_what_a_trainers_own_pause_cuts_off_may_be_of_either_version_where_it_comes_late(
+async def test_a_late_rollout_cut_off_by_a_trainers_own_pause_may_be_of_either_version(
     start_rig: StartRig, stream: bool
 ) -> None:
     rig = await start_rig(1, sim={"decode_step_s": 0.02}, weights={"in_flight": "keep"})

@@ -38,7 +38,7 @@ async def greedy(rig: Rig, model: str, prompt: list[int] = PROMPT) -> list[int]:
 
 
 async def greedy_on_each(rig: Rig, model: str) -> list[list[int]]:
-    """What each replica's engine answers, asked directly."""
+    """Return the answer of each replica's engine, asked directly."""
     body = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
     answers = []
     for replica in rig.replicas:

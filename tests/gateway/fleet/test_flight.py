@@ -43,7 +43,7 @@ def test_an_update_that_has_it_made_again_leaves_its_own_alone() -> None:
     assert flight.kv_versions(ended(6)) == [6]
 
 
-def test_a_sample_that_ended_before_the_others_of_its_group_met_the_update_has_none_of_it() -> None:
+def test_a_sample_that_ended_before_the_update_has_none_of_the_new_version() -> None:
     kept, cleared = Flight(4), Flight(4)
     kept.meet(5, keeps_kv=True)
     cleared.meet(5, keeps_kv=False)
@@ -65,7 +65,7 @@ def test_its_tokens_may_be_of_every_version_that_it_has_met_also_where_its_kv_is
 
 
 def told(choice: Json) -> list[int]:
-    """Of a choice of vLLM's dialect, or of a sample of SGLang's."""
+    """Return the versions in a choice of vLLM's dialect, or in a sample of SGLang's."""
     return list(choice.get("meta_info", choice)["kv_versions"])
 
 
@@ -97,7 +97,7 @@ async def test_every_dialect_says_whether_an_update_left_older_kv_under_a_comple
     assert told(await asked(rig, "/v1/completions", stream=stream)) == [1], "what is begun after it is of one version"
 
 
-async def test_a_rollout_frozen_between_its_prompt_and_its_first_token_has_kv_of_both_versions(
+async def test_a_rollout_frozen_between_prompt_and_first_token_has_kv_of_both_versions(
     start_rig: StartRig,
 ) -> None:
     rig = await start_rig(1)

@@ -69,7 +69,7 @@ def greedy(url: str, model: str) -> list[int]:
 
 
 def merged(scale: float) -> list[int]:
-    """What transformers says of the model with the adapter of this scale merged into it."""
+    """The answer of transformers for the model with the adapter of this scale merged into it."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -203,7 +203,7 @@ def base_and(scale: float, seed: int | None = None) -> Any:
 
 
 def is_greedy(model: Any, read: list[int], made: list[int]) -> bool:
-    """Whether each token is as likely as any after those before it, but for rounding."""
+    """Return True if each token is as likely as any after the tokens before it, but for rounding."""
     with torch.no_grad():
         scores = model(torch.tensor([read + made])).logits[0, len(read) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(made).unsqueeze(-1)).squeeze(-1)

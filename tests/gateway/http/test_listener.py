@@ -1,4 +1,4 @@
-"""What a gateway needs to start, and which client it has for a replica."""
+"""A gateway's needs at its start, and its client for a replica."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""What the status report says of lost and missing replicas, and over a restart of the gateway."""
+"""Lost and missing replicas in the status report, also over a restart of the gateway."""
 
 from pathlib import Path
 

@@ -25,7 +25,7 @@ async def traced(start_rig: StartRig, file: Path, **trace: object) -> Rig:
 
 
 async def lines(rig: Rig, file: Path) -> list[Json]:
-    """What the file has when the gateway is gone."""
+    """The lines of the file after the gateway's end."""
     await rig.stop_gateway()
     return [json.loads(line) for line in text(file).splitlines()]
 

@@ -64,7 +64,7 @@ def folders(store: Path) -> set[str]:
 
 
 async def greedy(rig: Rig) -> set[tuple[int, ...]]:
-    """What the fleet says to one prompt, asked so often that every replica is."""
+    """The fleet's answer to one prompt, asked so often that every replica answers."""
     reply = await rig.complete([[4, 5, 6]] * 8, temperature=0)
     return {tuple(choice["token_ids"]) for choice in reply["choices"]}
 
@@ -314,7 +314,7 @@ async def test_a_gateway_started_anew_serves_and_hands_out_the_version_of_its_en
     assert await served_versions(again) == {1}
 
 
-async def test_a_gateway_that_dies_in_the_middle_of_an_update_leaves_no_mixture_that_serves(
+async def test_a_gateway_that_dies_during_an_update_leaves_no_mixture_that_serves(
     kept: Rig, start: StartRig, folder: Path
 ) -> None:
     said = await greedy(kept)
@@ -567,7 +567,7 @@ def mute(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("mute")
-async def test_a_gateway_started_anew_knows_from_the_store_what_engines_hold_that_cannot_say(
+async def test_a_restarted_gateway_knows_from_the_store_the_versions_of_silent_engines(
     kept: Rig, start: StartRig
 ) -> None:
     said = await greedy(kept)

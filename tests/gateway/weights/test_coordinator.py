@@ -220,7 +220,7 @@ async def test_what_becomes_of_rollouts_in_flight_is_one_of_a_few_words(rig: Rig
     assert "keep, recompute, abort, drain" in reply["error"]["message"]
 
 
-async def test_rollouts_frozen_by_an_update_that_fails_are_made_again_by_the_version_before(
+async def test_rollouts_frozen_by_a_failed_update_are_generated_again_by_the_old_version(
     start_rig: StartRig,
 ) -> None:
     rig = await start_rig()

@@ -77,7 +77,7 @@ def moved(model: Any, by: float, seed: int) -> Any:
 
 
 def canaries(real: RealFleet) -> dict[str, Any]:
-    """What the last update's canary found, by replica id."""
+    """The canary findings of the last update, by replica id."""
     update = real.call("/v1/weight_updates")[1]["weight_updates"][0]
     found = {name: replica["canary"] for name, replica in update["replicas"].items()}
     for name, canary in found.items():

@@ -52,7 +52,7 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def expected() -> list[list[int]]:
-    """What the checkpoint says."""
+    """The answer of the checkpoint."""
     return task.greedy_token_ids(str(task.COMMITTED), ASKED)
 
 

@@ -155,7 +155,7 @@ def test_an_update_that_the_canary_refuses_is_taken_back(plain: Plain, sender: W
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_a_trainer_that_ends_between_its_tensors_leaves_the_version_before_and_room_for_the_next(
+def test_a_trainer_that_ends_between_tensors_leaves_the_old_version_and_its_room(
     plain: Plain, sender: WeightSender, is_killed: bool
 ) -> None:
     """One is killed within a transfer, which ends the engine's session too; one gives up, which leaves it open."""
@@ -203,7 +203,7 @@ def announced(named: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
 
 def test_a_rollout_that_an_update_falls_into_tells_the_exact_token(plain: Plain, sender: WeightSender) -> None:
     def sure(seed: int) -> Any:
-        """Of what it says, so that another says something else at once."""
+        """A model that is sure of its tokens, so that another model differs at once."""
         model = plain.moved(seed)
         with torch.no_grad():
             model.lm_head.weight *= 30

@@ -53,7 +53,7 @@ def _child(pid: int) -> int:
 
 
 def moved(model: Any, folder: Path, share: float, asked: list[str]) -> list[list[int]]:
-    """What the model says once this share of its elements, at random places, has moved; it is saved in `folder`."""
+    """The answer of the model once this share of its elements, at random places, has moved; it is saved in `folder`."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (torch.rand_like(parameter) < share), alpha=0.05)

@@ -47,7 +47,7 @@ class Trained:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
 
     def expected(self) -> list[list[int]]:
-        """What transformers says with the trainer's weights."""
+        """The answer of transformers with the trainer's weights."""
         self.model.save_pretrained(self.folder)
         AutoTokenizer.from_pretrained(task.COMMITTED).save_pretrained(self.folder)
         return task.greedy_token_ids(str(self.folder), problems())

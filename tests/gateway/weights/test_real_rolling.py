@@ -117,7 +117,7 @@ def test_tokens_go_on_and_are_of_the_weights_they_name(policy: Policy) -> None:
     assert [replica["canary"]["result"] for replica in record["replicas"].values()] == ["no peer", "verified"]
 
 
-def test_a_replica_killed_in_its_turn_is_left_out_and_its_successor_takes_the_version(policy: Policy) -> None:
+def test_a_replica_killed_in_its_turn_is_left_out_and_its_successor_gets_the_version(policy: Policy) -> None:
     load = Load(policy)
     with ThreadPoolExecutor(2) as beside:
         for version in range(2, 7):

@@ -188,7 +188,7 @@ def runs(pid: int) -> bool:
 
 
 async def relay_pid(rig: Rig) -> int:
-    """Of what the gateway started: the relay's guard, where it has one."""
+    """The process that the gateway started: the relay's guard, where it has a guard."""
     return int((await rig.get("/status"))[1]["weight_relay"]["pid"])
 
 
@@ -228,7 +228,7 @@ async def test_our_own_sender_takes_the_relay_for_what_it_is(start: StartRig) ->
     assert await served(rig) == {2}
 
 
-async def test_an_iterator_that_fails_in_the_middle_ends_the_update_and_the_next_push_is_taken(
+async def test_an_iterator_that_fails_midway_ends_the_update_and_the_next_push_works(
     start: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = await start()
@@ -282,7 +282,7 @@ async def test_the_death_of_a_replica_does_not_touch_the_trainer(trainer: Traine
     assert await trainer.update() == 2
 
 
-async def test_a_trainer_that_dies_in_the_transfer_leaves_the_version_before_and_its_successor_joins(
+async def test_a_trainer_that_dies_in_a_transfer_leaves_the_old_version_and_another_joins(
     trainer: Trainer, folder: Path
 ) -> None:
     rig = trainer.rig

@@ -162,7 +162,7 @@ async def test_a_replica_that_leaves_keeps_what_it_has_over_the_load(
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
-async def test_until_a_replica_that_leaves_stands_still_its_tokens_are_of_the_version_that_it_holds(
+async def test_tokens_of_a_leaving_replica_are_of_its_version_until_it_stands_still(
     start: StartRig, folder: Path, in_flight: str
 ) -> None:
     rig = await start(2, weights={"in_flight": in_flight})

@@ -1,4 +1,4 @@
-"""What canary readings say of weights: numbers in, findings out."""
+"""Verdicts on canary readings: numbers in, findings out."""
 
 import math
 import random
@@ -82,7 +82,7 @@ def test_the_previous_version_never_passes_where_the_update_can_be_told_from_noi
             assert found["b"].result is Result.FAILED, (noise, times)
 
 
-def test_a_replica_that_says_its_old_words_to_the_last_bit_is_found_however_small_the_update() -> None:
+def test_a_replica_that_repeats_its_logprobs_bit_for_bit_fails_for_any_update_size() -> None:
     new = near(OLD, 0.001)  # a tenth of the noise
     readings = {"a": reading(new), "b": reading(new), "c": reading(OLD)}
     assert results(judge(readings, before("a", "b", "c"))) == {"a": "unchanged", "b": "unchanged", "c": "failed"}

@@ -19,7 +19,7 @@ def witness() -> Witness:
 
 
 def answer(version: int = 0, made_by: str = CHECKPOINT_VERSION) -> list[Json]:
-    """What a fleet says to batch SEED: tokens of the weights `made_by`, said to be of `version`."""
+    """The answer of a fleet to batch SEED: tokens of the weights `made_by`, said to be of `version`."""
     model = SimModel.of(SIM)
     prompts = [[3 + SEED, 3, 3 + place] for place in range(4)]
     return [

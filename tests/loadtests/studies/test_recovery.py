@@ -1,4 +1,4 @@
-"""What a replica's way back consists of, as the status shows it."""
+"""The steps of a replica's recovery, as the status shows them."""
 
 from typing import Any
 

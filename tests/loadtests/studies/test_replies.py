@@ -1,4 +1,4 @@
-"""What counts as delivered, and what is called an error instead."""
+"""Replies that count as delivered, and replies that count as errors."""
 
 import orjson
 import pytest

@@ -1,4 +1,4 @@
-"""What an update costs: the run with it against the one beside it, and the medium alone."""
+"""The cost of an update: a run with it against a run without, and the medium alone."""
 
 from pathlib import Path
 

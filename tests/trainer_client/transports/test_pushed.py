@@ -1,4 +1,4 @@
-"""What has changed since the last push, by the bytes that would be sent."""
+"""Changes since the last push, by the bytes that would be sent."""
 
 from collections.abc import Sequence
 

@@ -51,7 +51,7 @@ def checkpoint(folder: Path, *, seed: int, base: Path = task.COMMITTED, of: str 
 
 
 def pushed_by_two(real: RealFleet, folder: Path, transport: str, *models: Path) -> list[str]:
-    """What the first of two ranks said of its pushes; the other one has to agree on the versions."""
+    """The first rank's reports of its pushes; the second rank has to agree on the versions."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
     ranks = [
         subprocess.Popen(

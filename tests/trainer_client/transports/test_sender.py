@@ -1,4 +1,4 @@
-"""What a push is refused for, before a tensor moves: named, and in time."""
+"""Reasons to refuse a push before a tensor moves: named, and in time."""
 
 import asyncio
 import dataclasses

@@ -49,7 +49,7 @@ def group() -> Iterator[PlayedGateway]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory, group: PlayedGateway) -> Told:
-    """What each rank said of each case, in the order of ranks."""
+    """The reports of each rank on each case, in the order of ranks."""
     return asyncio.run(played(tmp_path_factory.mktemp("ranks"), group.url))
 
 

@@ -1,4 +1,4 @@
-"""What a trainer gives to be pushed: names, dtypes, tied weights, and parts."""
+"""A trainer's tensors to push: names, dtypes, tied weights, and parts."""
 
 from collections.abc import Iterator
 from typing import Any

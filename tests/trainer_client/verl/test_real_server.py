@@ -30,7 +30,7 @@ UNDER_WAY_S = 60.0
 
 
 class Sync:
-    """What verl's checkpoint manager does: stop the server, send, tell it the step, go on."""
+    """The order of verl's checkpoint manager: stop the server, send, report the step, resume."""
 
     def __init__(self, server: GatewayServer, sender: GatewayCheckpointEngine) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""What becomes of a verl configuration in gateway mode. Hydra composes them as it does for main_ppo."""
+"""The result of a verl configuration in gateway mode. Hydra composes them as it does for main_ppo."""
 
 import asyncio
 import shlex
@@ -82,7 +82,7 @@ def test_the_production_command_composes_and_is_taken() -> None:
     assert (rollout.prompt_length, rollout.response_length, config.data.train_batch_size) == (4096, 4096, 4096)
 
 
-def test_the_engines_of_the_production_command_are_a_valid_configuration_that_fits_it() -> None:
+def test_engines_of_the_production_command_are_a_valid_configuration_that_fits_it() -> None:
     engine, command = load(ROOT / "examples" / "verl-qwen2-7b.yaml", []).engine, overrides_of("verl_qwen2_7b.sh")
     asked = dict(word.lstrip("+").split("=", 1) for word in command)
     assert engine.kind == asked["actor_rollout_ref.rollout.name"]

@@ -1,4 +1,4 @@
-"""What somebody who waits for a deployment sees."""
+"""The output of a wait for a deployment."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""What an update with `in_flight: abort` cuts off goes on from its tokens, or from its prompt."""
+"""A sample that an update with `in_flight: abort` cuts off resumes from its tokens, or restarts from its prompt."""
 
 import asyncio
 import json
@@ -168,7 +168,7 @@ def seam(told: Json, end: int = LONG) -> int:
 
 
 def expected(rig: Rig, boundary: int, prompt: list[int], length: int = LONG) -> list[int]:
-    """What the old weights write up to the boundary, and the new ones after that."""
+    """The text of the old weights up to the boundary, and of the new weights after that."""
     versions = ["default"] * boundary + ["1"] * (length - boundary)
     return SimModel.of(rig.sim).complete(prompt, versions=versions, max_tokens=length, ignore_eos=True)
 
@@ -434,7 +434,7 @@ async def test_a_conversation_goes_on_from_its_tokens(start_rig: StartRig) -> No
     assert reply.keys() == quiet.keys()
 
 
-async def test_answers_of_a_conversation_go_on_each_for_itself_however_often_they_are_cut_off(
+async def test_samples_of_a_conversation_resume_separately_however_often_they_are_cut_off(
     start_rig: StartRig,
 ) -> None:
     rig = await started(start_rig)

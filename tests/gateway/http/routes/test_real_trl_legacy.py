@@ -1,4 +1,4 @@
-"""What TRL up to 1.10 asks, in its own words and order, of two real vLLM replicas on CPU.
+"""The requests of TRL up to 1.10, in its own form and order, to two real vLLM replicas on CPU.
 
 The bodies are those of TRL 1.10's client with other prompts; weights go as `trainer_client.trl_legacy` sends them. The
 trainer itself: tests/trainer_client/test_trl_legacy.py.

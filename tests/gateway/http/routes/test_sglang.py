@@ -1,4 +1,4 @@
-"""What trainers written for SGLang ask of a router beside /generate, in front of simulated engines."""
+"""Routes beside /generate for trainers written for SGLang, in front of simulated engines."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the doctor says of real vLLM: that a step's token budget bounds no sequences, and what a running one tells."""
+"""Findings about real vLLM: a step's token budget bounds no sequences, and the report of a running engine."""
 
 import threading
 from collections.abc import Iterator

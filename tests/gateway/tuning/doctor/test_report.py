@@ -1,4 +1,4 @@
-"""What people see of findings."""
+"""Findings in print."""
 
 import io
 from pathlib import Path

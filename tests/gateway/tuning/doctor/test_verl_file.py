@@ -148,7 +148,7 @@ def test_the_trainer_and_its_kind_are_known_by_the_command(
     assert (file.kind, file.keys.trainer) == (kind, trainer)
 
 
-def test_a_trainer_that_verl_does_not_have_is_read_with_the_bases_defaults_and_listed(tmp_path: Path) -> None:
+def test_a_trainer_unknown_to_verl_is_read_with_the_bases_defaults_and_listed(tmp_path: Path) -> None:
     file = read_verl(script(tmp_path, "python -m recipe.mine.main actor_rollout_ref.rollout.n=2 data.mine=1"))
     assert not file.keys.is_complete
     assert file.values.at("data.train_batch_size").value == 1024

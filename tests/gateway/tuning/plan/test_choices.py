@@ -37,7 +37,7 @@ def test_the_shortest_step_comes_first_among_those_with_even_shares(found: list[
     assert [choice.is_even for choice in found] == sorted((choice.is_even for choice in found), reverse=True)
 
 
-def test_of_steps_that_are_equal_to_the_model_the_one_without_tensor_parallelism_comes_first(
+def test_among_equal_steps_the_choice_without_tensor_parallelism_comes_first(
     found: list[Choice],
 ) -> None:
     one, two = found[0], min(found, key=lambda choice: (not choice.is_even, choice.step_s))

@@ -88,7 +88,7 @@ def test_an_id_is_read_from_the_hugging_face_cache(tmp_path: Path, monkeypatch: 
     assert (shape.name, shape.parameters) == ("tiny", read_shape(TINY).parameters)
 
 
-def test_a_mixture_multiplies_with_the_experts_taken_and_reads_those_that_any_token_takes() -> None:
+def test_a_mixture_multiplies_with_chosen_experts_and_reads_experts_of_any_token() -> None:
     shape = shape_of(QWEN3_30B_A3B, "model")
     assert shape.active_parameters == pytest.approx(3.0e9, rel=0.05)
     assert shape.read_bytes(1) == pytest.approx(2 * shape.active_parameters)

@@ -1,4 +1,4 @@
-"""What may be changed, and what cannot be."""
+"""Levers that may be changed, and levers that may not."""
 
 from pathlib import Path
 

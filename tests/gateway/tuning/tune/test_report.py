@@ -1,4 +1,4 @@
-"""What `tune` writes: the configuration it was given, with the best setting in it."""
+"""The files of `tune`: the configuration it was given, with the best setting in it."""
 
 from pathlib import Path
 

@@ -16,6 +16,7 @@ from gateway.http.trace import Arrival, Trace
 
 log = structlog.get_logger()
 
+_GONE = 499  # the client left before there was an answer
 _USAGE: web.RequestKey[Json] = web.RequestKey("usage", dict)
 _ARRIVAL = web.RequestKey("arrival", Arrival)
 
@@ -31,7 +32,7 @@ class Measurement:
     async def measure(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         route, began = resource.canonical if resource else "unknown", time.monotonic()
-        status = 499  # the client left before there was an answer
+        status = _GONE
         request[_USAGE] = {}
         try:
             response = await handler(request)
@@ -67,7 +68,9 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except web.HTTPException as error:
         return reply(error_body(f"{request.method} {request.path}: {error.reason}", error.status), error.status)
     except ConnectionError:
-        raise  # the client is gone
+        if request.transport is not None and not request.transport.is_closing():
+            raise
+        return web.Response(status=_GONE)  # nobody reads it
     except Exception:
         log.exception("request failed in a way that was not foreseen", path=request.path)
         return reply(error_body(f"{request.path}: the gateway failed; its log has the reason", 500), 500)

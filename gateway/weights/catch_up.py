@@ -130,10 +130,12 @@ class CatchUp:
 
     def _own(self, replica: Replica, work: Coroutine[None, None, None]) -> None:
         self._tasks[replica] = task = asyncio.create_task(work, name=f"catch up {replica.replica_id}")
-        task.add_done_callback(lambda _: self._ended(replica))
+        task.add_done_callback(lambda ended: self._ended(replica, ended))
 
-    def _ended(self, replica: Replica) -> None:
+    def _ended(self, replica: Replica, task: "asyncio.Task[None]") -> None:
         self._tasks.pop(replica, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._give_up(replica, self._fleet.version, str(error) or type(error).__name__)
         self._restored.discard(replica)
         replica.brake.let_go(Holder.CATCH_UP)
         self._look.set()
@@ -158,13 +160,10 @@ class CatchUp:
 
     async def _bring_back(self, replica: Replica, *, leaves_group: bool) -> None:
         is_overwritten = replica.weight_version is None
-        clearing = self._clear(replica, is_overwritten=is_overwritten, leaves_group=leaves_group)
+        await self._clear(replica, is_overwritten=is_overwritten, leaves_group=leaves_group)
         if is_overwritten:
             # After a restart of the gateway in the middle of an update only the store knows the version before.
-            held, _ = await asyncio.gather(self._snapshots.last_held_by(replica.info.incarnation), clearing)
-            self._fleet.learn(held)
-        else:
-            await clearing
+            self._fleet.learn(await self._snapshots.last_held_by(replica.info.incarnation))
         for failures in range(1, _TRIES + 1):
             if not self._is_behind(replica):
                 return

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientError, web
 
 from gateway.http.descriptors import raise_limit
 from gateway.http.json_body import event
@@ -78,6 +78,29 @@ async def test_an_error_that_nobody_foresaw_ends_a_stream_in_its_own_words(
         events = [line for line in (await response.text()).split("\n\n") if line]
     assert '"code":500' in events[1]
     assert events[2:] == ["data: [DONE]"]
+
+
+async def test_a_client_that_leaves_its_stream_is_no_error_of_the_server(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Left(web.StreamResponse):
+        async def prepare(self, request: web.BaseRequest) -> Any:
+            self.reader = request.transport
+            return await super().prepare(request)
+
+        async def write(self, data: Any) -> None:
+            if b"[DONE]" in data and self.reader is not None:
+                self.reader.abort()
+                raise ConnectionResetError
+            await super().write(data)
+
+    monkeypatch.setattr("gateway.http.event_stream.web", SimpleNamespace(StreamResponse=Left))
+    async with rig.client.post(rig.url + "/v1/completions", json=ASKED | {"stream": True}) as response:
+        with pytest.raises(ClientError):
+            await response.read()
+    async with rig.client.get(rig.url + "/metrics") as response:
+        assert 'requests_total{route="/v1/completions",status="499"} 1.0' in await response.text()
+    assert "aiohttp.server" not in {record.name for record in caplog.records}
 
 
 async def test_more_prompts_than_allowed_are_refused_at_once(start_rig: StartRig) -> None:

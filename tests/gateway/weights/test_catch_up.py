@@ -13,6 +13,7 @@ from aiohttp import web
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.engine import ReceiptCopy
+from engines.errors import StoreFailed
 from engines.sim.server import SimServer
 from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
@@ -21,6 +22,7 @@ from engines.store.weight_store import WeightStore, remove_folder
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
+from gateway.weights.snapshots import Snapshots
 from gateway.weights.verdicts import Finding
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 
@@ -51,6 +53,25 @@ async def kept(start: StartRig) -> Rig:
     await rig.update()
     await until_kept(rig, [1])
     return rig
+
+
+async def test_a_store_that_cannot_be_read_is_the_reason_and_is_not_read_without_a_pause(
+    kept: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+
+    async def broken(snapshots: Snapshots, incarnation: str) -> int:
+        reads.append(incarnation)
+        raise StoreFailed("the disk is gone")
+
+    monkeypatch.setattr(Snapshots, "last_held_by", broken)
+    replica = kept.fleet.replicas[0]
+    kept.fleet.fence(replica, "its weights are wrong")
+    async with asyncio.timeout(20):
+        while "the disk is gone" not in replica.reason:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    assert reads == [replica.info.incarnation]
 
 
 async def until_kept(rig: Rig, versions: list[int]) -> None:

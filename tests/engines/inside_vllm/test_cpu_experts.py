@@ -38,14 +38,8 @@ def _one_rank() -> Iterator[None]:
 
 
 @pytest.fixture
-def _mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For this test alone."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
-    own = UnquantizedFusedMoEMethod.process_weights_after_loading
-    monkeypatch.setattr(UnquantizedFusedMoEMethod, "process_weights_after_loading", own)
-    monkeypatch.setattr(UnquantizedFusedMoEMethod, "packs_again", True, raising=False)
-    monkeypatch.delattr(UnquantizedFusedMoEMethod, "packs_again")
+def _mended() -> None:
+    """As in a worker; a process keeps it, and a second call must not pack twice."""
     cpu_experts.mend()
     cpu_experts.mend()
 

@@ -3,11 +3,9 @@
 Standard library only, since any Python may run it.
 
 The guard is two processes. The inner one runs the command in its own session. It ends the whole process tree when the
-pipe on standard input closes, which the kernel does also after SIGKILL of the owner. The outer one, started by the
-owner,
-and the inner one watch each other: if either is killed, the other ends the tree. The exit code is the command's, or 128
-+
-signal number.
+pipe on standard input closes, which the kernel does also after SIGKILL of the owner. The owner starts the outer one.
+The two watch each other: if either is killed, the other ends the tree. The exit code is the command's, or 128 + signal
+number.
 """
 
 import contextlib
@@ -54,9 +52,10 @@ def guard(start: Callable[[], Child], grace_s: float) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     lifeline, held = os.pipe()
     began = time.time()
+    wakeup = _signals_as_readable(*_WATCHED)  # before the fork: a signal must not end the outer one ahead of the tree
     if inner := os.fork():
         os.close(lifeline)
-        code = _watch(inner, held)
+        code = _watch(inner, held, wakeup)
         remove_left_segments(began)
         return code
     os.close(held)
@@ -65,9 +64,9 @@ def guard(start: Callable[[], Child], grace_s: float) -> int:
     return _run(start, grace_s)
 
 
-def _watch(inner: int, lifeline: int) -> int:
+def _watch(inner: int, lifeline: int, wakeup: int) -> int:
     """Have the inner guard end the tree when the owner leaves; end the tree here when the inner guard dies."""
-    code = _wait_for_end(lambda: _exit_code(inner), _signals_as_readable(*_WATCHED))
+    code = _wait_for_end(lambda: _exit_code(inner), wakeup)
     os.close(lifeline)
     while code is None:
         code = _exit_code(inner, os.WEXITED)

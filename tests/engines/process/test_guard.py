@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-SOON_S = 5.0
-PATIENT_S = 60.0
+SOON_S = 30.0
+PATIENT_S = 120.0
 """A grace that no test waits for: whoever ends well before it did not need it."""
 
 # Prints four process ids: in a session of its own; the same, but orphaned; an ordinary child; and the command itself.
@@ -26,6 +26,19 @@ process = EngineProcess(Command(["sh", "-c", sys.argv[2]]), Path(sys.argv[1]), 6
 process.start()
 print(process.pid, flush=True)
 time.sleep(300)
+"""
+
+SLOW_AFTER_FORK = """
+import os, sys, time
+from engines.process import guard
+fork = os.fork
+def slow():
+    child = fork()
+    if child:
+        time.sleep(1.0)
+    return child
+os.fork = slow
+sys.exit(guard.main())
 """
 
 Guard = subprocess.Popen[str]
@@ -103,6 +116,15 @@ def test_the_whole_tree_ends_when_the_guard_gets_sigterm(start_guard: StartGuard
     guard.terminate()
     guard.wait(SOON_S)
     assert those_left(pids, within_s=0) == []
+
+
+def test_a_sigterm_before_the_outer_guard_runs_again_ends_the_whole_tree_first() -> None:
+    command = [sys.executable, "-c", SLOW_AFTER_FORK, str(PATIENT_S), "sh", "-c", TREE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as guard:
+        pids = printed_pids(guard, TREE_SIZE)
+        guard.terminate()
+        guard.wait(SOON_S)
+        assert those_left(pids, within_s=0) == []
 
 
 def test_what_a_command_leaves_behind_ends_with_it(start_guard: StartGuard) -> None:

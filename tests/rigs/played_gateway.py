@@ -13,7 +13,7 @@ import torch
 from engines.transfer.gloo import WeightGroup, receive
 
 NUM_ENGINES = 2
-TIMEOUT_S = 20.0
+TIMEOUT_S = 90.0
 POLL_S = 0.02
 """How long the end of a played gateway waits for it to look up."""
 UNREAD = {"model": "tiny", "weight_version": 6, "update": None, "tensors": None, "replicas": []}

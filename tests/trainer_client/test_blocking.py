@@ -11,7 +11,7 @@ from tests.rigs.rig import Rig, StartRig
 from trainer_client import BlockingRolloutClient, Outcome, Progress, SamplingParams
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-SOON_S = 5.0
+SOON_S = 30.0
 TOKENS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(n=2, max_tokens=100, ignore_eos=True)
 

@@ -30,7 +30,7 @@ from trainer_client import Outcome, Progress, Rollout, RolloutClient, SamplingPa
 from trainer_client.client import KEY_VARIABLE, URL_VARIABLE
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-SOON_S = 5.0
+SOON_S = 30.0
 SLOW = {"decode_step_s": 0.05}
 TOKENS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(n=2, max_tokens=100, ignore_eos=True)

@@ -16,7 +16,7 @@ from engines.errors import WeightUpdateFailed
 from engines.process.engine_server import free_port
 from tests.rigs.played_gateway import TIMEOUT_S, Answer, PlayedGateway
 
-SOON_S = 5.0
+SOON_S = 30.0
 WEIGHT_ROUTES = (
     "/init_weight_transfer_engine",
     "/start_weight_update",

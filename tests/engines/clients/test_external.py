@@ -17,7 +17,7 @@ from engines.types import Dialect, EngineKind, PauseMode
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import SimReplica
 
-SOON_S = 5.0
+SOON_S = 30.0
 StartServer = Callable[..., Awaitable[OpenAiServer]]
 
 

@@ -11,7 +11,7 @@ from engines.clients.sglang_engine import SglangEngine
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused
 from engines.types import PauseMode
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 COMPLETIONS = "/v1/completions"
 VOCAB_SIZE = 100
 GROUP = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 2}

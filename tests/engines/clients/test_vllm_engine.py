@@ -12,7 +12,7 @@ from engines.clients import http
 from engines.clients.vllm_engine import VllmEngine, version_number
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 PATH = "/v1/completions"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -24,7 +24,7 @@ from engines.transfer.tensor_bytes import digest_on_host
 
 Tensors = dict[str, torch.Tensor]
 
-SOON_S = 10.0
+SOON_S = 30.0
 
 METHODS = {"start_weight_update", "finish_weight_update"}
 

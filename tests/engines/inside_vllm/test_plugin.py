@@ -24,8 +24,8 @@ from tests.rigs.real_vllm import greedy_token_ids, served
 if TYPE_CHECKING:
     from engines.inside_vllm.gloo_receiver import GlooWeightTransferEngine
 
-TIMEOUT_S = 20.0
-SOON_S = 5.0
+TIMEOUT_S = 90.0
+SOON_S = 30.0
 
 
 class PlayedModel(torch.nn.Module):

@@ -16,7 +16,7 @@ from engines.inside_vllm import prefetch
 from engines.inside_vllm.prefetch import Prefetch
 from engines.inside_vllm.snapshot_reader import read_tensors
 
-SOON_S = 10.0
+SOON_S = 30.0
 GPU = torch.device("cuda", 0)
 HOST = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from engines.process.engine_server import EngineServer, free_port, streams_coars
 from engines.process.process import Command
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 
-SOON_S = 5.0
+SOON_S = 30.0
 NewServer = Callable[..., EngineServer]
 
 

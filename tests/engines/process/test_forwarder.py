@@ -83,7 +83,7 @@ async def test_a_client_that_leaves_is_gone_for_the_engine_too() -> None:
     ):
         async with http.get(f"{url}/hang") as response:
             assert await response.content.readline() == b"data: 1\n"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await server.left.wait()
 
 
@@ -94,7 +94,7 @@ async def test_one_that_says_nothing_or_too_much_is_hung_up_on(monkeypatch: pyte
         for sent in (b"", b"GET / HTTP/1.1\r\n", b"x" * (1 << 20)):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(sent)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
                     await reader.readexactly(1)
             writer.close()
@@ -124,5 +124,5 @@ async def test_closing_ends_the_connections_that_are_open() -> None:
     ):
         await response.content.readline()
         await forwarder.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await server.left.wait()

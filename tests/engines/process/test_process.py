@@ -10,7 +10,7 @@ import pytest
 
 from engines.process.process import Command, EngineProcess
 
-SOON_S = 5.0
+SOON_S = 30.0
 StartScript = Callable[..., EngineProcess]
 
 

@@ -60,7 +60,7 @@ class Engine:
         return next(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
     async def until(self, name: str, is_reached: Callable[[float], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not is_reached(await self.metric(name)):
                 pass
 

@@ -12,7 +12,7 @@ from engines.store.draft import Draft, RawTensor, claim_draft, raw
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.shard_writer import ShardWriter
 
-SOON_S = 10.0
+SOON_S = 30.0
 
 
 @pytest.fixture

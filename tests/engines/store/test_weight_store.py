@@ -103,7 +103,7 @@ def test_a_version_read_by_another_process_is_not_removed(store: WeightStore) ->
         reader.stdout.readline()
         store.prune(served=3)
         assert store.path(1).is_dir()
-        reader.communicate(b"\n", timeout=10)
+        reader.communicate(b"\n", timeout=60)
     store.prune(served=3)
     assert not store.path(1).exists()
 
@@ -118,7 +118,7 @@ def test_drafts_of_dead_writers_are_removed_at_the_start_and_drafts_of_living_st
         store.sweep()
         assert folder.is_dir()
         writer.kill()
-        writer.wait(timeout=10)
+        writer.wait(timeout=60)
     ours = written(store, 1)
     store.sweep()
     assert not folder.exists()

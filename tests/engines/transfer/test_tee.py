@@ -19,7 +19,7 @@ from engines.transfer import tee as weight_tee
 from engines.transfer.tee import Scribe, WeightTee
 from engines.transfer.tensor_bytes import digest_on_host
 
-SOON_S = 10.0
+SOON_S = 30.0
 A_MOMENT_S = 0.2
 
 

@@ -20,7 +20,7 @@ from tests.rigs.rig import Json, Rig, StartRig
 URL = "http://127.0.0.1:9"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "policy-and-judge.yaml"
 JUDGE = {"served_model_name": "a-judge", "frozen": True, "num_replicas": 1}
-SOON_S = 5.0
+SOON_S = 30.0
 
 
 def groups(**trees: Json) -> dict[str, EngineConfig]:

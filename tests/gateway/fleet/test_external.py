@@ -15,7 +15,7 @@ from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import Rig, SimReplica, StartRig, described
 
 URL = "http://127.0.0.1:9"
-SOON_S = 5.0
+SOON_S = 30.0
 
 
 @pytest.fixture

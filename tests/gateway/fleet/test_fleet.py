@@ -25,7 +25,7 @@ async def test_after_the_configured_wait_those_present_are_the_fleet(start_rig: 
     fleet = {"discover_interval_s": 0.05, "probe_interval_s": 0.05, "lost_after_s": 0.2, "complete_within_s": 0.3}
     rig = await start_rig(fleet=fleet)
     await rig.replicas.pop().kill()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (await rig.get("/health"))[0] != 503:
             await asyncio.sleep(0.02)
         while (await rig.get("/health"))[0] != 200:
@@ -81,7 +81,7 @@ async def test_a_restarted_gateway_learns_the_version_from_the_engines(start_rig
     for own in successor.replicas:
         await own.kill()
     successor.replicas[:] = rig.replicas
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while await successor.states() != {"engine-0": "SERVING", "engine-1": "SYNCING"}:
             await asyncio.sleep(0.02)
     assert successor.fleet.version == 1
@@ -94,7 +94,7 @@ async def test_a_rollout_without_any_replica_waits_for_one(start_rig: StartRig) 
     waiting = asyncio.create_task(rig.complete([[5]]))
     await asyncio.sleep(0.1)
     await rig.add_replica("engine-0")
-    assert len((await asyncio.wait_for(waiting, 5))["choices"]) == 1
+    assert len((await asyncio.wait_for(waiting, 30))["choices"]) == 1
 
 
 async def test_a_rollout_that_no_replica_takes_in_time_is_told_why(start_rig: StartRig) -> None:
@@ -110,7 +110,7 @@ async def test_a_replica_that_refuses_connections_has_ended_and_is_lost_at_once(
     rig = await start_rig(num_replicas=2, fleet=FAST_WATCH | {"lost_after_s": 60.0})
     victim = rig.fleet.replicas[0]
     await rig.replicas[0].kill()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while victim.state is not ReplicaState.LOST:
             await asyncio.sleep(0.02)
     assert "Cannot connect" in victim.reason
@@ -134,5 +134,5 @@ async def test_an_engine_that_a_gateway_before_this_one_froze_goes_on(start_rig:
         await client.post(f"{successor.info.url}/pause?mode=keep")
     rig.replicas = [successor]
     await rig.until({"engine-0": "SERVING"})
-    await asyncio.wait_for(rig.complete([[5]]), 5)
+    await asyncio.wait_for(rig.complete([[5]]), 30)
     assert rig.fleet.replicas[0].engine is not engine

@@ -234,7 +234,7 @@ async def test_the_blocking_client_works_as_well(sdk: ModuleType, rig: Rig) -> N
 async def _idle(rig: Rig) -> None:
     """Returns when neither gateway nor engine has the request any more."""
     replica = rig.fleet.replicas[0]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while replica.load_samples or "vllm:num_requests_running{" not in (page := await replica.engine.metrics(1.0)):
             await asyncio.sleep(0.02)
         while _running(page):

@@ -150,7 +150,7 @@ async def test_a_replica_that_joins_late_serves_the_current_version(kept: Rig) -
 async def test_a_replica_killed_before_the_transfer_costs_the_update_and_nothing_else(kept: Rig) -> None:
     said = await greedy(kept)
     await kept.replicas[0].kill()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (await kept.states()).get("engine-0") == "SERVING":
             await asyncio.sleep(0.02)
     status, reply = await kept.post("/start_weight_update", {})
@@ -168,7 +168,7 @@ async def test_a_replica_killed_in_the_transfer_leaves_the_fleet_at_the_version_
     status, reply = await kept.post("/update_weights", {"update_info": kept.tensors})
     assert status == 424
     assert "engine-0" in reply["error"]["message"]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (await kept.states())["engine-1"] != "SERVING":
             await asyncio.sleep(0.02)
     assert await greedy(kept) == said
@@ -200,7 +200,7 @@ async def test_an_update_ends_at_the_first_call_after_a_replica_was_lost(kept: R
     await begun(kept)
     await kept.post("/update_weights", {"update_info": kept.tensors})
     await kept.replicas[1].kill()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while "engine-1" in await kept.states():
             await asyncio.sleep(0.02)
     status, reply = await kept.post(f"/{call}", {"update_info": kept.tensors})
@@ -277,7 +277,7 @@ async def test_a_full_disk_costs_the_snapshot_and_neither_the_update_nor_a_file(
     disk.free = 10
     await kept.update()
     assert await served_versions(kept) == {2}
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while any(name.startswith("draft-") for name in folders(folder)):
             await asyncio.sleep(0.02)
     assert folders(folder) == {"v1"}
@@ -392,7 +392,7 @@ async def test_a_version_whose_writer_died_is_given_up_and_the_next_is_kept(
     await rig.replicas[0].kill()
     del rig.replicas[0]
     await rig.until({"engine-1": "SERVING", "engine-2": "SERVING"})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while folders(folder):
             await asyncio.sleep(0.02)
     await rig.open_group()
@@ -422,7 +422,7 @@ async def test_a_version_withdrawn_while_it_was_promoted_is_never_listed(
     await asyncio.gather(pushing, return_exceptions=True)
     may_go_on.set()
     await kept.until(BOTH_SERVE)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while folders(folder) != {"v1"} or kept.fleet.update_to is not None:
             await asyncio.sleep(0.02)
     assert (await kept.get("/v1/weight_store/versions"))[1] == {"versions": [1], "served": 1}

@@ -23,8 +23,8 @@ from tests.rigs.played_gateway import Answer, PlayedGateway
 from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
 from trainer_client.transports.channels import NcclChannel
 
-SOON_S = 5.0
-TIMEOUT_S = 20.0
+SOON_S = 30.0
+TIMEOUT_S = 90.0
 UPDATE = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 
 

@@ -134,7 +134,7 @@ async def test_images_are_refused_by_name(rig: Rig, client_of: ClientOf) -> None
 
 
 async def until_generating(rig: Rig) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not any(replica["samples_in_flight"] for replica in (await rig.get("/status"))[1]["replicas"]):
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.2)  # several tokens

@@ -621,7 +621,7 @@ async def test_what_an_update_has_cut_off_goes_on_with_the_old_weights_where_it_
     await rig.post("/update_weights", {"update_info": rig.tensors})
     await rig.open_group()  # a new session of the trainer
     rig.hurry()
-    (told,) = (await asyncio.wait_for(running, 10))["choices"]
+    (told,) = (await asyncio.wait_for(running, 30))["choices"]
     assert told["weight_versions"] == [span(0, 0, LONG)]
     assert told["token_ids"] == expected(rig, LONG, [5, 6])
 
@@ -631,7 +631,7 @@ async def test_a_trainers_own_abort_is_delivered_as_it_is(start_rig: StartRig) -
     running = asyncio.create_task(posted(rig, COMPLETIONS, BODY | {"return_token_ids": True}))
     await rig.begun()
     await rig.post("/pause?mode=abort")
-    (told,) = (await asyncio.wait_for(running, 10))["choices"]
+    (told,) = (await asyncio.wait_for(running, 30))["choices"]
     assert told["finish_reason"] == "abort"
     assert 0 < len(told["token_ids"]) < LONG
     await rig.post("/resume")

@@ -159,10 +159,15 @@ class AdapterCoordinator:
             while missing := self._fleet.missing_adapters(replica):
                 doing = f"load LoRA adapter {missing[0].name} from {missing[0].path}"
                 await self._within(replica, self._put(replica, missing[0]))
-        except (EngineError, DeadlineExceeded) as error:
-            log.warning("adapters do not catch up", replica=replica.replica_id, doing=doing, error=str(error))
+        except Exception as error:  # of any kind: without a retry the replica would never serve again
+            is_expected = isinstance(error, EngineError | DeadlineExceeded)
+            reason = str(error) or type(error).__name__
+            log.warning(
+                "adapters do not catch up", replica=replica.replica_id, doing=doing, error=reason,
+                exc_info=not is_expected,
+            )  # fmt: skip
             if replica.state is ReplicaState.SYNCING:
-                self._fleet.explain(replica, f"cannot {doing}, tries again: {error}")
+                self._fleet.explain(replica, f"cannot {doing}, tries again: {reason}")
             await asyncio.sleep(_LOOK_EVERY_S)
             return
         if replica.state is ReplicaState.SYNCING:

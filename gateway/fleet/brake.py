@@ -120,8 +120,12 @@ class Brake:
         while self._is_stopped != self._is_held:
             try:
                 await self._follow_once(_TIMEOUT_S)
-            except (EngineError, DeadlineExceeded) as error:
-                log.warning("engine does not follow its brake", replica=self._engine.replica_id, error=str(error))
+            except Exception as error:  # of any kind: an engine that nobody holds must not stay paused
+                is_expected = isinstance(error, EngineError | DeadlineExceeded)
+                log.warning(
+                    "engine does not follow its brake", replica=self._engine.replica_id,
+                    error=str(error) or type(error).__name__, exc_info=not is_expected,
+                )  # fmt: skip
                 await asyncio.sleep(_RETRY_S)
 
     async def _follow_once(self, timeout_s: float) -> None:

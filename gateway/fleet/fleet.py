@@ -550,6 +550,7 @@ class Fleet:
             await replica.engine.health(self._config.probe_timeout_s)
         except (EngineError, DeadlineExceeded) as error:
             return error
+        replica.answered_at = time.monotonic()
         return None
 
     def _is_lost(self, replica: Replica, failure: EngineError | DeadlineExceeded | None) -> bool:
@@ -573,7 +574,9 @@ class Fleet:
 
     def _is_overdue(self, replica: Replica) -> bool:
         since = replica.suspect_since
-        return since is not None and not replica.is_stalled and time.monotonic() - since > self._config.lost_after_s
+        if since is not None and replica.is_stalled:
+            since = max(since, replica.answered_at)  # a stalled engine that answers its probes may recover
+        return since is not None and time.monotonic() - since > self._config.lost_after_s
 
     def _forget(self, replica: Replica) -> None:
         if self._replicas.get(replica.replica_id) is replica:

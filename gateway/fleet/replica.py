@@ -30,7 +30,7 @@ class Replica:
     `is_unproven` marks a version that the engine reported when it joined, without a record of it. `adapters` has the
     adapters of its engine by name; None marks an adapter that may be there and must not be used. `transport` is its
     engine's transfer backend, once known. `cuts_off` is True while an update ends all rollouts in flight.
-    `is_stalled` is True while its tokens stand still.
+    `is_stalled` is True while its tokens stand still. `answered_at` is the monotonic time of its last good probe.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
@@ -51,6 +51,7 @@ class Replica:
         self.listed = True
         self.is_leaving = False
         self.suspect_since: float | None = None
+        self.answered_at = time.monotonic()
         self.reason = ""
         self._before_suspect, self._reason_before = ReplicaState.STARTING, ""
         self._calls: dict[asyncio.Timeout, asyncio.Task[object] | None] = {}

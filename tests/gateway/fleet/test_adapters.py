@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.cli.output import print_fleet
+from gateway.fleet.adapter_loading import AdapterCoordinator
 from tests.material.adapters import write_adapter
 from tests.rigs.rig import Rig, StartRig
 
@@ -308,6 +309,27 @@ async def test_a_replica_that_cannot_load_them_stays_out_and_says_why(rig: Rig, 
             await asyncio.sleep(0.02)
     assert "adapter_config.json" in reason
     (folder / "gone").rename(folder / "adapter_config.json")
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+
+
+async def test_an_error_that_nobody_foresaw_is_retried_and_shown(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.load("v1", write_adapter(tmp_path / "v1"))
+    put, times = AdapterCoordinator._put, []
+
+    async def broken(*arguments: Any) -> None:
+        times.append(asyncio.get_running_loop().time())
+        raise ZeroDivisionError("nobody foresaw this")
+
+    monkeypatch.setattr(AdapterCoordinator, "_put", broken)
+    await rig.replicas[1].kill()
+    await rig.add_replica("engine-1", seed=1)
+    async with asyncio.timeout(20):
+        while len(times) < 2 or "nobody foresaw this" not in await _reason(rig, "engine-1"):
+            await asyncio.sleep(0.02)
+    assert times[1] - times[0] >= 1.0  # bounded, though each retry changes a state
+    monkeypatch.setattr(AdapterCoordinator, "_put", put)
     await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
 
 

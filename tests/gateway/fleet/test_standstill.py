@@ -46,6 +46,28 @@ async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: 
     await task
 
 
+async def test_a_wedged_engine_whose_host_vanishes_is_lost_before_serve_delists_it(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH | {"lost_after_s": 1.0})
+    task = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
+    await placed(rig, 2)
+    wedged = rig.fleet.replicas[0]
+    rig.replicas[0].inject(wedged=True)
+    rig.go_on()
+    await rig.until({"engine-0": "SUSPECT", "engine-1": "SERVING"})
+    assert wedged.suspect_since is not None
+    async with asyncio.timeout(20):
+        while wedged.answered_at < wedged.suspect_since + 2 * 1.0:  # it answers its probes, and is kept
+            await asyncio.sleep(0.02)
+    assert wedged.state == "SUSPECT"
+    monkeypatch.setattr(wedged.engine, "health", silent)
+    async with asyncio.timeout(20):
+        while wedged.state != "LOST":
+            await asyncio.sleep(0.02)
+    await task
+
+
 async def test_a_paused_engine_is_not_taken_for_wedged(start_rig: StartRig) -> None:
     rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH | {"stalled_after_s": 0.3})
     task = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))

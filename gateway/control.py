@@ -1,4 +1,4 @@
-"""The control plane on Serve's own HTTP port: the fleet's status, with OpenAPI pages. It changes nothing."""
+"""The control plane on Serve's own HTTP port: the fleet's status. It changes nothing."""
 
 from typing import Any
 from urllib.parse import urlsplit
@@ -7,7 +7,13 @@ from fastapi import FastAPI, Response
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-api = FastAPI(title="rollout-gateway", description="Status of the fleet. Rollouts and weights go to the rollout URL.")
+# FastAPI's pages of documentation load their scripts from elsewhere, and are blank offline; the rollout URL has /docs.
+api = FastAPI(
+    title="rollout-gateway",
+    description="Status of the fleet. Rollouts and weights go to the rollout URL, which describes itself at /docs.",
+    docs_url=None,
+    redoc_url=None,
+)
 
 
 @serve.ingress(api)

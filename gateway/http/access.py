@@ -5,6 +5,7 @@ import hmac
 import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
+from enum import StrEnum
 from typing import Protocol
 
 from aiohttp import web
@@ -24,17 +25,35 @@ class Routes(Protocol):
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class Need(StrEnum):
+    """The key that a route needs from clients that are not trusted without one."""
+
+    NONE = "none"
+    OPTIONAL = "optional"  # without a key it says less
+    INFERENCE = "inference"
+    ADMIN = "admin"
+    STORE = "store"
+
+
 class Access:
-    """Inference keys open generation, admin keys open everything; `for_...` wraps a handler with the check."""
+    """Inference keys open generation, admin keys open everything; `for_...` wraps a handler with the check.
+
+    `need_of` reports the check and the handler behind it, for the description of the routes.
+    """
 
     def __init__(self, config: GatewayConfig) -> None:
         self._trusted = tuple(config.trusted_networks)
         self._inference = _digests(config.inference_keys)
         self._admin = _digests(config.admin_keys)
         self._store = tuple(_digest(key) for key in [store_key(config)] if key)
+        self._needs: dict[Handler, tuple[Need, Handler]] = {}
+
+    def need_of(self, handler: Handler) -> tuple[Need, Handler]:
+        """Return the key that a route needs, and its own handler behind the check."""
+        return self._needs.get(handler, (Need.NONE, handler))
 
     def for_inference(self, handler: Handler) -> Handler:
-        return self._checked(handler, admin=False)
+        return self._noted(Need.INFERENCE, handler, self._checked(handler, admin=False))
 
     def for_inference_or(self, handler: Handler, otherwise: Handler) -> Handler:
         """For inference keys; requests without one get the other handler."""
@@ -43,10 +62,10 @@ class Access:
             is_known = self.admits(direct_peer(request), request.headers.get("Authorization"))
             return await (handler if is_known else otherwise)(request)
 
-        return checked
+        return self._noted(Need.OPTIONAL, handler, checked)
 
     def for_admin(self, handler: Handler) -> Handler:
-        return self._checked(handler, admin=True)
+        return self._noted(Need.ADMIN, handler, self._checked(handler, admin=True))
 
     def for_store(self, handler: Handler) -> Handler:
         """For admin keys, and for the key that engines fetch weight versions with."""
@@ -56,7 +75,7 @@ class Access:
             opens = self.opens_store(request.headers.get("Authorization"))
             return await (handler if opens else for_admin)(request)
 
-        return checked
+        return self._noted(Need.STORE, handler, checked)
 
     def check(self, peer: str | None, authorization: str | None, *, admin: bool) -> None:
         """Raise `NotAllowed` unless the peer is trusted or its key opens the route."""
@@ -91,6 +110,10 @@ class Access:
             self.check(direct_peer(request), request.headers.get("Authorization"), admin=admin)
             return await handler(request)
 
+        return checked
+
+    def _noted(self, need: Need, handler: Handler, checked: Handler) -> Handler:
+        self._needs[checked] = need, handler
         return checked
 
     def _is_trusted(self, peer: str | None) -> bool:

@@ -17,6 +17,7 @@ from gateway.fleet.metrics import Metrics, package_version
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.timeline import Timeline
 from gateway.http.access import Access
+from gateway.http.html_page import page_reply
 from gateway.http.json_body import reply
 from gateway.weights.coordinator import WeightCoordinator
 
@@ -26,13 +27,6 @@ _UNWATCHED_S = 10.0
 _WATCHED_FOR_S = 30.0
 _KEPT = 600
 _UPDATES = 20
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 
 class Dashboard:
@@ -67,7 +61,6 @@ class Dashboard:
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         """The page holds no data, so it is open; its JSON needs a key where `/status` does."""
-        router.add_get("/", self._describe)
         router.add_get("/dashboard", self._show)
         router.add_get("/dashboard.json", access.for_inference(self._data))
 
@@ -157,17 +150,11 @@ class Dashboard:
         return [[behind, counts[behind]] for behind in sorted(counts, key=lambda one: (one is None, one))]
 
     async def _show(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._page, content_type="text/html", charset="utf-8", headers=_PAGE_HEADERS)
+        """Reply with the page that draws /dashboard.json."""
+        return page_reply(self._page)
 
     async def _data(self, request: web.Request) -> web.Response:
+        """Reply with status, load, updates and events for the dashboard."""
         self._watched_at = time.monotonic()
         self._watched.set()
         return reply(self.report())
-
-    async def _describe(self, request: web.Request) -> web.Response:
-        """Describe the gateway to a visitor of the rollout URL."""
-        text = (
-            f"rollout-gateway {package_version()}: one URL in front of inference engines for RL rollouts.\n"
-            "/dashboard shows the fleet; /v1/completions, /v1/chat/completions and vLLM's other routes generate.\n"
-        )
-        return web.Response(text=text)

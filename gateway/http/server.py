@@ -22,6 +22,7 @@ from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access, Routes
 from gateway.http.dashboard import Dashboard
 from gateway.http.middleware import Measurement, answer_errors
+from gateway.http.routes.about import AboutRoutes
 from gateway.http.routes.adapters import AdapterRoutes
 from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
@@ -75,6 +76,7 @@ class GatewayServer:
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
             SglangRoutes(fleet, scheduler, weights, sglang, models.description),
             dashboard,
+            AboutRoutes(),
         ]
         if config.gateway.trl_legacy:
             self._routes.append(TrlLegacyRoutes(fleet, weights, completions, chat))

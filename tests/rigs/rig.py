@@ -190,6 +190,11 @@ class Rig:
         self.replicas = [other for other in self.replicas if other.info.replica_id != replica_id] + [replica]
         return replica
 
+    @property
+    def router(self) -> web.UrlDispatcher:
+        """The gateway's table of routes."""
+        return self._runner.app.router
+
     async def stop_gateway(self) -> None:
         """End the gateway; its replicas go on."""
         await self._runner.cleanup()

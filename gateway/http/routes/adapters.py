@@ -20,6 +20,7 @@ class AdapterRoutes:
         router.add_post("/v1/unload_lora_adapter", access.for_admin(self._unload))
 
     async def _load(self, request: web.Request) -> web.Response:
+        """Load a LoRA adapter from a folder on all replicas."""
         body = await read_object(request)
         in_place = body.get("load_inplace", False)
         if type(in_place) is not bool:
@@ -33,6 +34,7 @@ class AdapterRoutes:
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload(self, request: web.Request) -> web.Response:
+        """Unload a LoRA adapter from all replicas, after the rollouts that use it."""
         name = _text(await read_object(request), "lora_name")
         await self._adapters.unload(name)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")

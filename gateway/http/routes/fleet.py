@@ -46,6 +46,7 @@ class FleetRoutes:
         return reply({"ready": self._is_ready}, self._health_status)
 
     async def _health_report(self, request: web.Request) -> web.Response:
+        """Reply as /health does, with the status report as the body."""
         return reply(self._status(), self._health_status)
 
     @property
@@ -57,9 +58,11 @@ class FleetRoutes:
         return 200 if self._is_ready else 503
 
     async def _report(self, request: web.Request) -> web.Response:
+        """Reply with replicas, weights, updates, queues and events."""
         return reply(self._status())
 
     async def _metrics_page(self, request: web.Request) -> web.Response:
+        """Reply with the gateway's and the engines' metrics, in Prometheus' text format."""
         replicas = self._fleet.alive
         pages = await asyncio.gather(
             *(replica.engine.metrics(self._config.probe_timeout_s) for replica in replicas), return_exceptions=True

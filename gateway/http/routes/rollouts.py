@@ -56,6 +56,7 @@ class RolloutRoutes:
         router.add_get("/health_generate", access.for_inference(self._health_generate))
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
+        """Generate samples of one or many prompts, whole or streamed."""
         body, session = await self._read(request)
         prompts = self._completions.decode(body, request_id(request, body), session)
         model = prompts[0].rollout.model
@@ -67,6 +68,7 @@ class RolloutRoutes:
         return reply(answer)
 
     async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
+        """Generate samples of one conversation, whole or streamed."""
         body, session = await self._read(request)
         rollout = self._chat.decode(body, request_id(request, body), session)
         if body.get("stream"):
@@ -77,6 +79,7 @@ class RolloutRoutes:
         return reply(answer)
 
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
+        """Generate token ids from token ids, in vLLM's dialect."""
         body, session = await self._read(request)
         rollout = self._tokens.decode(body, request_id(request), session)
         if body.get("stream"):
@@ -87,6 +90,7 @@ class RolloutRoutes:
         return reply(answer)
 
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
+        """Generate samples of one or many prompts, in SGLang's dialect."""
         body, session = await self._read(request)
         batch = self._sglang.decode(body, request_id(request), session)
         if body.get("stream"):
@@ -96,6 +100,7 @@ class RolloutRoutes:
         return reply(answers)
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
+        """End requests of /inference/v1/generate with the tokens they have."""
         await self._tokens.abort((await read_object(request)).get("request_ids"))
         return reply({})
 

@@ -49,20 +49,24 @@ class TrlLegacyRoutes:
         return reply({"status": "ok" if ready else "starting"}, 200 if ready else 503)
 
     async def _world_size(self, request: web.Request) -> web.Response:
+        """Reply with the number of workers in a weight transfer group."""
         return reply({"world_size": await self._weights.world_size()})
 
     async def _generate(self, request: web.Request) -> web.Response:
+        """Generate samples of prompts, in the dialect of TRL's own server."""
         body = completion_body(await read_object(request))
         prompts = self._completions.decode(body, request_id(request))
         return reply(generated([await self._completions.generate(prompts)], prompts[0].rollout.n))
 
     async def _converse(self, request: web.Request) -> web.Response:
+        """Generate samples of conversations, in the dialect of TRL's own server."""
         bodies = chat_bodies(await read_object(request))
         rollouts = [self._chat.decode(body, f"{request_id(request)}-{index}") for index, body in enumerate(bodies)]
         calls = (self._chat.generate(rollout, body) for rollout, body in zip(rollouts, bodies, strict=True))
         return reply(generated(await gathered(calls), rollouts[0].n if rollouts else 1))
 
     async def _score(self, request: web.Request) -> web.Response:
+        """Reply with the log-probs of given sequences."""
         asked = await read_object(request)
         prompts = [
             self._completions.decode(body, request_id(request), first=index)
@@ -71,6 +75,7 @@ class TrlLegacyRoutes:
         return reply(scored(await gathered(self._completions.generate(prompt) for prompt in prompts), asked))
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        """Empty the prefix caches of all replicas."""
         success = await self._weights.pauses.reset_prefix_cache()
         return reply({"message": f"Request received, resetting prefix cache status: {success}"})
 
@@ -79,4 +84,5 @@ class TrlLegacyRoutes:
         return reply({"message": "Request received, closing communicator"})
 
     async def _refuse_weights(self, request: web.Request) -> web.Response:
+        """Refuse the old weight calls, with the remedy."""
         raise WeightUpdateConflict(f"{request.path}: {_REMEDY}")

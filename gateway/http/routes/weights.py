@@ -45,21 +45,26 @@ class WeightRoutes:
         router.add_get("/is_paused", access.for_admin(self._is_paused))
 
     async def _world_size(self, request: web.Request) -> web.Response:
+        """Reply with the number of workers in a weight transfer group."""
         return reply({"world_size": await self._weights.world_size()})
 
     async def _init(self, request: web.Request) -> web.Response:
+        """Open the weight transfer group of the trainer and all replicas."""
         await self._weights.init(_section(await read_object(request), "init_info"))
         return reply({"message": "Weight transfer initialized"})
 
     async def _start(self, request: web.Request) -> web.Response:
+        """Begin a weight update."""
         await self._weights.start(_in_flight(await read_object(request, required=False)))
         return reply({"message": "Weight update started"})
 
     async def _update(self, request: web.Request) -> web.Response:
+        """Receive tensors, which the trainer broadcasts at the same time."""
         await self._weights.receive(_section(await read_object(request), "update_info"))
         return reply({"message": "Weights updated"})
 
     async def _finish(self, request: web.Request) -> web.Response:
+        """Verify the update on all replicas, and serve the new version."""
         body = await read_object(request, required=False)
         version = await self._weights.finish(_canary_logprobs(body))
         return reply({"message": "Weight update finished", "weight_version": version})
@@ -98,9 +103,11 @@ class WeightRoutes:
         return reply({"weight_version": self._fleet.version})
 
     async def _info(self, request: web.Request) -> web.Response:
+        """Reply with the weight version of the fleet."""
         return reply({"weight_version": str(self._fleet.version)})
 
     async def _served(self, request: web.Request) -> web.Response:
+        """Reply with the served version and its tensors: names, dtypes, shapes."""
         return reply(served_weights(self._fleet, self._weights.updates))
 
     async def _updates(self, request: web.Request) -> web.Response:
@@ -129,6 +136,7 @@ class WeightRoutes:
         return None
 
     async def _pause(self, request: web.Request) -> web.Response:
+        """Pause the policy's replicas."""
         mode = request.query.get("mode", PauseMode.ABORT)
         if mode not in list(PauseMode):
             raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(PauseMode)}", param="mode")
@@ -139,13 +147,16 @@ class WeightRoutes:
         return reply({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
+        """Resume the policy's replicas."""
         await self._weights.pauses.resume()
         return reply({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
+        """Reply with the state of the pause."""
         return reply({"is_paused": self._weights.pauses.is_paused})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        """Empty the prefix caches of all replicas."""
         return reply({"success": await self._weights.pauses.reset_prefix_cache()})
 
 

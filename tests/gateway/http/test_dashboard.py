@@ -63,12 +63,6 @@ async def test_the_page_is_open_and_its_json_needs_a_key(start_rig: StartRig) ->
     assert (await rig.get("/dashboard.json", headers={"Authorization": "Bearer reader"}))[0] == 200
 
 
-async def test_the_rollout_url_says_what_it_is(rig: Rig) -> None:
-    async with rig.client.get(rig.url + "/") as page:
-        assert page.status == 200
-        assert "/dashboard shows the fleet" in await page.text()
-
-
 async def test_a_browser_shows_every_replica_and_a_row_for_a_missing_one(rig: Rig) -> None:
     await rig.open_group()
     await rig.update()

@@ -59,12 +59,6 @@ def explain(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[s
     return [_setting(sources, key, value) for key, value in leaves(config.model_dump(mode="json"))]
 
 
-def from_args(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Config:
-    """Read the configuration from a Serve application's `args`, with the keys that they refer to."""
-    source = Source(origin="file", tree=dict(args), places={(): "Serve application args"})
-    return with_secrets(_validate([source], [Path.cwd()]), environ)
-
-
 def check_models(config: Config) -> None:
     """Raise `ConfigError` for engine settings that their checkpoints rule out, where those can be read here."""
     _check_models(config, [])

@@ -11,13 +11,12 @@ from typing import Any
 
 from engines.process.process import MARK
 from engines.store.weight_store import remove_store
-from gateway.cli.cluster.application import control_url, running, serve_api
+from gateway.cli.cluster.application import deployed_config, gateway_status, running, serve_api
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import stop_ray
-from gateway.cli.cluster.serve_api import ClusterSilent, ClusterUnreachable, ServeApi, ask_control_plane
+from gateway.cli.cluster.serve_api import ClusterSilent, ClusterUnreachable, ServeApi
 from gateway.cli.cluster.state import State, process_started_at
 from gateway.cli.cluster.waiting import wait_until
-from gateway.config.schema import Config
 from gateway.weights.snapshots import in_memory
 
 _DELETE_TIMEOUT_S = 120.0
@@ -111,8 +110,7 @@ def _names(api: ServeApi) -> list[str]:
 
 def _local_engines(api: ServeApi, application: Mapping[str, Any] | None) -> dict[int, int]:
     """Return process id -> start of the engines that run on this machine, as the gateway reports them."""
-    url = control_url(api.details()) if application is not None else ""
-    replicas = (ask_control_plane(url, "/status") or {}).get("replicas", ()) if url else ()
+    replicas = gateway_status(api).get("replicas", ()) if application is not None else ()
     pids = [pid for replica in replicas if (pid := replica.get("pid")) and _is_engine(pid)]
     return {pid: started for pid in pids if (started := process_started_at(pid)) is not None}
 
@@ -149,6 +147,4 @@ def _remove_memory(name: str, report: Report) -> None:
 
 
 def _log_folders(application: Mapping[str, Any]) -> list[str]:
-    deployed = application.get("deployed_app_config") or {}
-    config = Config.model_validate(deployed.get("args") or {})
-    return sorted({group.log_dir for group in config.groups.values()})
+    return sorted({group.log_dir for group in deployed_config(application).groups.values()})

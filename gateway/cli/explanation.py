@@ -1,7 +1,7 @@
 """The command line of each engine group, and the configuration key behind every word of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.config import EngineConfig
 from engines.process.launch import engine_command
@@ -34,9 +34,9 @@ class Explanation:
     kind: str
     num_replicas: int
     url: str
-    command: tuple[str, ...]
-    arguments: tuple[Part, ...]
-    environment: tuple[Part, ...]
+    command: tuple[str, ...] = ()
+    arguments: tuple[Part, ...] = ()
+    environment: tuple[Part, ...] = ()
 
 
 def explain_engines(config: Config, settings: Sequence[Setting]) -> list[Explanation]:
@@ -50,8 +50,9 @@ def explain_engines(config: Config, settings: Sequence[Setting]) -> list[Explana
 def _explain_group(name: str, group: EngineConfig, is_named: bool, settings: Sequence[Setting]) -> Explanation:
     section = f"engines.{name}" if is_named else "engine"
     given = {setting.key: setting for setting in settings}
+    explanation = Explanation(group=name, kind=group.kind, num_replicas=group.num_replicas, url=group.url)
     if group.kind is EngineKind.EXTERNAL:
-        return _explanation(name, group, (), (), ())
+        return explanation
     command = engine_command(group, port=_PORT, index=0)
     arguments = [_part(group.python, f"{section}.python", given)] if group.python else []
     words = list(command.argv[: len(command.argv) - sum(len(a.words) for a in command.arguments)])
@@ -63,25 +64,7 @@ def _explain_group(name: str, group: EngineConfig, is_named: bool, settings: Seq
         _part(f"{variable}={value}", f"{section}.env.{variable}" if variable in group.env else "", given)
         for variable, value in command.env.items()
     )
-    return _explanation(name, group, tuple(words), tuple(arguments), tuple(environment))
-
-
-def _explanation(
-    name: str,
-    group: EngineConfig,
-    command: tuple[str, ...],
-    arguments: tuple[Part, ...],
-    environment: tuple[Part, ...],
-) -> Explanation:
-    return Explanation(
-        group=name,
-        kind=group.kind,
-        num_replicas=group.num_replicas,
-        url=group.url,
-        command=command,
-        arguments=arguments,
-        environment=environment,
-    )
+    return replace(explanation, command=tuple(words), arguments=tuple(arguments), environment=tuple(environment))
 
 
 def _part(text: str, key: str, given: Mapping[str, Setting]) -> Part:

@@ -6,9 +6,7 @@ from typing import Any
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
-from gateway.cli.cluster.application import control_url, serve_api, unknown_application
-from gateway.cli.cluster.serve_api import ask_control_plane
-from gateway.config.schema import Config
+from gateway.cli.cluster.application import deployed, gateway_status, serve_api
 
 
 def engine_logs(name: str, replica: str = "") -> list[Path]:
@@ -17,11 +15,7 @@ def engine_logs(name: str, replica: str = "") -> list[Path]:
     Without one: of the engines that run or start, and of those in the gateway's events, which may have failed. Raises
     `RolloutGatewayError` where this machine has none.
     """
-    application = serve_api(name).application(name)
-    deployed = application and application.get("deployed_app_config")
-    if application is None or not deployed:
-        raise unknown_application(name)
-    config = Config.model_validate(deployed.get("args") or {})
+    application, config = deployed(name)
     folders = {group: Path(engine.log_dir) for group, engine in config.groups.items()}
     ids = (replica,) if replica else tuple(_replica_ids(name, application))
     found = {log for group, folder in folders.items() for log in folder.glob(f"{group}-*.log")}
@@ -34,9 +28,7 @@ def engine_logs(name: str, replica: str = "") -> list[Path]:
 
 def gateway_events(name: str) -> list[Json]:
     """Return the gateway's last events, oldest first; none where the control plane does not answer."""
-    url = control_url(serve_api(name).details())
-    status = ask_control_plane(url, "/status") if url else None
-    return list((status or {}).get("events", ()))
+    return list(gateway_status(serve_api(name)).get("events", ()))
 
 
 def log_end(log: Path, lines: int) -> str:

@@ -96,12 +96,18 @@ def _print_row(label: str, value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    table = plain_table(*columns)
     for row in rows:
         table.add_row(*row)
     stdout_console().print(table, markup=False)
+
+
+def plain_table(*columns: str) -> Table:
+    """Return a table without lines, whose columns fold."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
 
 
 def stdout_console() -> Console:

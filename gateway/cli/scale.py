@@ -10,9 +10,9 @@ from engines.errors import ConfigError
 from engines.types import EngineKind
 from gateway.cli.cluster.application import (
     Running,
+    deployed,
     running,
     serve_api,
-    unknown_application,
     wait_for_gateway,
     wait_for_serve,
 )
@@ -35,17 +35,13 @@ def scale(
     The group may be left out where there is one. Removed replicas finish their rollouts first, up to
     `engine.drain_timeout_s`.
     """
-    api = serve_api(name)
-    application = api.application(name)
-    deployed = application and application.get("deployed_app_config")
-    if not deployed:
-        raise unknown_application(name)
-    config = Config.model_validate(deployed.get("args") or {})
+    application, config = deployed(name)
     group = _chosen(config, group)
     _check(config, group, num_replicas)
+    api = serve_api(name)
     with changing(name, "scale"):
         report.step(f"{group}: {num_replicas} replicas")
-        api.redeploy(name, scaled(deployed, group, num_replicas))
+        api.redeploy(name, scaled(application["deployed_app_config"], group, num_replicas))
         _wait(api, config, group, num_replicas, report, timeout_s or _longest_s(config, group))
     found = running(name)
     assert found is not None

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from engines.engine import Json
 from engines.errors import GatewayUnreachable, NotAllowed
+from gateway.cli.output import plain_table
 
 _EVERY_S = 1.0
 _TIMEOUT_S = 10.0
@@ -58,7 +59,7 @@ def _read(url: str, key: str) -> Json:
 
 def _head(data: Json) -> Text:
     status, update = data["status"], data["status"]["weight_update"]
-    serving = sum(one["state"] == "SERVING" for one in status["replicas"])
+    serving = sum(replica["state"] == "SERVING" for replica in status["replicas"])
     words = [
         f"{status['policy'] or 'all models frozen'}",
         "ready" if status["ready"] else "not complete",
@@ -71,7 +72,7 @@ def _head(data: Json) -> Text:
 
 
 def _series(data: Json) -> Table:
-    table = _table("", "now", f"last {_WIDTH} looks")
+    table = plain_table("", "now", f"last {_WIDTH} looks")
     for name, key in (("tokens/s", "tokens_per_s"), ("samples in flight", "in_flight"), ("rollouts waiting", "queue")):
         values = data["series"][key]
         table.add_row(name, f"{values[-1]:,.0f}" if values else "-", sparkline(values[-_WIDTH:]))
@@ -86,23 +87,25 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _replicas(data: Json) -> Table:
-    table = _table("replica", "state", "version", "KV", "running", "waiting", "tokens/s", "up", "process", "reason")
-    for one in sorted(data["status"]["replicas"], key=lambda replica: str(replica["label"])):
-        load = data["engines"].get(one["replica_id"], {})
+    table = plain_table(
+        "replica", "state", "version", "KV", "running", "waiting", "tokens/s", "up", "process", "reason"
+    )
+    for replica in sorted(data["status"]["replicas"], key=lambda row: str(row["label"])):
+        load = data["engines"].get(replica["replica_id"], {})
         table.add_row(
-            one["label"],
-            Text(one["state"], style=_STYLES.get(one["state"], "red")),
-            _shown(one["weight_version"], str),
+            replica["label"],
+            Text(replica["state"], style=_STYLES.get(replica["state"], "red")),
+            _shown(replica["weight_version"], str),
             _shown(load.get("kv_usage"), lambda share: f"{share:.0%}"),
             _shown(load.get("running"), str),
             _shown(load.get("waiting"), str),
             _shown(load.get("tokens_per_s"), lambda rate: f"{rate:,.0f}"),
-            _shown(one["uptime_s"], lambda seconds: f"{seconds:,.0f} s"),
-            str(one["pid"] or "-"),
-            one["reason"],
+            _shown(replica["uptime_s"], lambda seconds: f"{seconds:,.0f} s"),
+            str(replica["pid"] or "-"),
+            replica["reason"],
         )
-    for one in data["status"]["replicas_missing"]:
-        table.add_row(one["group"], Text("MISSING", style="red"), *["-"] * 7, one["reason"])
+    for missing in data["status"]["replicas_missing"]:
+        table.add_row(missing["group"], Text("MISSING", style="red"), *["-"] * 7, missing["reason"])
     return table
 
 
@@ -123,10 +126,3 @@ def _events(data: Json) -> list[Text]:
 
 def _shown(value: Any, show: Callable[[Any], str]) -> str:
     return "-" if value is None else show(value)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

@@ -17,7 +17,7 @@ from engines.levers import LEVERS
 from gateway.config.load import load_sources
 from gateway.config.node_gpus import read_gpus
 from gateway.config.schema import Config
-from gateway.config.sources import Key, Source, Tree, field_at, from_environment, parse_value, put, read_text, read_yaml
+from gateway.config.sources import Key, Source, from_environment, from_pairs, put, read_text, read_yaml
 
 TRL_PORT = 8000
 
@@ -91,7 +91,7 @@ def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) 
     given = dict(_options(words))
     file = given.pop("config", None)
     gpus, detach, timeout_s = given.pop("gpus", None), given.pop("detach", None), given.pop("timeout_s", None)
-    from_words = _source("cli", {name: (value, f"argument --{name}") for name, value in given.items()})
+    from_words = from_pairs("cli", ((_key(name), value, f"argument --{name}") for name, value in given.items()))
     sources = [_DEFAULTS, *([_from_file(file)] if file else []), from_environment(environ), from_words]
     if not (models := [model for source in sources if (model := _value(source, ("engine", "model")))]):
         raise ConfigError("--model is missing: a checkpoint folder or a Hugging Face id")
@@ -129,32 +129,11 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str | bool | list[str]
             yield name, values if len(values) > 1 else values[0] if values else True
 
 
-def _source(origin: Any, options: Mapping[str, tuple[Any, str]]) -> Source:
-    """Build our tree from options: TRL's and vLLM's by their keys, our keys unchanged, the rest for vLLM."""
-    tree: Tree = {}
-    places: dict[Key, str] = {}
-    for name, (value, place) in options.items():
-        key = _key(name)
-        try:
-            put(tree, key, _parsed(value, key))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{place}: {value!r} is not a YAML value") from error
-        except TypeError as error:
-            raise ConfigError(f"{place}: a value is already given above this key") from error
-        places[key] = place
-    return Source(origin=origin, tree=tree, places=places)
-
-
 def _key(name: str) -> Key:
+    """Return our key of an option: TRL's and vLLM's by their keys, our keys unchanged, the rest for vLLM."""
     if name.partition(".")[0] in Config.model_fields:
         return tuple(name.split(".")) if "." in name else (name,)
     return tuple(_KEYS.get(name, f"engine.extra.{name}").split("."))
-
-
-def _parsed(value: Any, key: Key) -> Any:
-    if isinstance(value, list):
-        return [yaml.safe_load(text) if isinstance(text, str) else text for text in value]
-    return parse_value(value, field_at(key)) if isinstance(value, str) else value
 
 
 def _from_file(name: Any) -> Source:
@@ -166,8 +145,8 @@ def _from_file(name: Any) -> Source:
             f"{path}:{lines.get((sections[0],), 1)}: {sections[0]}: this is a configuration of rollout-gateway, and "
             f"--config wants options by name, such as `model:`; run: rollout-gateway up -c {path}"
         )
-    options = {key: (value, f"{path}:{lines.get((key,), 1)}") for key, value in tree.items() if key != "env"}
-    found = _source("file", {name.replace("-", "_"): option for name, option in options.items()})
+    options = {name.replace("-", "_"): (value, lines.get((name,), 1)) for name, value in tree.items() if name != "env"}
+    found = from_pairs("file", ((_key(name), value, f"{path}:{line}") for name, (value, line) in options.items()))
     if "env" in tree:
         put(found.tree, ("engine", "env"), {name: str(value) for name, value in (tree["env"] or {}).items()})
     return found
@@ -183,10 +162,7 @@ def _with_a_control_port_of_its_own(config: Config, sources: Sequence[Source]) -
 
 
 def _value(source: Source, key: Key) -> Any:
-    here: Any = source.tree if source.holds(key) else None
-    for part in key if here else ():
-        here = here[part]
-    return here
+    return source.value(key) if source.holds(key) else None
 
 
 def _text(name: str, value: Any) -> str:

@@ -4,7 +4,7 @@ A wrong key or value is reported with its place (file and line, variable or argu
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from gateway.config.sources import (
     from_environment,
     from_file,
     from_overrides,
+    leaves,
     merge,
     nearest,
 )
@@ -55,13 +56,7 @@ def explain(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[s
     """List every value of the same configuration with its source. Keys are hidden."""
     sources = _sources(path, overrides, environ)
     config = _validate(sources, _bases(path))
-    return [_setting(sources, key, value) for key, value in _leaves(config.model_dump(mode="json"))]
-
-
-def from_args(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Config:
-    """Read the configuration from a Serve application's `args`, with the keys that they refer to."""
-    source = Source(origin="file", tree=dict(args), places={(): "Serve application args"})
-    return with_secrets(_validate([source], [Path.cwd()]), environ)
+    return [_setting(sources, key, value) for key, value in leaves(config.model_dump(mode="json"))]
 
 
 def check_models(config: Config) -> None:
@@ -75,15 +70,13 @@ def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Con
         name: [
             SecretStr(key)
             for item in getattr(config.gateway, name)
-            for key in _reveal(f"gateway.{name}", item, environ)
+            for key in revealed(f"gateway.{name}", item.get_secret_value(), environ)
         ]
         for name in ("inference_keys", "admin_keys")
     }
     gateway = config.gateway.model_copy(update=lists)
-    engines = {name: _with_key(f"engines.{name}", group, environ) for name, group in config.engines.items()}
-    # With groups, `engine` is nothing but their defaults, whose key may be nowhere to be found.
-    engine = config.engine if engines else _with_key("engine", config.engine, environ)
-    return config.model_copy(update={"gateway": gateway, "engine": engine, "engines": engines})
+    config = config.model_copy(update={"gateway": gateway})
+    return _with_engines(config, lambda engine, section: _with_key(".".join(map(str, section)), engine, environ))
 
 
 def key_variables(config: Config) -> tuple[str, ...]:
@@ -97,16 +90,17 @@ def key_variables(config: Config) -> tuple[str, ...]:
 def _with_key(section: str, engine: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
     if engine.api_key is None:
         return engine
-    found = _reveal(f"{section}.api_key", engine.api_key, environ)
+    found = revealed(f"{section}.api_key", engine.api_key.get_secret_value(), environ)
     if len(found) > 1:
         raise ConfigError(f"{section}.api_key: {len(found)} keys where one is expected")
     return engine.model_copy(update={"api_key": SecretStr(found[0])})
 
 
-def _reveal(key: str, item: SecretStr, environ: Mapping[str, str]) -> list[str]:
-    kind, _, reference = item.get_secret_value().partition(":")
+def revealed(key: str, text: str, environ: Mapping[str, str]) -> list[str]:
+    """Return the keys that `env:NAME` or `file:PATH` refers to; any other text is a key. `key` is for messages."""
+    kind, _, reference = text.partition(":")
     if kind not in ("env", "file") or not reference:
-        return [item.get_secret_value()]
+        return [text]
     if kind == "env":
         found = environ.get(reference, "").replace(",", " ")
     else:
@@ -205,10 +199,16 @@ def _with_paths_found(config: Config, sources: Sequence[Source], bases: Sequence
         paths = {name: _found(getattr(engine, name), (*section, name), sources, bases) for name in ("model", "python")}
         return engine.model_copy(update=paths)
 
-    engines = {name: found(engine, ("engines", name)) for name, engine in config.engines.items()}
-    # With groups, `engine` is nothing but their defaults and starts no server of its own.
-    engine = config.engine if engines else found(config.engine, ("engine",))
-    return config.model_copy(update={"engine": engine, "engines": engines})
+    return _with_engines(config, found)
+
+
+def _with_engines(config: Config, changed: Callable[[EngineConfig, Key], EngineConfig]) -> Config:
+    """Change each engine group. With groups, `engine` is nothing but their defaults: it starts no server of its own,
+    and its key may be nowhere to be found."""
+    if not config.engines:
+        return config.model_copy(update={"engine": changed(config.engine, ("engine",))})
+    engines = {name: changed(engine, ("engines", name)) for name, engine in config.engines.items()}
+    return config.model_copy(update={"engines": engines})
 
 
 def _found(path: str, key: Key, sources: Sequence[Source], bases: Sequence[Path]) -> str:
@@ -245,11 +245,3 @@ def _setting(sources: Sequence[Source], key: Key, value: Any) -> Setting:
     if given is None:
         return Setting(key=dotted, value=shown, origin="default", place="")
     return Setting(key=dotted, value=shown, origin=given[1].origin, place=given[1].place(given[0]))
-
-
-def _leaves(tree: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, (*key, name))
-        else:
-            yield (*key, name), value

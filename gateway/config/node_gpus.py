@@ -20,16 +20,16 @@ def read_gpus(text: str, environ: Mapping[str, str] = os.environ, driver: Path =
     is loaded), and for an id outside the CUDA_VISIBLE_DEVICES that a batch system has set.
     """
     ids = tuple(part.strip() for part in text.split(","))
-    for one in ids:
-        if not _ID.fullmatch(one):
-            raise ConfigError(f"--gpus {text}: {one!r} is no GPU: give numbers or UUIDs, such as --gpus 0,1")
-        if ids.count(one) > 1:
-            raise ConfigError(f"--gpus {text}: {one} is given twice")
+    for gpu in ids:
+        if not _ID.fullmatch(gpu):
+            raise ConfigError(f"--gpus {text}: {gpu!r} is no GPU: give numbers or UUIDs, such as --gpus 0,1")
+        if ids.count(gpu) > 1:
+            raise ConfigError(f"--gpus {text}: {gpu} is given twice")
     present = len(list(driver.iterdir())) if driver.is_dir() else None
-    if present is not None and (missing := [one for one in ids if one.isdigit() and int(one) >= present]):
+    if present is not None and (missing := [gpu for gpu in ids if gpu.isdigit() and int(gpu) >= present]):
         raise ConfigError(f"--gpus {text}: this machine has {present} GPUs, 0 to {present - 1}, and no {missing[0]}")
     if (allowed := environ.get(VISIBLE)) is not None:
-        outside = [one for one in ids if one not in [part.strip() for part in allowed.split(",")]]
+        outside = [gpu for gpu in ids if gpu not in [part.strip() for part in allowed.split(",")]]
         if outside:
             raise ConfigError(f"--gpus {text}: {outside[0]} is not in {VISIBLE}={allowed}, which is all that is ours")
     return ids

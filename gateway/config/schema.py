@@ -18,6 +18,12 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+def _absolute(path: str | None) -> str | None:
+    if path is not None and not Path(path).is_absolute():
+        raise ValueError(f"{path!r} is no absolute path, and the gateway runs in a folder of Ray's: give one")
+    return path
+
+
 class TraceConfig(_Section):
     """A record of requests in a file, which load tests can replay."""
 
@@ -28,12 +34,7 @@ class TraceConfig(_Section):
     content: bool = False
     """True to keep prompts as they came, and not their lengths and hashes alone."""
 
-    @field_validator("file")
-    @classmethod
-    def _file_is_one_place(cls, file: str | None) -> str | None:
-        if file is not None and not Path(file).is_absolute():
-            raise ValueError(f"{file!r} is no absolute path, and the gateway runs in a folder of Ray's: give one")
-        return file
+    _file_is_one_place = field_validator("file")(_absolute)
 
 
 class GatewayConfig(_Section):
@@ -160,9 +161,7 @@ class WeightsConfig(_Section):
     @field_validator("store")
     @classmethod
     def _store_is_one_place(cls, store: str | None) -> str | None:
-        if store not in (None, "auto") and not Path(store).is_absolute():
-            raise ValueError(f"{store!r} is no absolute path, and the gateway runs in a folder of Ray's: give one")
-        return store
+        return store if store == "auto" else _absolute(store)
 
     @model_validator(mode="after")
     def _the_relay_has_a_store(self) -> "WeightsConfig":

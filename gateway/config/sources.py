@@ -7,10 +7,10 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, SecretStr
@@ -25,6 +25,7 @@ SERVE_IMPORT_PATH = "gateway.app:build"
 
 _TOML_PART = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
 
+T = TypeVar("T")
 Key = tuple[str | int, ...]
 # "live" is a running server.
 Origin = Literal["default", "file", "env", "cli", "live"]
@@ -39,17 +40,27 @@ class Source:
     tree: Tree
     places: Mapping[Key, str] = field(default_factory=dict)
 
-    def holds(self, key: Key) -> bool:
+    def value(self, key: Key) -> Any:
+        """Return the value at `key`. Raises `LookupError` or `TypeError` where there is none."""
         here: Any = self.tree
         for part in key:
-            try:
-                here = here[part]
-            except (KeyError, IndexError, TypeError):
-                return False
+            here = here[part]
+        return here
+
+    def holds(self, key: Key) -> bool:
+        try:
+            self.value(key)
+        except (LookupError, TypeError):
+            return False
         return True
 
     def place(self, key: Key) -> str:
-        return next((self.places[key[:n]] for n in range(len(key), -1, -1) if key[:n] in self.places), "")
+        return nearest_place(self.places, key, "")
+
+
+def nearest_place(places: Mapping[Key, T], key: Key, otherwise: T) -> T:
+    """Return the place of a key, or that of the nearest section around it that has a place."""
+    return next((places[key[:n]] for n in range(len(key), -1, -1) if key[:n] in places), otherwise)
 
 
 def from_file(path: Path) -> Source:
@@ -155,14 +166,14 @@ def _read_serve_document(path: Path, document: Tree, lines: dict[Key, int]) -> t
     }
     tree: Tree = {}
     places: dict[Key, int] = {}
-    for key in _leaves({**document, "applications": {index: {**application, "args": None}}}):
+    for key, value in leaves({**document, "applications": {index: {**application, "args": None}}}):
         if key in renamed:
-            put(tree, renamed[key], _value_at(document, key))
+            put(tree, renamed[key], value)
             places[renamed[key]] = lines.get(key, 1)
         elif key not in silent:
             dotted = ".".join(map(str, key))
             raise ConfigError(
-                f"{path}:{_nearest_line(lines, key)}: {dotted}: rollout-gateway does not carry this key to Serve; "
+                f"{path}:{nearest_place(lines, key, 1)}: {dotted}: rollout-gateway does not carry this key to Serve; "
                 "deploy the file with `serve deploy`, or leave the key out"
             )
     arguments = application.get("args") or {}
@@ -180,22 +191,13 @@ def _our_application(path: Path, document: Tree, lines: Mapping[Key, int]) -> tu
     raise ConfigError(f"{path}:{line}: applications: none has import_path: {SERVE_IMPORT_PATH}")
 
 
-def _leaves(tree: Mapping[Any, Any], key: Key = ()) -> Iterator[Key]:
+def leaves(tree: Mapping[Any, Any], key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield each value that is no section, with its key; an empty section is a value."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, (*key, name))
+            yield from leaves(value, (*key, name))
         else:
-            yield (*key, name)
-
-
-def _value_at(tree: Any, key: Key) -> Any:
-    for part in key:
-        tree = tree[part]
-    return tree
-
-
-def _nearest_line(lines: Mapping[Key, int], key: Key) -> int:
-    return next((lines[key[:n]] for n in range(len(key), 0, -1) if key[:n] in lines), 1)
+            yield (*key, name), value
 
 
 class _Settings(Config, BaseSettings):
@@ -237,18 +239,25 @@ def _environment_key(name: str) -> Key:
 
 def from_overrides(arguments: Sequence[str]) -> Source:
     """`--a.b 2`, `--a.b=2` and `a.b=2`; values are YAML."""
+    return from_pairs(
+        "cli", ((tuple(dotted.split(".")), text, f"argument {shown}") for shown, dotted, text in _pairs(arguments))
+    )
+
+
+def from_pairs(origin: Origin, pairs: Iterable[tuple[Key, Any, str]]) -> Source:
+    """Build a source from keys with their values and places. Text is read as on the command line."""
     tree: Tree = {}
     places: dict[Key, str] = {}
-    for shown, dotted, text in _pairs(arguments):
-        key: Key = tuple(dotted.split("."))
+    for key, value, place in pairs:
+        dotted = ".".join(map(str, key))
         try:
-            put(tree, key, parse_value(text, field_at(key)))
+            put(tree, key, parse_value(value, field_at(key)))
         except yaml.YAMLError as error:
-            raise ConfigError(f"argument {shown}: {dotted}: {text!r} is not a YAML value") from error
+            raise ConfigError(f"{place}: {dotted}: {value!r} is not a YAML value") from error
         except TypeError as error:
-            raise ConfigError(f"argument {shown}: {dotted}: a value is already given above this key") from error
-        places[key] = f"argument {shown}"
-    return Source(origin="cli", tree=tree, places=places)
+            raise ConfigError(f"{place}: {dotted}: a value is already given above this key") from error
+        places[key] = place
+    return Source(origin=origin, tree=tree, places=places)
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:
@@ -268,8 +277,15 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:
         yield name, dotted, value
 
 
-def parse_value(text: str, field: FieldInfo | None) -> Any:
-    """A YAML scalar, but plain text where the key holds text, and split at commas where it holds a list."""
+def parse_value(text: Any, field: FieldInfo | None) -> Any:
+    """A YAML scalar, but plain text where the key holds text, and split at commas where it holds a list.
+
+    Items of a list are YAML by themselves; anything else was parsed before.
+    """
+    if isinstance(text, list):
+        return [yaml.safe_load(item) if isinstance(item, str) else item for item in text]
+    if not isinstance(text, str):
+        return text
     value = yaml.safe_load(text)
     if field is None or value is None or isinstance(value, (list, dict)):
         return value

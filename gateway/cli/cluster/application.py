@@ -57,6 +57,24 @@ def running(name: str) -> Running | None:
     )
 
 
+def deployed(name: str) -> tuple[dict[str, Any], Config]:
+    """Return Serve's details of a deployed application, and its configuration. Raises where there is none."""
+    application = serve_api(name).application(name)
+    if application is None or not application.get("deployed_app_config"):
+        raise unknown_application(name)
+    return application, deployed_config(application)
+
+
+def deployed_config(application: Mapping[str, Any]) -> Config:
+    return Config.model_validate((application.get("deployed_app_config") or {}).get("args") or {})
+
+
+def gateway_status(api: ServeApi) -> dict[str, Any]:
+    """Return the gateway's status report; empty where the control plane is off or does not answer."""
+    url = control_url(api.details())
+    return (ask_control_plane(url, "/status") if url else None) or {}
+
+
 def control_url(details: Mapping[str, Any]) -> str:
     """Return the URL of the control plane from Serve's details; empty where it is off."""
     http = details["http_options"]

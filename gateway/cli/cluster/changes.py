@@ -4,12 +4,13 @@ Serve restarts every replica of an application whose arguments changed, the gate
 travel beside the arguments, so that a change of them alone restarts nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.config.schema import Config
 from gateway.config.serve_document import KEY_LISTS
+from gateway.config.sources import leaves
 
 GATEWAY = "gateway"
 CONTROL = "control"
@@ -35,7 +36,7 @@ class Changes:
 def changes(deployed: Mapping[str, Any], document: Mapping[str, Any]) -> Changes:
     """Compare Serve's document of a deployed application with the one to deploy."""
     before, config = (Config.model_validate(one.get("args") or {}) for one in (deployed, document))
-    old, new = dict(_leaves(_revealed(before))), dict(_leaves(_revealed(config)))
+    old, new = _revealed(before), _revealed(config)
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     counts = {group: engine.num_replicas for group, engine in before.groups.items()} | _scaled_to(deployed)
     wanted = {group: engine.num_replicas for group, engine in config.groups.items()}
@@ -71,16 +72,8 @@ def _scaled_to(deployed: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _revealed(config: Config) -> dict[str, Any]:
-    """Dump a configuration with its references to keys, which other dumps hide. They are no secrets."""
+    """Return values by dotted key, with the references to keys, which other dumps hide. They are no secrets."""
     tree = config.model_dump(mode="json")
     for name in KEY_LISTS:
         tree["gateway"][name] = [item.get_secret_value() for item in getattr(config.gateway, name)]
-    return tree
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+    return {".".join(map(str, key)): value for key, value in leaves(tree)}

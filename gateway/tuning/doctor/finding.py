@@ -1,7 +1,8 @@
 """A rule's finding about one value."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from gateway.config.load import Setting
@@ -15,7 +16,7 @@ class Severity(StrEnum):
     FINE = "fine"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Found:
     """One value, judged. `message` holds this file's own numbers; `setting` is None where nothing was given to name."""
 
@@ -24,6 +25,7 @@ class Found:
     message: str
     suggestion: str = ""
     effect: str = ""
+    _: KW_ONLY
     corrects: bool = False
     """True if a common belief about this value is wrong."""
 
@@ -55,29 +57,6 @@ class Finding:
     """The advice holds for nearly every file."""
 
 
-def hurts(setting: Setting | None, message: str, suggestion: str, effect: str = "", *, corrects: bool = False) -> Found:
-    return Found(
-        severity=Severity.HURTS,
-        setting=setting,
-        message=message,
-        suggestion=suggestion,
-        effect=effect,
-        corrects=corrects,
-    )
-
-
-def consider(
-    setting: Setting | None, message: str, suggestion: str, effect: str = "", *, corrects: bool = False
-) -> Found:
-    return Found(
-        severity=Severity.CONSIDER,
-        setting=setting,
-        message=message,
-        suggestion=suggestion,
-        effect=effect,
-        corrects=corrects,
-    )
-
-
-def fine(setting: Setting | None, message: str, *, corrects: bool = False) -> Found:
-    return Found(severity=Severity.FINE, setting=setting, message=message, corrects=corrects)
+hurts = partial(Found, Severity.HURTS)
+consider = partial(Found, Severity.CONSIDER)
+fine = partial(Found, Severity.FINE)

@@ -7,13 +7,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from engines.errors import ConfigError, GatewayUnreachable
 from engines.types import EngineKind
-from gateway.config.load import Setting
+from gateway.config.load import Setting, revealed
 from gateway.tuning.doctor.engine_view import EngineView
 
 _TIMEOUT_S = 10.0
@@ -212,13 +211,7 @@ def _key(key: str, environ: Mapping[str, str]) -> str:
         return ""
     if kind not in ("env", "file") or not reference:
         raise ConfigError("argument --key: expected env:NAME or file:PATH, since others see what is written out here")
-    try:
-        found = environ.get(reference, "") if kind == "env" else Path(reference).expanduser().read_text("utf-8")
-    except OSError as error:
-        raise ConfigError(f"argument --key: {reference} cannot be read: {error.strerror}") from error
-    if not found.split():
-        raise ConfigError(f"argument --key: no key in {key}")
-    return found.split()[0].split(",")[0]
+    return revealed("argument --key", key, environ)[0]
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from engines.config import EngineConfig
 from engines.errors import ConfigError, DeadlineExceeded, InvalidRequest, UnknownModel
 from engines.types import EngineKind, ReplicaInfo
-from gateway.config.load import from_args, load
+from gateway.config.load import load
 from gateway.config.models import Models
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import Json, Rig, StartRig
@@ -351,7 +352,7 @@ async def test_a_server_of_others_with_another_model_says_why_it_is_not_taken_in
 )
 def test_groups_that_do_not_fit_together_are_named_with_the_remedy(second: Json, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        from_args({"engine": {"kind": "sim"}, "engines": {"one": {"model": "a"}, "two": second}}, {})
+        load(None, ["engine.kind=sim", "engines.one.model=a", f"engines.two={json.dumps(second)}"], {})
     assert said in str(caught.value)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.config.load import from_args, load
+from gateway.config.load import load, with_secrets
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
 
@@ -34,12 +34,12 @@ def test_args_build_the_same_configuration() -> None:
         serve={"http_port": 8001},
         engine={"kind": "sim", "sim": {"start_s": 1.5}, "env": {"A": "b"}},
     )
-    assert from_args(serve_config(config)["applications"][0]["args"], {}) == config
+    assert with_secrets(Config.model_validate(serve_config(config)["applications"][0]["args"]), {}) == config
 
 
 def test_a_group_that_returns_to_a_default_keeps_it() -> None:
     config = config_of(engine={"kind": "sim", "dtype": "float32"}, engines={"a": {"dtype": "auto"}, "b": {}})
-    built = from_args(serve_config(config)["applications"][0]["args"], {})
+    built = with_secrets(Config.model_validate(serve_config(config)["applications"][0]["args"]), {})
     assert built.groups == config.groups
 
 

@@ -1,6 +1,7 @@
 """Servers that somebody else runs, behind the gateway: what they serve, and when they no longer do."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -8,7 +9,7 @@ from pydantic import SecretStr
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
-from gateway.config.load import explain, from_args, load, with_secrets
+from gateway.config.load import explain, load, with_secrets
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
 from tests.rigs.openai_server import OpenAiServer
@@ -118,7 +119,7 @@ async def test_what_a_plain_server_cannot_do_is_refused_by_name(start_rig: Start
 )
 def test_a_mistake_in_an_external_group_is_told(engine: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        from_args({"engine": engine}, {})
+        load(None, [f"engine={json.dumps(engine)}"], {})
     assert message in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
@@ -128,7 +129,7 @@ def test_the_key_is_read_by_who_needs_it_and_shown_to_nobody() -> None:
     config = load(None, overrides, {})
     args = serve_config(config)["applications"][0]["args"]
     assert args["engine"]["api_key"] == "env:JUDGE_KEY"
-    assert from_args(args, {"JUDGE_KEY": "hunter2"}).engine.api_key == SecretStr("hunter2")
+    assert with_secrets(Config.model_validate(args), {"JUDGE_KEY": "hunter2"}).engine.api_key == SecretStr("hunter2")
     assert "hunter2" not in str(with_secrets(config, {"JUDGE_KEY": "hunter2"}).model_dump(mode="json"))
     assert {s.value for s in explain(None, overrides, {}) if s.key == "engine.api_key"} == {"**********"}
     with pytest.raises(ConfigError, match=r"engine\.api_key: no key in env:JUDGE_KEY"):
@@ -140,8 +141,8 @@ def test_the_key_of_a_group_stays_with_it() -> None:
     config = Config.model_validate({"engine": {"kind": "sim"}, "engines": {"policy": {}, "judge": judge}})
     args = serve_config(config)["applications"][0]["args"]
     assert args["engines"]["judge"]["api_key"] == "env:A"
-    groups = from_args(args, {"A": "a"}).groups
+    groups = with_secrets(Config.model_validate(args), {"A": "a"}).groups
     assert groups["judge"].api_key == SecretStr("a")
     assert groups["policy"].api_key is None
     with pytest.raises(ConfigError, match=r"engines\.judge\.api_key: 2 keys where one is expected"):
-        from_args(args, {"A": "a b"})
+        with_secrets(Config.model_validate(args), {"A": "a b"})

@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.errors import ConfigError
 from gateway.config.load import Setting
-from gateway.config.sources import Key, Tree, read_text, read_yaml
+from gateway.config.sources import Key, Tree, leaves, nearest_place, read_text, read_yaml
 from gateway.tuning.doctor.files.hydra_override import HydraOverride, hydra_value, parsed_override
 from gateway.tuning.doctor.files.shell_script import Command, is_known, read_script
 from gateway.tuning.doctor.known_keys import (
@@ -274,9 +274,10 @@ def _nearest_trainer(settings: Mapping[str, Setting], version: str) -> VerlKeys:
 def _settings(path: Path, tree: Tree, lines: Mapping[Key, int]) -> dict[str, Setting]:
     """Leaves by dotted key, with their lines."""
     found = {}
-    for parts, value in _leaves({name: value for name, value in tree.items() if name not in _NOT_KEYS}):
-        dotted = ".".join(parts)
-        place = next((f"{path}:{lines[parts[:n]]}" for n in range(len(parts), 0, -1) if parts[:n] in lines), str(path))
+    for key, value in leaves({name: value for name, value in tree.items() if name not in _NOT_KEYS}):
+        parts = tuple(map(str, key))
+        dotted, line = ".".join(parts), nearest_place(lines, parts, 0)
+        place = f"{path}:{line}" if line else str(path)
         value = hydra_value(value) if _is_number_of_hydra(value) else value
         found[dotted] = Setting(key=dotted, value=value, origin="file", place=place)
     return found
@@ -285,11 +286,3 @@ def _settings(path: Path, tree: Tree, lines: Mapping[Key, int]) -> dict[str, Set
 def _is_number_of_hydra(value: Any) -> bool:
     """YAML takes 1e-6 for text, OmegaConf for a number."""
     return isinstance(value, str) and isinstance(hydra_value(value), float) and value.strip()[:1] not in "'\""
-
-
-def _leaves(tree: Tree, parts: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, (*parts, str(name)))
-        else:
-            yield (*parts, str(name)), value

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from engines.config import EngineConfig
 from engines.types import EngineKind
 from gateway.tuning.doctor.engine_view import EngineView
 from gateway.tuning.doctor.finding import Found, consider, fine, hurts
@@ -13,9 +14,8 @@ from gateway.tuning.doctor.rules.rule import (
     VERL_GUIDE,
     VERL_PRACTICE,
     VLLM_CODE,
-    Judged,
-    Rule,
-    of_engines,
+    engine_group_rule,
+    engine_rule,
 )
 from gateway.tuning.doctor.subject import Subject
 
@@ -25,6 +25,15 @@ _GRAPHS = "CUDA graphs: 1.53 times the tokens/s at 64 streams and 1.01 at 512; w
 _FEW_SEQS = "max_num_seqs 64 under 512 streams: 0.64 of the tokens/s, 0.57 for groups of 8; 256: 1.09 and 1.04"
 
 
+@engine_rule(
+    id="gpu-memory",
+    asks="Does the engine use the GPU's memory?",
+    reads="gpu_memory_utilization, extra.mem_fraction_static, vllm_gpu_memory_utilization",
+    why="What is not weights is KV cache, and KV cache is how many sequences run. The share means something "
+    "else in each engine: of the whole GPU for all in vLLM, for weights and KV cache alone in SGLang.",
+    source=f"{VERL_GUIDE}; {VERL_PRACTICE}",
+    gain=0.3,
+)
 def _memory_share(engine: EngineView, subject: Subject) -> Iterator[Found]:
     if engine.on_cpu or engine.value("kv_cache_memory_bytes"):
         return
@@ -105,6 +114,14 @@ def _kv_gain(engine: EngineView, subject: Subject, share: float, better: float) 
     return f"about {now:.0f} -> {then:.0f} GiB of KV cache a GPU of {subject.gpu_gib:g} GiB"
 
 
+@engine_rule(
+    id="tensor-parallel",
+    asks="Is the tensor parallel size the smallest that fits?",
+    reads="tensor_parallel_size, num_replicas",
+    why="GPUs of one replica wait for each other in every layer, replicas do not. TP is for models too large.",
+    source=f"{LEVERS}; {VERL_GUIDE}",
+    gain=0.3,
+)
 def _tensor_parallel(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, tp = engine.at("tensor_parallel_size"), int(engine.number("tensor_parallel_size") or 1)
     weights = engine.weight_gib
@@ -138,6 +155,16 @@ def _is_busy(engine: EngineView, subject: Subject) -> bool:
     return (subject.samples_per_replica(engine) or 0) > 128
 
 
+@engine_rule(
+    id="max-num-batched-tokens",
+    asks="Is the token budget of a step large enough?",
+    reads="max_num_batched_tokens",
+    why="It is the number of tokens that one step may compute, prompts' chunks and decodes together.",
+    source=f"{LEVERS}: 512 streams of 1,280 tokens each ran at 0.98, 1, 1.02 with 2048, 8192, 32768; {VERL_GUIDE}",
+    corrects="“8,192 batched tokens run one sequence of 4,096 + 4,096, and 32,768 four.” With chunked prefill it "
+    "does not bound concurrent sequences: under a budget of 64, 16 sequences of 340 tokens ran at the same time, "
+    "and under 2,048, 512 of 1,280 made 0.98 of the tokens/s.",
+)
 def _batched_tokens(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, tokens = engine.at("max_num_batched_tokens"), engine.number("max_num_batched_tokens")
     # The belief counts whole sequences into it, and wants room for four.
@@ -175,6 +202,14 @@ def _whole_prompts(engine: EngineView, subject: Subject, tokens: float) -> Itera
         yield fine(setting, f"{tokens:.0f} hold a whole prompt")
 
 
+@engine_rule(
+    id="max-num-seqs",
+    asks="Do enough sequences run at a time?",
+    reads="max_num_seqs against completions of a step / replicas",
+    why="Decoding reads all weights once a step, for one sequence or for hundreds; what waits gains nothing.",
+    source=LEVERS,
+    gain=0.4,
+)
 def _max_num_seqs(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, most = engine.at("max_num_seqs"), engine.number("max_num_seqs")
     load = subject.samples_per_replica(engine)
@@ -192,6 +227,16 @@ def _max_num_seqs(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, f"{most:.0f}{beside}: 256 and 1024 did alike at 512 streams, 64 lost 36 to 43 %")
 
 
+@engine_rule(
+    id="cuda-graphs",
+    asks="Are CUDA graphs on?",
+    reads="enforce_eager",
+    why="Without graphs every kernel of a decode step is launched by the CPU, which the GPU then waits for.",
+    source=LEVERS,
+    gain=0.35,
+    corrects="“RL needs eager mode, since its batches change size.” It does not: graphs are captured for many "
+    "sizes, and a batch takes the next larger one.",
+)
 def _eager(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, is_eager = engine.at("enforce_eager"), engine.value("enforce_eager")
     if engine.on_cpu or setting is None:
@@ -205,6 +250,15 @@ def _eager(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "CUDA graphs are on")
 
 
+@engine_rule(
+    id="capture-sizes",
+    asks="Do CUDA graphs cover the batches that run?",
+    reads="cudagraph_capture_sizes, max_cudagraph_capture_size against max_num_seqs",
+    why="A batch larger than the largest captured size runs without a graph. vLLM's own choice goes to twice "
+    "max_num_seqs, at most 512.",
+    source=f"{LEVERS}; {VLLM_CODE}, config/vllm.py",
+    gain=0.3,
+)
 def _capture_sizes(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, sizes = engine.at("cudagraph_capture_sizes"), engine.value("cudagraph_capture_sizes")
     if not engine.reaches("cudagraph_capture_sizes") or engine.on_cpu:
@@ -236,6 +290,14 @@ def _capture_sizes(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, f"graphs up to {largest:.0f}, sequences up to {widest:.0f}")
 
 
+@engine_rule(
+    id="chunked-prefill",
+    asks="Is chunked prefill on?",
+    reads="enable_chunked_prefill, extra.chunked_prefill_size",
+    why="Prompts are read in pieces beside the decodes of others, so that decoding goes on.",
+    source=f"{VERL_GUIDE}; {VERL_CODE}, vllm_async_server.py raises max_num_batched_tokens where it is off",
+    gain=0.05,
+)
 def _chunked_prefill(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, chunked = engine.at("enable_chunked_prefill"), engine.value("enable_chunked_prefill")
     if not engine.reaches("enable_chunked_prefill"):
@@ -248,6 +310,14 @@ def _chunked_prefill(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "on")
 
 
+@engine_rule(
+    id="prefix-caching",
+    asks="Is the prompt of a group read once?",
+    reads="enable_prefix_caching, extra.disable_radix_cache",
+    why="All samples of a group, and all turns of a session, begin with the same tokens.",
+    source=TRL_GUIDE,
+    gain=0.2,
+)
 def _prefix_caching(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, caching = engine.at("enable_prefix_caching"), engine.value("enable_prefix_caching")
     if not engine.reaches("enable_prefix_caching"):
@@ -264,6 +334,14 @@ def _prefix_caching(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "on; the gateway salts prefixes with the weight version, so that no old KV is used")
 
 
+@engine_rule(
+    id="log-stats",
+    asks="Can the engine be watched?",
+    reads="disable_log_stats",
+    why="Tuning begins with what the engine says of itself: KV cache in use, preemptions, waiting requests.",
+    source=VERL_GUIDE,
+    is_general=True,
+)
 def _log_stats(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting = engine.at("disable_log_stats")
     if not engine.reaches("disable_log_stats") or setting is None:
@@ -275,6 +353,14 @@ def _log_stats(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "statistics are on")
 
 
+@engine_rule(
+    id="logprobs-mode",
+    asks="Are log-probabilities those that were sampled from?",
+    reads="logprobs_mode",
+    why="Trainers divide their own log-probabilities by these.",
+    source=f"{TRL_CODE} warns of any other mode",
+    gain=0.5,
+)
 def _logprobs_mode(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting = engine.at("logprobs_mode")
     if not engine.is_vllm or setting is None or setting.value is None:
@@ -286,6 +372,15 @@ def _logprobs_mode(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "log-probabilities are of what was sampled from")
 
 
+@engine_rule(
+    id="seeds",
+    asks="Do replicas draw different samples?",
+    reads="seed, extra.seed",
+    why="Engines with one seed give one prompt the same completions on each replica, and a group without variance "
+    "teaches nothing.",
+    source=f"{VLLM_CODE}: its default seed is 0; {VERL_CODE} adds the replica's rank",
+    gain=0.5,
+)
 def _seed(engine: EngineView, subject: Subject) -> Iterator[Found]:
     in_extra = next((engine.at(name) for name in ("extra.seed", "extra.random_seed") if engine.at(name)), None)
     setting = in_extra or engine.at("seed")
@@ -297,6 +392,14 @@ def _seed(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "each replica adds its number, so that equal prompts do not give equal samples on two")
 
 
+@engine_rule(
+    id="stream-interval",
+    asks="Are streamed chunks coarse enough?",
+    reads="stream_interval",
+    why="Each chunk is put together, sent and read by Python.",
+    source=LEVERS,
+    gain=0.4,
+)
 def _stream_interval(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, interval = engine.at("stream_interval"), engine.number("stream_interval")
     if interval is None:
@@ -310,6 +413,14 @@ def _stream_interval(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, f"a chunk every {interval:.0f} tokens")
 
 
+@engine_rule(
+    id="api-servers",
+    asks="Can the API process keep up with the GPU?",
+    reads="api_server_count",
+    why="One process parses and streams for the whole engine, however many GPUs it has.",
+    source=LEVERS,
+    gain=0.2,
+)
 def _api_servers(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, weights = engine.at("api_server_count"), engine.weight_gib
     if not engine.is_vllm or engine.owner != "gateway" or engine.on_cpu:
@@ -336,6 +447,13 @@ def _api_servers(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield consider(setting, f"{one}, and answers of the engine wait behind them", "api_server_count: 4", effect)
 
 
+@engine_rule(
+    id="data-parallel",
+    asks="Are copies replicas of their own?",
+    reads="data_parallel_size",
+    why="Replicas restart one by one, are balanced by the tokens they hold, and fail alone.",
+    source=f"{TRL_GUIDE}: data parallel servers of dense models are not advised since vLLM 0.14",
+)
 def _copies(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, copies = engine.at("data_parallel_size"), engine.number("data_parallel_size")
     if copies and copies > 1:
@@ -343,6 +461,14 @@ def _copies(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield consider(setting, message, f"data_parallel_size: 1 and {copies:.0f} times the replicas")
 
 
+@engine_rule(
+    id="dtype",
+    asks="Do weights take two bytes?",
+    reads="dtype",
+    why="Decoding is bound by reading weights.",
+    source=VERL_CODE,
+    gain=0.4,
+)
 def _dtype(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, dtype = engine.at("dtype"), engine.value("dtype")
     if setting is None or engine.on_cpu:
@@ -355,13 +481,26 @@ def _dtype(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, f"{dtype}; it should be the trainer's")
 
 
-def _unseen(subject: Subject) -> Iterator[Judged]:
-    for name, group in (subject.config.groups if subject.config else {}).items():
-        if group.kind is EngineKind.EXTERNAL:
-            message = f"the settings of {group.url} are its own, in none of these files"
-            yield f"gateway {name}", consider(None, message, "examine it live: doctor --url URL_OF_THE_GATEWAY")
+@engine_group_rule(
+    id="external-engine",
+    asks="Are all engines' settings here?",
+    reads="kind: external",
+    why="A server that somebody else runs was started with arguments of its own.",
+    source="engines/clients/external.py",
+)
+def _unseen(group: EngineConfig, subject: Subject) -> Iterator[Found]:
+    if group.kind is EngineKind.EXTERNAL:
+        message = f"the settings of {group.url} are its own, in none of these files"
+        yield consider(None, message, "examine it live: doctor --url URL_OF_THE_GATEWAY")
 
 
+@engine_rule(
+    id="unreached-lever",
+    asks="Does the engine hear of every lever that is given?",
+    reads="actor_rollout_ref.rollout.* with name=sglang",
+    why="A lever that is dropped on the way looks set and changes nothing.",
+    source=f"{VERL_CODE}, workers/rollout/sglang_rollout/async_sglang_server.py",
+)
 def _unreached(engine: EngineView, subject: Subject) -> Iterator[Found]:
     """Levers with a rule of their own are left to it."""
     for lever, setting in engine.settings.items():
@@ -381,163 +520,3 @@ _SGLANG_NAMES = {
     "enable_prefix_caching": "disable_radix_cache",
     "enable_chunked_prefill": "chunked_prefill_size",
 }
-
-ENGINE_RULES = (
-    Rule(
-        id="gpu-memory",
-        asks="Does the engine use the GPU's memory?",
-        reads="gpu_memory_utilization, extra.mem_fraction_static, vllm_gpu_memory_utilization",
-        why="What is not weights is KV cache, and KV cache is how many sequences run. The share means something "
-        "else in each engine: of the whole GPU for all in vLLM, for weights and KV cache alone in SGLang.",
-        source=f"{VERL_GUIDE}; {VERL_PRACTICE}",
-        check=of_engines(_memory_share),
-        gain=0.3,
-    ),
-    Rule(
-        id="tensor-parallel",
-        asks="Is the tensor parallel size the smallest that fits?",
-        reads="tensor_parallel_size, num_replicas",
-        why="GPUs of one replica wait for each other in every layer, replicas do not. TP is for models too large.",
-        source=f"{LEVERS}; {VERL_GUIDE}",
-        check=of_engines(_tensor_parallel),
-        gain=0.3,
-    ),
-    Rule(
-        id="max-num-batched-tokens",
-        asks="Is the token budget of a step large enough?",
-        reads="max_num_batched_tokens",
-        why="It is the number of tokens that one step may compute, prompts' chunks and decodes together.",
-        source=f"{LEVERS}: 512 streams of 1,280 tokens each ran at 0.98, 1, 1.02 with 2048, 8192, 32768; {VERL_GUIDE}",
-        check=of_engines(_batched_tokens),
-        corrects="“8,192 batched tokens run one sequence of 4,096 + 4,096, and 32,768 four.” With chunked prefill it "
-        "does not bound concurrent sequences: under a budget of 64, 16 sequences of 340 tokens ran at the same time, "
-        "and under 2,048, 512 of 1,280 made 0.98 of the tokens/s.",
-    ),
-    Rule(
-        id="max-num-seqs",
-        asks="Do enough sequences run at a time?",
-        reads="max_num_seqs against completions of a step / replicas",
-        why="Decoding reads all weights once a step, for one sequence or for hundreds; what waits gains nothing.",
-        source=LEVERS,
-        check=of_engines(_max_num_seqs),
-        gain=0.4,
-    ),
-    Rule(
-        id="cuda-graphs",
-        asks="Are CUDA graphs on?",
-        reads="enforce_eager",
-        why="Without graphs every kernel of a decode step is launched by the CPU, which the GPU then waits for.",
-        source=LEVERS,
-        check=of_engines(_eager),
-        gain=0.35,
-        corrects="“RL needs eager mode, since its batches change size.” It does not: graphs are captured for many "
-        "sizes, and a batch takes the next larger one.",
-    ),
-    Rule(
-        id="capture-sizes",
-        asks="Do CUDA graphs cover the batches that run?",
-        reads="cudagraph_capture_sizes, max_cudagraph_capture_size against max_num_seqs",
-        why="A batch larger than the largest captured size runs without a graph. vLLM's own choice goes to twice "
-        "max_num_seqs, at most 512.",
-        source=f"{LEVERS}; {VLLM_CODE}, config/vllm.py",
-        check=of_engines(_capture_sizes),
-        gain=0.3,
-    ),
-    Rule(
-        id="chunked-prefill",
-        asks="Is chunked prefill on?",
-        reads="enable_chunked_prefill, extra.chunked_prefill_size",
-        why="Prompts are read in pieces beside the decodes of others, so that decoding goes on.",
-        source=f"{VERL_GUIDE}; {VERL_CODE}, vllm_async_server.py raises max_num_batched_tokens where it is off",
-        check=of_engines(_chunked_prefill),
-        gain=0.05,
-    ),
-    Rule(
-        id="prefix-caching",
-        asks="Is the prompt of a group read once?",
-        reads="enable_prefix_caching, extra.disable_radix_cache",
-        why="All samples of a group, and all turns of a session, begin with the same tokens.",
-        source=TRL_GUIDE,
-        check=of_engines(_prefix_caching),
-        gain=0.2,
-    ),
-    Rule(
-        id="log-stats",
-        asks="Can the engine be watched?",
-        reads="disable_log_stats",
-        why="Tuning begins with what the engine says of itself: KV cache in use, preemptions, waiting requests.",
-        source=VERL_GUIDE,
-        check=of_engines(_log_stats),
-        is_general=True,
-    ),
-    Rule(
-        id="logprobs-mode",
-        asks="Are log-probabilities those that were sampled from?",
-        reads="logprobs_mode",
-        why="Trainers divide their own log-probabilities by these.",
-        source=f"{TRL_CODE} warns of any other mode",
-        check=of_engines(_logprobs_mode),
-        gain=0.5,
-    ),
-    Rule(
-        id="seeds",
-        asks="Do replicas draw different samples?",
-        reads="seed, extra.seed",
-        why="Engines with one seed give one prompt the same completions on each replica, and a group without variance "
-        "teaches nothing.",
-        source=f"{VLLM_CODE}: its default seed is 0; {VERL_CODE} adds the replica's rank",
-        check=of_engines(_seed),
-        gain=0.5,
-    ),
-    Rule(
-        id="stream-interval",
-        asks="Are streamed chunks coarse enough?",
-        reads="stream_interval",
-        why="Each chunk is put together, sent and read by Python.",
-        source=LEVERS,
-        check=of_engines(_stream_interval),
-        gain=0.4,
-    ),
-    Rule(
-        id="api-servers",
-        asks="Can the API process keep up with the GPU?",
-        reads="api_server_count",
-        why="One process parses and streams for the whole engine, however many GPUs it has.",
-        source=LEVERS,
-        check=of_engines(_api_servers),
-        gain=0.2,
-    ),
-    Rule(
-        id="data-parallel",
-        asks="Are copies replicas of their own?",
-        reads="data_parallel_size",
-        why="Replicas restart one by one, are balanced by the tokens they hold, and fail alone.",
-        source=f"{TRL_GUIDE}: data parallel servers of dense models are not advised since vLLM 0.14",
-        check=of_engines(_copies),
-    ),
-    Rule(
-        id="dtype",
-        asks="Do weights take two bytes?",
-        reads="dtype",
-        why="Decoding is bound by reading weights.",
-        source=VERL_CODE,
-        check=of_engines(_dtype),
-        gain=0.4,
-    ),
-    Rule(
-        id="external-engine",
-        asks="Are all engines' settings here?",
-        reads="kind: external",
-        why="A server that somebody else runs was started with arguments of its own.",
-        source="engines/clients/external.py",
-        check=_unseen,
-    ),
-    Rule(
-        id="unreached-lever",
-        asks="Does the engine hear of every lever that is given?",
-        reads="actor_rollout_ref.rollout.* with name=sglang",
-        why="A lever that is dropped on the way looks set and changes nothing.",
-        source=f"{VERL_CODE}, workers/rollout/sglang_rollout/async_sglang_server.py",
-        check=of_engines(_unreached),
-    ),
-)

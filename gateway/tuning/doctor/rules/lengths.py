@@ -5,16 +5,24 @@ from collections.abc import Iterator
 from gateway.tuning.doctor.engine_view import EngineView
 from gateway.tuning.doctor.finding import Found, consider, fine, hurts
 from gateway.tuning.doctor.model_size import context
-from gateway.tuning.doctor.rules.rule import TRL_CODE, VERL_CODE, VERL_PRACTICE, Rule, of_engines, of_workload
+from gateway.tuning.doctor.rules.rule import TRL_CODE, VERL_CODE, VERL_PRACTICE, engine_rule, workload_rule
 from gateway.tuning.doctor.subject import Subject
+from gateway.tuning.doctor.workload import Workload
 
 _SHORT_RESPONSE = 512
 _LONG_RESPONSE = 2048
 _WATCH = "share of completions that end by length (clip ratio): above 0.1 means truncation"
 
 
-def _prompts(subject: Subject) -> Iterator[Found]:
-    setting, tokens = subject.workload.prompt, subject.workload.prompt_tokens
+@workload_rule(
+    id="prompt-length",
+    asks="Are prompts cut?",
+    reads="data.max_prompt_length, rollout.prompt_length, data.truncation",
+    why="A prompt that lost its beginning is another problem than the one that is rewarded.",
+    source=f"{VERL_CODE}, experimental/agent_loop/agent_loop.py",
+)
+def _prompts(workload: Workload, subject: Subject) -> Iterator[Found]:
+    setting, tokens = workload.prompt, workload.prompt_tokens
     if setting is None or tokens is None:
         return
     reference = subject.against.prompt_tokens if subject.against else None
@@ -36,8 +44,15 @@ def _prompts(subject: Subject) -> Iterator[Found]:
     yield consider(setting, message, "measure the data set's lengths and set it above the longest")
 
 
-def _responses(subject: Subject) -> Iterator[Found]:
-    setting, tokens = subject.workload.response, subject.workload.response_tokens
+@workload_rule(
+    id="response-length",
+    asks="Are responses cut?",
+    reads="data.max_response_length, rollout.response_length, TRL max_completion_length",
+    why="A completion cut before its answer earns no reward, so that the policy learns to be short.",
+    source=f"{VERL_PRACTICE}: response clip ratio",
+)
+def _responses(workload: Workload, subject: Subject) -> Iterator[Found]:
+    setting, tokens = workload.response, workload.response_tokens
     if setting is None or tokens is None:
         return
     reference = subject.against.response_tokens if subject.against else None
@@ -56,6 +71,14 @@ def _responses(subject: Subject) -> Iterator[Found]:
         yield fine(setting, f"{tokens} tokens; watch the {_WATCH}")
 
 
+@engine_rule(
+    id="max-model-len",
+    asks="Does the engine hold prompt and response, and not much more?",
+    reads="max_model_len, vllm_max_model_length",
+    why="It is the longest sequence that the engine admits. It allocates no KV cache: that is taken by blocks as "
+    "sequences grow.",
+    source=f"{VERL_CODE}, vllm_async_server.py; {TRL_CODE}, TRL's prompts are checked by the engine alone",
+)
 def _max_model_len(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, needed, has = engine.at("max_model_len"), subject.workload.tokens, engine.context
     own = context(engine.model)
@@ -80,32 +103,3 @@ def _max_model_len(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield consider(setting, message, f"{needed}", "a prompt too long is refused at once, not after it ran")
     else:
         yield fine(setting, f"{has:.0f} tokens" + (f" for prompt + response of {needed}" if needed else ""))
-
-
-LENGTH_RULES = (
-    Rule(
-        id="prompt-length",
-        asks="Are prompts cut?",
-        reads="data.max_prompt_length, rollout.prompt_length, data.truncation",
-        why="A prompt that lost its beginning is another problem than the one that is rewarded.",
-        source=f"{VERL_CODE}, experimental/agent_loop/agent_loop.py",
-        check=of_workload(_prompts),
-    ),
-    Rule(
-        id="response-length",
-        asks="Are responses cut?",
-        reads="data.max_response_length, rollout.response_length, TRL max_completion_length",
-        why="A completion cut before its answer earns no reward, so that the policy learns to be short.",
-        source=f"{VERL_PRACTICE}: response clip ratio",
-        check=of_workload(_responses),
-    ),
-    Rule(
-        id="max-model-len",
-        asks="Does the engine hold prompt and response, and not much more?",
-        reads="max_model_len, vllm_max_model_length",
-        why="It is the longest sequence that the engine admits. It allocates no KV cache: that is taken by blocks as "
-        "sequences grow.",
-        source=f"{VERL_CODE}, vllm_async_server.py; {TRL_CODE}, TRL's prompts are checked by the engine alone",
-        check=of_engines(_max_model_len),
-    ),
-)

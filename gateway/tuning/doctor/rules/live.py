@@ -1,10 +1,10 @@
 """Rules about a gateway that runs: counters since its engines started, and gauges of this moment."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from gateway.tuning.doctor.finding import Found, consider, fine, hurts
 from gateway.tuning.doctor.live import Live
-from gateway.tuning.doctor.rules.rule import VERL_GUIDE, VERL_PRACTICE, Judged, Rule
+from gateway.tuning.doctor.rules.rule import VERL_GUIDE, VERL_PRACTICE, live_rule
 from gateway.tuning.doctor.subject import Subject
 
 # Fewer say nothing of a share.
@@ -14,17 +14,14 @@ _ENOUGH_TOKENS = 1000
 _FEW_SEQUENCES = 4
 
 
-def of_live(judge: Callable[[Live], Iterable[Found]]) -> Callable[[Subject], Iterator[Judged]]:
-    """A check that asks `judge` of a running gateway."""
-
-    def check(subject: Subject) -> Iterator[Judged]:
-        if subject.live:
-            yield from (("running", found) for found in judge(subject.live))
-
-    return check
-
-
-def _replicas(live: Live) -> Iterator[Found]:
+@live_rule(
+    id="live-replicas",
+    asks="Does every replica serve?",
+    reads="/status replicas",
+    why="What does not serve is paid for all the same.",
+    source="docs/architecture.md, States of a replica",
+)
+def _replicas(live: Live, subject: Subject) -> Iterator[Found]:
     for replica_id, reason in live.status["replicas_refused"].items():
         yield hurts(live.setting(replica_id, "refused", "/status"), f"kept out: {reason}", "mend it, or take it out")
     for one in live.status["replicas"]:
@@ -51,7 +48,14 @@ def _replicas(live: Live) -> Iterator[Found]:
             )
 
 
-def _statistics(live: Live) -> Iterator[Found]:
+@live_rule(
+    id="live-statistics",
+    asks="Does every engine report its statistics?",
+    reads="/metrics, by replica",
+    why="The rules below read engines' own counters.",
+    source=VERL_GUIDE,
+)
+def _statistics(live: Live, subject: Subject) -> Iterator[Found]:
     running = live.by_replica("running")
     for replica_id in live.serving:
         if replica_id not in running:
@@ -59,7 +63,14 @@ def _statistics(live: Live) -> Iterator[Found]:
             yield consider(live.setting(replica_id, None), message, "disable_log_stats: false (SGLang: enable_metrics)")
 
 
-def _kv_capacity(live: Live) -> Iterator[Found]:
+@live_rule(
+    id="live-kv-capacity",
+    asks="How many whole sequences does the KV cache hold?",
+    reads="vllm:cache_config_info against max_model_len x max_num_seqs",
+    why="Sequences that outgrow the cache together are sent back and read again.",
+    source="vLLM's own count of blocks",
+)
+def _kv_capacity(live: Live, subject: Subject) -> Iterator[Found]:
     view = live.engine()
     longest = view.context if view else _reported_context(live)
     most = view.number("max_num_seqs") if view else None
@@ -90,7 +101,14 @@ def _reported_context(live: Live) -> float | None:
     return float(length) if isinstance(length, int) else None
 
 
-def _preemptions(live: Live) -> Iterator[Found]:
+@live_rule(
+    id="live-preemptions",
+    asks="Are sequences sent back for lack of KV cache?",
+    reads="vllm:num_preemptions against vllm:request_success",
+    why="A preempted sequence is computed again from its beginning.",
+    source=f"{VERL_GUIDE}: no preemption",
+)
+def _preemptions(live: Live, subject: Subject) -> Iterator[Found]:
     preempted, finished = live.total("preemptions"), live.total("finished")
     if preempted is None:
         return
@@ -105,7 +123,14 @@ def _preemptions(live: Live) -> Iterator[Found]:
     yield judge(setting, message, "more KV cache (gpu_memory_utilization), a smaller max_num_seqs, or more replicas")
 
 
-def _waiting(live: Live) -> Iterator[Found]:
+@live_rule(
+    id="live-waiting",
+    asks="Do requests wait while there is room?",
+    reads="vllm:num_requests_waiting, num_requests_running, kv_cache_usage_perc",
+    why="With KV cache to spare, max_num_seqs is what holds requests back.",
+    source=f"{VERL_GUIDE}: raise max_num_seqs where cache use is low",
+)
+def _waiting(live: Live, subject: Subject) -> Iterator[Found]:
     waiting, running, usage = (live.by_replica(name) for name in ("waiting", "running", "kv_usage"))
     for replica_id, count in waiting.items():
         setting = live.setting("num_requests_waiting", int(count))
@@ -119,7 +144,31 @@ def _waiting(live: Live) -> Iterator[Found]:
             yield consider(setting, message, "more KV cache, or more replicas")
 
 
-def _queue(live: Live) -> Iterator[Found]:
+@live_rule(
+    id="live-update-path",
+    asks="Are weight updates loaded in place?",
+    reads="/status replicas, reload_reason",
+    why="A reload runs each loader twice and copies each layer once more.",
+    source="docs/benchmarks.md, Weight updates",
+)
+def _update_path(live: Live, subject: Subject) -> Iterator[Found]:
+    view = live.engine()
+    for one in live.status["replicas"]:
+        reason = one.get("reload_reason")
+        if reason and not (view and view.on_cpu):  # there vLLM packs each weight, whatever the model
+            message = f"an update is a reload by vLLM, for which generation stops: {reason}"
+            effect = "1.3 s for 16 GB of experts in 4,719 tensors on an H200, against 0.15 s in place"
+            yield consider(live.setting(one["replica_id"], "reload", "/status"), message, "", effect)
+
+
+@live_rule(
+    id="live-queue",
+    asks="Do rollouts wait in the gateway?",
+    reads="/status queue_length, gate_closed_for",
+    why="A queue that stays means too few replicas; one behind a closed gate is a weight update.",
+    source="docs/architecture.md",
+)
+def _queue(live: Live, subject: Subject) -> Iterator[Found]:
     queued, closed = live.status["queue_length"], live.status["gate_closed_for"]
     setting = live.setting("queue_length", queued, "/status")
     if queued and closed:
@@ -132,7 +181,14 @@ def _queue(live: Live) -> Iterator[Found]:
         yield fine(setting, "no rollout waits")
 
 
-def _prefix_hits(live: Live) -> Iterator[Found]:
+@live_rule(
+    id="live-prefix-hits",
+    asks="Are equal prefixes read once?",
+    reads="vllm:prefix_cache_hits, prefix_cache_queries",
+    why="Prompts of a group and turns of a session begin alike.",
+    source="vLLM's own count of tokens",
+)
+def _prefix_hits(live: Live, subject: Subject) -> Iterator[Found]:
     asked, hit = live.total("prefix_queries"), live.total("prefix_hits")
     if not asked or hit is None or asked < _ENOUGH_TOKENS:
         return
@@ -144,7 +200,14 @@ def _prefix_hits(live: Live) -> Iterator[Found]:
         yield fine(setting, message)
 
 
-def _imbalance(live: Live) -> Iterator[Found]:
+@live_rule(
+    id="live-imbalance",
+    asks="Do replicas of one model work alike?",
+    reads="vllm:generation_tokens by replica",
+    why="A step ends with the last completion of the busiest replica.",
+    source="docs/architecture.md",
+)
+def _imbalance(live: Live, subject: Subject) -> Iterator[Found]:
     for model in dict.fromkeys(one["model"] for one in live.status["replicas"]):
         members = [one["replica_id"] for one in live.status["replicas"] if one["model"] == model]
         made = {name: tokens for name, tokens in live.by_replica("generated").items() if name in members}
@@ -163,7 +226,14 @@ def _imbalance(live: Live) -> Iterator[Found]:
             yield fine(setting, message)
 
 
-def _clipped(live: Live) -> Iterator[Found]:
+@live_rule(
+    id="live-clipped",
+    asks="Are completions cut?",
+    reads="vllm:request_success by finished_reason",
+    why="A completion cut before its answer earns no reward. The canary's requests for one token count too.",
+    source=f"{VERL_PRACTICE}: a clip ratio above 0.1 means truncation",
+)
+def _clipped(live: Live, subject: Subject) -> Iterator[Found]:
     lengths = live.total("finished", finished_reason="length")
     stops = live.total("finished", finished_reason="stop")
     if lengths is None and stops is None:
@@ -182,7 +252,14 @@ def _clipped(live: Live) -> Iterator[Found]:
         yield fine(setting, message)
 
 
-def _update_cost(live: Live) -> Iterator[Found]:
+@live_rule(
+    id="live-update-cost",
+    asks="What does a weight update cost?",
+    reads="/status last_weight_update",
+    why="Generation stands while weights move.",
+    source="docs/benchmarks.md, Weight updates: 0.08 to 0.11 s for 15 GB over NVLink",
+)
+def _update_cost(live: Live, subject: Subject) -> Iterator[Found]:
     seconds = live.seconds_of_update_steps()
     if not seconds:
         return
@@ -194,105 +271,3 @@ def _update_cost(live: Live) -> Iterator[Found]:
         yield consider(setting, message, "pause with mode=keep, so that rollouts in flight go on after the update")
     else:
         yield fine(setting, message)
-
-
-def _update_path(live: Live) -> Iterator[Found]:
-    view = live.engine()
-    for one in live.status["replicas"]:
-        reason = one.get("reload_reason")
-        if reason and not (view and view.on_cpu):  # there vLLM packs each weight, whatever the model
-            message = f"an update is a reload by vLLM, for which generation stops: {reason}"
-            effect = "1.3 s for 16 GB of experts in 4,719 tensors on an H200, against 0.15 s in place"
-            yield consider(live.setting(one["replica_id"], "reload", "/status"), message, "", effect)
-
-
-LIVE_RULES = (
-    Rule(
-        id="live-replicas",
-        asks="Does every replica serve?",
-        reads="/status replicas",
-        why="What does not serve is paid for all the same.",
-        source="docs/architecture.md, States of a replica",
-        check=of_live(_replicas),
-    ),
-    Rule(
-        id="live-statistics",
-        asks="Does every engine report its statistics?",
-        reads="/metrics, by replica",
-        why="The rules below read engines' own counters.",
-        source=VERL_GUIDE,
-        check=of_live(_statistics),
-    ),
-    Rule(
-        id="live-kv-capacity",
-        asks="How many whole sequences does the KV cache hold?",
-        reads="vllm:cache_config_info against max_model_len x max_num_seqs",
-        why="Sequences that outgrow the cache together are sent back and read again.",
-        source="vLLM's own count of blocks",
-        check=of_live(_kv_capacity),
-    ),
-    Rule(
-        id="live-preemptions",
-        asks="Are sequences sent back for lack of KV cache?",
-        reads="vllm:num_preemptions against vllm:request_success",
-        why="A preempted sequence is computed again from its beginning.",
-        source=f"{VERL_GUIDE}: no preemption",
-        check=of_live(_preemptions),
-    ),
-    Rule(
-        id="live-waiting",
-        asks="Do requests wait while there is room?",
-        reads="vllm:num_requests_waiting, num_requests_running, kv_cache_usage_perc",
-        why="With KV cache to spare, max_num_seqs is what holds requests back.",
-        source=f"{VERL_GUIDE}: raise max_num_seqs where cache use is low",
-        check=of_live(_waiting),
-    ),
-    Rule(
-        id="live-update-path",
-        asks="Are weight updates loaded in place?",
-        reads="/status replicas, reload_reason",
-        why="A reload runs each loader twice and copies each layer once more.",
-        source="docs/benchmarks.md, Weight updates",
-        check=of_live(_update_path),
-    ),
-    Rule(
-        id="live-queue",
-        asks="Do rollouts wait in the gateway?",
-        reads="/status queue_length, gate_closed_for",
-        why="A queue that stays means too few replicas; one behind a closed gate is a weight update.",
-        source="docs/architecture.md",
-        check=of_live(_queue),
-    ),
-    Rule(
-        id="live-prefix-hits",
-        asks="Are equal prefixes read once?",
-        reads="vllm:prefix_cache_hits, prefix_cache_queries",
-        why="Prompts of a group and turns of a session begin alike.",
-        source="vLLM's own count of tokens",
-        check=of_live(_prefix_hits),
-    ),
-    Rule(
-        id="live-imbalance",
-        asks="Do replicas of one model work alike?",
-        reads="vllm:generation_tokens by replica",
-        why="A step ends with the last completion of the busiest replica.",
-        source="docs/architecture.md",
-        check=of_live(_imbalance),
-    ),
-    Rule(
-        id="live-clipped",
-        asks="Are completions cut?",
-        reads="vllm:request_success by finished_reason",
-        why="A completion cut before its answer earns no reward. The canary's requests for one token count too.",
-        source=f"{VERL_PRACTICE}: a clip ratio above 0.1 means truncation",
-        check=of_live(_clipped),
-    ),
-    Rule(
-        id="live-update-cost",
-        asks="What does a weight update cost?",
-        reads="/status last_weight_update",
-        why="Generation stands while weights move.",
-        source="docs/benchmarks.md, Weight updates: 0.08 to 0.11 s for 15 GB over NVLink",
-        check=of_live(_update_cost),
-    ),
-)

@@ -4,24 +4,52 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from gateway.config.load import Setting
+from gateway.tuning.doctor.files.trl import TrlFile
 from gateway.tuning.doctor.finding import Found, consider, fine, hurts
 from gateway.tuning.doctor.known_keys import nearest_trl_field, trl_defaults
-from gateway.tuning.doctor.rules.rule import TRL_CODE, TRL_GUIDE, Judged, Rule, of_trl
+from gateway.tuning.doctor.rules.rule import TRL_CODE, TRL_GUIDE, trl_file_rule, trl_trainer_rule
 from gateway.tuning.doctor.subject import Subject
 from gateway.tuning.doctor.values import Values, as_number
 from gateway.tuning.doctor.workload import generation_batch
 
 
-def _unknown_fields(subject: Subject) -> Iterator[Judged]:
+@trl_file_rule(
+    id="trl-unread",
+    asks="Was everything read?",
+    reads="names, calls and spread dictionaries of a Python file, commands of a script",
+    why="A rule is silent on a value that it does not have.",
+    source="Python's ast; GNU Bash manual, The Restricted Shell",
+    gain=0.0,
+)
+def _unread(file: TrlFile, subject: Subject) -> Iterator[Found]:
+    for text in file.unread:
+        yield consider(None, text, "judge it by hand")
+
+
+@trl_file_rule(
+    id="trl-fields",
+    asks="Does GRPOConfig have each field that is given?",
+    reads="every field",
+    why="A field that is gone ends the run, or is silently another class's.",
+    source=f"{TRL_CODE}, trainer/grpo_config.py",
+    gain=1.0,
+)
+def _unknown_fields(file: TrlFile, subject: Subject) -> Iterator[Found]:
     """A YAML file may hold fields of other classes; of these only names near to a field of GRPOConfig are reported."""
-    if subject.trl is None:
-        return
-    for setting in subject.trl.values:
+    for setting in file.values:
         near = nearest_trl_field(setting.key)
-        if setting.key not in trl_defaults() and (near or subject.trl.is_call):
-            yield "TRL", hurts(setting, "GRPOConfig of TRL 1.16 has no such field", near or "leave it out")
+        if setting.key not in trl_defaults() and (near or file.is_call):
+            yield hurts(setting, "GRPOConfig of TRL 1.16 has no such field", near or "leave it out")
 
 
+@trl_trainer_rule(
+    id="trl-vllm",
+    asks="Do engines with GPUs of their own generate?",
+    reads="use_vllm, vllm_mode",
+    why="Generation is most of a step's time; an engine batches what the trainer's model would pad.",
+    source=TRL_GUIDE,
+    gain=0.6,
+)
 def _vllm(values: Values, subject: Subject) -> Iterator[Found]:
     setting, mode = values.at("use_vllm"), values.at("vllm_mode")
     if setting.value is None:
@@ -39,6 +67,14 @@ def _vllm(values: Values, subject: Subject) -> Iterator[Found]:
         yield fine(mode, "engines have GPUs of their own")
 
 
+@trl_trainer_rule(
+    id="trl-url",
+    asks="Does the trainer ask the gateway?",
+    reads="vllm_server_base_url, vllm_server_port, gateway.port",
+    why="TRL waits for its server without an end.",
+    source=f"{TRL_CODE}, generation/vllm_client.py",
+    gain=1.0,
+)
 def _url(values: Values, subject: Subject) -> Iterator[Found]:
     if subject.config is None or values.text("vllm_mode") != "server":
         return
@@ -50,6 +86,15 @@ def _url(values: Values, subject: Subject) -> Iterator[Found]:
         yield hurts(setting, message, f"vllm_server_base_url='http://HOST:{port}'")
 
 
+@trl_trainer_rule(
+    id="trl-prompt-batch",
+    asks="How many prompts does one request bring?",
+    reads="per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation, num_generations",
+    why="Prompts = batch per device x processes x steps / num_generations. All of a batch is one request, which "
+    "the gateway spreads over replicas.",
+    source=TRL_GUIDE,
+    gain=1.0,
+)
 def _prompt_batch(values: Values, subject: Subject) -> Iterator[Found]:
     processes, group = subject.trl_processes, values.whole("num_generations")
     batch = generation_batch(values, processes)
@@ -71,6 +116,14 @@ def _steps(values: Values) -> tuple[Setting, int | None]:
     return values.at(name), values.whole(name)
 
 
+@trl_trainer_rule(
+    id="trl-sampling",
+    asks="Are completions drawn from the policy itself?",
+    reads="generation_kwargs, temperature, num_generations, top_p, top_k, min_p, repetition_penalty",
+    why="The loss takes completions for draws from the whole distribution.",
+    source=f"{TRL_CODE}; its issues 6789 and 7269",
+    gain=0.3,
+)
 def _sampling(values: Values, subject: Subject) -> Iterator[Found]:
     kwargs = values.at("generation_kwargs")
     if isinstance(kwargs.value, dict) and kwargs.value.get("seed") is not None:
@@ -93,11 +146,30 @@ def _greedy(values: Values) -> Iterator[Found]:
         yield hurts(values.at("num_generations"), message, "8")
 
 
-def _unread(subject: Subject) -> Iterator[Judged]:
-    for text in subject.trl.unread if subject.trl else ():
-        yield "TRL", consider(None, text, "judge it by hand")
+@trl_trainer_rule(
+    id="trl-correction",
+    asks="Is the mismatch of engine and trainer weighed?",
+    reads="vllm_importance_sampling_correction",
+    why="Two implementations of one model give log-probabilities that differ a little.",
+    source=TRL_CODE,
+    gain=0.05,
+)
+def _correction(values: Values, subject: Subject) -> Iterator[Found]:
+    setting = values.at("vllm_importance_sampling_correction")
+    if values.is_true("use_vllm") and setting.value is False:
+        yield consider(setting, "engine and trainer round differently, and nothing makes up for it", "True")
+    elif values.is_true("use_vllm"):
+        yield fine(setting, "differences between engine and trainer are weighed")
 
 
+@trl_trainer_rule(
+    id="trl-precision",
+    asks="Does training run in two bytes?",
+    reads="bf16, fp16, use_cpu",
+    why="Memory decides the batch size, and engines compute in bfloat16.",
+    source=f"{TRL_CODE}: bf16 by default",
+    gain=0.4,
+)
 def _precision(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at("bf16")
     if values.is_true("use_cpu"):
@@ -110,6 +182,13 @@ def _precision(values: Values, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "bfloat16" if values.at("fp16").value is not True else "float16")
 
 
+@trl_trainer_rule(
+    id="trl-gradient-checkpointing",
+    asks="Is gradient checkpointing on?",
+    reads="gradient_checkpointing",
+    why="It trades computing for memory, which larger batches then use.",
+    source=f"{TRL_CODE}: on by default",
+)
 def _checkpointing(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at("gradient_checkpointing")
     if setting.value is False:
@@ -118,111 +197,17 @@ def _checkpointing(values: Values, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "on")
 
 
+@trl_trainer_rule(
+    id="trl-liger",
+    asks="Are fused kernels used?",
+    reads="use_liger_kernel",
+    why="Fewer kernels read and write activations, and logits need not be held whole.",
+    source=TRL_CODE,
+    is_general=True,
+)
 def _liger(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at("use_liger_kernel")
     if setting.value is True:
         yield fine(setting, "fused kernels")
     else:
         yield consider(setting, "kernels are not fused", "True, where liger-kernel is installed; measure it")
-
-
-def _correction(values: Values, subject: Subject) -> Iterator[Found]:
-    setting = values.at("vllm_importance_sampling_correction")
-    if values.is_true("use_vllm") and setting.value is False:
-        yield consider(setting, "engine and trainer round differently, and nothing makes up for it", "True")
-    elif values.is_true("use_vllm"):
-        yield fine(setting, "differences between engine and trainer are weighed")
-
-
-TRL_RULES = (
-    Rule(
-        id="trl-unread",
-        asks="Was everything read?",
-        reads="names, calls and spread dictionaries of a Python file, commands of a script",
-        why="A rule is silent on a value that it does not have.",
-        source="Python's ast; GNU Bash manual, The Restricted Shell",
-        check=_unread,
-        gain=0.0,
-    ),
-    Rule(
-        id="trl-fields",
-        asks="Does GRPOConfig have each field that is given?",
-        reads="every field",
-        why="A field that is gone ends the run, or is silently another class's.",
-        source=f"{TRL_CODE}, trainer/grpo_config.py",
-        check=_unknown_fields,
-        gain=1.0,
-    ),
-    Rule(
-        id="trl-vllm",
-        asks="Do engines with GPUs of their own generate?",
-        reads="use_vllm, vllm_mode",
-        why="Generation is most of a step's time; an engine batches what the trainer's model would pad.",
-        source=TRL_GUIDE,
-        check=of_trl(_vllm),
-        gain=0.6,
-    ),
-    Rule(
-        id="trl-url",
-        asks="Does the trainer ask the gateway?",
-        reads="vllm_server_base_url, vllm_server_port, gateway.port",
-        why="TRL waits for its server without an end.",
-        source=f"{TRL_CODE}, generation/vllm_client.py",
-        check=of_trl(_url),
-        gain=1.0,
-    ),
-    Rule(
-        id="trl-prompt-batch",
-        asks="How many prompts does one request bring?",
-        reads="per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation, num_generations",
-        why="Prompts = batch per device x processes x steps / num_generations. All of a batch is one request, which "
-        "the gateway spreads over replicas.",
-        source=TRL_GUIDE,
-        check=of_trl(_prompt_batch),
-        gain=1.0,
-    ),
-    Rule(
-        id="trl-sampling",
-        asks="Are completions drawn from the policy itself?",
-        reads="generation_kwargs, temperature, num_generations, top_p, top_k, min_p, repetition_penalty",
-        why="The loss takes completions for draws from the whole distribution.",
-        source=f"{TRL_CODE}; its issues 6789 and 7269",
-        check=of_trl(_sampling),
-        gain=0.3,
-    ),
-    Rule(
-        id="trl-correction",
-        asks="Is the mismatch of engine and trainer weighed?",
-        reads="vllm_importance_sampling_correction",
-        why="Two implementations of one model give log-probabilities that differ a little.",
-        source=TRL_CODE,
-        check=of_trl(_correction),
-        gain=0.05,
-    ),
-    Rule(
-        id="trl-precision",
-        asks="Does training run in two bytes?",
-        reads="bf16, fp16, use_cpu",
-        why="Memory decides the batch size, and engines compute in bfloat16.",
-        source=f"{TRL_CODE}: bf16 by default",
-        check=of_trl(_precision),
-        gain=0.4,
-    ),
-    Rule(
-        id="trl-gradient-checkpointing",
-        asks="Is gradient checkpointing on?",
-        reads="gradient_checkpointing",
-        why="It trades computing for memory, which larger batches then use.",
-        source=f"{TRL_CODE}: on by default",
-        check=of_trl(_checkpointing),
-    ),
-    Rule(
-        id="trl-liger",
-        asks="Are fused kernels used?",
-        reads="use_liger_kernel",
-        why="Fewer kernels read and write activations, and logits need not be held whole.",
-        source=TRL_CODE,
-        check=of_trl(_liger),
-        is_general=True,
-    ),
-)

@@ -12,10 +12,9 @@ from gateway.tuning.doctor.rules.rule import (
     VERL_CODE,
     VERL_GUIDE,
     VERL_PRACTICE,
-    Judged,
-    Rule,
-    of_verl,
-    of_verl_rollout,
+    verl_file_rule,
+    verl_rollout_rule,
+    verl_trainer_rule,
 )
 from gateway.tuning.doctor.subject import Subject
 from gateway.tuning.doctor.trainer_memory import is_fsdp, is_megatron
@@ -31,28 +30,31 @@ _ENTROPY_BYTES = 7
 _LONG_CONTEXT = 32_768
 
 
-def _unknown_keys(subject: Subject) -> Iterator[Judged]:
+@verl_file_rule(
+    id="verl-keys",
+    asks="Does verl have each key that is given?",
+    reads="every key",
+    why="A key that was renamed sets nothing, or ends the run.",
+    source="verl's trainer/config/*.yaml, composed by Hydra, of releases 0.4.1 to 0.9.1",
+    gain=1.0,
+)
+def _unknown_keys(file: VerlFile, subject: Subject) -> Iterator[Found]:
     """Overrides that Hydra refuses; in YAML, keys that verl does not have."""
-    file = subject.verl
-    if file is None or not file.keys.is_complete:
-        return
-    if file.overrides:
-        yield from _refused_overrides(file)
-    else:
-        yield from _unknown_in_yaml(file)
+    if file.keys.is_complete:
+        yield from _refused_overrides(file) if file.overrides else _unknown_in_yaml(file)
 
 
-def _refused_overrides(file: VerlFile) -> Iterator[Judged]:
+def _refused_overrides(file: VerlFile) -> Iterator[Found]:
     composition, keys = Composition(file.keys), file.keys
     for one in file.overrides:
         if one.hydra.is_malformed and is_known(one.setting.value) and not one.is_lost:
             message = "Hydra ends the run: its grammar takes such a value in quotes alone"
-            yield "verl", hurts(one.setting, message, f"'{one.key}=\"{one.setting.value}\"'")
+            yield hurts(one.setting, message, f"'{one.key}=\"{one.setting.value}\"'")
         elif one.is_lost or one.hydra.is_group or not (reason := composition.refusal(one.hydra)):
             continue
         else:
             says = f"Hydra ends the run: {keys.name} ({keys.trainer}) {reason}"
-            yield "verl", hurts(one.setting, says, _instead_of(one, keys))
+            yield hurts(one.setting, says, _instead_of(one, keys))
 
 
 def _instead_of(one: Override, keys: VerlKeys) -> str:
@@ -64,30 +66,43 @@ def _instead_of(one: Override, keys: VerlKeys) -> str:
     return f"+{one.key}={one.setting.value}" if keys.is_free(one.key) else "leave it out"
 
 
-def _unknown_in_yaml(file: VerlFile) -> Iterator[Judged]:
+def _unknown_in_yaml(file: VerlFile) -> Iterator[Found]:
     for setting in file.values:
         key = setting.key if file.kind is not VerlKind.ROLLOUT else ROLLOUT + setting.key
         if not file.keys.has(key) and not file.keys.is_free(key) and (near := file.keys.nearest(key)):
-            yield (
-                "verl",
-                hurts(setting, f"{file.keys.name} has no such key, and leaves it unread", file.values.shown(near)),
-            )
+            yield hurts(setting, f"{file.keys.name} has no such key, and leaves it unread", file.values.shown(near))
 
 
-def _unread(subject: Subject) -> Iterator[Judged]:
-    for text in subject.verl.unread if subject.verl else ():
-        yield "verl", consider(None, text, "judge it by hand, or give the YAML that --cfg job prints")
+@verl_file_rule(
+    id="verl-unread",
+    asks="Was everything read?",
+    reads="the script's commands",
+    why="A rule is silent on a value that it does not have.",
+    source="GNU Bash manual, The Restricted Shell",
+    gain=0.0,
+)
+def _unread(file: VerlFile, subject: Subject) -> Iterator[Found]:
+    for text in file.unread:
+        yield consider(None, text, "judge it by hand, or give the YAML that --cfg job prints")
 
 
-def _lost_overrides(subject: Subject) -> Iterator[Judged]:
-    lost = [one for one in (subject.verl.overrides if subject.verl else ()) if one.is_lost]
+@verl_file_rule(
+    id="verl-lost-overrides",
+    asks="Does each override reach the command?",
+    reads="the script's lines",
+    why="In a shell a comment or an empty line ends a command that a backslash continued.",
+    source="POSIX shell, token recognition",
+    gain=1.0,
+)
+def _lost_overrides(file: VerlFile, subject: Subject) -> Iterator[Found]:
+    lost = [override for override in file.overrides if override.is_lost]
     if lost:
         first = lost[0].setting
         message = (
             f"{len(lost)} overrides from here on belong to no command: the one above ended before them, at a comment, "
         )
         message += "an empty line or a line without a backslash at its very end"
-        yield "verl", hurts(first, message, "no comments or empty lines between continued lines")
+        yield hurts(first, message, "no comments or empty lines between continued lines")
 
 
 def _critic_runs(values: Values) -> bool:
@@ -105,6 +120,210 @@ def _gpus(values: Values) -> int | None:
     return nodes * gpus if nodes and gpus else None
 
 
+@verl_trainer_rule(
+    id="verl-batches",
+    asks="Do batches divide?",
+    reads="data.train_batch_size, actor.ppo_mini_batch_size, rollout.n, trainer.n_gpus_per_node, nnodes",
+    why="These are global numbers, which verl shares out over all GPUs.",
+    source=f"{VERL_CODE}, utils/config.py and workers/config/actor.py",
+    gain=1.0,
+)
+def _batches(values: Values, subject: Subject) -> Iterator[Found]:
+    batch, setting = values.whole("data.train_batch_size"), values.at("data.train_batch_size")
+    mini, group, gpus = values.whole(ACTOR + "ppo_mini_batch_size"), values.whole(ROLLOUT + "n"), _gpus(values)
+    if not batch or not mini or not group or not gpus or values.is_true(ACTOR + "use_dynamic_bsz"):
+        return
+    if batch < mini:
+        yield hurts(setting, f"verl refuses it: smaller than ppo_mini_batch_size {mini}", f"{mini} or more")
+    elif values.text(ACTOR + "strategy") != "megatron" and batch * group % gpus:
+        yield hurts(
+            setting,
+            f"verl refuses it: {batch} x n {group} is not divisible by {gpus} GPUs",
+            f"{-(-batch // gpus) * gpus}",
+        )
+    elif batch % mini:
+        yield consider(
+            setting, f"no multiple of ppo_mini_batch_size {mini}: the last mini batch is short", "a multiple"
+        )
+    else:
+        yield fine(setting, f"{batch // mini} updates of {mini} prompts a step")
+
+
+@verl_trainer_rule(
+    id="verl-micro-batches",
+    asks="Is each micro batch given, per GPU?",
+    reads="*_micro_batch_size, *_micro_batch_size_per_gpu",
+    why="Micro batches are local: what one GPU computes in one pass.",
+    source=f"{VERL_GUIDE}; {VERL_CODE}, utils/config.py",
+    gain=1.0,
+)
+def _micro_batches_given(values: Values, subject: Subject) -> Iterator[Found]:
+    if values.is_true(ACTOR + "use_dynamic_bsz"):
+        return
+    for section, name in _micro_batch_keys(values):
+        old, per_gpu = values.at(section + name), values.at(f"{section}{name}_per_gpu")
+        if old.value is not None and old.origin != "default" and per_gpu.value is not None:
+            yield hurts(old, f"verl refuses it beside {per_gpu.key}", f"leave {old.key} out")
+        elif old.value is not None:
+            message = "counted over all GPUs and deprecated: it has to change with their number"
+            yield consider(old, message, f"{per_gpu.key}")
+        elif per_gpu.value is None:
+            yield hurts(
+                per_gpu, "verl refuses to start: not given, and use_dynamic_bsz is off", "use_dynamic_bsz: True"
+            )
+
+
+def _mini_batch_per_gpu(values: Values) -> float | None:
+    """verl's own normalisation: samples of a mini batch over the groups of GPUs that share sequences."""
+    mini, group, gpus = values.number(ACTOR + "ppo_mini_batch_size"), values.number(ROLLOUT + "n"), _gpus(values)
+    shards = values.number(ACTOR + "ulysses_sequence_parallel_size") or 1
+    return mini * group / (gpus / shards) if mini and group and gpus else None
+
+
+@verl_trainer_rule(
+    id="verl-micro-batch-size",
+    asks="Is the micro batch as large as it can be?",
+    reads="actor.ppo_micro_batch_size_per_gpu against ppo_mini_batch_size x n / GPUs",
+    why="More passes of fewer sequences do the same work with the GPU less full.",
+    source=VERL_GUIDE,
+    gain=0.1,
+)
+def _micro_batch_size(values: Values, subject: Subject) -> Iterator[Found]:
+    micro, whole = values.at(ACTOR + "ppo_micro_batch_size_per_gpu"), _mini_batch_per_gpu(values)
+    size = values.number(ACTOR + "ppo_micro_batch_size_per_gpu")
+    if values.is_true(ACTOR + "use_dynamic_bsz") or size is None or whole is None:
+        return
+    if size < whole:
+        message = f"{size:g} of the {whole:g} sequences that a mini batch has per GPU: {whole / size:.0f} passes"
+        yield consider(micro, message, f"as large as memory allows, up to {whole:g}")
+    elif size > whole:
+        yield consider(micro, f"{size:g}, but a mini batch has {whole:g} sequences per GPU", f"{whole:g}")
+    else:
+        yield fine(micro, "a mini batch is one pass")
+
+
+@verl_trainer_rule(
+    id="verl-dynamic-batches",
+    asks="Do micro batches hold tokens rather than sequences?",
+    reads="actor.use_dynamic_bsz, rollout.log_prob_use_dynamic_bsz",
+    why="Responses differ in length: with a budget of tokens every pass is as full as the others.",
+    source=f"{VERL_GUIDE}; {VERL_CODE}",
+    gain=0.2,
+)
+def _dynamic_batches(values: Values, subject: Subject) -> Iterator[Found]:
+    setting = values.at(ACTOR + "use_dynamic_bsz")
+    if setting.value is not True:
+        message = "a micro batch is a number of sequences, and so as many tokens as chance has it"
+        yield consider(setting, message, "True, with ppo_max_token_len_per_gpu at 2 to 3 times prompt + response")
+        return
+    yield fine(setting, "micro batches hold a number of tokens")
+    own = values.at(ROLLOUT + "log_prob_use_dynamic_bsz")
+    if own.value is False:
+        yield hurts(own, "verl refuses it: it must equal actor.use_dynamic_bsz", "True")
+
+
+@verl_trainer_rule(
+    id="verl-token-budget",
+    asks="Is the budget at least twice prompt + response?",
+    reads="actor.ppo_max_token_len_per_gpu, critic.ppo_max_token_len_per_gpu",
+    why="A budget near one sequence makes every pass one sequence.",
+    source=f"{VERL_GUIDE}: at least 2 x (max_prompt_length + max_response_length); its example has 3 x",
+    gain=0.2,
+)
+def _token_budget(values: Values, subject: Subject) -> Iterator[Found]:
+    tokens = subject.workload.tokens
+    if not values.is_true(ACTOR + "use_dynamic_bsz") or not tokens:
+        return
+    keys = [(ACTOR + "ppo_max_token_len_per_gpu", ACTOR + "ulysses_sequence_parallel_size")]
+    if _critic_runs(values):
+        keys.append(("critic.ppo_max_token_len_per_gpu", "critic.ulysses_sequence_parallel_size"))
+    context = values.number(ACTOR + "megatron.context_parallel_size") if is_megatron(values) else None
+    for key, shards in keys:
+        setting, budget = values.at(key), values.number(key)
+        held = None if budget is None else budget * (context or values.number(shards) or 1)
+        if held is None:
+            continue
+        if held < tokens:
+            yield hurts(
+                setting, f"{held:.0f} tokens do not hold one sequence of {tokens}", f"{2 * tokens} to {3 * tokens}"
+            )
+        elif held < 2 * tokens:
+            message = f"{held:.0f} tokens are {held / tokens:.1f} times prompt + response ({tokens}): little is packed"
+            yield consider(setting, message, f"{2 * tokens} to {3 * tokens}")
+        else:
+            yield fine(setting, f"{held / tokens:.1f} times prompt + response ({tokens})")
+
+
+@verl_trainer_rule(
+    id="verl-forward-only",
+    asks="Are passes without gradients larger than those that train?",
+    reads="ref and rollout log_prob_micro_batch_size_per_gpu or log_prob_max_token_len_per_gpu, critic.forward_*",
+    why="They keep no activations for a backward pass.",
+    source=f"{VERL_GUIDE}: for instance 2 x",
+    is_general=True,
+)
+def _forward_only(values: Values, subject: Subject) -> Iterator[Found]:
+    """Passes without gradients keep no activations, so they may be larger than those that train."""
+    for key, than, is_critic in _forward_pairs(values):
+        setting, training = values.at(key), values.number(than)
+        size = values.number(key)
+        if size is None or not training or (is_critic and not _critic_runs(values)):
+            continue
+        if size < 2 * training:
+            message = f"{size:g}, and the training pass has {training:g}; this one keeps no activations"
+            yield consider(setting, message, f"{2 * training:g}")
+        else:
+            yield fine(setting, f"{size / training:.1f} times that of the training pass")
+
+
+def _forward_pairs(values: Values) -> Iterator[tuple[str, str, bool]]:
+    if values.is_true(ACTOR + "use_dynamic_bsz"):
+        name, trained, critic = (
+            "log_prob_max_token_len_per_gpu",
+            "ppo_max_token_len_per_gpu",
+            "forward_max_token_len_per_gpu",
+        )
+    else:
+        name, trained = "log_prob_micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu"
+        critic = "forward_micro_batch_size_per_gpu"
+    yield ROLLOUT + name, ACTOR + trained, False
+    if _reference_runs(values) or values.has_any(REF + name):
+        yield REF + name, ACTOR + trained, False
+    yield f"critic.{critic}", f"critic.{trained}", True
+
+
+@verl_trainer_rule(
+    id="verl-critic-batches",
+    asks="Are the critic's batches larger than the actor's?",
+    reads="critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu",
+    why="The actor's last layer has an output for each entry of the vocabulary, the critic's one.",
+    source=f"{VERL_GUIDE}: at least 2 x the actor's",
+    is_general=True,
+)
+def _critic_batches(values: Values, subject: Subject) -> Iterator[Found]:
+    if not _critic_runs(values):
+        return
+    is_dynamic = values.is_true(ACTOR + "use_dynamic_bsz")
+    name = "ppo_max_token_len_per_gpu" if is_dynamic else "ppo_micro_batch_size_per_gpu"
+    setting, actor, critic = values.at(f"critic.{name}"), values.number(ACTOR + name), values.number(f"critic.{name}")
+    if actor is None or critic is None:
+        return
+    if critic < 2 * actor:
+        yield consider(
+            setting, f"{critic:g}, the actor's is {actor:g}; its last layer has one output", f"{2 * actor:g}"
+        )
+    else:
+        yield fine(setting, f"{critic / actor:.1f} times the actor's")
+
+
+@verl_trainer_rule(
+    id="verl-remove-padding",
+    asks="Are sequences packed?",
+    reads="actor_rollout_ref.model.use_remove_padding, critic.model.use_remove_padding",
+    why="Lengths differ, and padding costs as much as tokens.",
+    source=VERL_GUIDE,
+    gain=0.3,
+)
 def _remove_padding(values: Values, subject: Subject) -> Iterator[Found]:
     if not is_fsdp(values):
         return  # Megatron packs by a key of its own, which is on
@@ -137,146 +356,13 @@ def _micro_batch_keys(values: Values) -> Iterator[tuple[str, str]]:
         yield "critic.", "ppo_micro_batch_size"
 
 
-def _micro_batches_given(values: Values, subject: Subject) -> Iterator[Found]:
-    if values.is_true(ACTOR + "use_dynamic_bsz"):
-        return
-    for section, name in _micro_batch_keys(values):
-        old, per_gpu = values.at(section + name), values.at(f"{section}{name}_per_gpu")
-        if old.value is not None and old.origin != "default" and per_gpu.value is not None:
-            yield hurts(old, f"verl refuses it beside {per_gpu.key}", f"leave {old.key} out")
-        elif old.value is not None:
-            message = "counted over all GPUs and deprecated: it has to change with their number"
-            yield consider(old, message, f"{per_gpu.key}")
-        elif per_gpu.value is None:
-            yield hurts(
-                per_gpu, "verl refuses to start: not given, and use_dynamic_bsz is off", "use_dynamic_bsz: True"
-            )
-
-
-def _mini_batch_per_gpu(values: Values) -> float | None:
-    """verl's own normalisation: samples of a mini batch over the groups of GPUs that share sequences."""
-    mini, group, gpus = values.number(ACTOR + "ppo_mini_batch_size"), values.number(ROLLOUT + "n"), _gpus(values)
-    shards = values.number(ACTOR + "ulysses_sequence_parallel_size") or 1
-    return mini * group / (gpus / shards) if mini and group and gpus else None
-
-
-def _micro_batch_size(values: Values, subject: Subject) -> Iterator[Found]:
-    micro, whole = values.at(ACTOR + "ppo_micro_batch_size_per_gpu"), _mini_batch_per_gpu(values)
-    size = values.number(ACTOR + "ppo_micro_batch_size_per_gpu")
-    if values.is_true(ACTOR + "use_dynamic_bsz") or size is None or whole is None:
-        return
-    if size < whole:
-        message = f"{size:g} of the {whole:g} sequences that a mini batch has per GPU: {whole / size:.0f} passes"
-        yield consider(micro, message, f"as large as memory allows, up to {whole:g}")
-    elif size > whole:
-        yield consider(micro, f"{size:g}, but a mini batch has {whole:g} sequences per GPU", f"{whole:g}")
-    else:
-        yield fine(micro, "a mini batch is one pass")
-
-
-def _batches(values: Values, subject: Subject) -> Iterator[Found]:
-    batch, setting = values.whole("data.train_batch_size"), values.at("data.train_batch_size")
-    mini, group, gpus = values.whole(ACTOR + "ppo_mini_batch_size"), values.whole(ROLLOUT + "n"), _gpus(values)
-    if not batch or not mini or not group or not gpus or values.is_true(ACTOR + "use_dynamic_bsz"):
-        return
-    if batch < mini:
-        yield hurts(setting, f"verl refuses it: smaller than ppo_mini_batch_size {mini}", f"{mini} or more")
-    elif values.text(ACTOR + "strategy") != "megatron" and batch * group % gpus:
-        yield hurts(
-            setting,
-            f"verl refuses it: {batch} x n {group} is not divisible by {gpus} GPUs",
-            f"{-(-batch // gpus) * gpus}",
-        )
-    elif batch % mini:
-        yield consider(
-            setting, f"no multiple of ppo_mini_batch_size {mini}: the last mini batch is short", "a multiple"
-        )
-    else:
-        yield fine(setting, f"{batch // mini} updates of {mini} prompts a step")
-
-
-def _dynamic_batches(values: Values, subject: Subject) -> Iterator[Found]:
-    setting = values.at(ACTOR + "use_dynamic_bsz")
-    if setting.value is not True:
-        message = "a micro batch is a number of sequences, and so as many tokens as chance has it"
-        yield consider(setting, message, "True, with ppo_max_token_len_per_gpu at 2 to 3 times prompt + response")
-        return
-    yield fine(setting, "micro batches hold a number of tokens")
-    own = values.at(ROLLOUT + "log_prob_use_dynamic_bsz")
-    if own.value is False:
-        yield hurts(own, "verl refuses it: it must equal actor.use_dynamic_bsz", "True")
-
-
-def _token_budget(values: Values, subject: Subject) -> Iterator[Found]:
-    tokens = subject.workload.tokens
-    if not values.is_true(ACTOR + "use_dynamic_bsz") or not tokens:
-        return
-    keys = [(ACTOR + "ppo_max_token_len_per_gpu", ACTOR + "ulysses_sequence_parallel_size")]
-    if _critic_runs(values):
-        keys.append(("critic.ppo_max_token_len_per_gpu", "critic.ulysses_sequence_parallel_size"))
-    context = values.number(ACTOR + "megatron.context_parallel_size") if is_megatron(values) else None
-    for key, shards in keys:
-        setting, budget = values.at(key), values.number(key)
-        held = None if budget is None else budget * (context or values.number(shards) or 1)
-        if held is None:
-            continue
-        if held < tokens:
-            yield hurts(
-                setting, f"{held:.0f} tokens do not hold one sequence of {tokens}", f"{2 * tokens} to {3 * tokens}"
-            )
-        elif held < 2 * tokens:
-            message = f"{held:.0f} tokens are {held / tokens:.1f} times prompt + response ({tokens}): little is packed"
-            yield consider(setting, message, f"{2 * tokens} to {3 * tokens}")
-        else:
-            yield fine(setting, f"{held / tokens:.1f} times prompt + response ({tokens})")
-
-
-def _forward_only(values: Values, subject: Subject) -> Iterator[Found]:
-    """Passes without gradients keep no activations, so they may be larger than those that train."""
-    for key, than, is_critic in _forward_pairs(values):
-        setting, training = values.at(key), values.number(than)
-        size = values.number(key)
-        if size is None or not training or (is_critic and not _critic_runs(values)):
-            continue
-        if size < 2 * training:
-            message = f"{size:g}, and the training pass has {training:g}; this one keeps no activations"
-            yield consider(setting, message, f"{2 * training:g}")
-        else:
-            yield fine(setting, f"{size / training:.1f} times that of the training pass")
-
-
-def _forward_pairs(values: Values) -> Iterator[tuple[str, str, bool]]:
-    if values.is_true(ACTOR + "use_dynamic_bsz"):
-        name, trained, critic = (
-            "log_prob_max_token_len_per_gpu",
-            "ppo_max_token_len_per_gpu",
-            "forward_max_token_len_per_gpu",
-        )
-    else:
-        name, trained = "log_prob_micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu"
-        critic = "forward_micro_batch_size_per_gpu"
-    yield ROLLOUT + name, ACTOR + trained, False
-    if _reference_runs(values) or values.has_any(REF + name):
-        yield REF + name, ACTOR + trained, False
-    yield f"critic.{critic}", f"critic.{trained}", True
-
-
-def _critic_batches(values: Values, subject: Subject) -> Iterator[Found]:
-    if not _critic_runs(values):
-        return
-    is_dynamic = values.is_true(ACTOR + "use_dynamic_bsz")
-    name = "ppo_max_token_len_per_gpu" if is_dynamic else "ppo_micro_batch_size_per_gpu"
-    setting, actor, critic = values.at(f"critic.{name}"), values.number(ACTOR + name), values.number(f"critic.{name}")
-    if actor is None or critic is None:
-        return
-    if critic < 2 * actor:
-        yield consider(
-            setting, f"{critic:g}, the actor's is {actor:g}; its last layer has one output", f"{2 * actor:g}"
-        )
-    else:
-        yield fine(setting, f"{critic / actor:.1f} times the actor's")
-
-
+@verl_trainer_rule(
+    id="verl-ulysses",
+    asks="Are long sequences split over GPUs, and short ones not?",
+    reads="actor.ulysses_sequence_parallel_size",
+    why="Above 32k tokens the activations of one sequence outgrow a GPU; below, splitting costs communication.",
+    source=f"{VERL_GUIDE}; {VERL_CODE}, workers/config/actor.py",
+)
 def _ulysses(values: Values, subject: Subject) -> Iterator[Found]:
     if not is_fsdp(values):
         return
@@ -297,41 +383,63 @@ def _ulysses(values: Values, subject: Subject) -> Iterator[Found]:
         yield fine(setting, f"sequences of at most {tokens} tokens")
 
 
-def _liger(values: Values, subject: Subject) -> Iterator[Found]:
+@verl_trainer_rule(
+    id="verl-gradient-checkpointing",
+    asks="Is gradient checkpointing on?",
+    reads="actor_rollout_ref.model.enable_gradient_checkpointing, critic.model.enable_gradient_checkpointing",
+    why="It trades computing for memory, which larger micro batches then use.",
+    source=VERL_GUIDE,
+    gain=0.05,
+)
+def _gradient_checkpointing(values: Values, subject: Subject) -> Iterator[Found]:
     if not is_fsdp(values):
         return
-    setting = values.at(MODEL + "use_liger")
-    if setting.value is True:
-        yield fine(setting, "fused RMSNorm, SwiGLU and RoPE")
-    else:
-        message = "RMSNorm, SwiGLU and RoPE run unfused; it works beside use_fused_kernels"
-        yield consider(setting, message, "True, where liger-kernel is installed; measure it")
-
-
-def _fsdp2(values: Values, subject: Subject) -> Iterator[Found]:
-    if not is_fsdp(values):
-        return
-    for key in (ACTOR + "strategy", *(["critic.strategy"] if _critic_runs(values) else [])):
-        setting = values.at(key)
-        if setting.value == "fsdp":
-            yield consider(setting, "FSDP1; FSDP2 is verl's advice for new runs", "fsdp2", _MIGRATION)
+    for key in (MODEL, *(["critic.model."] if _critic_runs(values) else [])):
+        setting = values.at(key + "enable_gradient_checkpointing")
+        if setting.value is True:
+            yield fine(setting, "activations are computed again, which leaves room for larger micro batches")
         else:
-            yield fine(setting, f"{setting.value}")
+            yield consider(setting, "all activations are kept, which keeps micro batches small", "True")
 
 
-def _forward_prefetch(values: Values, subject: Subject) -> Iterator[Found]:
-    if not values.text(ACTOR + "strategy").startswith("fsdp"):
-        return
-    setting = values.at(ACTOR + "fsdp_config.forward_prefetch")
-    if _gpus(values) == 1:
-        yield fine(setting, "one GPU has nothing to gather")
+@verl_trainer_rule(
+    id="verl-activation-offload",
+    asks="Could activations leave the GPU?",
+    reads="actor_rollout_ref.model.enable_activation_offload",
+    why="Together with gradient checkpointing it leaves room for larger micro batches. FSDP alone has it.",
+    source=VERL_GUIDE,
+)
+def _activation_offload(values: Values, subject: Subject) -> Iterator[Found]:
+    setting, strategy = values.at(MODEL + "enable_activation_offload"), values.text(ACTOR + "strategy")
+    if setting.value is True and not strategy.startswith("fsdp"):
+        yield hurts(setting, f"the FSDP backends alone have it, not {strategy}", "False")
     elif setting.value is True:
-        yield fine(setting, "the next layer is gathered while one is computed")
+        checkpointed = values.is_true(MODEL + "enable_gradient_checkpointing")
+        yield (
+            fine(setting, "activations go to the host")
+            if checkpointed
+            else consider(
+                setting,
+                "without gradient checkpointing all activations cross the bus",
+                "enable_gradient_checkpointing: True",
+            )
+        )
+    elif (subject.workload.tokens or 0) >= 16_384:
+        yield consider(
+            setting, f"sequences of {subject.workload.tokens} tokens: larger micro batches need the room", "True"
+        )
     else:
-        message = "each layer's all-gather waits for the layer before it (backward prefetch is not supported)"
-        yield consider(setting, message, "True")
+        yield fine(setting, "off; worth it where memory keeps micro batches small")
 
 
+@verl_trainer_rule(
+    id="verl-entropy-memory",
+    asks="Does the entropy of the logits fit?",
+    reads="actor.entropy_from_logits_with_chunking, actor.entropy_checkpointing",
+    why="Logits are [tokens, vocabulary]; entropy takes 4 + 2 + 1 bytes an entry, outside gradient checkpointing.",
+    source=f"{VERL_GUIDE}: tokens x vocabulary x 7 bytes",
+    is_general=True,
+)
 def _entropy(values: Values, subject: Subject) -> Iterator[Found]:
     """`entropy_from_logits_with_chunking` bounds the forward pass, `entropy_checkpointing` the training pass."""
     if not is_fsdp(values):
@@ -370,40 +478,73 @@ def _tokens_of_a_pass(values: Values, subject: Subject) -> float | None:
     return largest * subject.workload.tokens if largest and subject.workload.tokens else None
 
 
-def _gradient_checkpointing(values: Values, subject: Subject) -> Iterator[Found]:
+@verl_trainer_rule(
+    id="verl-fsdp2",
+    asks="Is it FSDP2?",
+    reads="actor.strategy, critic.strategy",
+    why="It shards each parameter by itself and composes with torch.compile.",
+    source=VERL_GUIDE,
+    is_general=True,
+)
+def _fsdp2(values: Values, subject: Subject) -> Iterator[Found]:
     if not is_fsdp(values):
         return
-    for key in (MODEL, *(["critic.model."] if _critic_runs(values) else [])):
-        setting = values.at(key + "enable_gradient_checkpointing")
-        if setting.value is True:
-            yield fine(setting, "activations are computed again, which leaves room for larger micro batches")
+    for key in (ACTOR + "strategy", *(["critic.strategy"] if _critic_runs(values) else [])):
+        setting = values.at(key)
+        if setting.value == "fsdp":
+            yield consider(setting, "FSDP1; FSDP2 is verl's advice for new runs", "fsdp2", _MIGRATION)
         else:
-            yield consider(setting, "all activations are kept, which keeps micro batches small", "True")
+            yield fine(setting, f"{setting.value}")
 
 
-def _activation_offload(values: Values, subject: Subject) -> Iterator[Found]:
-    setting, strategy = values.at(MODEL + "enable_activation_offload"), values.text(ACTOR + "strategy")
-    if setting.value is True and not strategy.startswith("fsdp"):
-        yield hurts(setting, f"the FSDP backends alone have it, not {strategy}", "False")
+@verl_trainer_rule(
+    id="verl-forward-prefetch",
+    asks="Is the next layer gathered early?",
+    reads="actor.fsdp_config.forward_prefetch",
+    why="Communication then overlaps with computing.",
+    source=VERL_GUIDE,
+    is_general=True,
+)
+def _forward_prefetch(values: Values, subject: Subject) -> Iterator[Found]:
+    if not values.text(ACTOR + "strategy").startswith("fsdp"):
+        return
+    setting = values.at(ACTOR + "fsdp_config.forward_prefetch")
+    if _gpus(values) == 1:
+        yield fine(setting, "one GPU has nothing to gather")
     elif setting.value is True:
-        checkpointed = values.is_true(MODEL + "enable_gradient_checkpointing")
-        yield (
-            fine(setting, "activations go to the host")
-            if checkpointed
-            else consider(
-                setting,
-                "without gradient checkpointing all activations cross the bus",
-                "enable_gradient_checkpointing: True",
-            )
-        )
-    elif (subject.workload.tokens or 0) >= 16_384:
-        yield consider(
-            setting, f"sequences of {subject.workload.tokens} tokens: larger micro batches need the room", "True"
-        )
+        yield fine(setting, "the next layer is gathered while one is computed")
     else:
-        yield fine(setting, "off; worth it where memory keeps micro batches small")
+        message = "each layer's all-gather waits for the layer before it (backward prefetch is not supported)"
+        yield consider(setting, message, "True")
 
 
+@verl_trainer_rule(
+    id="verl-liger",
+    asks="Are fused kernels used?",
+    reads="actor_rollout_ref.model.use_liger",
+    why="Fewer kernels read and write activations.",
+    source=VERL_GUIDE,
+    is_general=True,
+)
+def _liger(values: Values, subject: Subject) -> Iterator[Found]:
+    if not is_fsdp(values):
+        return
+    setting = values.at(MODEL + "use_liger")
+    if setting.value is True:
+        yield fine(setting, "fused RMSNorm, SwiGLU and RoPE")
+    else:
+        message = "RMSNorm, SwiGLU and RoPE run unfused; it works beside use_fused_kernels"
+        yield consider(setting, message, "True, where liger-kernel is installed; measure it")
+
+
+@verl_trainer_rule(
+    id="verl-offload",
+    asks="Is anything offloaded without need?",
+    reads="actor.fsdp_config.param_offload, optimizer_offload with hybrid_engine=False",
+    why="Offloading makes room for an engine on the trainer's GPUs; a trainer with GPUs of its own needs none.",
+    source=VERL_PRACTICE,
+    gain=0.1,
+)
 def _offload(values: Values, subject: Subject) -> Iterator[Found]:
     """Offloading makes room for an engine on the same GPUs."""
     if values.at("actor_rollout_ref.hybrid_engine").value is not False:
@@ -417,30 +558,13 @@ def _offload(values: Values, subject: Subject) -> Iterator[Found]:
             )
 
 
-def _profiler(values: Values, subject: Subject) -> Iterator[Found]:
-    tool, steps = values.at("global_profiler.tool"), values.at("global_profiler.steps")
-    if tool.value is None:
-        yield fine(tool, "off; nsys or torch for some steps shows where time goes")
-    elif steps.value is None:
-        yield consider(steps, f"{tool.value} is chosen, and no step to profile", "[5, 6, 7]")
-    else:
-        yield consider(steps, f"{tool.value} slows the steps {steps.value}", "null once you have the profile")
-
-
-def _balance(values: Values, subject: Subject) -> Iterator[Found]:
-    setting = values.at("trainer.balance_batch")
-    if setting.value is False:
-        yield consider(setting, "the GPU with the longest sequences keeps all others waiting", "True")
-    else:
-        yield fine(setting, "tokens are spread evenly over GPUs")
-
-
-def _prometheus(values: Values, subject: Subject) -> Iterator[Found]:
-    setting = values.at(ROLLOUT + "prometheus.enable")
-    if setting.value is True and values.is_true(ROLLOUT + "disable_log_stats"):
-        yield hurts(setting, "verl refuses it while disable_log_stats is True", "disable_log_stats: False")
-
-
+@verl_rollout_rule(
+    id="verl-free-cache",
+    asks="Does the engine give its memory back?",
+    reads="rollout.free_cache_engine",
+    why="On shared GPUs the trainer needs the KV cache's memory.",
+    source=VERL_CODE,
+)
 def _free_cache(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at(ROLLOUT + "free_cache_engine")
     shares = any(engine.owner == "verl" and engine.shares_gpu for engine in subject.engines)
@@ -452,6 +576,14 @@ def _free_cache(values: Values, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "no trainer on these GPUs wants the memory")
 
 
+@verl_rollout_rule(
+    id="verl-sampling",
+    asks="Are completions drawn from the policy itself?",
+    reads="rollout.temperature, top_p, top_k",
+    why="The loss takes completions for draws from the whole distribution.",
+    source=f"{VERL_CODE}; TRL's issues 6789 and 7269 on what cutting it does",
+    gain=0.1,
+)
 def _sampling(values: Values, subject: Subject) -> Iterator[Found]:
     for name, off in (("temperature", None), ("top_p", (1, None)), ("top_k", (-1, 0, None))):
         setting = values.at(ROLLOUT + name)
@@ -464,218 +596,49 @@ def _sampling(values: Values, subject: Subject) -> Iterator[Found]:
             yield fine(setting, f"{setting.value}: the policy itself")
 
 
-VERL_RULES = (
-    Rule(
-        id="verl-keys",
-        asks="Does verl have each key that is given?",
-        reads="every key",
-        why="A key that was renamed sets nothing, or ends the run.",
-        source="verl's trainer/config/*.yaml, composed by Hydra, of releases 0.4.1 to 0.9.1",
-        check=_unknown_keys,
-        gain=1.0,
-    ),
-    Rule(
-        id="verl-unread",
-        asks="Was everything read?",
-        reads="the script's commands",
-        why="A rule is silent on a value that it does not have.",
-        source="GNU Bash manual, The Restricted Shell",
-        check=_unread,
-        gain=0.0,
-    ),
-    Rule(
-        id="verl-lost-overrides",
-        asks="Does each override reach the command?",
-        reads="the script's lines",
-        why="In a shell a comment or an empty line ends a command that a backslash continued.",
-        source="POSIX shell, token recognition",
-        check=_lost_overrides,
-        gain=1.0,
-    ),
-    Rule(
-        id="verl-batches",
-        asks="Do batches divide?",
-        reads="data.train_batch_size, actor.ppo_mini_batch_size, rollout.n, trainer.n_gpus_per_node, nnodes",
-        why="These are global numbers, which verl shares out over all GPUs.",
-        source=f"{VERL_CODE}, utils/config.py and workers/config/actor.py",
-        check=of_verl(_batches),
-        gain=1.0,
-    ),
-    Rule(
-        id="verl-micro-batches",
-        asks="Is each micro batch given, per GPU?",
-        reads="*_micro_batch_size, *_micro_batch_size_per_gpu",
-        why="Micro batches are local: what one GPU computes in one pass.",
-        source=f"{VERL_GUIDE}; {VERL_CODE}, utils/config.py",
-        check=of_verl(_micro_batches_given),
-        gain=1.0,
-    ),
-    Rule(
-        id="verl-micro-batch-size",
-        asks="Is the micro batch as large as it can be?",
-        reads="actor.ppo_micro_batch_size_per_gpu against ppo_mini_batch_size x n / GPUs",
-        why="More passes of fewer sequences do the same work with the GPU less full.",
-        source=VERL_GUIDE,
-        check=of_verl(_micro_batch_size),
-        gain=0.1,
-    ),
-    Rule(
-        id="verl-dynamic-batches",
-        asks="Do micro batches hold tokens rather than sequences?",
-        reads="actor.use_dynamic_bsz, rollout.log_prob_use_dynamic_bsz",
-        why="Responses differ in length: with a budget of tokens every pass is as full as the others.",
-        source=f"{VERL_GUIDE}; {VERL_CODE}",
-        check=of_verl(_dynamic_batches),
-        gain=0.2,
-    ),
-    Rule(
-        id="verl-token-budget",
-        asks="Is the budget at least twice prompt + response?",
-        reads="actor.ppo_max_token_len_per_gpu, critic.ppo_max_token_len_per_gpu",
-        why="A budget near one sequence makes every pass one sequence.",
-        source=f"{VERL_GUIDE}: at least 2 x (max_prompt_length + max_response_length); its example has 3 x",
-        check=of_verl(_token_budget),
-        gain=0.2,
-    ),
-    Rule(
-        id="verl-forward-only",
-        asks="Are passes without gradients larger than those that train?",
-        reads="ref and rollout log_prob_micro_batch_size_per_gpu or log_prob_max_token_len_per_gpu, critic.forward_*",
-        why="They keep no activations for a backward pass.",
-        source=f"{VERL_GUIDE}: for instance 2 x",
-        check=of_verl(_forward_only),
-        is_general=True,
-    ),
-    Rule(
-        id="verl-critic-batches",
-        asks="Are the critic's batches larger than the actor's?",
-        reads="critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu",
-        why="The actor's last layer has an output for each entry of the vocabulary, the critic's one.",
-        source=f"{VERL_GUIDE}: at least 2 x the actor's",
-        check=of_verl(_critic_batches),
-        is_general=True,
-    ),
-    Rule(
-        id="verl-remove-padding",
-        asks="Are sequences packed?",
-        reads="actor_rollout_ref.model.use_remove_padding, critic.model.use_remove_padding",
-        why="Lengths differ, and padding costs as much as tokens.",
-        source=VERL_GUIDE,
-        check=of_verl(_remove_padding),
-        gain=0.3,
-    ),
-    Rule(
-        id="verl-ulysses",
-        asks="Are long sequences split over GPUs, and short ones not?",
-        reads="actor.ulysses_sequence_parallel_size",
-        why="Above 32k tokens the activations of one sequence outgrow a GPU; below, splitting costs communication.",
-        source=f"{VERL_GUIDE}; {VERL_CODE}, workers/config/actor.py",
-        check=of_verl(_ulysses),
-    ),
-    Rule(
-        id="verl-gradient-checkpointing",
-        asks="Is gradient checkpointing on?",
-        reads="actor_rollout_ref.model.enable_gradient_checkpointing, critic.model.enable_gradient_checkpointing",
-        why="It trades computing for memory, which larger micro batches then use.",
-        source=VERL_GUIDE,
-        check=of_verl(_gradient_checkpointing),
-        gain=0.05,
-    ),
-    Rule(
-        id="verl-activation-offload",
-        asks="Could activations leave the GPU?",
-        reads="actor_rollout_ref.model.enable_activation_offload",
-        why="Together with gradient checkpointing it leaves room for larger micro batches. FSDP alone has it.",
-        source=VERL_GUIDE,
-        check=of_verl(_activation_offload),
-    ),
-    Rule(
-        id="verl-entropy-memory",
-        asks="Does the entropy of the logits fit?",
-        reads="actor.entropy_from_logits_with_chunking, actor.entropy_checkpointing",
-        why="Logits are [tokens, vocabulary]; entropy takes 4 + 2 + 1 bytes an entry, outside gradient checkpointing.",
-        source=f"{VERL_GUIDE}: tokens x vocabulary x 7 bytes",
-        check=of_verl(_entropy),
-        is_general=True,
-    ),
-    Rule(
-        id="verl-fsdp2",
-        asks="Is it FSDP2?",
-        reads="actor.strategy, critic.strategy",
-        why="It shards each parameter by itself and composes with torch.compile.",
-        source=VERL_GUIDE,
-        check=of_verl(_fsdp2),
-        is_general=True,
-    ),
-    Rule(
-        id="verl-forward-prefetch",
-        asks="Is the next layer gathered early?",
-        reads="actor.fsdp_config.forward_prefetch",
-        why="Communication then overlaps with computing.",
-        source=VERL_GUIDE,
-        check=of_verl(_forward_prefetch),
-        is_general=True,
-    ),
-    Rule(
-        id="verl-liger",
-        asks="Are fused kernels used?",
-        reads="actor_rollout_ref.model.use_liger",
-        why="Fewer kernels read and write activations.",
-        source=VERL_GUIDE,
-        check=of_verl(_liger),
-        is_general=True,
-    ),
-    Rule(
-        id="verl-offload",
-        asks="Is anything offloaded without need?",
-        reads="actor.fsdp_config.param_offload, optimizer_offload with hybrid_engine=False",
-        why="Offloading makes room for an engine on the trainer's GPUs; a trainer with GPUs of its own needs none.",
-        source=VERL_PRACTICE,
-        check=of_verl(_offload),
-        gain=0.1,
-    ),
-    Rule(
-        id="verl-free-cache",
-        asks="Does the engine give its memory back?",
-        reads="rollout.free_cache_engine",
-        why="On shared GPUs the trainer needs the KV cache's memory.",
-        source=VERL_CODE,
-        check=of_verl_rollout(_free_cache),
-    ),
-    Rule(
-        id="verl-sampling",
-        asks="Are completions drawn from the policy itself?",
-        reads="rollout.temperature, top_p, top_k",
-        why="The loss takes completions for draws from the whole distribution.",
-        source=f"{VERL_CODE}; TRL's issues 6789 and 7269 on what cutting it does",
-        check=of_verl_rollout(_sampling),
-        gain=0.1,
-    ),
-    Rule(
-        id="verl-balance",
-        asks="Is work spread evenly?",
-        reads="trainer.balance_batch",
-        why="Training waits for the GPU with the most tokens.",
-        source=VERL_CODE,
-        check=of_verl(_balance),
-        gain=0.1,
-    ),
-    Rule(
-        id="verl-profiler",
-        asks="Is the profiler off when it is not looked at?",
-        reads="global_profiler.tool, global_profiler.steps",
-        why="It shows which stage to tune, and slows what it watches.",
-        source=VERL_GUIDE,
-        check=of_verl(_profiler),
-        is_general=True,
-    ),
-    Rule(
-        id="verl-prometheus",
-        asks="Can Prometheus see the engine?",
-        reads="rollout.prometheus.enable, rollout.disable_log_stats",
-        why="It shows the engine's statistics, which disable_log_stats turns off.",
-        source=VERL_CODE,
-        check=of_verl(_prometheus),
-        gain=1.0,
-    ),
+@verl_trainer_rule(
+    id="verl-balance",
+    asks="Is work spread evenly?",
+    reads="trainer.balance_batch",
+    why="Training waits for the GPU with the most tokens.",
+    source=VERL_CODE,
+    gain=0.1,
 )
+def _balance(values: Values, subject: Subject) -> Iterator[Found]:
+    setting = values.at("trainer.balance_batch")
+    if setting.value is False:
+        yield consider(setting, "the GPU with the longest sequences keeps all others waiting", "True")
+    else:
+        yield fine(setting, "tokens are spread evenly over GPUs")
+
+
+@verl_trainer_rule(
+    id="verl-profiler",
+    asks="Is the profiler off when it is not looked at?",
+    reads="global_profiler.tool, global_profiler.steps",
+    why="It shows which stage to tune, and slows what it watches.",
+    source=VERL_GUIDE,
+    is_general=True,
+)
+def _profiler(values: Values, subject: Subject) -> Iterator[Found]:
+    tool, steps = values.at("global_profiler.tool"), values.at("global_profiler.steps")
+    if tool.value is None:
+        yield fine(tool, "off; nsys or torch for some steps shows where time goes")
+    elif steps.value is None:
+        yield consider(steps, f"{tool.value} is chosen, and no step to profile", "[5, 6, 7]")
+    else:
+        yield consider(steps, f"{tool.value} slows the steps {steps.value}", "null once you have the profile")
+
+
+@verl_trainer_rule(
+    id="verl-prometheus",
+    asks="Can Prometheus see the engine?",
+    reads="rollout.prometheus.enable, rollout.disable_log_stats",
+    why="It shows the engine's statistics, which disable_log_stats turns off.",
+    source=VERL_CODE,
+    gain=1.0,
+)
+def _prometheus(values: Values, subject: Subject) -> Iterator[Found]:
+    setting = values.at(ROLLOUT + "prometheus.enable")
+    if setting.value is True and values.is_true(ROLLOUT + "disable_log_stats"):
+        yield hurts(setting, "verl refuses it while disable_log_stats is True", "disable_log_stats: False")

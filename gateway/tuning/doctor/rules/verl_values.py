@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gateway.tuning.doctor.files.shell_script import is_known
+from gateway.tuning.doctor.files.verl import VerlFile
 from gateway.tuning.doctor.finding import Found, consider, hurts
 from gateway.tuning.doctor.known_keys import ROLLOUT
-from gateway.tuning.doctor.rules.rule import VERL_CODE, Judged, Rule, of_verl, of_verl_rollout
+from gateway.tuning.doctor.rules.rule import VERL_CODE, verl_file_rule, verl_rollout_rule, verl_trainer_rule
 from gateway.tuning.doctor.subject import Subject
 from gateway.tuning.doctor.values import Values
 
@@ -31,14 +32,20 @@ _OPEN = {"algorithm.adv_estimator": _ESTIMATORS, _ACTOR + "policy_loss.loss_mode
 _BY_GROUP = ("grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gdpo", "gpg")
 
 
-def _types(subject: Subject) -> Iterator[Judged]:
-    file = subject.verl
-    for setting in file.values if file else ():
-        key = setting.key if file and file.has_trainer else ROLLOUT + setting.key
-        default = file.keys.defaults.get(key) if file else None
-        if file and is_known(setting.value) and (wanted := _mistyped(setting.value, default)):
+@verl_file_rule(
+    id="verl-types",
+    asks="Does each value have its key's type?",
+    reads="every key",
+    why="Text where a number or a boolean is expected ends the run, or counts as true.",
+    source=f"{VERL_CODE}, the defaults of its configuration",
+    gain=1.0,
+)
+def _types(file: VerlFile, subject: Subject) -> Iterator[Found]:
+    for setting in file.values:
+        default = file.keys.defaults.get(setting.key if file.has_trainer else ROLLOUT + setting.key)
+        if is_known(setting.value) and (wanted := _mistyped(setting.value, default)):
             message = f"{setting.value!r} is no {wanted}, as its default {default!r} is"
-            yield "verl", hurts(setting, message, f"a {wanted}")
+            yield hurts(setting, message, f"a {wanted}")
 
 
 def _mistyped(value: Any, default: Any) -> str:
@@ -52,6 +59,14 @@ def _mistyped(value: Any, default: Any) -> str:
     return ""
 
 
+@verl_trainer_rule(
+    id="verl-choices",
+    asks="Does verl know each name?",
+    reads="rollout.name, rollout.mode, algorithm.adv_estimator, actor.policy_loss.loss_mode, actor.loss_agg_mode",
+    why="A name that is not registered ends the run.",
+    source=f"{VERL_CODE}, trainer/ppo/core_algos.py, workers/rollout/base.py and workers/config/actor.py",
+    gain=1.0,
+)
 def _choices(values: Values, subject: Subject) -> Iterator[Found]:
     yield from _unknown_choices(values, _CLOSED, must_be_known=True)
     yield from _unknown_choices(values, _OPEN, must_be_known=False)
@@ -73,6 +88,14 @@ def _unknown_choices(values: Values, choices: Mapping[str, tuple[str, ...]], *, 
             yield consider(setting, f"verl itself has no {setting.value}", "register it before the trainer starts")
 
 
+@verl_trainer_rule(
+    id="verl-group",
+    asks="Does a group have more than one completion?",
+    reads="rollout.n with algorithm.adv_estimator",
+    why="Estimators by group take the mean of a prompt's completions as baseline.",
+    source=f"{VERL_CODE}, trainer/ppo/core_algos.py",
+    gain=1.0,
+)
 def _group(values: Values, subject: Subject) -> Iterator[Found]:
     estimator, setting = values.text("algorithm.adv_estimator"), values.at(ROLLOUT + "n")
     if estimator in _BY_GROUP and values.whole(ROLLOUT + "n") == 1:
@@ -80,12 +103,28 @@ def _group(values: Values, subject: Subject) -> Iterator[Found]:
         yield hurts(setting, message, "8")
 
 
+@verl_trainer_rule(
+    id="verl-kl-twice",
+    asks="Does the KL term count once?",
+    reads="algorithm.use_kl_in_reward, actor.use_kl_loss",
+    why="Both together hold the policy back twice, with two coefficients.",
+    source=f"{VERL_CODE}, trainer/ppo/ray_trainer.py",
+    gain=0.05,
+)
 def _kl_twice(values: Values, subject: Subject) -> Iterator[Found]:
     if values.is_true("algorithm.use_kl_in_reward") and values.is_true(_ACTOR + "use_kl_loss"):
         setting = values.at("algorithm.use_kl_in_reward")
         yield consider(setting, "the KL term counts twice: in the reward and in the loss (use_kl_loss)", "False")
 
 
+@verl_trainer_rule(
+    id="verl-quantized-rollout",
+    asks="Is the mismatch of quantized rollouts weighed?",
+    reads="rollout.quantization, algorithm.rollout_correction.rollout_is",
+    why="Quantized weights are another policy than the one that is trained.",
+    source=f"{VERL_CODE}, trainer/config/algorithm/rollout_correction.yaml",
+    gain=0.1,
+)
 def _quantized(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at(ROLLOUT + "quantization")
     correction = values.at("algorithm.rollout_correction.rollout_is")
@@ -94,66 +133,16 @@ def _quantized(values: Values, subject: Subject) -> Iterator[Found]:
         yield consider(setting, message, "algorithm.rollout_correction.rollout_is: token")
 
 
+@verl_rollout_rule(
+    id="verl-penalty",
+    asks="Are repetitions left unpunished?",
+    reads="rollout.repetition_penalty",
+    why="The loss takes completions for draws from the policy itself.",
+    source=VERL_CODE,
+    gain=0.1,
+)
 def _penalty(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at(ROLLOUT + "repetition_penalty")
     if values.number(ROLLOUT + "repetition_penalty") not in (None, 1.0):
         message = f"{setting.value} changes the distribution that is drawn from, not the trainer's: ratios are biased"
         yield consider(setting, message, "1.0")
-
-
-VERL_VALUE_RULES = (
-    Rule(
-        id="verl-types",
-        asks="Does each value have its key's type?",
-        reads="every key",
-        why="Text where a number or a boolean is expected ends the run, or counts as true.",
-        source=f"{VERL_CODE}, the defaults of its configuration",
-        check=_types,
-        gain=1.0,
-    ),
-    Rule(
-        id="verl-choices",
-        asks="Does verl know each name?",
-        reads="rollout.name, rollout.mode, algorithm.adv_estimator, actor.policy_loss.loss_mode, actor.loss_agg_mode",
-        why="A name that is not registered ends the run.",
-        source=f"{VERL_CODE}, trainer/ppo/core_algos.py, workers/rollout/base.py and workers/config/actor.py",
-        check=of_verl(_choices),
-        gain=1.0,
-    ),
-    Rule(
-        id="verl-group",
-        asks="Does a group have more than one completion?",
-        reads="rollout.n with algorithm.adv_estimator",
-        why="Estimators by group take the mean of a prompt's completions as baseline.",
-        source=f"{VERL_CODE}, trainer/ppo/core_algos.py",
-        check=of_verl(_group),
-        gain=1.0,
-    ),
-    Rule(
-        id="verl-kl-twice",
-        asks="Does the KL term count once?",
-        reads="algorithm.use_kl_in_reward, actor.use_kl_loss",
-        why="Both together hold the policy back twice, with two coefficients.",
-        source=f"{VERL_CODE}, trainer/ppo/ray_trainer.py",
-        check=of_verl(_kl_twice),
-        gain=0.05,
-    ),
-    Rule(
-        id="verl-quantized-rollout",
-        asks="Is the mismatch of quantized rollouts weighed?",
-        reads="rollout.quantization, algorithm.rollout_correction.rollout_is",
-        why="Quantized weights are another policy than the one that is trained.",
-        source=f"{VERL_CODE}, trainer/config/algorithm/rollout_correction.yaml",
-        check=of_verl(_quantized),
-        gain=0.1,
-    ),
-    Rule(
-        id="verl-penalty",
-        asks="Are repetitions left unpunished?",
-        reads="rollout.repetition_penalty",
-        why="The loss takes completions for draws from the policy itself.",
-        source=VERL_CODE,
-        check=of_verl_rollout(_penalty),
-        gain=0.1,
-    ),
-)

@@ -10,9 +10,7 @@ import pytest
 from engines.errors import ConfigError, GatewayUnreachable
 from gateway.tuning.doctor.finding import Finding, Severity
 from gateway.tuning.doctor.live import Live, Sample, look, watch
-from gateway.tuning.doctor.rules.all import examine
-from gateway.tuning.doctor.rules.engine import ENGINE_RULES
-from gateway.tuning.doctor.rules.live import LIVE_RULES
+from gateway.tuning.doctor.rules.all import SECTIONS, examine
 from gateway.tuning.doctor.subject import subject_of
 from tests.rigs.rig import Rig, StartRig
 
@@ -167,7 +165,7 @@ def test_the_rules_of_engines_judge_what_a_running_vllm_says_of_itself() -> None
     assert {one.origin for one in found if one.rule == "cuda-graphs"} == {"live"}
     (capacity,) = [one for one in found if one.rule == "live-kv-capacity"]
     assert "3.9 sequences of 4096 tokens; max_num_seqs is 512" in capacity.message
-    assert {rule.id for rule in ENGINE_RULES} >= hurting
+    assert {rule.id for rule in SECTIONS["Engines"]} >= hurting
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8100", "ftp://h"])
@@ -200,7 +198,7 @@ async def test_a_key_is_sent_and_its_lack_is_told(start_rig: StartRig) -> None:
 
 def test_every_live_rule_is_tried_here() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
-    assert [rule.id for rule in LIVE_RULES if f'"{rule.id}"' not in text] == []
+    assert [rule.id for rule in SECTIONS["A running gateway"] if f'"{rule.id}"' not in text] == []
 
 
 def test_counters_of_two_looks_are_of_the_time_between_them() -> None:

@@ -11,11 +11,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from engines.batches import batches
 from engines.errors import DeadlineExceeded, InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from gateway.api import body_of, error_of, status_of
 from trainer_client.served import ServedWeights
@@ -137,12 +139,7 @@ class TrainerRanks:
         return [bool(flag) for flag in held.tolist()]
 
     def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
-        runs: list[list[Entry]] = [[]]
-        for entry in entries:
-            if sum(one.num_bytes for one in runs[-1]) >= _RUN_BYTES:
-                runs.append([])
-            runs[-1].append(entry)
-        return runs
+        return list(batches(entries, attrgetter("num_bytes"), _RUN_BYTES))
 
     def gather(self, run: Sequence[Entry]) -> list[torch.Tensor]:
         with self._turn:

@@ -68,6 +68,10 @@ class ChangedTensor:
     base: str
     elements: ChangedElements
 
+    @property
+    def num_bytes(self) -> int:
+        return self.elements.num_bytes
+
 
 class Draft:
     """A version that is being written by one writer. In one `add`, the last tensor of a name counts.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from engines.batches import batches
 from engines.errors import WeightUpdateFailed
+from engines.transfer.packed_views import unpacked
 
 Announced = tuple[str, torch.dtype, list[int]]
 """Name, dtype and full shape of an announced tensor."""
@@ -171,16 +172,8 @@ def receive(
     for chunk in chunks(announced, chunk_bytes):
         content = torch.empty(sum(map(num_bytes, chunk)), dtype=torch.uint8)
         group.broadcast(content)
-        load(unpack(content, chunk))
-
-
-def unpack(content: torch.Tensor, chunk: list[Announced]) -> list[NamedTensor]:
-    """Return tensors over the bytes of `content`. vLLM's `unpack_tensor` fails for unaligned tensors."""
-    tensors = []
-    for (name, dtype, shape), part in zip(chunk, content.split([num_bytes(one) for one in chunk]), strict=True):
-        aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
-        tensors.append((name, aligned.view(dtype).view(shape)))
-    return tensors
+        names, dtypes, shapes = zip(*chunk, strict=True)
+        load(unpacked(content, names, shapes, dtypes, list(map(num_bytes, chunk))))
 
 
 def chunks(announced: Iterable[Announced], chunk_bytes: int) -> Iterator[list[Announced]]:

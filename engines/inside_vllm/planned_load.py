@@ -7,13 +7,14 @@ nothing. Tensors whose loaders do more than copy are loaded by these loaders eac
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engines.batches import batches
 from engines.transfer.gloo import NamedTensor
 from engines.types import TensorMeta
 
@@ -101,7 +102,7 @@ class PlannedLoad:
 
     def load_all(self, weights: Iterable[NamedTensor], batch_bytes: int) -> None:
         """Load tensors that come one by one, `batch_bytes` at a time."""
-        for batch in _batches(weights, batch_bytes):
+        for batch in batches(weights, lambda named: named[1].nbytes, batch_bytes):
             self.load(batch)
 
     def _recorded(self, forms: Sequence[Form]) -> Mapping[Form, _Plan | None]:
@@ -233,16 +234,3 @@ def _extent(part: torch.Tensor) -> tuple[int, int]:
     begin = part.storage_offset()
     reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
     return begin, begin + reach + 1 if part.numel() else begin
-
-
-def _batches(weights: Iterable[NamedTensor], num_bytes: int) -> Iterator[list[NamedTensor]]:
-    batch: list[NamedTensor] = []
-    held = 0
-    for named in weights:
-        batch.append(named)
-        held += named[1].nbytes
-        if held >= num_bytes:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch

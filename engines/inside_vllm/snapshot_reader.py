@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engines.batches import batches
 from engines.checkpoint import Span, read_spans
 
 _PART_BYTES = 32 << 20
@@ -85,10 +87,10 @@ def read_tensors(folder: Path, device: torch.device) -> Iterator[tuple[str, torc
     is_host = device.type == "cpu"
     batch_bytes = _HOST_BATCH_BYTES if is_host else _BATCH_BYTES
     files = read_spans(folder).items()
-    batches = [batch for file, spans in files for batch in _batches(folder / file, spans, batch_bytes)]
-    if not batches:
+    found = [batch for file, spans in files for batch in _batches(folder / file, spans, batch_bytes)]
+    if not found:
         raise FileNotFoundError(f"{folder} holds no safetensors")
-    return _read_in_place(batches) if is_host else _read(batches, device)
+    return _read_in_place(found) if is_host else _read(found, device)
 
 
 def _read_in_place(batches: Sequence[_Batch]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -154,14 +156,8 @@ def _fill(place: torch.Tensor, file: Path, offset: int) -> None:
 
 
 def _batches(file: Path, spans: Sequence[Span], batch_bytes: int) -> Iterator[_Batch]:
-    batch: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.begin):
-        batch.append(span)
-        if batch[-1].end - batch[0].begin >= batch_bytes:
-            yield _Batch(file, batch)
-            batch = []
-    if batch:
-        yield _Batch(file, batch)
+    in_order = sorted(spans, key=lambda span: span.begin)
+    return (_Batch(file, batch) for batch in batches(in_order, attrgetter("num_bytes"), batch_bytes))
 
 
 def _tensors(batch: _Batch, there: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,14 +8,16 @@ import mmap
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import safetensors
 from safetensors.numpy import save_file
 
+from engines.batches import batches
 from engines.checkpoint import read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.changed_elements import ChangedElements
@@ -65,6 +67,10 @@ class ChangedTensor:
     digest: str
     base: str
     elements: ChangedElements
+
+    @property
+    def num_bytes(self) -> int:
+        return self.elements.num_bytes
 
 
 class Draft:
@@ -178,7 +184,7 @@ class Draft:
             if not wanted or (kept and len(wanted) == len(spans) and self._link(base / file, kept)):
                 continue
             with mapped(base / file) as content:
-                for batch in _batches(wanted):
+                for batch in batches(wanted, attrgetter("num_bytes"), SHARD_BYTES):
                     self.add(
                         [_copied(content, span.name, span.dtype, span.shape, span.begin, span.end) for span in batch]
                     )
@@ -287,14 +293,3 @@ def _read_changes(path: Path, name: str) -> ChangedElements:
             return ChangedElements(file.get_tensor(name + _GAPS), file.get_tensor(name + _VALUES))
     except (OSError, safetensors.SafetensorError) as error:
         raise InvalidRequest(f"{path} has no changes of {name!r}: {error}", param="snapshot") from error
-
-
-def _batches(spans: Iterable[Any]) -> Iterator[list[Any]]:
-    batch: list[Any] = []
-    for span in spans:
-        batch.append(span)
-        if sum(span.end - span.begin for span in batch) >= SHARD_BYTES:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

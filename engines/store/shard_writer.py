@@ -1,44 +1,57 @@
-"""Files of a draft, written several at a time."""
+"""Collects the tensors of a draft into files, and writes several files at a time."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
-from engines.store.draft import Draft, RawTensor
+from engines.store.draft import SHARD_BYTES, ChangedTensor, Draft, RawTensor
 from engines.store.files import THREADS
+
+_Shard = list[tuple[RawTensor | ChangedTensor, Callable[[], None]]]
+"""The tensors of one file, which are of one kind, each with its call once the file is written."""
 
 
 class ShardWriter:
-    """A context that owns its writes. At most `THREADS` files are held in memory."""
+    """A context that owns its writes. At most `THREADS` full files are held in memory."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="shards")
         self._writing: deque[Future[None]] = deque()
+        self._shards: dict[type, _Shard] = {}
 
     def __enter__(self) -> "ShardWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def add(self, shard: Sequence[RawTensor], written: Callable[[], None] = lambda: None) -> None:
-        """Write the tensors as one file, then call `written`, in another thread.
+    def add(self, tensor: RawTensor | ChangedTensor, written: Callable[[], None] = lambda: None) -> None:
+        """Write the tensor with the next file of its kind, then call `written`, in another thread.
 
         Waits for the oldest file when all threads are busy, and raises its `StoreFailed`.
         """
-        if len(self._writing) == THREADS:
-            self._writing.popleft().result()
-        self._writing.append(self._pool.submit(self._write, shard, written))
+        shard = self._shards.setdefault(type(tensor), [])
+        shard.append((tensor, written))
+        if sum(one.num_bytes for one, _ in shard) >= SHARD_BYTES:
+            self._begin(self._shards.pop(type(tensor)))
 
     def finish(self) -> None:
         """Returns once all files are written. Raises `StoreFailed` where one failed."""
+        while self._shards:
+            self._begin(self._shards.popitem()[1])
         while self._writing:
             self._writing.popleft().result()
 
-    def _write(self, shard: Sequence[RawTensor], written: Callable[[], None]) -> None:
-        self._draft.add(shard)
-        written()
+    def _begin(self, shard: _Shard) -> None:
+        if len(self._writing) == THREADS:
+            self._writing.popleft().result()
+        self._writing.append(self._pool.submit(self._write, shard))
+
+    def _write(self, shard: _Shard) -> None:
+        if whole := [tensor for tensor, _ in shard if isinstance(tensor, RawTensor)]:
+            self._draft.add(whole)
+        if changed := [tensor for tensor, _ in shard if isinstance(tensor, ChangedTensor)]:
+            self._draft.add_changes(changed)
+        for _, written in shard:
+            written()

@@ -16,7 +16,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from engines.batches import batches
 from engines.errors import WeightUpdateFailed
+from engines.transfer.packed_views import unpacked
 
 Announced = tuple[str, torch.dtype, list[int]]
 """Name, dtype and full shape of an announced tensor."""
@@ -150,18 +152,14 @@ def address_towards(host: str, port: int) -> str:
 
 def send(tensors: Iterator[NamedTensor], group: WeightGroup, chunk_bytes: int = CHUNK_BYTES) -> None:
     """Broadcast `tensors` in order, packed as bytes. Receivers must know names, dtypes and shapes."""
-    while (packed := pack(tensors, chunk_bytes)) is not None:
-        group.broadcast(packed)
+    for chunk in packed(tensors, chunk_bytes):
+        group.broadcast(chunk)
 
 
-def pack(tensors: Iterator[NamedTensor], chunk_bytes: int) -> torch.Tensor | None:
-    """Return the bytes of the next chunk, None at the end. Equals vLLM's `pack_tensors`, whose import takes seconds."""
-    parts: list[torch.Tensor] = []
-    size = 0
-    while size <= chunk_bytes and (named := next(tensors, None)) is not None:
-        parts.append(named[1].detach().cpu().contiguous().view(-1).view(torch.uint8))
-        size += parts[-1].nbytes
-    return torch.cat(parts) if parts else None
+def packed(tensors: Iterable[NamedTensor], chunk_bytes: int) -> Iterator[torch.Tensor]:
+    """Yield the bytes of each chunk. Equals vLLM's `pack_tensors`, whose import takes seconds."""
+    parts = (tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in tensors)
+    return map(torch.cat, batches(parts, len, chunk_bytes + 1))
 
 
 def receive(
@@ -172,32 +170,15 @@ def receive(
 ) -> None:
     """Receive the tensors of `send` and pass each chunk to `load`."""
     for chunk in chunks(announced, chunk_bytes):
-        packed = torch.empty(sum(map(num_bytes, chunk)), dtype=torch.uint8)
-        group.broadcast(packed)
-        load(unpack(packed, chunk))
-
-
-def unpack(packed: torch.Tensor, chunk: list[Announced]) -> list[NamedTensor]:
-    """Return tensors over the bytes of `packed`. vLLM's `unpack_tensor` fails for unaligned tensors."""
-    tensors = []
-    for (name, dtype, shape), part in zip(chunk, packed.split([num_bytes(one) for one in chunk]), strict=True):
-        aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
-        tensors.append((name, aligned.view(dtype).view(shape)))
-    return tensors
+        content = torch.empty(sum(map(num_bytes, chunk)), dtype=torch.uint8)
+        group.broadcast(content)
+        names, dtypes, shapes = zip(*chunk, strict=True)
+        load(unpacked(content, names, shapes, dtypes, list(map(num_bytes, chunk))))
 
 
 def chunks(announced: Iterable[Announced], chunk_bytes: int) -> Iterator[list[Announced]]:
-    """Yield the chunks of `pack`: a chunk ends with the tensor that exceeds `chunk_bytes`."""
-    chunk: list[Announced] = []
-    size = 0
-    for tensor in announced:
-        chunk.append(tensor)
-        size += num_bytes(tensor)
-        if size > chunk_bytes:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+    """Yield the chunks of `packed`: a chunk ends with the tensor that exceeds `chunk_bytes`."""
+    return batches(announced, num_bytes, chunk_bytes + 1)
 
 
 def num_bytes(tensor: Announced) -> int:

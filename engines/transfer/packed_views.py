@@ -10,8 +10,6 @@ from itertools import accumulate
 
 import torch
 
-from engines.transfer.gloo import NamedTensor
-
 
 def unpack_quickly() -> None:
     """Have this process's vLLM unpack the chunks that it receives by `unpacked`."""
@@ -26,7 +24,7 @@ def unpacked(
     shapes: Sequence[Sequence[int]],
     dtypes: Sequence[torch.dtype],
     tensor_sizes: Sequence[int],
-) -> list[NamedTensor]:
+) -> list[tuple[str, torch.Tensor]]:
     """As vLLM's `unpack_tensor`: `packed_tensor` holds bytes, shape (sum of `tensor_sizes`,)."""
     return list(zip(names, _views(packed_tensor, shapes, dtypes, tensor_sizes), strict=True))
 
@@ -38,7 +36,7 @@ def _views(
     for shape, dtype, size, begin in zip(shapes, dtypes, sizes, accumulate(sizes, initial=0), strict=False):
         place, rest = divmod(begin, dtype.itemsize)
         if rest:
-            yield packed[begin : begin + size].clone().view(dtype).view(*shape)
+            yield packed[begin : begin + size].clone().view(dtype).view(tuple(shape))
         else:
             elements = whole[dtype]
             yield elements.as_strided(shape, _strides(tuple(shape)), elements.storage_offset() + place)

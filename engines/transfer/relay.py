@@ -12,7 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 import torch
@@ -37,16 +37,6 @@ class NoModel:
     def load_weights(self, weights: Iterable[NamedTensor]) -> None:
         for _ in weights:
             pass
-
-
-class Receiver(Protocol):
-    """This process's end of a trainer's group. Blocking; unusable after its first failure."""
-
-    def join(self, init_info: Json) -> None:
-        """Leave any earlier group, and return after the rendezvous of the next."""
-
-    def receive(self, update_info: Json) -> None:
-        """Pass all announced tensors to the model."""
 
 
 class GlooReceiver:
@@ -128,7 +118,7 @@ def _called(function: Callable[..., Any], **arguments: Any) -> Any:
 class RelayServer:
     """The relay's routes. The gateway makes one call at a time, and ends the process after a failure."""
 
-    def __init__(self, receiver: Receiver, model: NoModel) -> None:
+    def __init__(self, receiver: GlooReceiver | NcclReceiver, model: NoModel) -> None:
         self._receiver = receiver
         self._model = model
         self._tee: WeightTee | None = None

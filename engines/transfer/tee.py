@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from engines.errors import RolloutGatewayError
-from engines.store.draft import SHARD_BYTES, Draft, RawTensor
+from engines.store.draft import Draft, RawTensor
 from engines.store.shard_writer import ShardWriter
 from engines.transfer.gloo import NamedTensor
 from engines.transfer.tensor_bytes import digest_on_host, on_host, raw_tensor
@@ -180,21 +180,13 @@ class Scribe:
             self._draft.fail(self._given_up)
 
     def _write_all(self, writer: ShardWriter) -> None:
-        shard: list[RawTensor] = []
-        budgeted = 0
         while not self._given_up and (copies := self._waiting.get()) is not None:
             self._may_leave.wait()
             while copies and not self._given_up:
                 copy = copies.popleft()
-                shard.append(copy.raw())
-                budgeted += copy.budgeted
-                if sum(tensor.num_bytes for tensor in shard) >= SHARD_BYTES:
-                    writer.add(shard, partial(self._let_go, budgeted))
-                    shard, budgeted = [], 0
+                writer.add(copy.raw(), partial(self._let_go, copy.budgeted))
         if self._given_up:
             return
-        if shard:
-            writer.add(shard, partial(self._let_go, budgeted))
         writer.finish()
         self._draft.complete_from(self._base, self._expected)
         self._draft.finish()

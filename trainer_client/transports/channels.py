@@ -8,7 +8,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,22 +20,6 @@ _POLL_S = 0.005
 _ABORT_S = 5.0
 
 
-class Channel(Protocol):
-    """A group with the trainer as rank 0. Unusable after its first failure."""
-
-    def join(self) -> None:
-        """Wait for all workers; `WeightUpdateFailed` on timeout or `give_up`."""
-
-    def send(self, tensors: Iterator[NamedTensor]) -> None:
-        """Broadcast announced tensors; `WeightUpdateFailed` on timeout or `give_up`."""
-
-    def give_up(self, reason: str) -> None:
-        """From another thread: make waits in this group raise `WeightUpdateFailed` with `reason`."""
-
-    def close(self, reason: str = "closed the group") -> None:
-        """Leave. May be called twice."""
-
-
 class GlooChannel(WeightGroup):
     """Sends over TCP from host memory, to engines without CUDA."""
 
@@ -43,6 +27,7 @@ class GlooChannel(WeightGroup):
         super().__init__(address, port, SENDER_RANK, world_size, timeout_s)
 
     def send(self, tensors: Iterator[NamedTensor]) -> None:
+        """Broadcast announced tensors; `WeightUpdateFailed` on timeout or `give_up`."""
         send(tensors, self)
 
 
@@ -138,6 +123,10 @@ class NcclChannel:
             if isinstance(failed[0], RuntimeError):  # NCCL's, CUDA's and the store's
                 raise WeightUpdateFailed(f"the NCCL group broke: {failed[0]}") from failed[0]
             raise failed[0]
+
+
+Channel: TypeAlias = GlooChannel | NcclChannel
+"""A group with the trainer as rank 0. Unusable after its first failure."""
 
 
 def _engine_class() -> Any:

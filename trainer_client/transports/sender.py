@@ -4,8 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from engines.announcement import check_tensors
 from engines.errors import ConfigError, RolloutGatewayError
@@ -18,8 +17,10 @@ from trainer_client.served import ServedWeights
 if TYPE_CHECKING:
     import torch
 
+    from trainer_client.transports.group import GroupTransport
     from trainer_client.transports.part import Part
     from trainer_client.transports.pushed import Pushed
+    from trainer_client.transports.store import StoreTransport
     from trainer_client.transports.tensors import Entry, Given, Source
     from trainer_client.transports.trainer_ranks import Narrow, Outcome, Ranks, TrainerRanks
 
@@ -27,16 +28,6 @@ _WAITS_BETWEEN_WORDS = 5
 """Bounded waits of the sending rank between two messages to the others, such as for a group or rollouts in flight."""
 
 TransportName = Literal["store", "gloo", "nccl"]
-
-
-class Transport(Protocol):
-    """Carries a version to the engines."""
-
-    def push(self, parts: "Iterator[Part]", options: PushOptions) -> int:
-        """Return the version once all replicas serve it."""
-
-    def close(self, reason: str = ...) -> None:
-        """Release state kept between pushes. May be called twice."""
 
 
 class WeightSender:
@@ -85,15 +76,13 @@ class WeightSender:
         self._folder = folder
         self._timeout_s = timeout_s
         self._on_progress = on_progress
-        self._transport: Transport | None = None
+        self._transport: StoreTransport | GroupTransport | None = None
         self._groups: dict[tuple[int, ...], TrainerRanks] = {}
 
     def __enter__(self) -> "WeightSender":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def push(
@@ -168,7 +157,9 @@ class WeightSender:
         try:
             parts = self._checked_parts(given, ranks, narrow)
             first = next(parts)  # refuses tensors that do not fit before any effect
-            done = self._transport_made().push(chain([first], parts), options)
+            if self._transport is None:
+                self._transport = self._new_transport()
+            done = self._transport.push(chain([first], parts), options)
             outcome = done, self._served_as(done) if self._delta else None
         except BaseException as error:
             ranks.end(error)
@@ -190,12 +181,7 @@ class WeightSender:
             self._pushed = Pushed(by_layer=self._by_layer)
         return self._pushed
 
-    def _transport_made(self) -> Transport:
-        if self._transport is None:
-            self._transport = self._make_transport()
-        return self._transport
-
-    def _make_transport(self) -> Transport:
+    def _new_transport(self) -> "StoreTransport | GroupTransport":
         if self._name == "store":
             from trainer_client.transports.store import StoreTransport
 
@@ -213,10 +199,10 @@ class WeightSender:
 
     def _ranks(self, ranks: tuple[int, ...]) -> "Ranks":
         """Return the trainer's ranks. Cached, since all ranks open their group together."""
-        from trainer_client.transports.trainer_ranks import Alone, TrainerRanks
+        from trainer_client.transports.trainer_ranks import Ranks, TrainerRanks
 
         if not ranks:
-            return Alone()
+            return Ranks()
         if ranks not in self._groups:
             self._groups[ranks] = TrainerRanks(ranks, _WAITS_BETWEEN_WORDS * self._timeout_s)
         return self._groups[ranks].begun()

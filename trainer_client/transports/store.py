@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import StoreFailed
-from engines.store.draft import SHARD_BYTES, ChangedTensor, Draft, RawTensor, claim_draft
+from engines.store.draft import Draft, claim_draft
 from engines.store.manifest import Manifest, StoredTensor
 from engines.store.shard_writer import ShardWriter
 from engines.transfer.tensor_bytes import raw_tensor
@@ -76,42 +76,12 @@ class StoreTransport:
         # A whole push refers to no version; one of changes leaves out tensors that the base has.
         draft = Draft(path, model, base=base.version if base and self._last_sent is not None else None)
         with ShardWriter(draft) as writer:
-            files = _Files(draft, writer)
             for part in parts:
                 for name, tensor in part.tensors:
                     raw = raw_tensor(name, tensor)
-                    files.add(self._last_sent.narrowed(raw, held) if self._last_sent is not None else raw)
-            files.finish()
-
-
-class _Files:
-    """Collects a draft's tensors into files."""
-
-    def __init__(self, draft: Draft, writer: ShardWriter) -> None:
-        self._draft = draft
-        self._writer = writer
-        self._whole: list[RawTensor] = []
-        self._changed: list[ChangedTensor] = []
-
-    def add(self, tensor: RawTensor | ChangedTensor) -> None:
-        if isinstance(tensor, RawTensor):
-            self._whole.append(tensor)
-            if sum(one.num_bytes for one in self._whole) >= SHARD_BYTES:
-                self._writer.add(self._whole)
-                self._whole = []
-        else:
-            self._changed.append(tensor)
-            if sum(one.elements.num_bytes for one in self._changed) >= SHARD_BYTES:
-                self._draft.add_changes(self._changed)
-                self._changed = []
-
-    def finish(self) -> None:
-        if self._whole:
-            self._writer.add(self._whole)
-        if self._changed:
-            self._draft.add_changes(self._changed)
-        self._writer.finish()
-        self._draft.finish()
+                    writer.add(self._last_sent.narrowed(raw, held) if self._last_sent is not None else raw)
+            writer.finish()
+        draft.finish()
 
 
 def _base(folder: Path, store: Mapping[str, Any]) -> Manifest | None:

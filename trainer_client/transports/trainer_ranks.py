@@ -11,11 +11,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from engines.batches import batches
 from engines.errors import DeadlineExceeded, InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from gateway.api import body_of, error_of, status_of
 from trainer_client.served import ServedWeights
@@ -34,58 +36,38 @@ _DIGEST_BYTES = 16
 _NONE = b"\0" * _DIGEST_BYTES
 
 
-class Ranks(Protocol):
-    """The ranks of a push."""
+class Ranks:
+    """The ranks of a push: this process alone, which has all tensors and makes each when its turn comes."""
 
-    @property
-    def is_sender(self) -> bool:
-        """True if this process sends."""
+    is_sender = True
 
     def follow(self, given: Given, dtype: torch.dtype | None, narrow: Narrow) -> Outcome:
         """Take part in the push as another rank. Return the sender's result, or raise its error.
 
         `narrow` selects the tensors to send, as on the sender.
         """
+        raise AssertionError("a single process is the sender")
 
     def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None:
         """Raise `InvalidRequest` on every rank unless all have the same tensors."""
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return each flag as set if set on any rank."""
+        return list(flags)
 
     def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
         """Return the entries as runs; a run is gathered at a time."""
+        return [[entry] for entry in entries]
 
     def gather(self, run: Sequence[Entry]) -> list[torch.Tensor]:
         """Gather a run as the sender; return the whole tensors."""
+        return [entry.made() for entry in run]
 
     def end(self, outcome: Outcome | BaseException) -> None:
         """Report the sender's result to the other ranks."""
 
 
-class Alone:
-    """A single process with all tensors, each made when its turn comes."""
-
-    is_sender = True
-
-    def follow(self, given: Given, dtype: torch.dtype | None, narrow: Narrow) -> Outcome:
-        raise AssertionError("a single process is the sender")
-
-    def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None: ...
-
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        return list(flags)
-
-    def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
-        return [[entry] for entry in entries]
-
-    def gather(self, run: Sequence[Entry]) -> list[torch.Tensor]:
-        return [entry.made() for entry in run]
-
-    def end(self, outcome: Outcome | BaseException) -> None: ...
-
-
-class TrainerRanks:
+class TrainerRanks(Ranks):
     """Several ranks, which must all create this and push the same tensors. A message is awaited for `silence_s`.
 
     Its group is kept until the trainer's end: torch would give the next group of these ranks the same name, and so the
@@ -98,13 +80,10 @@ class TrainerRanks:
         self._group = dist.new_group(
             self._ranks, timeout=timedelta(seconds=silence_s), backend="gloo", use_local_synchronization=True
         )
+        self.is_sender = dist.get_rank() == self._ranks[0]
         # A transport may gather on its own thread while the push is cancelled.
         self._turn = threading.Lock()
         self._is_over = False
-
-    @property
-    def is_sender(self) -> bool:
-        return bool(dist.get_rank() == self._ranks[0])
 
     def begun(self) -> "TrainerRanks":
         """Start the next push; return self."""
@@ -137,19 +116,14 @@ class TrainerRanks:
         return [bool(flag) for flag in held.tolist()]
 
     def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
-        runs: list[list[Entry]] = [[]]
-        for entry in entries:
-            if sum(one.num_bytes for one in runs[-1]) >= _RUN_BYTES:
-                runs.append([])
-            runs[-1].append(entry)
-        return runs
+        return list(batches(entries, attrgetter("num_bytes"), _RUN_BYTES))
 
     def gather(self, run: Sequence[Entry]) -> list[torch.Tensor]:
         with self._turn:
             if self._is_over:
                 raise WeightUpdateFailed("the push is over")
             self._say({"run": len(run)})
-            return [entry.made() for entry in run]
+            return super().gather(run)
 
     def end(self, outcome: Outcome | BaseException) -> None:
         # If a gather is still running, a rank is gone; the other ranks time out.

@@ -1,14 +1,17 @@
 """Files of a draft that are written beside each other."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engines.errors import StoreFailed
 from engines.store import shard_writer
-from engines.store.draft import Draft, RawTensor, claim_draft, raw
+from engines.store.changed_elements import ChangedElements
+from engines.store.draft import ChangedTensor, Draft, RawTensor, claim_draft, raw
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.shard_writer import ShardWriter
 
@@ -18,17 +21,20 @@ SOON_S = 30.0
 @pytest.fixture
 def draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draft:
     monkeypatch.setattr(shard_writer, "THREADS", 3)
+    monkeypatch.setattr(shard_writer, "SHARD_BYTES", 10)
     return Draft(claim_draft(tmp_path)[0], "m")
 
 
-def shard(index: int) -> list[RawTensor]:
-    return [raw(f"{index}.{name}", "uint8", [5], bytes([index]) * 5) for name in "ab"]
+def add_file(writer: ShardWriter, index: int, written: Callable[[], None] = lambda: None) -> None:
+    """Add the tensors of one file."""
+    for name in "ab":
+        writer.add(raw(f"{index}.{name}", "uint8", [5], bytes([index]) * 5), written)
 
 
 def test_all_files_are_in_the_draft_in_which_they_were_written(draft: Draft) -> None:
     with ShardWriter(draft) as writer:
         for index in range(20):
-            writer.add(shard(index))
+            add_file(writer, index)
         writer.finish()
         draft.finish()
     assert len(check_bytes(draft.folder).tensors) == 40
@@ -51,9 +57,9 @@ def test_files_are_written_beside_each_other_and_no_more_than_may_be(
     monkeypatch.setattr(Draft, "add", add)
     with ShardWriter(draft) as writer:
         for index in range(3):
-            writer.add(shard(index))
+            add_file(writer, index)
         together.wait(SOON_S)
-        fourth = threading.Thread(target=writer.add, args=(shard(3),))
+        fourth = threading.Thread(target=add_file, args=(writer, 3))
         fourth.start()
         fourth.join(0.1)
         assert fourth.is_alive(), "it waits for one of the others"
@@ -64,19 +70,32 @@ def test_files_are_written_beside_each_other_and_no_more_than_may_be(
     assert len(begun) == 4
 
 
+def test_changed_elements_have_files_of_their_own(draft: Draft) -> None:
+    elements = ChangedElements.between(np.zeros(4, np.uint8), np.ones(4, np.uint8), 1)
+    with ShardWriter(draft) as writer:
+        add_file(writer, 1)
+        writer.add(ChangedTensor("c", "uint8", [4], "xxh3_128:2", "xxh3_128:1", elements))
+        writer.finish()
+        draft.finish()
+    assert {path.name for path in draft.folder.glob("*-*.*") if path.suffix != ".json"} == {
+        "model-00001.safetensors",
+        "changes-00002.delta",
+    }
+
+
 def test_who_waits_for_the_memory_is_told_when_its_file_is_there(draft: Draft) -> None:
     told: list[int] = []
     with ShardWriter(draft) as writer:
         for index in range(5):
-            writer.add(shard(index), lambda index=index: told.append(index))  # type: ignore[misc]
+            add_file(writer, index, partial(told.append, index))
         writer.finish()
-    assert sorted(told) == list(range(5))
+    assert sorted(told) == sorted([*range(5), *range(5)])
 
 
 def test_a_file_that_cannot_be_written_is_told_by_the_end(draft: Draft) -> None:
     with ShardWriter(draft) as writer:
-        writer.add(shard(1))
-        writer.add(shard(1))
+        add_file(writer, 1)
+        add_file(writer, 1)
         with pytest.raises(StoreFailed, match=r"'1\.a' came twice"):
             writer.finish()
 
@@ -93,7 +112,7 @@ def test_nothing_is_written_once_it_is_left(draft: Draft, monkeypatch: pytest.Mo
     def broken_off() -> None:
         with ShardWriter(draft) as writer:
             for index in range(3):
-                writer.add(shard(index))
+                add_file(writer, index)
             threading.Timer(0.1, let_go.set).start()
             raise KeyError("the trainer's iterator")
 

@@ -16,7 +16,7 @@ import torch
 
 from engines.errors import WeightUpdateFailed
 from engines.process.engine_server import free_port
-from engines.transfer.gloo import CHUNK_BYTES, WeightGroup, address_towards, chunks, num_bytes, pack, receive, send
+from engines.transfer.gloo import CHUNK_BYTES, WeightGroup, address_towards, chunks, num_bytes, packed, receive, send
 
 TIMEOUT_S = 20.0
 SOON_S = 30.0
@@ -90,12 +90,10 @@ def test_a_chunk_ends_with_the_tensor_that_takes_it_over_the_limit() -> None:
 def test_chunks_are_those_of_vllms_packed_transfer(chunk_bytes: int) -> None:
     vllm = pytest.importorskip("vllm.distributed.weight_transfer.packed_tensor")
     assert vllm.DEFAULT_PACKED_BUFFER_SIZE_BYTES == CHUNK_BYTES
-    ours, theirs = iter(some_tensors()), iter(some_tensors())
+    ours, theirs = packed(some_tensors(), chunk_bytes), iter(some_tensors())
     while (chunk := vllm.pack_tensors(theirs, lambda named: named[1], chunk_bytes)) is not None:
-        packed = pack(ours, chunk_bytes)
-        assert packed is not None
-        assert torch.equal(packed, chunk.packed_tensor)
-    assert pack(ours, chunk_bytes) is None
+        assert torch.equal(next(ours), chunk.packed_tensor)
+    assert next(ours, None) is None
 
 
 def test_nothing_announced_is_nothing_to_receive() -> None:

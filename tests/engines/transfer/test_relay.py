@@ -14,7 +14,7 @@ import torch
 
 from engines.errors import InvalidRequest, WeightUpdateFailed
 from engines.process.engine_server import free_port
-from engines.transfer.gloo import NamedTensor, WeightGroup, pack, send
+from engines.transfer.gloo import NamedTensor, WeightGroup, packed, send
 from engines.transfer.relay import GlooReceiver, NcclReceiver, NoModel
 
 TIMEOUT_S = 20.0
@@ -107,21 +107,21 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_cuda")
-@pytest.mark.parametrize("packed", [True, False])
-def test_over_nccl_the_model_gets_what_vllms_own_receiver_takes(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_over_nccl_the_model_gets_what_vllms_own_receiver_takes(
+    monkeypatch: pytest.MonkeyPatch, is_packed: bool
+) -> None:
     from vllm.distributed.weight_transfer import nccl_engine
 
     model, sent, places = SeenModel(), tensors(), []
-    whole = pack(iter(sent.items()), 1 << 20)
-    assert whole is not None
 
     def join(info: Any, place: SimpleNamespace) -> PlayedCommunicator:
         places.append(info.rank_offset + place.data_parallel_index * place.world_size + place.rank)
-        return PlayedCommunicator([whole] if packed else sent.values())
+        return PlayedCommunicator(packed(sent.items(), 1 << 20) if is_packed else sent.values())
 
     monkeypatch.setattr(nccl_engine, "worker_init_process_group", join)
     receiver = NcclReceiver(model, CPU)
-    receiver.join(init_info(packed=packed))
+    receiver.join(init_info(packed=is_packed))
     receiver.receive(announced(sent))
     assert places == [1]
     assert same(model.loaded, sent)

@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 import torch
 
 from engines.errors import StoreFailed
+from engines.store import shard_writer
 from engines.store.draft import Draft, is_whole
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore
@@ -72,7 +73,7 @@ def test_one_wrong_bit_changes_the_digest_of_its_tensor_alone() -> None:
 def test_the_scribe_writes_what_was_received_chunk_by_chunk(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_tee, "SHARD_BYTES", 30)
+    monkeypatch.setattr(shard_writer, "SHARD_BYTES", 30)
     model, sent, writer = PlayedModel(), tensors(), scribe(store)
     tee = WeightTee(model, writer)
     chunk = {name: tensor.clone() for name, tensor in sent.items()}
@@ -157,7 +158,7 @@ def test_a_dropped_update_leaves_a_draft_that_says_so(store: WeightStore) -> Non
 def test_the_transfer_does_not_wait_for_a_slow_disk_beyond_the_bound(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_tee, "SHARD_BYTES", 1)
+    monkeypatch.setattr(shard_writer, "SHARD_BYTES", 1)
     monkeypatch.setattr(weight_tee, "_BUDGET_BYTES", 40)
     gate = threading.Event()
     monkeypatch.setattr(Draft, "add", lambda *_: gate.wait(SOON_S))

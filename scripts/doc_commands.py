@@ -1,4 +1,8 @@
-"""Compares commands and keys in README.md and docs/ with the modules, options, targets and keys that exist."""
+"""Compares commands and keys in the documentation with the parsers, modules, targets and keys that exist.
+
+Commands are those of README.md, SECURITY.md and docs/, of the docstrings of modules, and of the first comments of
+scripts and configurations.
+"""
 
 import ast
 import importlib.util
@@ -7,22 +11,25 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
-import typer
 from pydantic import BaseModel
-from typer.core import TyperGroup
 
 from engines.levers import LEVERS
-from gateway.cli.main import app
 from gateway.cli.vllm_serve import FLAGS
 from gateway.config.schema import Config
-from scripts.doc_pages import ROOT, Place, doc_paths, read_page
-from scripts.rooms_picture import imported_modules
+from scripts.doc_pages import ROOT, Page, Place, doc_paths, heads, read_page
+from scripts.doc_parsers import Refusal, check_verb, parse_module, parse_verb
 
 _STARTS = ("python", "rollout-gateway", "make", "locust", "pytest")
 _ASSIGNMENT = re.compile(r"^[A-Z_]+=")
+_OPTIONAL = re.compile(r"^\[|\]$")
+"""Brackets around words that may be left out."""
+_EXAMPLES = {"N": "1", "{pid}": "1", "GATEWAY_PID": "1", "X.Y.Z": "0.9.1"}
+"""Numbers for placeholders that stand where a parser wants one."""
 _KEY = re.compile(r"^(?:--)?((?:gateway|engine|engines|fleet|weights|serve)(?:\.\w+)+)(?:=.*)?$")
+_VERB = re.compile(r"[a-z][a-z-]*")
 _VLLM_SERVE_OWN = {"replicas", "gpus", "name", "config", "timeout_s", "detach"}
 
 
@@ -32,6 +39,8 @@ class Command:
 
     place: Place
     words: tuple[str, ...]
+    is_whole: bool = True
+    """False for a name in the middle of a sentence, such as `rollout-gateway scale`, whose arguments are left out."""
 
     def __str__(self) -> str:
         return f"{self.place}: {shlex.join(self.words)}"
@@ -40,7 +49,7 @@ class Command:
 def wrong_commands(root: Path = ROOT) -> Iterator[str]:
     """A line for each command, and each key in backticks, that names something which does not exist."""
     for command in commands(root):
-        for reason in _wrong(command.words, root):
+        for reason in _wrong(command, root):
             yield f"{command.place}: {reason}"
     for path in doc_paths(root):
         for place, code in read_page(path, root).inline_code:
@@ -50,27 +59,35 @@ def wrong_commands(root: Path = ROOT) -> Iterator[str]:
 
 def commands(root: Path = ROOT) -> Iterator[Command]:
     """The commands of ours in blocks and in backticks; a command behind `--` is one of its own."""
-    for path in doc_paths(root):
-        page = read_page(path, root)
-        spans = [(place, place.text) for place in page.shell] + page.inline_code
-        for place, text in spans:
+    for page in [*(read_page(path, root) for path in doc_paths(root)), *heads(root)]:
+        for place, text, is_inline in _spans(page):
             for line in re.split(r"[;&|]{1,2} ", text):
-                yield from _commands_in(place, line)
+                yield from _commands_in(place, line, is_inline=is_inline)
 
 
-def _commands_in(place: Place, line: str) -> Iterator[Command]:
+def _spans(page: Page) -> Iterator[tuple[Place, str, bool]]:
+    yield from ((place, place.text, False) for place in page.shell)
+    yield from ((place, code, True) for place, code in page.inline_code)
+
+
+def _commands_in(place: Place, line: str, *, is_inline: bool) -> Iterator[Command]:
     try:
         words = shlex.split(line, comments=True)
     except ValueError:  # an apostrophe in a comment's place, or Python
         return
+    words = [_OPTIONAL.sub("", word) for word in words]
     while words and _ASSIGNMENT.match(words[0]):
         words = words[1:]
-    parts = _split(words, "--")
-    for part in parts:
-        if part and part[0].startswith("examples/") and part[0].endswith(".sh"):
-            yield Command(place, tuple(part))
-        elif part and Path(part[0]).name in _STARTS:
-            yield Command(place, (Path(part[0]).name, *part[1:]))
+    for part in _split(words, "--"):
+        named = [_EXAMPLES.get(word, word) for word in part if word != "..."]
+        is_whole = not is_inline or any(word.startswith("-") for word in named)
+        if named and (_is_script(named[0]) or Path(named[0]).name in _STARTS):
+            start = named[0] if _is_script(named[0]) else Path(named[0]).name
+            yield Command(place, (start, *named[1:]), is_whole)
+
+
+def _is_script(word: str) -> bool:
+    return word.startswith("examples/") and word.endswith(".sh")
 
 
 def _split(words: Sequence[str], mark: str) -> list[list[str]]:
@@ -83,17 +100,17 @@ def _split(words: Sequence[str], mark: str) -> list[list[str]]:
     return parts
 
 
-def _wrong(words: Sequence[str], root: Path) -> Iterator[str]:
-    start, *rest = words
+def _wrong(command: Command, root: Path) -> Iterator[str]:
+    start, *rest = command.words
     if start == "make":
         yield from _wrong_make(rest, root)
     elif start == "rollout-gateway":
-        yield from _wrong_verb(rest)
+        yield from _wrong_verb(rest, is_whole=command.is_whole)
     elif start == "locust":
         yield from _wrong_locust(rest, root)
     elif start == "python" and rest[:1] == ["-m"] and rest[1:]:
-        yield from _wrong_module(rest[1], rest[2:], root)
-    elif start.startswith("examples/") and not (root / start).is_file():
+        yield from _wrong_module(rest[1], rest[2:], root, is_whole=command.is_whole)
+    elif _is_script(start) and not (root / start).is_file():
         yield f"no file {start}"
 
 
@@ -108,19 +125,20 @@ def _wrong_make(words: Sequence[str], root: Path) -> Iterator[str]:
             yield f"make has no target {word}"
 
 
-def _wrong_verb(words: Sequence[str]) -> Iterator[str]:
-    command, verb = typer.main.get_command(app), ""
-    while words and isinstance(command, TyperGroup):
-        verb, words = words[0], words[1:]
-        if verb not in command.commands:
-            yield f"rollout-gateway has no {verb}"
-            return
-        command = command.commands[verb]
-    known = {option for parameter in command.params for option in parameter.opts}
-    if verb == "vllm-serve":
-        names = {flag.name for flag in FLAGS} | {lever.name for lever in LEVERS} | _VLLM_SERVE_OWN
-        known |= {f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))}
-    yield from _wrong_options(words, known, f"rollout-gateway {verb}")
+def _wrong_verb(words: Sequence[str], *, is_whole: bool) -> Iterator[str]:
+    verbs = list(takewhile(_VERB.fullmatch, words))
+    try:
+        check_verb(verbs)
+        rest = parse_verb(words) if is_whole else []
+    except Refusal as refusal:
+        yield f"{shlex.join(['rollout-gateway', *words])}: {refusal}"
+        return
+    yield from _wrong_options(rest, _vllm_options() if verbs == ["vllm-serve"] else set(), " ".join(verbs))
+
+
+def _vllm_options() -> set[str]:
+    names = {flag.name for flag in FLAGS} | {lever.name for lever in LEVERS} | _VLLM_SERVE_OWN
+    return {f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))}
 
 
 def _wrong_locust(words: Sequence[str], root: Path) -> Iterator[str]:
@@ -129,24 +147,31 @@ def _wrong_locust(words: Sequence[str], root: Path) -> Iterator[str]:
     yield from (f"no scenario {word}" for word in words if word.endswith(".py") and not (root / word).is_file())
 
 
-def _wrong_module(name: str, words: Sequence[str], root: Path) -> Iterator[str]:
+def _wrong_module(name: str, words: Sequence[str], root: Path, *, is_whole: bool) -> Iterator[str]:
     if name.partition(".")[0] not in ("loadtests", "examples", "scripts", "gateway", "engines", "trainer_client"):
         return
     path = root.joinpath(*name.split(".")).with_suffix(".py")
     if not path.is_file():
         yield f"no module {name}"
         return
-    yield from _wrong_options(words, _module_strings(path, root), name)
+    try:
+        if is_whole:
+            parse_module(path, words)
+    except Refusal as refusal:
+        yield f"{name}: {refusal}"
+    yield from _wrong_keys(words)
 
 
 def _wrong_options(words: Sequence[str], known: set[str], name: str) -> Iterator[str]:
     for word in words:
         option = word.partition("=")[0]
-        if key := _KEY.match(word):
-            if not _is_key(key[1]):
-                yield f"no key {key[1]}"
-        elif re.fullmatch(r"--?[A-Za-z][\w-]*", option) and option not in known:
+        if not _KEY.match(word) and re.fullmatch(r"--?[A-Za-z][\w-]*", option) and option not in known:
             yield f"{name} has no option {option}"
+    yield from _wrong_keys(words)
+
+
+def _wrong_keys(words: Sequence[str]) -> Iterator[str]:
+    yield from (f"no key {key[1]}" for word in words if (key := _KEY.match(word)) and not _is_key(key[1]))
 
 
 def _is_key(path: str) -> bool:
@@ -167,12 +192,6 @@ def _is_key(path: str) -> bool:
 def _is_module(name: str, root: Path) -> bool:
     path = root.joinpath(*name.split("."))
     return path.is_dir() or path.with_suffix(".py").is_file()
-
-
-@cache
-def _module_strings(path: Path, root: Path) -> set[str]:
-    """The texts in a module and in the modules of ours that it imports directly."""
-    return set().union(*(_strings_in(one) for one in (path, *imported_modules(path, root))))
 
 
 @cache

@@ -1,7 +1,13 @@
-"""The Markdown of README.md and docs/, taken apart: prose, links, headings, inline code and blocks of commands."""
+"""Markdown, taken apart: prose, links, headings, inline code and blocks of commands.
 
+Pages are README.md, SECURITY.md and docs/. The heads of modules, scripts and configurations have commands too.
+"""
+
+import ast
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -10,6 +16,8 @@ _HEADING = re.compile(r"^#{1,6} +(.*?) *#*$")
 _LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(([^()\s]+)\)")
 _INLINE_CODE = re.compile(r"`([^`\n]+)`")
 _PROMPTS = ("", "bash", "sh", "console")
+_MODULES = ("engines", "examples", "gateway", "loadtests", "scripts", "trainer_client")
+_CONFIGURED = ("examples", "loadtests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +67,51 @@ class Page:
 
 
 def doc_paths(root: Path = ROOT) -> list[Path]:
-    """README.md and every page under docs/."""
-    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    """README.md, SECURITY.md and every page under docs/."""
+    first = [path for name in ("README.md", "SECURITY.md") if (path := root / name).is_file()]
+    return [*first, *sorted((root / "docs").rglob("*.md"))]
 
 
 def read_page(path: Path, root: Path = ROOT) -> Page:
     """The page at `path`."""
+    return _page(path, root, enumerate(path.read_text(encoding="utf-8").splitlines(), 1))
+
+
+def heads(root: Path = ROOT) -> Iterator[Page]:
+    """The docstring of each module, and the first comment of each script and configuration, as pages."""
+    for folder in _MODULES:
+        for path in sorted((root / folder).rglob("*.py")):
+            yield _page(path, root, _docstring(path.read_text(encoding="utf-8")))
+    for folder in _CONFIGURED:
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in (".sh", ".yaml", ".yml"):
+                yield _page(path, root, _comment(path.read_text(encoding="utf-8")))
+
+
+def _docstring(source: str) -> list[tuple[int, str]]:
+    """The lines of the module's docstring with their numbers, as they stand in the source."""
+    body = ast.parse(source).body
+    if not (body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)):
+        return []
+    first, last = body[0].lineno, body[0].end_lineno
+    lines = [line.removeprefix('"""').removesuffix('"""') for line in source.splitlines()[first - 1 : last]]
+    return list(enumerate(lines, first))
+
+
+def _comment(source: str) -> list[tuple[int, str]]:
+    """The lines of the comment at the file's start with their numbers, without their marks."""
+    numbered = enumerate(source.splitlines(), 1)
+    head = takewhile(lambda line: line[1].startswith("#"), numbered)
+    return [(number, text.removeprefix("#").removeprefix(" ")) for number, text in head if not text.startswith("#!")]
+
+
+def _page(path: Path, root: Path, lines: Iterable[tuple[int, str]]) -> Page:
     name = str(path.relative_to(root))
     prose: list[Place] = []
     shell: list[Place] = []
     python: list[Place] = []
     fence = language = ""
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in lines:
         place = Place(name, number, text)
         if opening := _FENCE.match(text.strip()):
             fence, language = ("", "") if fence else (opening[1], opening[2])

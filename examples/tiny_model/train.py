@@ -4,8 +4,8 @@ The training ends on purpose with answers that are often wrong by one digit: the
 one
 but rarely sampled, which leaves room for reinforcement learning.
 
-    python -m examples.tiny_model.train --out DIR     make the model
-    python -m examples.tiny_model.train --check       make it again and compare with the committed one
+    python -m examples.tiny_model.train --out DIR     # make the model
+    python -m examples.tiny_model.train --check       # make it again and compare with the committed one
 """
 
 import argparse

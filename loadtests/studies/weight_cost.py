@@ -1,7 +1,7 @@
 """The cost of weight updates for rollouts: the same load with and without updates, in alternating runs.
 
     python -m loadtests.studies.weight_cost -c FILE.yaml --transport nccl --device cuda:0 --streams 256 --json out.json
-    python -m loadtests.studies.weight_cost -c FILE.yaml --transport store --in-flight keep drain [KEY=VALUE ...]
+    python -m loadtests.studies.weight_cost -c FILE.yaml [KEY=VALUE ...] --transport store --in-flight keep drain
     python -m loadtests.studies.weight_cost -c FILE.yaml --variant "flat: transport=nccl weights.relay=never" \
         --variant "relay: transport=nccl weights.relay=always weights.relay_device=cuda:1" --restores 2
 

@@ -7,9 +7,17 @@ import pytest
 from scripts.doc_commands import commands, wrong_commands
 
 MODULE = """import argparse
-from loadtests import options
-parser = argparse.ArgumentParser()
-parser.add_argument("--pairs")
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("overrides", nargs="*")
+    parser.parse_args()
+    raise RuntimeError("it ran")
+
+if __name__ == "__main__":
+    main()
 """
 
 
@@ -18,7 +26,6 @@ def root(tmp_path: Path) -> Path:
     for folder in ("docs", "loadtests", "gateway"):
         (tmp_path / folder).mkdir()
     (tmp_path / "loadtests" / "study.py").write_text(MODULE, encoding="utf-8")
-    (tmp_path / "loadtests" / "options.py").write_text('SHARED = ("--url",)\n', encoding="utf-8")
     (tmp_path / "Makefile").write_text("demo: setup\n\t$(ARGS)\n", encoding="utf-8")
     return tmp_path
 
@@ -34,6 +41,9 @@ def _found(root: Path, command: str) -> list[str]:
         "make demo ARGS=1   # a comment, and its apostrophes aren't words",
         "A=b .venv/bin/python -m loadtests.study --pairs 5 --url=URL gateway.port=0",
         "python -m verl.trainer.main_ppo trainer.v1.trainer_mode=gateway",
+        "python -m loadtests.study [--pairs N] --url URL [KEY=VALUE ...]",
+        "rollout-gateway --version",
+        "rollout-gateway scale N",
         "rollout-gateway up -c FILE --gpus 0,1 --gateway.port 9000 engine.extra.anything=1",
         "rollout-gateway config explain -c FILE --json",
         "rollout-gateway vllm-serve --model M --max-model-len 1 --tensor_parallel_size 2 --engine.num_cpus 1",
@@ -49,24 +59,53 @@ def test_commands_of_what_exists_are_no_finding(root: Path, command: str) -> Non
         ("make demos", "make has no target demos"),
         ("make demo SPEED=1", "make knows no SPEED"),
         ("python -m loadtests.none", "no module loadtests.none"),
-        ("python -m loadtests.study --rounds 5", "loadtests.study has no option --rounds"),
-        ("python -m loadtests.study -- make demos", "make has no target demos"),
-        ("rollout-gateway start", "rollout-gateway has no start"),
-        ("rollout-gateway config print", "rollout-gateway has no print"),
-        ("rollout-gateway up --speed 1", "rollout-gateway up has no option --speed"),
+        ("python -m loadtests.study --url URL --rounds 5", "loadtests.study: unrecognized arguments: --rounds"),
+        (
+            "python -m loadtests.study --url URL --pairs few",
+            "loadtests.study: argument --pairs: invalid int value: 'few'",
+        ),
+        ("python -m loadtests.study", "loadtests.study: the following arguments are required: --url"),
+        ("python -m loadtests.study --url URL -- make demos", "make has no target demos"),
+        ("rollout-gateway start", "rollout-gateway start: No such command 'start'."),
+        ("rollout-gateway config print", "rollout-gateway config print: No such command 'print'."),
+        ("rollout-gateway scale", "rollout-gateway scale: Missing argument 'N'."),
+        ("rollout-gateway scale many", "rollout-gateway scale many: Invalid value for 'N'"),
+        ("rollout-gateway top --speed 1", "rollout-gateway top --speed 1: No such option: --speed"),
+        ("rollout-gateway up --speed 1", "up has no option --speed"),
         ("rollout-gateway up gateway.speed=1", "no key gateway.speed"),
-        ("rollout-gateway vllm-serve --speed 1", "rollout-gateway vllm-serve has no option --speed"),
+        ("rollout-gateway vllm-serve --speed 1", "vllm-serve has no option --speed"),
         ("locust -f loadtests/scenarios/none.py", "no scenario loadtests/scenarios/none.py"),
         ("examples/none.sh URL", "no file examples/none.sh"),
     ],
 )
 def test_a_name_that_does_not_exist_is_found(root: Path, command: str, reason: str) -> None:
-    assert _found(root, command) == [f"README.md:2: {reason}"]
+    (found,) = _found(root, command)
+    assert found.startswith(f"README.md:2: {reason}")
 
 
 def test_keys_in_prose_are_compared_with_the_schema(root: Path) -> None:
     (root / "README.md").write_text("`weights.relay`, `engines.NAME.python`, `weights.speed`", encoding="utf-8")
     assert list(wrong_commands(root)) == ["README.md:1: no key weights.speed"]
+
+
+def test_a_verb_in_a_sentence_needs_no_arguments(root: Path) -> None:
+    (root / "README.md").write_text(
+        "`rollout-gateway scale`, `rollout-gateway pile`, `rollout-gateway top -x`", "utf-8"
+    )
+    found = list(wrong_commands(root))
+    assert [line.partition(": ")[2].partition(":")[0] for line in found] == [
+        "rollout-gateway pile",
+        "rollout-gateway top -x",
+    ]
+
+
+def test_commands_of_docstrings_and_of_first_comments_are_compared_too(root: Path) -> None:
+    (root / "loadtests" / "told.py").write_text('"""A module.\n\n    make demos\n"""\n', encoding="utf-8")
+    (root / "loadtests" / "told.yaml").write_text("# A file: `make tests`.\n#\n#     make demo\n", encoding="utf-8")
+    assert list(wrong_commands(root)) == [
+        "loadtests/told.py:3: make has no target demos",
+        "loadtests/told.yaml:1: make has no target tests",
+    ]
 
 
 def test_commands_of_every_kind_are_read_from_the_docs() -> None:

@@ -9,7 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from scripts import clients_table, configuration_page, engines_matrix, fit_speeds, rooms_picture, tuning_guide
+from scripts import (
+    clients_table,
+    configuration_page,
+    continuation_table,
+    engines_matrix,
+    fit_speeds,
+    rooms_picture,
+    tuning_guide,
+)
 from scripts.doc_commands import wrong_commands
 from scripts.doc_links import dead_links
 from scripts.doc_python import wrong_python
@@ -28,6 +36,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "compatibility.md": _part("compatibility.md", clients_table.BEGIN, clients_table.END, clients_table.clients_table),
     "configuration.md": _part(
         "configuration.md", configuration_page.BEGIN, configuration_page.END, configuration_page.keys_tables
+    ),
+    "design/rollouts.md": _part(
+        "design/rollouts.md", continuation_table.BEGIN, continuation_table.END, continuation_table.continuation_table
     ),
     "engines.md": lambda: engines_matrix.page(engines_matrix.read_results()),
     "plan.md": fit_speeds.page,

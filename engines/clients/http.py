@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from engines.clients.cumulative import LatestEvents
 from engines.engine import Engine, Json
 from engines.errors import (
     DeadlineExceeded,
@@ -62,12 +63,18 @@ class HttpEngine(Engine, ABC):
         """Return the server's JSON object for its own route `path`."""
         return self._decoded(path, await self._read(method, path, body, timeout_s))
 
-    async def _events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
-        """Yield the events of a stream up to [DONE]."""
+    async def _events(
+        self, path: str, body: Json, timeout_s: float, latest: LatestEvents | None = None
+    ) -> AsyncGenerator[Json]:
+        """Yield the events of a stream up to [DONE]; with `latest` only those of a cumulative stream that it picks."""
         async with self._request("POST", path, body, timeout_s) as response:
             async for event in _server_sent_events(response.content):
                 if event == b"[DONE]":
+                    for held in latest.rest() if latest else ():
+                        yield self._decoded(path, held)
                     return
+                if latest is not None and not latest.is_due(event):
+                    continue
                 chunk = self._decoded(path, event)
                 if "error" in chunk:
                     raise self._broken_off(path, chunk)

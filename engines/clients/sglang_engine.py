@@ -35,6 +35,7 @@ import contextlib
 import re
 from collections.abc import AsyncGenerator, Iterator
 
+from engines.clients.cumulative import LatestEvents
 from engines.clients.http import HttpEngine, message_of
 from engines.clients.sglang_dialect import (
     CHAT,
@@ -139,7 +140,7 @@ class SglangEngine(HttpEngine):
                     yield chunk
                 return
             reply, asked = CompletionReply(body), generate_body(body) | self._adapter_of(body) | {"stream": True}
-            async for answer in self._events("/generate", asked, timeout_s):
+            async for answer in self._events("/generate", asked, timeout_s, LatestEvents()):
                 if (translated := reply.chunk(answer)) is not None:
                     yield translated
             if (body.get("stream_options") or {}).get("include_usage"):

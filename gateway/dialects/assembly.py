@@ -11,15 +11,19 @@ from typing import Any
 from engines.engine import Json
 from engines.errors import EngineFailed
 from engines.types import ReplicaInfo
+from gateway.fleet.placement.routing import Rollout
 
 # Fields with which vLLM refuses to stream, or streams in another shape.
 _WHOLE_ONLY = ("prompt_logprobs", "echo", "use_beam_search")
 _SHORT_TOKENS = 64  # two coarse chunks
 
 
-def is_read_in_chunks(body: Json, limit: int, info: ReplicaInfo) -> bool:
-    """True if this engine's reply to `body`, of at most `limit` tokens a sample, is read in chunks."""
-    is_worth_it = (body.get("n") or 1) > 1 or limit > _SHORT_TOKENS
+def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInfo) -> bool:
+    """True if this engine's reply to `body`, of at most `limit` tokens a sample, is read in chunks.
+
+    A rest is, however short: where engines die in a row, each is to add tokens.
+    """
+    is_worth_it = rollout.n > 1 or limit > _SHORT_TOKENS or rollout.goes_on
     return (
         is_worth_it and info.streams and all(body.get(field) is None or body[field] is False for field in _WHOLE_ONLY)
     )

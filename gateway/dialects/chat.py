@@ -2,11 +2,12 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.config.schema import GatewayConfig
+from gateway.dialects.assembly import Assembly, is_read_in_chunks
 from gateway.dialects.freshness import read_freshness, without_freshness
 from gateway.dialects.parallel import merged
 from gateway.dialects.resumption.chat import ChatContinuation
@@ -45,7 +46,7 @@ class Chat:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise InvalidRequest("messages must be a list of at least one message", param="messages")
-        limit = body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_MAX_TOKENS
+        limit = _limit(body)
         characters = sum(len(str(message)) for message in messages)
         tokens = characters // _CHARACTERS_PER_TOKEN + n * limit
         fresh = read_freshness(body, self._fleet, model)
@@ -64,7 +65,13 @@ class Chat:
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
         body = without_freshness(body)
-        answer = await self._runner.generate(_Conversation(self._config, rollout, body, self._continuation))
+        conversation = _Conversation(self._config, rollout, body, self._continuation)
+        with using(rollout):
+            answer = await self._runner.generate(conversation)
+            worded = await self._continuation.worded(rollout, body, answer)
+            if worded is None:
+                worded = await self._runner.generate(replace(conversation, reads_whole=True))
+        answer = {**worded, "object": "chat.completion", "prompt_logprobs": worded.get("prompt_logprobs")}
         if not body.get("return_token_ids"):
             for choice in answer["choices"]:
                 choice["token_ids"] = None
@@ -89,7 +96,8 @@ class Chat:
         body, resumes = conversation.body, conversation.resumes_stream
         has_ids = resumes or (conversation.shows_all and bool(body.get("return_token_ids")))
         rollout = conversation.rollout
-        cut = CutStream(range(rollout.n), rollout.adapter, resumes=resumes, has_ids=has_ids)
+        inexact = conversation.inexact if resumes else None
+        cut = CutStream(range(rollout.n), rollout.adapter, inexact=inexact, has_ids=has_ids)
         chunk, counted = Json(), Json()
         async with aclosing(self._runner.stream(conversation, cut)) as chunks:
             async for chunk in chunks:
@@ -125,17 +133,21 @@ class Chat:
 
 @dataclass(frozen=True)
 class _Conversation(Exchange):
-    """One conversation as its body asks for it. `delivered` is the part of its stream that the client has."""
+    """One conversation as its body asks for it. `delivered` is the part of its stream that the client has.
+
+    `reads_whole` is True where no engine parses the tokens of a reply that was read in chunks.
+    """
 
     config: GatewayConfig
     rollout: Rollout
     body: Json
     continuation: ChatContinuation
     delivered: DeliveredChat = field(default_factory=DeliveredChat)
+    reads_whole: bool = False
 
     @property
-    def resumes(self) -> bool:
-        return self.continuation.resumes(self.rollout, self.body)
+    def inexact(self) -> tuple[str, ...] | None:
+        return self.continuation.inexact(self.rollout, self.body)
 
     @property
     def shows_all(self) -> bool:
@@ -152,9 +164,22 @@ class _Conversation(Exchange):
     async def ask(self, replica: Replica, part: Part) -> Json:
         check_replica(self.body, replica)
         asked = {**self.body, "cache_salt": self._salt(replica), "return_token_ids": True}
-        answer = await replica.engine.generate(PATH, asked, self.config.generate_timeout_s)
+        timeout_s = self.config.generate_timeout_s
+        if self._is_read_in_chunks(replica):
+            streamed = asked | {"stream_options": {"include_usage": True}}
+            chunks = replica.engine.stream(PATH, streamed, timeout_s)
+            answer = await part.read(chunks, Assembly(self.rollout.n, replica.replica_id, has_text=False))
+        else:
+            answer = await replica.engine.generate(PATH, asked, timeout_s)
         refuse_half_called(answer, replica)
         return answer
+
+    def _is_read_in_chunks(self, replica: Replica) -> bool:
+        return (
+            not self.reads_whole
+            and is_read_in_chunks(self.body, _limit(self.body), self.rollout, replica.info)
+            and self.resumes_stream
+        )
 
     def chunks(self, replica: Replica) -> AsyncGenerator[Json]:
         check_replica(self.body, replica)
@@ -175,6 +200,10 @@ class _Conversation(Exchange):
 
     def _salt(self, replica: Replica) -> str:
         return versioned_salt(self.body, replica.weight_version, self.rollout.adapter)
+
+
+def _limit(body: Json) -> int:
+    return body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_MAX_TOKENS
 
 
 def _has_news(choice: Json, body: Json) -> bool:

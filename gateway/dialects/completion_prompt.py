@@ -11,7 +11,8 @@ from engines.errors import EngineRefused
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.assembly import Assembly, is_read_in_chunks
 from gateway.dialects.parallel import gathered
-from gateway.dialects.resumption.tokens import joined, may_resume, rest_body, whole_characters
+from gateway.dialects.resumption.features import inexact_fields, marked
+from gateway.dialects.resumption.tokens import joined, rest_body, whole_characters
 from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import check_replica, versioned_salt
 from gateway.dialects.usage import usage_of_joined
@@ -49,8 +50,8 @@ class CompletionPrompt(Exchange):
         return range(self.index * self.rollout.n, (self.index + 1) * self.rollout.n)
 
     @property
-    def resumes(self) -> bool:
-        return may_resume(self.body)
+    def inexact(self) -> tuple[str, ...] | None:
+        return inexact_fields(self.body)
 
     def prompt_ids(self, answer: Json) -> list[int] | None:
         return next(
@@ -67,7 +68,7 @@ class CompletionPrompt(Exchange):
         body = await self._whole_body(replica)
         timeout_s = self.config.generate_timeout_s
         try:
-            if not is_read_in_chunks(body, self.limit, replica.info):
+            if not is_read_in_chunks(body, self.limit, self.rollout, replica.info):
                 return await replica.engine.generate(PATH, body, timeout_s)
             streamed = body | {"stream_options": {"include_usage": True}}
             chunks = replica.engine.stream(PATH, streamed, timeout_s)
@@ -93,7 +94,7 @@ class CompletionPrompt(Exchange):
         choices = list(answer["choices"])
         rests = await gathered(self.runner.generate(self.rest_of(choices[place])) for place in cut)
         for place, rest in zip(cut, rests, strict=True):
-            choices[place] = joined(choices[place], rest["choices"][0])
+            choices[place] = marked(joined(choices[place], rest["choices"][0]), self.inexact or ())
         return {**answer, "choices": choices, "usage": usage_of_joined(answer, choices)}
 
     def rest_of(self, choice: Json, index: int | None = None) -> "CompletionPrompt":

@@ -94,7 +94,7 @@ class Completions:
 
     async def _stream_one(self, prompt: CompletionPrompt) -> AsyncGenerator[Json]:
         usage, rest_usage = Json(), Usage()
-        cut = CutStream(prompt.indexes, prompt.rollout.adapter, resumes=prompt.resumes, has_ids=prompt.has_ids)
+        cut = CutStream(prompt.indexes, prompt.rollout.adapter, inexact=prompt.inexact, has_ids=prompt.has_ids)
         with using(prompt.rollout):
             async with aclosing(self._runner.stream(prompt, cut)) as chunks:
                 async for chunk in chunks:

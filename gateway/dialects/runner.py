@@ -23,8 +23,13 @@ class Exchange(ABC):
 
     @property
     @abstractmethod
+    def inexact(self) -> tuple[str, ...] | None:
+        """The fields with which samples that continue are marked; None if they may not continue from their tokens."""
+
+    @property
     def resumes(self) -> bool:
         """True if samples may continue from their tokens."""
+        return self.inexact is not None
 
     @abstractmethod
     async def ask(self, replica: Replica, part: "Part") -> Json:
@@ -96,6 +101,7 @@ class Runner:
                     return answer
                 if (whole := await exchange.continued(answer, cut)) is not None:
                     return whole
+                exchange.rollout.attempts.lost_tokens()
 
     async def _first_part(self, exchange: Exchange) -> Json:
         """The reply of the first replica that gives one, or its part before the replica failed."""

@@ -16,6 +16,10 @@ from gateway.dialects.usage import Usage
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.routing import Rollout
 
+_SHORT_TOKENS = 128  # a sample as short as this is repeated with each chunk
+_GROWTH = 1 / 32
+_LOGPROBS = ("token_logprobs", "top_logprobs")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
@@ -91,13 +95,16 @@ class SglangGenerate:
         return task
 
     async def stream(self, batch: Batch, usage: Usage) -> AsyncGenerator[Json]:
-        """Yield chunks that repeat each sample from its start, as SGLang's do; `index` numbers several samples."""
+        """Yield chunks that repeat each sample from its start, as SGLang's do; `index` numbers several samples.
+
+        A long sample is repeated when it has grown by 1/32: each token would else cost as much as all before it.
+        """
         began, samples = time.monotonic(), [_Sample() for _ in range(len(batch.prompts) * batch.n)]
         ended = asyncio.Event()
         self._streams[ended] = batch
 
         def shown(index: int) -> Json:
-            reply = answer(batch.asked[index // batch.n], samples[index].choice, None, time.monotonic() - began)
+            reply = answer(batch.asked[index // batch.n], samples[index].whole(), None, time.monotonic() - began)
             return reply | {"index": index} if batch.is_list else reply
 
         try:
@@ -105,7 +112,8 @@ class SglangGenerate:
                 async for chunk in chunks:
                     for choice in chunk["choices"]:
                         samples[choice["index"]].add(choice)
-                        yield shown(choice["index"])
+                        if samples[choice["index"]].is_due():
+                            yield shown(choice["index"])
             for index, sample in enumerate(samples):
                 if ended.is_set() and sample.choice.get("finish_reason") is None:
                     sample.choice |= {"finish_reason": "abort"}
@@ -119,17 +127,30 @@ class _Sample:
     """One sample, joined from its chunks so far."""
 
     def __init__(self) -> None:
-        self.choice: Json = {"text": "", "token_ids": [], "logprobs": None, "prompt_token_ids": None}
+        self.choice: Json = {"prompt_token_ids": None}
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: dict[str, list[Any]] = {}
+        self._shown = 0
 
     def add(self, choice: Json) -> None:
-        so_far = self.choice
-        grown: dict[str, Any] = {
-            "text": so_far["text"] + choice["text"],
-            "token_ids": so_far["token_ids"] + (choice.get("token_ids") or []),
-            "prompt_token_ids": so_far["prompt_token_ids"] or choice.get("prompt_token_ids"),
-            "logprobs": so_far["logprobs"],
-        }
+        self._texts.append(choice["text"])
+        self._token_ids += choice.get("token_ids") or ()
         if (found := choice.get("logprobs")) is not None:
-            before = so_far["logprobs"] or {"token_logprobs": [], "top_logprobs": []}
-            grown["logprobs"] = {key: before[key] + (found.get(key) or []) for key in before}
-        self.choice = choice | grown
+            for key in _LOGPROBS:
+                self._logprobs.setdefault(key, []).extend(found.get(key) or ())
+        prompt = self.choice["prompt_token_ids"] or choice.get("prompt_token_ids")
+        self.choice = choice | {"prompt_token_ids": prompt}
+
+    def is_due(self) -> bool:
+        """True if the sample is to be repeated; notes that it is."""
+        made = len(self._token_ids)
+        if self.choice.get("finish_reason") is None and _SHORT_TOKENS < made < self._shown * (1 + _GROWTH):
+            return False
+        self._shown = made
+        return True
+
+    def whole(self) -> Json:
+        """The choice with all that it has so far."""
+        joined = {"text": "".join(self._texts), "token_ids": self._token_ids, "logprobs": self._logprobs or None}
+        return self.choice | joined

@@ -250,7 +250,7 @@ def _weights(choice: Json) -> Json:
     spans = choice.get("weight_versions")
     version = spans[-1]["version"] if spans else choice.get("weight_version")
     reported: Json = {"weight_version": str(version)}
-    return reported | {key: choice[key] for key in ("weight_versions", "kv_versions") if choice.get(key)}
+    return reported | {key: choice[key] for key in ("weight_versions", "kv_versions", "resumed") if choice.get(key)}
 
 
 def _output_logprobs(asked: Asked, choice: Json, token_ids: Sequence[int]) -> Json:

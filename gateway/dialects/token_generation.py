@@ -20,7 +20,8 @@ from gateway.dialects.completions import common_room
 from gateway.dialects.freshness import read_freshness, without_freshness
 from gateway.dialects.parallel import gathered, merged
 from gateway.dialects.resumption.cut_stream import CutStream
-from gateway.dialects.resumption.tokens import joined_tokens, may_resume, rest_sampling
+from gateway.dialects.resumption.features import inexact_fields, marked
+from gateway.dialects.resumption.tokens import joined_tokens, rest_sampling
 from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import check_sampling, normalise_numbers, versioned_salt
 from gateway.dialects.token_words import completion_body, token_chunk, token_reply
@@ -95,7 +96,7 @@ class TokenGeneration:
     async def stream(self, rollout: Rollout, body: Json, usage: Usage) -> AsyncGenerator[Json]:
         """Chunks in the order of arrival; counts up `usage`, whether or not the client asks for it."""
         prompt = _TokenPrompt(self, self._config, rollout, body)
-        cut = CutStream(range(rollout.n), rollout.adapter, resumes=prompt.resumes, read=body["token_ids"])
+        cut = CutStream(range(rollout.n), rollout.adapter, inexact=prompt.inexact, read=body["token_ids"])
         tokens, last = 0, Json()
         with using(rollout):
             async with aclosing(self._stream_unless_withdrawn(prompt, cut)) as chunks:
@@ -189,9 +190,10 @@ class _TokenPrompt(Exchange):
     body: Json
 
     @property
-    def resumes(self) -> bool:
-        """False with text output: its text could not be joined as if it were made at once."""
-        return (self.body.get("output_mode") or "tokens") == "tokens" and may_resume(self.body["sampling_params"])
+    def inexact(self) -> tuple[str, ...] | None:
+        """None with text output: its text could not be joined as if it were made at once."""
+        has_text = (self.body.get("output_mode") or "tokens") != "tokens"
+        return None if has_text else inexact_fields(self.body["sampling_params"])
 
     def prompt_ids(self, answer: Json) -> list[int]:
         return list(self.body["token_ids"])
@@ -200,7 +202,7 @@ class _TokenPrompt(Exchange):
         body, timeout_s = self._engine_body(replica), self.config.generate_timeout_s
         sampling = body["sampling_params"]
         limit = sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS
-        if self.resumes and is_read_in_chunks(sampling, limit, replica.info):
+        if self.resumes and is_read_in_chunks(sampling, limit, self.rollout, replica.info):
             usage = {"stream_options": {"include_usage": True}}
             chunks = self._chunks(replica, body | usage)
             reply = await part.read(chunks, Assembly(self.rollout.n, replica.replica_id, has_text=False))
@@ -238,7 +240,7 @@ class _TokenPrompt(Exchange):
                 for place, rollout in zip(cut, rollouts, strict=True)
             )
         for place, rest in zip(cut, rests, strict=True):
-            choices[place] = joined_tokens(choices[place], rest["choices"][0])
+            choices[place] = marked(joined_tokens(choices[place], rest["choices"][0]), self.inexact or ())
         return {**answer, "choices": choices, "usage": usage_of_joined(answer, choices)}
 
     def _engine_body(self, replica: Replica) -> Json:
@@ -267,7 +269,7 @@ def _aborted(rollout: Rollout, fleet: Fleet) -> Json:
 def rest_of(rollout: Rollout, body: Json, choice: Json) -> tuple[Rollout, Json]:
     """The rollout and body that continue a choice: engines read its tokens after the prompt's."""
     made = choice["token_ids"] or []
-    read, sampling = [*body["token_ids"], *made], rest_sampling(body["sampling_params"], len(made))
+    read, sampling = [*body["token_ids"], *made], rest_sampling(body["sampling_params"], made)
     rest = {**body, "token_ids": read, "sampling_params": sampling, "return_token_ids": None}
     return replace(rollout, tokens=len(read) + (sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS)), rest
 

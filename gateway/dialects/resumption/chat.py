@@ -6,14 +6,17 @@ vLLM with --enable-scale-out (all from 0.32 on) has three routes, used here in t
     /inference/v1/generate          the rest, from the prompt's ids and the ids made so far (`TokenGeneration`)
     /v1/chat/completions/derender   text, reasoning and tool calls, parsed from all ids by the engine's own parsers
 
-The rules of `resumption.tokens.may_resume` hold for the rendered sampling parameters. A forced tool call is structured
-output there, and restarts. So does a conversation with images, with a field that is not known here, or whose prompt
-is rendered differently now than before.
+The rules of `resumption/features.py` hold for the body and for the rendered sampling parameters. A forced tool call is
+structured output there, and restarts. So does a conversation with images, with a field that is not known here, or whose
+prompt is rendered differently now than before.
+
+A conversation that is read in chunks has token ids alone; the last of these routes gives it its message (`worded`).
 """
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 
@@ -21,7 +24,8 @@ from engines.engine import Json
 from engines.errors import EngineError, EngineFailed
 from gateway.dialects.parallel import gathered
 from gateway.dialects.resumption.delivered_chat import DeliveredChat, DeliveredSample
-from gateway.dialects.resumption.tokens import joined_tokens, may_resume
+from gateway.dialects.resumption.features import inexact_fields, marked
+from gateway.dialects.resumption.tokens import joined_tokens
 from gateway.dialects.token_generation import TokenGeneration, rest_of
 from gateway.dialects.usage import Usage, usage_of_joined
 from gateway.fleet.fleet import Fleet
@@ -36,26 +40,21 @@ DERENDER = "/v1/chat/completions/derender"
 _ASK_TIMEOUT_S = 60.0
 # vLLM leaves defaults out of rendered sampling parameters.
 _DEFAULTS = {"max_tokens": 16, "n": 1}
+_OF_STREAMS = ("prompt_token_ids", "delta")  # a reply has the prompt once, beside its choices
 _LONGEST_BEFORE = 4  # tokens that vLLM looks at for the beginning of a character
-# Fields that end in the rendered prompt or its sampling parameters, or that change nothing.
-_KNOWN = frozenset(
+# Fields that end in the rendered prompt or in the message.
+_OF_CONVERSATIONS = frozenset(
     {
-        "messages", "model", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k",
-        "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty",
-        "repetition_penalty", "bad_words", "logit_bias", "allowed_token_ids", "logprobs", "top_logprobs",
-        "prompt_logprobs", "structured_outputs", "response_format", "tools", "tool_choice", "reasoning_effort",
-        "thinking_token_budget", "repetition_detection", "include_reasoning", "include_stop_str_in_output",
-        "skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt", "continue_final_message",
-        "add_special_tokens", "documents", "chat_template", "chat_template_kwargs", "return_token_ids", "stream",
-        "stream_options", "stream_interval", "cache_salt", "priority", "request_id", "user", "session_id",
-        "prompt_cache_key",
+        "messages", "tools", "tool_choice", "top_logprobs", "reasoning_effort", "include_reasoning",
+        "add_generation_prompt", "continue_final_message", "documents", "chat_template", "chat_template_kwargs",
     }
 )  # fmt: skip
 # Fields that ask for nothing with this value.
 _NEUTRAL: Json = {
-    "echo": False, "use_beam_search": False, "parallel_tool_calls": True, "return_tokens_as_token_ids": False,
-    "return_prompt_text": False, "length_penalty": 1,
+    "parallel_tool_calls": True, "return_tokens_as_token_ids": False, "return_prompt_text": False,
 }  # fmt: skip
+_FREE_TOOLS = (None, "auto", "none")
+_TEXT_PARTS = ("text", "input_text", "refusal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +77,20 @@ class ChatContinuation:
         self._fleet = fleet
         self._tokens = tokens
 
-    def resumes(self, rollout: Rollout, body: Json) -> bool:
-        """True if a conversation may continue from its tokens, as far as its fields and the engines' routes go."""
-        is_known = all(
-            field in _KNOWN or value is None or (field in _NEUTRAL and value == _NEUTRAL[field])
-            for field, value in body.items()
+    def inexact(self, rollout: Rollout, body: Json) -> tuple[str, ...] | None:
+        """The fields with which a conversation that continues is marked; None if it may not continue from its tokens,
+        as far as its fields and the engines' routes go."""
+        if body.get("tool_choice") not in _FREE_TOOLS or _has_media(body["messages"]):
+            return None
+        if not all(self._able(path, rollout) for path in (RENDER, DERENDER)):
+            return None
+        return inexact_fields(
+            {
+                field: value
+                for field, value in body.items()
+                if field not in _OF_CONVERSATIONS and (field not in _NEUTRAL or value != _NEUTRAL[field])
+            }
         )
-        return is_known and all(self._able(path, rollout) for path in (RENDER, DERENDER))
 
     async def continued(self, rollout: Rollout, body: Json, answer: Json, places: list[int]) -> Json | None:
         """The reply with the rest of the choices at `places`. None where the conversation has to restart."""
@@ -96,11 +102,30 @@ class ChatContinuation:
         parsed = await self._parsed(rollout, body, asked, cut, whole)
         if parsed is None:
             return None
-        choices = [parsed.get(choice["index"], choice) for choice in answer["choices"]]
+        marks = inexact_fields(asked["sampling_params"]) or ()
+        choices = [
+            marked(parsed[index], marks) if (index := choice["index"]) in parsed else choice
+            for choice in answer["choices"]
+        ]
         usage = usage_of_joined(answer, choices)
         if usage.get("completion_tokens_details"):
             usage["completion_tokens_details"] = None  # of the first part alone
         return {**answer, "choices": choices, "usage": usage}
+
+    async def worded(self, rollout: Rollout, body: Json, answer: Json) -> Json | None:
+        """The reply with the messages that it lacks, parsed from its tokens. None where no replica parses them."""
+        bare = [_bare(choice, body) for choice in answer["choices"] if "message" not in choice]
+        if not bare:
+            return answer
+        asked = {"token_ids": answer["prompt_token_ids"]}
+        parsed = await self._parsed(rollout, body, asked, bare, bare)
+        if parsed is None:
+            return None
+        choices = [
+            parsed[choice["index"]] | {"logprobs": choice["logprobs"]} if "message" not in choice else choice
+            for choice in answer["choices"]
+        ]
+        return {**answer, "choices": choices}
 
     async def opened(
         self, rollout: Rollout, body: Json, made: dict[int, Json], delivered: DeliveredChat
@@ -175,7 +200,8 @@ class ChatContinuation:
             return None
         sampling = _DEFAULTS | rendered["sampling_params"]
         passed = {key: body[key] for key in ("model", "cache_salt", "priority") if body.get(key) is not None}
-        return passed | {"token_ids": read, "sampling_params": sampling} if may_resume(sampling) else None
+        is_plain = inexact_fields(sampling) is not None
+        return passed | {"token_ids": read, "sampling_params": sampling} if is_plain else None
 
     async def _whole(self, rollout: Rollout, asked: Json, choice: Json) -> Json:
         """All tokens of a choice: the tokens it was cut off with, and the rest."""
@@ -255,6 +281,24 @@ def _by_id(choice: Json) -> Json | None:
     return {"content": [{"token_id": token_id, "logprob": entry["logprob"]} for token_id, entry in entries]}
 
 
+def _bare(choice: Json, body: Json) -> Json:
+    """A choice that was read as a stream, as its token ids alone have it.
+
+    vLLM reports a stream's end as `tool_calls` after any call; without the limit reached, a stop token ended it.
+    """
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    ended = "length" if len(choice["token_ids"]) == limit else "stop"
+    reason = ended if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
+    return choice | {"logprobs": None, "finish_reason": reason}
+
+
+def _has_media(messages: list[Any]) -> bool:
+    """True for messages with images, sound or video, which token ids alone do not continue."""
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS for part in parts)
+
+
 def _visible_ids(choice: Json, body: Json) -> list[int]:
     """The tokens whose text the client sees. vLLM leaves out the stop token, and derenders all that it is given."""
     shows_last = choice["finish_reason"] != "stop" or body.get("include_stop_str_in_output")
@@ -262,17 +306,20 @@ def _visible_ids(choice: Json, body: Json) -> list[int]:
 
 
 def _as_chat(first: Json, whole: Json, parsed: Json, body: Json) -> Json:
-    """One choice of a conversation: all its tokens, as `parsed` by an engine; it was cut off as `first`."""
-    message = parsed["message"] if _visible_ids(whole, body) else first["message"]
+    """One choice of a conversation: all its tokens, as `parsed` by an engine; `first` is its part before a cut."""
+    message = parsed["message"] if _visible_ids(whole, body) else first.get("message") or _silent(parsed["message"])
     calls = message.get("tool_calls") and body.get("tool_choice") in (None, "auto")
-    choice = first | {
+    return {key: value for key, value in first.items() if key not in _OF_STREAMS} | {
         "message": message,
         "logprobs": whole["logprobs"] and _as_chats_logprobs(first, parsed, body.get("top_logprobs") or 0),
         "finish_reason": "tool_calls" if calls else whole["finish_reason"],
         **{key: whole.get(key) for key in ("stop_reason", "token_ids", "weight_versions", "kv_versions")},
     }
-    del choice["prompt_token_ids"]  # a conversation has them once, beside its choices
-    return choice
+
+
+def _silent(message: Json) -> Json:
+    """The message of a completion that is its stop token alone."""
+    return message | {"content": ""}
 
 
 def _as_chats_chunk(choice: Json, parsed: Json, body: Json) -> Json:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engines.engine import Json
+from gateway.dialects.resumption.features import MARK
 from gateway.dialects.resumption.tokens import cut_off_at, joined_spans, was_cut_off
 from gateway.dialects.spans import name_adapter, stamp_choice
 from gateway.fleet.adapters import Adapter
@@ -24,7 +25,8 @@ class _Sample:
 class CutStream:
     """Sees each choice of each chunk before the client does, and marks the last choice of a sample with its spans.
 
-    `indexes` number the samples as the client knows them; `resumes` is True if they may continue from their tokens.
+    `indexes` number the samples as the client knows them. `inexact` are the fields with which samples that continue are
+    marked; None if they may not continue from their tokens.
     `read` are the prompt's token ids, if they are known before an engine reports them. `has_ids` is False if the engine
     reports no token ids.
     """
@@ -34,13 +36,14 @@ class CutStream:
         indexes: Sequence[int],
         adapter: Adapter | None,
         *,
-        resumes: bool,
+        inexact: Sequence[str] | None,
         read: Sequence[int] = (),
         has_ids: bool = True,
     ) -> None:
         self._has_ids = has_ids
         self._adapter = adapter
-        self._may_resume = resumes
+        self._may_resume = inexact is not None
+        self._marks = {MARK: list(inexact)} if inexact else {}
         self._samples = {index: _Sample() for index in indexes}
         self._prompt_token_ids = list(read)
         self.is_cut = False
@@ -121,6 +124,7 @@ class CutStream:
         if choice.get("finish_reason") is not None:
             rest = choice["weight_versions"]
             choice["weight_versions"] = joined_spans(sample.spans, rest, len(sample.token_ids))
+            choice |= self._marks
 
     def usage(self, first: Json, rests: Json) -> Json:
         """The usage of the whole: the prompt is counted once, and tokens that were read again are not counted."""

@@ -1,67 +1,25 @@
 """Continues completions that were cut off: from their tokens, or from the prompt.
 
-A completion in text, token ids or as a conversation continues from its tokens if the next token depends on them alone:
-any replica reads them as the end of the prompt. These fields restart it from the prompt instead:
-
-    structured output, response_format      a grammar does not know where it stopped
-    stop (strings)                          a stop string may lie across the seam
-    presence_, frequency_, repetition_penalty, bad_words
-                                            engines count the tokens they made, or treat a prompt differently
-    seed, unless greedy                     the draws would restart, and repeat
-    routed_experts, sampling_mask           are reported for all tokens at once
-    output_mode "text"                      of /inference/v1/generate
-    prompt_logprobs, echo, use_beam_search, and every field that is not known here
-
-`resumption/chat.py` has the further conditions of a conversation.
+`resumption/features.py` has the fields of a request that decide which; `resumption/chat.py` has the further conditions
+of a conversation. Routed experts and sampling masks are reported for all tokens at once, so a reply with them restarts.
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
 
 from engines.engine import Json
 from engines.errors import EngineFailed
+from gateway.dialects.resumption.features import is_greedy, later_seed
 from gateway.fleet.replica import Replica
 
 CUT_OFF = "cut off"
 """The finish_reason of a choice that continues. No client sees it."""
 
-_GREEDY_BELOW = 1e-5  # vLLM's own bound
 _LONGEST_CHARACTER = 4  # bytes, each of which may be a token
 _HALF = "\N{REPLACEMENT CHARACTER}"
 _LIMITS = ("start", "end")
 _TOLD_OF_ALL = ("routed_experts", "sampling_mask")  # encoded over all tokens of a choice
 _OF_THE_WHOLE = ("max_completion_tokens", "min_tokens", "request_id")
-
-_KNOWN = frozenset(
-    {
-        "model", "prompt", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k",
-        "min_p", "logprobs", "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos", "return_token_ids",
-        "return_tokens_as_token_ids", "include_stop_str_in_output", "skip_special_tokens",
-        "spaces_between_special_tokens", "add_special_tokens", "stream", "stream_options", "stream_interval",
-        "cache_salt", "detokenize", "output_kind", "priority", "request_id", "skip_clone", "user",
-        "session_id", "prompt_cache_key",
-    }
-)  # fmt: skip
-# Fields that change nothing with this value.
-_NEUTRAL: dict[str, Any] = {
-    "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "stop": [], "bad_words": [],
-    "echo": False, "use_beam_search": False, "best_of": 1, "suffix": "", "length_penalty": 1,
-    "skip_reading_prefix_cache": False,
-}  # fmt: skip
-
-
-def may_resume(body: Json) -> bool:
-    """True if completions of a body of /v1/completions may continue from their tokens."""
-    temperature = body.get("temperature")
-    is_greedy = temperature is not None and temperature < _GREEDY_BELOW
-    return all(
-        field in _KNOWN
-        or value is None
-        or (field == "seed" and is_greedy)
-        or (field in _NEUTRAL and value == _NEUTRAL[field])
-        for field, value in body.items()
-    )
 
 
 def was_cut_off(answer: Json, replica: Replica) -> bool:
@@ -132,15 +90,16 @@ async def retried_if_empty(chunks: AsyncGenerator[Json], replica: Replica) -> As
 
 def rest_body(body: Json, read: list[int], kept: int) -> Json:
     """The body that continues one sample. The last `kept` tokens of the prompt `read` were generated."""
-    return rest_sampling(body, kept) | {"prompt": read}
+    return rest_sampling(body, read[len(read) - kept :]) | {"prompt": read}
 
 
-def rest_sampling(sampling: Json, kept: int) -> Json:
-    """The sampling parameters that continue one sample after `kept` generated tokens."""
-    limit, least = sampling.get("max_tokens"), max(0, (sampling.get("min_tokens") or 0) - kept)
+def rest_sampling(sampling: Json, made: Sequence[int]) -> Json:
+    """The sampling parameters that continue one sample after the generated tokens `made`."""
+    limit, least = sampling.get("max_tokens"), max(0, (sampling.get("min_tokens") or 0) - len(made))
     rest = {key: value for key, value in sampling.items() if key not in _OF_THE_WHOLE}
-    limits = ({} if limit is None else {"max_tokens": limit - kept}) | ({"min_tokens": least} if least else {})
-    return rest | {"n": 1} | limits
+    limits = ({} if limit is None else {"max_tokens": limit - len(made)}) | ({"min_tokens": least} if least else {})
+    draws = made and sampling.get("seed") is not None and not is_greedy(sampling)
+    return rest | {"n": 1} | limits | ({"seed": later_seed(sampling["seed"], made)} if draws else {})
 
 
 async def whole_characters(token_ids: list[int], detokenize: Callable[[list[int]], Awaitable[str]]) -> list[int]:

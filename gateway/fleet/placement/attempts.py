@@ -27,11 +27,13 @@ class Attempts:
     """The failed attempts of a rollout. Bounded by number, as long as no attempt adds a token, and by time.
 
     `avoid` names the replicas that failed; `failures` and `deaths` count attempts in a row without a new token.
+    `without_tokens` are both counts as if the last failed attempt had added none.
     """
 
     avoid: frozenset[str] = frozenset()
     failures: int = 0
     deaths: int = 0
+    without_tokens: tuple[int, int] = (0, 0)
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -41,8 +43,12 @@ class Attempts:
     def failed(self, replica_id: str, *, died: bool, progressed: bool) -> None:
         """Record an attempt that ended by the replica's fault; `died` if its engine process is gone."""
         self.avoid |= {replica_id}
-        self.failures = 0 if progressed else self.failures + 1
-        self.deaths = 0 if progressed else self.deaths + died
+        self.without_tokens = (self.failures + 1, self.deaths + died)
+        self.failures, self.deaths = (0, 0) if progressed else self.without_tokens
+
+    def lost_tokens(self) -> None:
+        """The tokens of the last failed attempt cannot continue, so it has added none."""
+        self.failures, self.deaths = self.without_tokens
 
     def check(self, error: EngineError, *, max_attempts: int, longest_s: float) -> None:
         """Raise if there may be no further attempt; `error` ended the last."""

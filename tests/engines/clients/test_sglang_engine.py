@@ -269,6 +269,35 @@ async def test_what_sglang_has_no_word_for_is_refused_as_vllm_would(
     assert server.asked == []
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_the_bytes_that_a_stream_decodes_grow_with_its_length_and_not_with_the_square(
+    engine: SglangEngine, server: FakeSglang, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    decoded: list[int] = []
+    decode = engine._decoded
+
+    def counted(path: str, content: bytes) -> Json:
+        decoded.append(len(content))
+        return decode(path, content)
+
+    length = 800
+    ids = list(range(length))
+    server.answers = [
+        answer(ids[:end], "a" * end, LENGTH if end == length else None, **({"index": index} if n > 1 else {}))
+        for end in range(4, length + 1, 4)
+        for index in range(n)
+    ]
+    sizes = [len(json.dumps(event)) for event in server.answers]
+    monkeypatch.setattr(engine, "_decoded", counted)
+    chunks = await chunks_of(engine, n=n, logprobs=0, return_token_ids=True)
+    for index in range(n):
+        told = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert [token_id for choice in told for token_id in choice["token_ids"]] == ids
+        assert [value for choice in told for value in choice["logprobs"]["token_logprobs"]] == [-i for i in ids]
+        assert [choice["finish_reason"] for choice in told] == [None] * (len(told) - 1) + ["length"]
+    assert sum(decoded) < 40 * n * sizes[-1] < sum(sizes)
+
+
 async def test_sglangs_refusal_is_in_vllms_form_also_within_a_stream(engine: SglangEngine, server: FakeSglang) -> None:
     error = {"error": {"message": "too long", "code": 400}}
     vllms = {"error": {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}}

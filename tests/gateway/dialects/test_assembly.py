@@ -8,6 +8,7 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
 from gateway.dialects.assembly import Assembly, is_read_in_chunks
 from gateway.dialects.completion_prompt import PATH
+from gateway.fleet.placement.routing import Rollout
 from tests.rigs.rig import Json, Rig
 
 BODY: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 21, "return_token_ids": True}
@@ -85,17 +86,22 @@ async def test_a_sample_without_an_end_is_a_failure_of_the_engine() -> None:
         await assemble(told(chunk(0, "ab", token_ids=[1, 2])), 1, "a")
 
 
+def rollout(n: int, *, goes_on: bool = False) -> Rollout:
+    return Rollout(request_id="a", model="sim", n=n, tokens=1, goes_on=goes_on)
+
+
 @pytest.mark.parametrize(("field", "value"), [("prompt_logprobs", 0), ("echo", True), ("use_beam_search", True)])
 async def test_what_cannot_be_streamed_is_read_whole(rig: Rig, field: str, value: object) -> None:
     info = rig.replicas[0].info
-    assert is_read_in_chunks({"prompt": [5], "n": 2, field: None}, 16, info)
-    assert not is_read_in_chunks({"prompt": [5], "n": 2, field: value}, 16, info)
+    assert is_read_in_chunks({"prompt": [5], field: None}, 16, rollout(2), info)
+    assert not is_read_in_chunks({"prompt": [5], field: value}, 16, rollout(2), info)
 
 
 async def test_a_short_sample_alone_is_read_whole_and_a_long_one_in_chunks(rig: Rig) -> None:
     info = rig.replicas[0].info
-    assert not is_read_in_chunks({"prompt": [5]}, 64, info)
-    assert is_read_in_chunks({"prompt": [5]}, 65, info)
+    assert not is_read_in_chunks({"prompt": [5]}, 64, rollout(1), info)
+    assert is_read_in_chunks({"prompt": [5]}, 65, rollout(1), info)
+    assert is_read_in_chunks({"prompt": [5]}, 9, rollout(1, goes_on=True), info)  # where engines die in a row
 
 
 async def test_more_tokens_than_the_usage_counts_are_a_failure_of_the_engine() -> None:

@@ -1,13 +1,19 @@
 """A replica's death keeps the tokens made so far: every dialect continues from them on another replica."""
 
 import asyncio
+from typing import Any
 
 import orjson
 import pytest
 
+from engines.errors import InvalidRequest
+from engines.sim import server as sim_server
+from engines.sim.model import detokenize
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 
 LENGTH = 100
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
 ASKED: Json = {"model": "sim", "max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}
 
 
@@ -27,10 +33,12 @@ async def kill_busy(rig: Rig, after_tokens: int = 40) -> tuple[SimReplica, SimRe
     return busy[0], other
 
 
-async def kill_loaded(rig: Rig) -> None:
+async def kill_loaded(rig: Rig) -> SimReplica:
     """Kill a replica that has samples in flight."""
     loaded = next(replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
-    await next(replica for replica in rig.replicas if replica.info.replica_id == loaded).kill()
+    dead = next(replica for replica in rig.replicas if replica.info.replica_id == loaded)
+    await dead.kill()
+    return dead
 
 
 async def events(rig: Rig, path: str, body: Json) -> list[Json]:
@@ -138,12 +146,72 @@ async def test_sglangs_generate_continues_from_its_tokens(slow_rig: Rig) -> None
     assert (status, reply["output_ids"]) == (200, undisturbed["output_ids"])
 
 
-async def test_a_seeded_completion_restarts_from_its_prompt(slow_rig: Rig) -> None:
-    body = ASKED | {"prompt": [[5, 6, 7]], "temperature": 1.0, "seed": 3, "return_token_ids": True}
-    _, undisturbed = await slow_rig.post("/v1/completions", body)
-    task = asyncio.create_task(slow_rig.post("/v1/completions", body))
-    await slow_rig.begun()
-    await kill_loaded(slow_rig)
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_whole_conversation_continues_from_its_tokens(slow_rig: Rig, n: int) -> None:
+    body = ASKED | {"messages": HELLO, "max_tokens": 80, "n": n, "temperature": float(n > 1)}
+    body |= {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    _, undisturbed = await slow_rig.post(CHAT, body)
+    made = {replica: replica.generated_tokens for replica in slow_rig.replicas}
+    task = asyncio.create_task(slow_rig.post(CHAT, body))
+    await slow_rig.begun(n, tokens=40)
+    dead = await kill_loaded(slow_rig)
     slow_rig.hurry()
     status, reply = await task
-    assert (status, reply["choices"][0]["token_ids"]) == (200, undisturbed["choices"][0]["token_ids"])
+    assert status == 200, reply
+    (other,) = (one for one in slow_rig.replicas if one is not dead)
+    assert other.generated_tokens - made[other] <= n * (80 - 36)  # a chunk has 4 tokens
+    assert reply.keys() == undisturbed.keys()
+    assert reply["usage"] == undisturbed["usage"]
+    for told, expected in zip(reply["choices"], undisturbed["choices"], strict=True):
+        assert told.keys() == expected.keys()
+        assert told["weight_versions"] == [{"version": 0, "start": 0, "end": 80}]
+        assert told["message"] == {"role": "assistant", "content": detokenize(told["token_ids"])}
+        entries = told["logprobs"]["content"]
+        assert "".join(entry["token"] for entry in entries) == told["message"]["content"]
+        if n == 1:
+            assert told["token_ids"] == expected["token_ids"]
+            assert [entry["logprob"] for entry in entries] == pytest.approx(
+                [entry["logprob"] for entry in expected["logprobs"]["content"]]
+            )
+
+
+async def test_a_whole_conversation_survives_three_deaths(start_rig: StartRig) -> None:
+    rig = await start_rig(4, sim={"decode_step_s": 0.01})
+    body = ASKED | {"messages": HELLO, "max_tokens": 80, "return_token_ids": True}
+    _, undisturbed = await rig.post(CHAT, body)
+    task = asyncio.create_task(rig.post(CHAT, body))
+    for _ in range(3):
+        await rig.begun(tokens=20)
+        await kill_loaded(rig)
+    rig.hurry()
+    status, reply = await task
+    assert (status, reply["choices"][0]["message"]) == (200, undisturbed["choices"][0]["message"])
+    assert reply["choices"][0]["token_ids"] == undisturbed["choices"][0]["token_ids"]
+
+
+async def test_a_conversation_continues_where_its_replica_stands_still(start_rig: StartRig) -> None:
+    rig = await start_rig(2, fleet={"stalled_after_s": 0.6})
+    body = ASKED | {"messages": HELLO, "max_tokens": 80}
+    _, undisturbed = await rig.post(CHAT, body)
+    task = asyncio.create_task(rig.post(CHAT, body))
+    await rig.begun(tokens=40)
+    loaded = next(replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
+    made = {one: one.generated_tokens for one in rig.replicas}
+    (other,) = (one for one in rig.replicas if one.info.replica_id != loaded)
+    other.hurry()
+    async with asyncio.timeout(20):
+        status, reply = await task
+    assert (status, reply["choices"]) == (200, undisturbed["choices"])
+    assert other.generated_tokens - made[other] <= 80 - 36
+
+
+async def test_where_no_engine_words_its_tokens_a_conversation_is_read_whole(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> Json:
+        raise InvalidRequest("no")
+
+    monkeypatch.setattr(sim_server, "derendered", refused)
+    status, reply = await rig.post(CHAT, ASKED | {"messages": HELLO, "max_tokens": 80, "return_token_ids": True})
+    (told,) = reply["choices"]
+    assert (status, told["message"]["content"]) == (200, detokenize(told["token_ids"]))

@@ -211,3 +211,19 @@ async def _stream(rig: Rig, body: Json) -> list[Json]:
         events = [event.removeprefix(b"data: ") for event in (await response.read()).split(b"\n\n") if event]
     assert events[-1] == b"[DONE]"
     return [orjson.loads(event) for event in events[:-1]]
+
+
+async def test_what_a_stream_repeats_grows_with_its_length_and_not_with_the_square(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.rigs.rig.MAX_MODEL_LEN", 4096)
+    rig, length = await start_rig(1), 2400
+    body = {"input_ids": IDS, "sampling_params": {"max_new_tokens": length, "ignore_eos": True}, "stream": True}
+    async with rig.client.post(rig.url + "/generate", json=body | {"return_logprob": True}) as response:
+        lines = [line[6:] async for line in response.content if line.startswith(b"data: {")]
+    chunks = [orjson.loads(line) for line in lines]
+    assert len(chunks[-1]["output_ids"]) == len(chunks[-1]["meta_info"]["output_token_logprobs"]) == length
+    assert all(after["output_ids"][: len(told["output_ids"])] == told["output_ids"] for told, after in pairwise(chunks))
+    assert (
+        sum(len(chunk["output_ids"]) for chunk in chunks) < 40 * length
+    )  # 600 chunks: 300 * length

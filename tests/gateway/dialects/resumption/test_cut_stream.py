@@ -22,7 +22,7 @@ def told(index: int, finish_reason: str | None) -> Json:
 
 
 def stream(*, resumes: bool = True) -> CutStream:
-    return CutStream(range(2), None, resumes=resumes)
+    return CutStream(range(2), None, inexact=() if resumes else None)
 
 
 def test_nothing_goes_on_where_all_have_ended_before_the_update() -> None:

@@ -1,0 +1,136 @@
+"""What a break does to a completion, by the fields of its request: the table in docs/design/rollouts.md.
+
+A break is a death, a standstill or the cut of a weight update. The completion then continues on any replica from its
+tokens, which are read as the end of the prompt, or it restarts from the prompt.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from engines.engine import Json
+
+MARK = "resumed"
+"""The field of a choice that names the request's fields with which its continuation is not exact."""
+
+_GREEDY_BELOW = 1e-5  # vLLM's own bound
+
+
+class Outcome(StrEnum):
+    """The effect of a break."""
+
+    CONTINUED = "continued"  # as if there had been no break
+    MARKED = "continued and marked"
+    RESTARTED = "restarted"
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Fields of a request with one outcome; `neutral` are values that ask for nothing."""
+
+    fields: tuple[str, ...]
+    outcome: Outcome
+    reason: str
+    neutral: tuple[Any, ...] = ()
+
+
+_AS_A_WHOLE = "the reply is about prompt and completion as a whole"
+FEATURES = (
+    Feature(
+        ("temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos"),
+        Outcome.CONTINUED,
+        "the next token depends on the tokens alone",
+    ),
+    Feature(
+        ("max_tokens", "max_completion_tokens", "min_tokens"),
+        Outcome.CONTINUED,
+        "the rest has what is left of them",
+    ),
+    Feature(("n",), Outcome.CONTINUED, "each sample continues by itself"),
+    Feature(
+        ("logprobs", "return_token_ids", "return_tokens_as_token_ids", "include_stop_str_in_output", "detokenize",
+         "skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
+        Outcome.CONTINUED,
+        "both parts are joined token by token",
+    ),
+    Feature(
+        ("model", "prompt", "add_special_tokens", "stream", "stream_options", "stream_interval", "cache_salt",
+         "priority", "request_id", "skip_clone", "user", "session_id", "prompt_cache_key"),
+        Outcome.CONTINUED,
+        "no part in the sampling",
+    ),
+    Feature(
+        ("seed",),
+        Outcome.MARKED,
+        "the rest draws with a seed made of this one and the tokens so far: random, but not as without the break",
+    ),
+    Feature(
+        ("presence_penalty", "frequency_penalty"),
+        Outcome.MARKED,
+        "engines count the tokens that they made themselves, so the counts start again",
+        (0,),
+    ),
+    Feature(
+        ("repetition_penalty",),
+        Outcome.MARKED,
+        "engines differ in their count of the prompt, of which the first part is the end now",
+        (1,),
+    ),
+    Feature(("bad_words",), Outcome.MARKED, "a bad word may lie across the seam", ([],)),
+    Feature(("stop",), Outcome.RESTARTED, "a stop string may lie across the seam", ([],)),
+    Feature(
+        ("structured_outputs", "response_format"),
+        Outcome.RESTARTED,
+        "a grammar does not know where it stopped",
+        ({"type": "text"},),
+    ),
+    Feature(
+        ("logits_processors", "vllm_xargs", "thinking_token_budget", "repetition_detection"),
+        Outcome.RESTARTED,
+        "a processor of the engine has a state that no prompt restores",
+    ),
+    Feature(
+        ("echo", "use_beam_search", "skip_reading_prefix_cache"), Outcome.RESTARTED, _AS_A_WHOLE, (False,)
+    ),
+    Feature(("best_of", "length_penalty"), Outcome.RESTARTED, _AS_A_WHOLE, (1,)),
+    Feature(("suffix",), Outcome.RESTARTED, _AS_A_WHOLE, ("",)),
+    Feature(("prompt_logprobs",), Outcome.RESTARTED, _AS_A_WHOLE),
+)  # fmt: skip
+
+_BY_FIELD = {field: feature for feature in FEATURES for field in feature.fields}
+
+
+def inexact_fields(body: Json) -> tuple[str, ...] | None:
+    """The fields of a body that mark its continuation; None if it has to restart. A field unknown here restarts it."""
+    marks = []
+    for field, value in body.items():
+        outcome = _outcome(field, value, body)
+        if outcome is Outcome.RESTARTED:
+            return None
+        if outcome is Outcome.MARKED:
+            marks.append(field)
+    return tuple(marks)
+
+
+def marked(choice: Json, fields: Sequence[str]) -> Json:
+    """A choice that was continued, with the fields that make it inexact."""
+    return choice | {MARK: list(fields)} if fields else choice
+
+
+def later_seed(seed: int, made: Sequence[int]) -> int:
+    """The seed of the rest after the tokens `made`: with the same seed it would draw the same numbers again."""
+    return zlib.crc32(f"{seed}{list(made)}".encode()) >> 1  # SGLang's seeds have 31 bits
+
+
+def is_greedy(sampling: Json) -> bool:
+    temperature = sampling.get("temperature")
+    return temperature is not None and bool(temperature < _GREEDY_BELOW)
+
+
+def _outcome(field: str, value: Any, body: Json) -> Outcome:
+    feature = _BY_FIELD.get(field)
+    if value is None or (feature and value in feature.neutral) or (field == "seed" and is_greedy(body)):
+        return Outcome.CONTINUED
+    return feature.outcome if feature else Outcome.RESTARTED

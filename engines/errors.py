@@ -9,6 +9,7 @@ RolloutGatewayError
 │   └── DeadlyPrompt          engines die under it
 ├── Withdrawn                 its client aborted the rollout before a replica had it
 ├── NotAllowed                the key is missing, wrong, or not an admin key
+├── TooManyRequests           the key is over one of its limits; `retry_after_s` says when to retry
 ├── StoreFailed               the weight store cannot write or read a version: disk full, folder gone
 ├── DeadlineExceeded          a bounded wait ran out; names the wait
 ├── GatewayUnreachable        no gateway answers at the rollout URL, or the connection broke before the reply
@@ -68,11 +69,20 @@ class Withdrawn(RolloutGatewayError):
 
 
 class NotAllowed(RolloutGatewayError):
-    """The key is missing or wrong (`known` False), or not an admin key (`known` True)."""
+    """The key is missing or wrong (`known` False), or not an admin key (`known` True, and `key` is its name)."""
 
-    def __init__(self, message: str, *, known: bool) -> None:
+    def __init__(self, message: str, *, known: bool, key: str = "") -> None:
         super().__init__(message)
         self.known = known
+        self.key = key
+
+
+class TooManyRequests(RolloutGatewayError):
+    """The key is over one of its limits for `retry_after_s` from now."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(RolloutGatewayError):

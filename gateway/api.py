@@ -13,6 +13,7 @@ _STATUS: dict[type[errors.RolloutGatewayError], int] = {
     errors.UnknownRoute: 404,
     errors.InvalidRequest: 400,
     errors.DeadlineExceeded: 504,
+    errors.TooManyRequests: 429,
     errors.StoreFailed: 409,
     errors.WeightUpdateConflict: 409,
     errors.WeightUpdateFailed: 424,

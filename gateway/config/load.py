@@ -15,6 +15,7 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.process.preflight import misfits
 from engines.types import EngineKind
+from gateway.config.key_files import key_file, keys_in
 from gateway.config.schema import Config
 from gateway.config.sources import (
     Key,
@@ -65,13 +66,12 @@ def check_models(config: Config) -> None:
 
 
 def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
-    """Replace `env:NAME` and `file:PATH` by the keys found there."""
+    """Replace `env:NAME` and `file:PATH` by the keys found there.
+
+    The gateway's own files stay references, since it reads them again when they change; here they are only checked.
+    """
     lists = {
-        name: [
-            SecretStr(key)
-            for item in getattr(config.gateway, name)
-            for key in revealed(f"gateway.{name}", item.get_secret_value(), environ)
-        ]
+        name: [key for item in getattr(config.gateway, name) for key in _for_gateway(f"gateway.{name}", item, environ)]
         for name in ("inference_keys", "admin_keys")
     }
     gateway = config.gateway.model_copy(update=lists)
@@ -87,6 +87,11 @@ def key_variables(config: Config) -> tuple[str, ...]:
     return tuple(sorted({name for kind, _, name in references if kind == "env"}))
 
 
+def _for_gateway(key: str, item: SecretStr, environ: Mapping[str, str]) -> list[SecretStr]:
+    found = revealed(key, item.get_secret_value(), environ)
+    return [item] if key_file(item.get_secret_value()) else [SecretStr(text) for text in found]
+
+
 def _with_key(section: str, engine: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
     if engine.api_key is None:
         return engine
@@ -98,19 +103,23 @@ def _with_key(section: str, engine: EngineConfig, environ: Mapping[str, str]) ->
 
 def revealed(key: str, text: str, environ: Mapping[str, str]) -> list[str]:
     """Return the keys that `env:NAME` or `file:PATH` refers to; any other text is a key. `key` is for messages."""
-    kind, _, reference = text.partition(":")
-    if kind not in ("env", "file") or not reference:
+    if (path := key_file(text)) is not None:
+        return _keys_of_file(key, path)
+    kind, _, variable = text.partition(":")
+    if kind != "env" or not variable:
         return [text]
-    if kind == "env":
-        found = environ.get(reference, "").replace(",", " ")
-    else:
-        try:
-            found = Path(reference).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{key}: {reference} cannot be read: {error.strerror}") from error
-    if not found.split():
-        raise ConfigError(f"{key}: no key in {kind}:{reference}, as seen by the process that reads it")
-    return found.split()
+    if not (found := environ.get(variable, "").replace(",", " ").split()):
+        raise ConfigError(f"{key}: no key in {text}, as seen by the process that reads it")
+    return found
+
+
+def _keys_of_file(key: str, path: Path) -> list[str]:
+    try:
+        return keys_in(path)
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}, as seen by the process that reads it") from error
 
 
 def _sources(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> list[Source]:

@@ -2,9 +2,18 @@
 
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, SecretStr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    IPvAnyNetwork,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
@@ -18,23 +27,56 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-def _absolute(path: str | None) -> str | None:
-    if path is not None and not Path(path).is_absolute():
-        raise ValueError(f"{path!r} is no absolute path, and the gateway runs in a folder of Ray's: give one")
-    return path
+def _one_place(file: str | None) -> str | None:
+    if file is not None and not Path(file).is_absolute():
+        raise ValueError(f"{file!r} is no absolute path, and the gateway runs in a folder of Ray's: give one")
+    return file
+
+
+OnePlace = Annotated[str | None, AfterValidator(_one_place)]
+"""An absolute path, or nothing."""
 
 
 class TraceConfig(_Section):
     """A record of requests in a file, which load tests can replay."""
 
-    file: str | None = None
+    file: OnePlace = None
     """Absolute path of the file, one line of JSON a request; none is written unless given."""
     max_bytes: int = Field(1 << 30, gt=0)
     """Size at which recording ends."""
     content: bool = False
     """True to keep prompts as they came, and not their lengths and hashes alone."""
 
-    _file_is_one_place = field_validator("file")(_absolute)
+
+class TlsConfig(_Section):
+    """TLS of the rollout URL. Both files are read again for the next connection after a change."""
+
+    certificate: OnePlace = None
+    """Absolute path of the certificate with its chain, PEM; without it the gateway speaks plain HTTP."""
+    key: OnePlace = None
+    """Absolute path of the certificate's key, PEM."""
+
+    @model_validator(mode="after")
+    def _certificate_and_key(self) -> "TlsConfig":
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key belong together: set both, or neither")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return self.certificate is not None
+
+
+class KeyLimits(_Section):
+    """Limits for each inference key, on POST requests. Admin keys and clients that are trusted without a key have none.
+    A request over a limit gets 429 with Retry-After."""
+
+    requests_per_minute: int | None = Field(None, gt=0)
+    """Most requests in a minute; unused requests add up to this number."""
+    tokens_per_minute: int | None = Field(None, gt=0)
+    """Most tokens of prompts and completions in a minute, counted when a request ends."""
+    requests_at_once: int | None = Field(None, gt=0)
+    """Most requests under way."""
 
 
 class GatewayConfig(_Section):
@@ -67,6 +109,11 @@ class GatewayConfig(_Section):
     max_attempts: int = Field(3, ge=1)
     """Attempts in a row without a new token, on whichever replicas, before a rollout is reported failed."""
     trace: TraceConfig = TraceConfig()
+    audit_file: OnePlace = None
+    """Absolute path of the audit log, a line of JSON for each request to an admin route; the gateway's log if left
+    out."""
+    key_limits: KeyLimits = KeyLimits()
+    tls: TlsConfig = TlsConfig()
 
 
 class FleetConfig(_Section):
@@ -161,7 +208,7 @@ class WeightsConfig(_Section):
     @field_validator("store")
     @classmethod
     def _store_is_one_place(cls, store: str | None) -> str | None:
-        return store if store == "auto" else _absolute(store)
+        return store if store == "auto" else _one_place(store)
 
     @model_validator(mode="after")
     def _the_relay_has_a_store(self) -> "WeightsConfig":

@@ -1,19 +1,26 @@
 """Access: bearer keys, networks that are trusted without a key, and the checks in front of handlers."""
 
-import hashlib
-import hmac
 import ipaddress
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from typing import Protocol
 
-from aiohttp import web
-from pydantic import SecretStr
+from aiohttp import hdrs, web
 
 from engines.errors import NotAllowed
 from gateway.config.schema import GatewayConfig
 from gateway.http.direct_peer import direct_peer
+from gateway.http.guard.audit import Audit
+from gateway.http.guard.keys import Keys
+from gateway.http.guard.limits import Allowance, Limits
+
+ALLOWANCE: web.RequestKey[Allowance] = web.RequestKey("allowance", Allowance)
+"""What the request's key may use; absent where it has no limits."""
+TRUSTED = "trusted network"
+"""In place of a key's name, where the client needs none."""
+
+_STORE_KEY = secrets.token_hex(32)
 
 
 class Routes(Protocol):
@@ -43,17 +50,31 @@ class Access:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._trusted = tuple(config.trusted_networks)
-        self._inference = _digests(config.inference_keys)
-        self._admin = _digests(config.admin_keys)
-        self._store = tuple(_digest(key) for key in [store_key(config)] if key)
+        self._inference = Keys("gateway.inference_keys", config.inference_keys)
+        self._admin = Keys("gateway.admin_keys", config.admin_keys)
+        self._store = store_key(config)
+        self._limits = Limits(config.key_limits)
+        self._audit = Audit(config.audit_file)
         self._needs: dict[Handler, tuple[Need, Handler]] = {}
+
+    def close(self) -> None:
+        """Write the lines of the audit log that wait."""
+        self._audit.close()
 
     def need_of(self, handler: Handler) -> tuple[Need, Handler]:
         """Return the key that a route needs, and its own handler behind the check."""
         return self._needs.get(handler, (Need.NONE, handler))
 
     def for_inference(self, handler: Handler) -> Handler:
-        return self._noted(Need.INFERENCE, handler, self._checked(handler, admin=False))
+        async def checked(request: web.Request) -> web.StreamResponse:
+            key = self._key_of(request, admin=False)
+            if request.method != hdrs.METH_POST or not self._limits.is_on or key not in self._inference.names:
+                return await handler(request)
+            request[ALLOWANCE] = allowance = self._limits.of(key)
+            with allowance.used():
+                return await handler(request)
+
+        return self._noted(Need.INFERENCE, handler, checked)
 
     def for_inference_or(self, handler: Handler, otherwise: Handler) -> Handler:
         """For inference keys; requests without one get the other handler."""
@@ -65,7 +86,10 @@ class Access:
         return self._noted(Need.OPTIONAL, handler, checked)
 
     def for_admin(self, handler: Handler) -> Handler:
-        return self._noted(Need.ADMIN, handler, self._checked(handler, admin=True))
+        async def checked(request: web.Request) -> web.StreamResponse:
+            return await self._audit.noted(request, lambda: self._key_of(request, admin=True), handler)
+
+        return self._noted(Need.ADMIN, handler, checked)
 
     def for_store(self, handler: Handler) -> Handler:
         """For admin keys, and for the key that engines fetch weight versions with."""
@@ -77,21 +101,25 @@ class Access:
 
         return self._noted(Need.STORE, handler, checked)
 
-    def check(self, peer: str | None, authorization: str | None, *, admin: bool) -> None:
-        """Raise `NotAllowed` unless the peer is trusted or its key opens the route."""
+    def check(self, peer: str | None, authorization: str | None, *, admin: bool) -> str:
+        """Return the key's name. Raise `NotAllowed` unless the peer is trusted or its key opens the route."""
         if self._is_trusted(peer):
-            return
-        digest = _digest(_bearer(authorization))
-        if _is_among(digest, self._admin):
-            return
-        if not _is_among(digest, self._inference):
+            return TRUSTED
+        key = _bearer(authorization)
+        if name := self._admin.name_of(key):
+            return name
+        name = self._inference.name_of(key)
+        if not name:
             raise NotAllowed(
                 "missing or wrong key: send 'Authorization: Bearer KEY', or have the operator add your network to "
                 "gateway.trusted_networks (which never counts for web pages of other sites and through proxies)",
                 known=False,
             )
         if admin:
-            raise NotAllowed("this key may generate only; weight and pause routes need an admin key", known=True)
+            raise NotAllowed(
+                "this key may generate only; weight and pause routes need an admin key", known=True, key=name
+            )
+        return name
 
     def admits(self, peer: str | None, authorization: str | None) -> bool:
         """Return True for a trusted peer or a key that opens generation."""
@@ -103,14 +131,11 @@ class Access:
 
     def opens_store(self, authorization: str | None) -> bool:
         """True for the key that engines fetch weight versions with; it opens nothing else."""
-        return _is_among(_digest(_bearer(authorization)), self._store)
+        given = _bearer(authorization).encode(errors="surrogateescape")
+        return bool(self._store) and secrets.compare_digest(given, self._store.encode())
 
-    def _checked(self, handler: Handler, *, admin: bool) -> Handler:
-        async def checked(request: web.Request) -> web.StreamResponse:
-            self.check(direct_peer(request), request.headers.get("Authorization"), admin=admin)
-            return await handler(request)
-
-        return checked
+    def _key_of(self, request: web.Request, *, admin: bool) -> str:
+        return self.check(direct_peer(request), request.headers.get("Authorization"), admin=admin)
 
     def _noted(self, need: Need, handler: Handler, checked: Handler) -> Handler:
         self._needs[checked] = need, handler
@@ -126,25 +151,9 @@ class Access:
 
 
 def store_key(config: GatewayConfig) -> str:
-    """The key that engines fetch weight versions with, derived from the admin key; "" if there is no admin key."""
-    if not config.admin_keys:
-        return ""
-    return hmac.digest(config.admin_keys[0].get_secret_value().encode(), b"weight versions", "sha256").hex()
+    """The key that engines fetch weight versions with, drawn for this process; "" if there is no admin key."""
+    return _STORE_KEY if config.admin_keys else ""
 
 
 def _bearer(authorization: str | None) -> str:
     return (authorization or "").removeprefix("Bearer ").strip()
-
-
-def _digests(keys: Iterable[SecretStr]) -> tuple[bytes, ...]:
-    return tuple(_digest(key.get_secret_value()) for key in keys)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-
-
-def _is_among(digest: bytes, digests: tuple[bytes, ...]) -> bool:
-    """Compare with all, each in constant time, so that the time taken reveals nothing about the keys."""
-    matches = [secrets.compare_digest(digest, known) for known in digests]
-    return any(matches)

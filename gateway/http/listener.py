@@ -27,6 +27,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.http.access import store_key
 from gateway.http.descriptors import raise_limit
+from gateway.http.guard.tls import Certificate
 from gateway.http.server import GatewayServer
 from gateway.weights.snapshots import AUTO, in_memory
 
@@ -132,15 +133,17 @@ class Listener:
         try:
             await _listen(runner, config.gateway)
             host, port = runner.addresses[0][:2]
-            self._started.set_result((asyncio.get_running_loop(), stopping, url_of(host, port)))
+            url = url_of(host, port, tls=config.gateway.tls.is_on)
+            self._started.set_result((asyncio.get_running_loop(), stopping, url))
             await stopping.wait()
         finally:
             await runner.cleanup()
 
 
 async def _listen(runner: web.AppRunner, gateway: GatewayConfig) -> None:
+    context = Certificate(gateway.tls).context if gateway.tls.is_on else None
     try:
-        await web.TCPSite(runner, gateway.host, gateway.port, backlog=2048).start()
+        await web.TCPSite(runner, gateway.host, gateway.port, backlog=2048, ssl_context=context).start()
     except OSError as error:
         reason = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(
@@ -191,4 +194,4 @@ def _as_reached_from(replica_url: str, gateway: GatewayConfig) -> str | None:
     assert replica.hostname is not None
     assert replica.port is not None
     ours = own_address(replica.hostname, replica.port) if is_any(gateway.host) else gateway.host
-    return url_of(ours, gateway.port)
+    return url_of(ours, gateway.port, tls=gateway.tls.is_on)

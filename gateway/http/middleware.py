@@ -6,10 +6,18 @@ import structlog
 from aiohttp import web
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, EngineRefused, RolloutGatewayError, WeightUpdateFailed
+from engines.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineRefused,
+    RolloutGatewayError,
+    TooManyRequests,
+    WeightUpdateFailed,
+)
 from gateway.api import body_of, error_body, status_of
 from gateway.fleet.metrics import Metrics
-from gateway.http.access import Handler
+from gateway.http.access import ALLOWANCE, Handler
+from gateway.http.guard.limits import whole_seconds
 from gateway.http.json_body import reply
 from gateway.http.request_id import HEADER, given_id
 from gateway.http.trace import Arrival, Trace
@@ -54,6 +62,8 @@ class Measurement:
     def count_tokens(self, request: web.Request, model: str, usage: Json | None) -> None:
         usage = usage or {}
         request[_USAGE] = usage
+        if allowance := request.get(ALLOWANCE):
+            allowance.charge((usage.get("prompt_tokens") or 0) + (usage.get("completion_tokens") or 0))
         self._metrics.prompt_tokens.labels(model).inc(usage.get("prompt_tokens") or 0)
         self._metrics.completion_tokens.labels(model).inc(usage.get("completion_tokens") or 0)
 
@@ -80,4 +90,7 @@ def _error_reply(error: RolloutGatewayError) -> web.Response:
     status = status_of(error)
     if isinstance(error, EngineError | WeightUpdateFailed | DeadlineExceeded) and not isinstance(error, EngineRefused):
         log.warning("request failed", status=status, error=str(error))
-    return reply(body_of(error), status)
+    response = reply(body_of(error), status)
+    if isinstance(error, TooManyRequests):
+        response.headers["Retry-After"] = whole_seconds(error.retry_after_s)
+    return response

@@ -51,6 +51,7 @@ class GatewayServer:
         self._adapters = AdapterCoordinator(config.weights, fleet)
         self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
         self._measurement = Measurement(metrics, self._trace)
+        self._access = Access(config.gateway)
         self._tasks = Supervisor()
         runner = Runner(scheduler)
         completions = Completions(config.gateway, fleet, runner)
@@ -85,9 +86,8 @@ class GatewayServer:
         app = web.Application(
             client_max_size=self._config.gateway.max_body_bytes, middlewares=[self._measurement.measure, answer_errors]
         )
-        access = Access(self._config.gateway)
         for routes in self._routes:
-            routes.add_routes(app.router, access)
+            routes.add_routes(app.router, self._access)
         app.cleanup_ctx.append(self._watching)
         return app
 
@@ -113,6 +113,7 @@ class GatewayServer:
         yield
         await self._tasks.stop()
         await self._snapshots.close()
+        await asyncio.to_thread(self._access.close)
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
 

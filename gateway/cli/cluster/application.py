@@ -87,7 +87,8 @@ def unknown_application(name: str) -> RolloutGatewayError:
 
 def configured_url(config: Config) -> str:
     """Return the rollout URL by configuration alone; empty for port 0, which the gateway alone resolves."""
-    return url_of(config.gateway.host, config.gateway.port) if config.gateway.port else ""
+    gateway = config.gateway
+    return url_of(gateway.host, gateway.port, tls=gateway.tls.is_on) if gateway.port else ""
 
 
 def wait_for_serve(

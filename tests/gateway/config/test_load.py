@@ -285,11 +285,11 @@ def test_explain_says_who_gave_each_value() -> None:
     assert (found["gateway.host"].origin, found["gateway.host"].place) == ("default", "")
 
 
-def test_key_references_are_read_where_the_gateway_is_built(tmp_path: Path) -> None:
+def test_variables_of_keys_are_read_where_the_gateway_is_built_and_files_by_the_gateway(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\ntwo\n")
     gateway = {"inference_keys": [f"file:{tmp_path}/keys", "three"], "admin_keys": ["env:ADMIN"]}
     config = with_secrets(Config.model_validate({"gateway": gateway}), {"ADMIN": "four,five"})
-    assert [key.get_secret_value() for key in config.gateway.inference_keys] == ["one", "two", "three"]
+    assert [key.get_secret_value() for key in config.gateway.inference_keys] == [f"file:{tmp_path}/keys", "three"]
     assert [key.get_secret_value() for key in config.gateway.admin_keys] == ["four", "five"]
 
 

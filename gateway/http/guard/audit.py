@@ -1,0 +1,92 @@
+"""The audit log: a line for each request to an admin route, allowed or not, with the key's name and never its value."""
+
+import os
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import orjson
+import structlog
+from aiohttp import web
+
+from engines.engine import Json
+from engines.errors import ConfigError, NotAllowed, RolloutGatewayError
+from gateway.api import status_of
+
+log = structlog.get_logger()
+
+_GONE = 499
+_FAILED = 500
+
+
+class Audit:
+    """Writes to a file where one is given, else to the gateway's log."""
+
+    def __init__(self, path: str | None) -> None:
+        """Raise `ConfigError` where the file cannot be written."""
+        self._path = path
+        # A disk that hangs must not hold up an admin's call.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit") if path else None
+        if path:
+            try:
+                self._append(path, {"at": round(time.time(), 3), "event": "gateway started"})
+            except OSError as error:
+                raise ConfigError(f"gateway.audit_file = {path!r} cannot be written: {error.strerror}") from error
+
+    async def noted(
+        self,
+        request: web.Request,
+        check: Callable[[], str],
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Return the handler's reply after the check, which returns the key's name, and write a line about it."""
+        at, key, status = time.time(), "", _GONE
+        try:
+            key = check()
+            response = await handler(request)
+            status = response.status
+            return response
+        except RolloutGatewayError as error:
+            status = status_of(error)
+            if isinstance(error, NotAllowed):
+                key = error.key
+            raise
+        except Exception:
+            status = _FAILED
+            raise
+        finally:
+            self._write(request, at, key, status)
+
+    def close(self) -> None:
+        """Write the lines that wait."""
+        if self._thread:
+            self._thread.shutdown()
+
+    def _write(self, request: web.Request, at: float, key: str, status: int) -> None:
+        line: Json = {
+            "at": round(at, 3),
+            "method": request.method,
+            "path": request.path,
+            "key": key or None,
+            "peer": request.remote,
+            "status": status,
+            "seconds": round(time.time() - at, 3),
+        }
+        if self._path is None or self._thread is None:
+            log.info("admin request", **line)
+        else:
+            self._thread.submit(self._append_or_log, self._path, line)
+
+    def _append_or_log(self, path: str, line: Json) -> None:
+        try:
+            self._append(path, line)
+        except OSError as error:
+            log.error("the audit file cannot be written: the line is here", file=path, error=str(error), **line)
+
+    def _append(self, path: str, line: Json) -> None:
+        """Open the file for each line, so that it may be moved away at any time. Its owner alone may read it."""
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(file, orjson.dumps(line) + b"\n")
+        finally:
+            os.close(file)

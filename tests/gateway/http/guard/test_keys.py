@@ -1,0 +1,75 @@
+"""Keys in files, which rotate while the gateway runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from gateway.http.guard.keys import Keys
+from tests.rigs.rig import StartRig
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def keys(clock: Clock, *items: str) -> Keys:
+    return Keys("admin_keys", [SecretStr(item) for item in items], clock)
+
+
+def test_a_key_has_the_name_of_its_place(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("first\nsecond\n")
+    found = keys(Clock(), "written", f"file:{tmp_path}/keys")
+    assert found.name_of("written") == "admin_keys[0]"
+    assert found.name_of("second") == f"admin_keys[1], key 2 of {tmp_path}/keys"
+    assert found.name_of("third") == ""
+    assert found.name_of("") == ""
+    assert len(found.names) == 3
+
+
+def test_a_changed_file_takes_effect_within_a_second_and_the_old_key_ends(tmp_path: Path) -> None:
+    clock, file = Clock(), tmp_path / "keys"
+    file.write_text("old")
+    found = keys(clock, f"file:{file}")
+    new = tmp_path / "new"
+    new.write_text("new")
+    new.replace(file)
+    clock.now = 0.5
+    assert found.name_of("old")
+    clock.now = 1.0
+    assert found.name_of("new")
+    assert not found.name_of("old")
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda file: file.write_text(" \n")], ids=["gone", "empty"])
+def test_a_file_without_keys_leaves_the_keys_before(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+    clock, file = Clock(), tmp_path / "keys"
+    file.write_text("old")
+    found = keys(clock, f"file:{file}")
+    spoil(file)
+    clock.now = 1.0
+    assert found.name_of("old")
+    file.write_text("new")
+    clock.now = 2.0
+    assert found.name_of("new")
+    assert not found.name_of("old")
+
+
+async def test_a_running_gateway_takes_the_new_key(
+    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("old")
+    gateway = {"admin_keys": [f"file:{file}"], "inference_keys": ["reader"], "trusted_networks": []}
+    monkeypatch.setattr("gateway.http.guard.keys._LOOK_S", 0.0)
+    rig = await start_rig(1, gateway=gateway)
+    old, new = ({"headers": {"Authorization": f"Bearer {key}"}} for key in ("old", "new"))
+    assert (await rig.get("/is_paused", **old))[0] == 200
+    file.write_text("new key2")
+    assert (await rig.get("/is_paused", **old))[0] == 401
+    assert (await rig.get("/is_paused", **new))[0] == 200

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from engines.checkpoint import WEIGHT_FILES
 from engines.errors import InvalidRequest, StoreFailed
-from engines.store.draft import DRAFT, OWNER, claim_draft, join
+from engines.store.draft import DRAFT, OWNER, Draft, claim_draft
 from engines.store.files import disk_errors, is_locked, sync, try_lock
 from engines.store.manifest import MANIFEST, Manifest
 
@@ -215,7 +215,9 @@ class WeightStore:
                 param="snapshot",
             )
         with self.reading(manifest.base) as base:
-            join(draft, base)
+            joined = Draft(draft, manifest.model, manifest.tensors, manifest.base)
+            joined.join(base)
+            joined.finish()
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:

@@ -129,16 +129,17 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
             f"engine.python = {interpreter.path!r} lacks rollout-gateway, whose plugin lets vLLM receive weights over "
             "gloo: pip install rollout-gateway there"
         )
+    reports_weights = vllm.has_plugin and not config.frozen
     arguments = [
         *(_argument(lever.name, getattr(config, lever.name), lever.name, lever) for lever in _levers(config)),
         _argument("host", "127.0.0.1"),
         _argument("port", port),
         _argument("seed", seed, "seed"),
         _argument("weight_transfer_config", {"backend": backend}, "weight_transfer"),
-        _argument("worker_extension_cls", VLLM_WORKER if vllm.has_plugin and not config.frozen else None),
+        _argument("worker_extension_cls", VLLM_WORKER if reports_weights else None),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
-        # Reports the weight version of each token.
-        _argument("middleware", _SPANS if _counts_spans(vllm) and not config.frozen else None),
+        # Reports the weight version of each token, which vLLM tracks since 0.32.
+        _argument("middleware", _SPANS if reports_weights and release(vllm.version) >= (0, 32) else None),
         # /render and /inference/v1/generate
         _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),
         *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
@@ -210,11 +211,6 @@ def _installed_vllm(interpreter: Interpreter) -> _Vllm:
                 has_plugin=interpreter.is_ours or "rollout-gateway" in versions,
             )
     raise _not_installed(interpreter, "vllm", "vLLM", "'rollout-gateway[vllm]' or [cpu]")
-
-
-def _counts_spans(vllm: _Vllm) -> bool:
-    """Return True if this vLLM tracks the weights of each token, and has our plugin to report them."""
-    return vllm.has_plugin and release(vllm.version) >= (0, 32)
 
 
 def _installed_sglang(interpreter: Interpreter) -> str:

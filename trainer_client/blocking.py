@@ -6,14 +6,13 @@ The asynchronous client runs on its own thread, so that generation goes on while
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from trainer_client.batch import Batch, Failures
-from trainer_client.client import Prompt, RolloutClient
-from trainer_client.progress import OnProgress, Progress
+from trainer_client.batch import Batch
+from trainer_client.client import RolloutClient
+from trainer_client.progress import Progress
 from trainer_client.results import Completion, Rollout
-from trainer_client.sampling import SamplingParams
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,8 +32,20 @@ def _blocking(
     return waiting
 
 
+def _starting(
+    call: Callable[Concatenate[RolloutClient, P], Batch],
+) -> Callable[Concatenate["BlockingRolloutClient", P], "BlockingBatch"]:
+    """Make a method that starts a batch on the client's thread and returns at once."""
+
+    @functools.wraps(call)
+    def starting(self: "BlockingRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> "BlockingBatch":
+        return BlockingBatch(self._run(lambda: call(self._client, *args, **kwargs)), self)
+
+    return starting
+
+
 class BlockingRolloutClient:
-    """`RolloutClient` with blocking calls.
+    """`RolloutClient` with blocking calls; `on_progress` runs on the client's thread.
 
     Usable from several threads. `close`, or the end of a `with` block, cancels running calls.
     """
@@ -74,34 +85,7 @@ class BlockingRolloutClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | None = None,
-        *,
-        min_version: int | None = None,
-        max_staleness: int | None = None,
-        sessions: Sequence[str] | None = None,
-        timeout_s: float = 3600.0,
-        failures: Failures = "raise",
-        on_progress: OnProgress | None = None,
-    ) -> "BlockingBatch":
-        """Start a batch and return at once; see `RolloutClient.generate`. `on_progress` runs on the client's thread."""
-
-        async def begin() -> Batch:
-            return self._client.generate(
-                prompts,
-                sampling,
-                min_version=min_version,
-                max_staleness=max_staleness,
-                sessions=sessions,
-                timeout_s=timeout_s,
-                failures=failures,
-                on_progress=on_progress,
-            )
-
-        return BlockingBatch(self._wait(begin()), self)
-
+    generate = _starting(RolloutClient.generate)
     wait_ready = _blocking(RolloutClient.wait_ready)
     status = _blocking(RolloutClient.status)
     models = _blocking(RolloutClient.models)
@@ -128,6 +112,14 @@ class BlockingRolloutClient:
         except BaseException:
             future.cancel()
             raise
+
+    def _run(self, call: Callable[[], T]) -> T:
+        """Return the result of a call on the client's thread."""
+
+        async def called() -> T:
+            return call()
+
+        return self._wait(called())
 
     def _each(self, source: AsyncGenerator[T]) -> Generator[T]:
         async def following() -> T | None:
@@ -174,8 +166,4 @@ class BlockingBatch:
 
     def cancel(self, prompt_index: int | None = None) -> None:
         """Cancel one prompt, or all."""
-
-        async def call_off() -> None:
-            self._batch.cancel(prompt_index)
-
-        self._client._wait(call_off())
+        self._client._run(lambda: self._batch.cancel(prompt_index))

@@ -56,7 +56,8 @@ class RolloutClient:
     attempts: tries per prompt that was answered with 502 or 504.
     outage_s: time to retry for while the gateway is not reached or answers 503; longer than its restart takes.
 
-    Raises the gateway's errors, classes of engines/errors.py. A client belongs to the event loop of its first call.
+    Raises the gateway's errors, classes of engines/errors.py. A client needs a running event loop, and belongs to the
+    loop of its first call.
     """
 
     def __init__(
@@ -103,14 +104,14 @@ class RolloutClient:
         failures: Failures = "raise",
         on_progress: OnProgress | None = None,
     ) -> Batch:
-        """Start `sampling.n` completions of each prompt. Needs a running event loop.
+        """Start `sampling.n` completions of each prompt, and return at once.
 
         min_version: the oldest weight version allowed.
         max_staleness: the largest lag behind the newest version at the start; during an update that is the target
         version.
         sessions: the conversation id of each prompt; turns of a conversation go to one replica.
         timeout_s: limit on every prompt from now on; a late prompt fails with `DeadlineExceeded`.
-        on_progress: called on the loop after each prompt.
+        on_progress: called on the client's loop after each prompt.
         """
         sampling = sampling or SamplingParams()
         checked = [_checked_prompt(index, prompt) for index, prompt in enumerate(_checked_prompts(prompts))]

@@ -8,7 +8,7 @@ from engines.errors import InvalidRequest
 
 _ALWAYS = ("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Always sent: otherwise engines take defaults from the model's generation config."""
-_WHERE_SET = ("min_tokens", "seed", "ignore_eos")
+_WHERE_SET = ("min_tokens", "ignore_eos")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +56,9 @@ class SamplingParams:
         """Return the fields of a body of /v1/completions."""
         body: dict[str, Any] = {name: getattr(self, name) for name in _ALWAYS}
         body |= {name: value for name in _WHERE_SET if (value := getattr(self, name))}
+        body |= {name: list(given) for name in ("stop", "stop_token_ids") if (given := getattr(self, name))}
         if self.seed is not None:
             body["seed"] = self.seed
-        if self.stop:
-            body["stop"] = list(self.stop)
-        if self.stop_token_ids:
-            body["stop_token_ids"] = list(self.stop_token_ids)
         if self.logprobs:
             body["logprobs"] = 0  # only the sampled token's
         return body | {"return_token_ids": True, **self.extra}

@@ -15,7 +15,7 @@ from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
-from engines.transfer.gloo import TIMEOUT_S, NamedTensor, WeightGroup, address_towards, send
+from engines.transfer.gloo import TIMEOUT_S, NamedTensor, WeightGroup, address_towards, group_info, send
 
 WEIGHT_ROUTES = (
     "/init_weight_transfer_engine",
@@ -74,13 +74,7 @@ class GlooVLLMClient(VLLMClient):
         server = urlsplit(self.base_url)
         address = address_towards(server.hostname or "", server.port or 80)
         world_size = self.get_world_size() + 1
-        init_info = {
-            "master_address": address,
-            "master_port": self.group_port,
-            "rank_offset": 1,
-            "world_size": world_size,
-            "packed": True,
-        }
+        init_info = group_info(address, self.group_port, world_size)
         self.close_communicator()
         self.communicator = group = WeightGroup(address, self.group_port, 0, world_size, self._timeout_s)
         with ThreadPoolExecutor(max_workers=1) as beside:

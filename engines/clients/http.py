@@ -54,8 +54,8 @@ class HttpEngine(Engine, ABC):
     async def metrics(self, timeout_s: float) -> str:
         return (await self._read("GET", "/metrics", None, timeout_s)).decode()
 
-    async def _known_adapters(self, timeout_s: float) -> dict[str, str]:
-        """Return adapters by name. vLLM and SGLang list them among the models, with the base model as parent."""
+    async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
+        # vLLM and SGLang list them among the models, with the base model as parent.
         cards = (await self._call("GET", "/v1/models", None, timeout_s)).get("data") or ()
         return {str(card["id"]): str(card.get("root") or "") for card in cards if card.get("parent")}
 

@@ -19,7 +19,6 @@ Unknown fields are refused: SGLang would silently ignore some.
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from engines.engine import Json
@@ -76,15 +75,6 @@ def generate_body(body: Json) -> Json:
     return asked
 
 
-@dataclass(slots=True)
-class Delivered:
-    """Counts of each sample that the chunks of a stream have delivered."""
-
-    characters: dict[int, int] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
-    completion_tokens: dict[int, int] = field(default_factory=dict)
-
-
 class CompletionReply:
     """Translates SGLang's answers to one body into vLLM's form."""
 
@@ -92,7 +82,10 @@ class CompletionReply:
         self._body = body
         self._envelope: Json = {"id": "", "object": "text_completion", "created": int(time.time())}
         self._envelope["model"] = body.get("model")
-        self._delivered = Delivered()
+        # Of each sample: what the chunks of a stream have delivered, and the tokens of its completion.
+        self._characters: dict[int, int] = {}
+        self._tokens: dict[int, int] = {}
+        self._completion_tokens: dict[int, int] = {}
         self._prompt_tokens = self._cached_tokens = 0
 
     def whole(self, answers: list[Json]) -> Json:
@@ -105,11 +98,11 @@ class CompletionReply:
 
     def chunk(self, answer: Json) -> Json | None:
         """Return the new part of a streamed answer, whose text and ids repeat the sample from its start."""
-        index, delivered = answer.get("index", 0), self._delivered
-        choice = self._choice(index, answer, delivered.characters.get(index, 0), delivered.tokens.get(index, 0))
-        if index in delivered.tokens:
+        index = answer.get("index", 0)
+        choice = self._choice(index, answer, self._characters.get(index, 0), self._tokens.get(index, 0))
+        if index in self._tokens:
             choice["prompt_token_ids"] = None
-        delivered.characters[index], delivered.tokens[index] = len(answer["text"]), len(answer["output_ids"])
+        self._characters[index], self._tokens[index] = len(answer["text"]), len(answer["output_ids"])
         self._count(index, answer["meta_info"])
         is_empty = not choice["text"] and choice["finish_reason"] is None and not choice["token_ids"]
         return None if is_empty else {**self._identified(answer), "choices": [choice]}
@@ -119,7 +112,7 @@ class CompletionReply:
         return {**self._envelope, "choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:
-        completion_tokens = sum(self._delivered.completion_tokens.values())
+        completion_tokens = sum(self._completion_tokens.values())
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -135,7 +128,7 @@ class CompletionReply:
         # Missing if a request was aborted in the queue.
         self._prompt_tokens = meta.get("prompt_tokens", self._prompt_tokens)
         self._cached_tokens = meta.get("cached_tokens") or 0
-        self._delivered.completion_tokens[index] = meta["completion_tokens"]
+        self._completion_tokens[index] = meta["completion_tokens"]
 
     def _choice(self, index: int, answer: Json, character: int, token: int) -> Json:
         meta, wants_ids = answer["meta_info"], self._body.get("return_token_ids")

@@ -49,7 +49,7 @@ from engines.clients.sglang_dialect import (
     world_size,
 )
 from engines.clients.vllm_engine import MIXED, version_held
-from engines.engine import Json, ReceiptCopy
+from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineRefused, InvalidRequest
 from engines.types import PauseMode
 
@@ -193,21 +193,6 @@ class SglangEngine(HttpEngine):
             with contextlib.suppress(EngineRefused):  # a failed transfer may have ended the session
                 await self._call("POST", "/end_weight_update", {}, timeout_s)
 
-    async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
-        """Do nothing: SGLang does not expose received tensors."""
-
-    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
-        return {}
-
-    async def keep_receipt(self, timeout_s: float) -> None:
-        """Do nothing: there is no receipt."""
-
-    async def drop_receipt(self, timeout_s: float) -> None:
-        """Do nothing: there is no receipt."""
-
-    async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        """Do nothing: SGLang reads a folder only when it loads it."""
-
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         await self.abandon_weight_update(timeout_s)
         await self._label(MIXED, timeout_s)
@@ -246,7 +231,7 @@ class SglangEngine(HttpEngine):
         self._adapters.discard(name)
 
     async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
-        known = await self._known_adapters(timeout_s)
+        known = await super().lora_adapters(timeout_s)
         self._adapters = set(known)
         return known
 

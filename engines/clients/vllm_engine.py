@@ -156,9 +156,6 @@ class VllmEngine(HttpEngine):
             if error.status != 404:
                 raise
 
-    async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
-        return await self._known_adapters(timeout_s)
-
     @property
     def _has_our_worker(self) -> bool:
         return self._has_tee or self._peer is not None

@@ -19,6 +19,7 @@ import torch
 
 from engines.batches import batches
 from engines.checkpoint import Span, read_spans
+from engines.store.files import read_at
 
 _PART_BYTES = 32 << 20
 _BATCH_BYTES = 256 << 20
@@ -145,14 +146,8 @@ def _read(batches: Sequence[_Batch], device: torch.device) -> Iterator[tuple[str
 
 def _fill(place: torch.Tensor, file: Path, offset: int) -> None:
     """Read the bytes of `place`, which is on the host, from `offset` of the file on."""
-    view = memoryview(place.numpy())
     with file.open("rb", buffering=0) as source:
-        source.seek(offset)
-        while view:
-            got = source.readinto(view)
-            if not got:
-                raise OSError(f"{file} ends before its header says")
-            view = view[got:]
+        read_at(source, memoryview(place.numpy()), offset)
 
 
 def _batches(file: Path, spans: Sequence[Span], batch_bytes: int) -> Iterator[_Batch]:

@@ -27,8 +27,7 @@ _LOADS = r"in (?:load_model|load_weights)$"
 @dataclass(frozen=True, slots=True)
 class Cause:
     """A cause and its log line, the pattern `says`. `meaning` and `remedy` may use its groups, `{engine}` for the
-    section of
-    the configuration, and `{memory}` for the engine's memory lever.
+    section of the configuration, `{memory}` for the engine's memory lever and `{kv_memory}` for that of its KV cache.
 
     `inside` matches a function in the traceback above, for messages with several causes. `may_pass` marks transient
     causes.
@@ -38,7 +37,6 @@ class Cause:
     meaning: str
     remedy: str
     inside: str = ""
-    kind: EngineKind | None = None
     may_pass: bool = False
 
 
@@ -181,25 +179,22 @@ CAUSES = (
         r"max seq len \((?P<length>\d+)\).*larger than the available KV cache memory.*"
         r"estimated maximum model length is (?P<fits>\d+)",
         "the KV cache is too small for one sequence of {length} tokens; {fits} fit",
-        "lower {engine}.max_model_len to {fits}, or raise {engine}.kv_cache_memory_bytes where it is given, else "
-        "{engine}.gpu_memory_utilization",
+        "lower {engine}.max_model_len to {fits}, or raise {kv_memory}",
     ),
     Cause(
         r"max seq len \((?P<length>\d+)\).*larger than the available KV cache memory",
         "the KV cache is too small for one sequence of {length} tokens",
-        "lower {engine}.max_model_len, or raise {engine}.kv_cache_memory_bytes where it is given, else "
-        "{engine}.gpu_memory_utilization",
+        "lower {engine}.max_model_len, or raise {kv_memory}",
     ),
     Cause(
         r"No available memory for the cache blocks",
         "weights and activations leave no memory for the KV cache",
-        "raise {engine}.kv_cache_memory_bytes where it is given, else {engine}.gpu_memory_utilization, or spread the "
-        "weights: {engine}.tensor_parallel_size",
+        "raise {kv_memory}, or spread the weights: {engine}.tensor_parallel_size",
     ),
     Cause(
         r"Not enough memory\. Please try to increase --mem-fraction-static",
         "weights leave no memory for the KV cache",
-        "raise {engine}.extra.mem_fraction_static, or spread the weights: {engine}.tensor_parallel_size",
+        "raise {kv_memory}, or spread the weights: {engine}.tensor_parallel_size",
     ),
     Cause(
         r"Free memory on device.*is less than desired GPU memory utilization \((?P<share>[\d.]+)",
@@ -222,7 +217,7 @@ CAUSES = (
     Cause(
         _OUT_OF_MEMORY,
         "the GPU ran out of memory while CUDA graphs were captured",
-        "lower {engine}.{memory} or {engine}.max_cudagraph_capture_size",
+        "lower {memory} or {engine}.max_cudagraph_capture_size",
         inside=_CAPTURES,
     ),
     Cause(
@@ -238,16 +233,8 @@ CAUSES = (
     Cause(
         _OUT_OF_MEMORY,
         "the GPU ran out of memory while the KV cache was made",
-        "lower {engine}.kv_cache_memory_bytes where it is given, else {engine}.gpu_memory_utilization",
+        "lower {kv_memory}",
         inside=_MAKES_KV,
-        kind=EngineKind.VLLM,
-    ),
-    Cause(
-        _OUT_OF_MEMORY,
-        "the GPU ran out of memory while the KV cache was made",
-        "lower {engine}.extra.mem_fraction_static",
-        inside=_MAKES_KV,
-        kind=EngineKind.SGLANG,
     ),
     Cause(
         _OUT_OF_MEMORY,
@@ -270,7 +257,7 @@ CAUSES = (
     Cause(
         _OUT_OF_MEMORY,
         "the GPU ran out of memory",
-        "lower {engine}.{memory}, {engine}.max_num_seqs or {engine}.max_num_batched_tokens",
+        "lower {memory}, {engine}.max_num_seqs or {engine}.max_num_batched_tokens",
     ),
     # The host.
     Cause(
@@ -356,8 +343,6 @@ def diagnose(kind: EngineKind, log: str, exit_code: int | None, section: str = "
     """
     lines = lines_of(log)
     for cause in CAUSES:
-        if cause.kind not in (None, kind):
-            continue
         for index, line in enumerate(lines):
             if (found := re.search(cause.says, line)) and _is_inside(cause, lines, index):
                 return _found(cause, kind, found, line, section)
@@ -380,8 +365,11 @@ def _is_inside(cause: Cause, lines: list[str], index: int) -> bool:
 
 
 def _found(cause: Cause, kind: EngineKind, found: "re.Match[str]", line: str, section: str) -> Diagnosis:
-    memory = "extra.mem_fraction_static" if kind is EngineKind.SGLANG else "gpu_memory_utilization"
-    facts = {**found.groupdict(), "engine": section, "memory": memory}
+    memory = kv_memory = f"{section}.extra.mem_fraction_static"
+    if kind is not EngineKind.SGLANG:
+        memory = f"{section}.gpu_memory_utilization"
+        kv_memory = f"{section}.kv_cache_memory_bytes where it is given, else {memory}"
+    facts = {**found.groupdict(), "engine": section, "memory": memory, "kv_memory": kv_memory}
     if "flag" in facts:
         facts["key"] = _key_of(facts["flag"])
     return Diagnosis(cause.meaning.format(**facts), _words(line), cause.remedy.format(**facts), cause.may_pass)

@@ -1,11 +1,11 @@
 """The Python that runs an engine, ours or another environment's, and its installed packages."""
 
-import importlib.metadata
+import inspect
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engines.config import EngineConfig
@@ -14,16 +14,18 @@ from engines.errors import ConfigError
 # Version lookup takes 0.1 s, and many times that on a busy machine with a slow file system.
 _VERSIONS_TIMEOUT_S = 60.0
 
-_ASK_VERSIONS = """
-import importlib.metadata, json, sys
-found = {}
-for name in sys.argv[1:]:
-    try:
-        found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-print(json.dumps(found))
-"""
+
+def _versions(distributions: list[str]) -> dict[str, str]:
+    """Return versions of the installed ones. Another Python runs the source of this function: it needs no imports."""
+    import importlib.metadata
+
+    found = {}
+    for name in distributions:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,10 @@ class Interpreter:
         Raises `ConfigError` if it cannot be run.
         """
         if self.is_ours:
-            return _own_versions(distributions)
+            return _versions(list(distributions))
+        script = f"{inspect.getsource(_versions)}\nimport json, sys\nprint(json.dumps(_versions(sys.argv[1:])))"
         try:
-            found: dict[str, str] = json.loads(self.last_line(_ASK_VERSIONS, _VERSIONS_TIMEOUT_S, *distributions))
+            found: dict[str, str] = json.loads(self.last_line(script, _VERSIONS_TIMEOUT_S, *distributions))
         except OSError as error:
             raise ConfigError(
                 f"engine.python = {self.path!r} cannot be run ({error.strerror}): name the python of the environment "
@@ -74,13 +77,3 @@ def interpreter_of(config: EngineConfig, env: Mapping[str, str] | None = None) -
     """Return the Python of this engine group: `engine.python`, else ours. `env` are variables that we set for
     engines."""
     return Interpreter(config.python or sys.executable, {**os.environ, **(env or {}), **config.env})
-
-
-def _own_versions(distributions: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for name in distributions:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

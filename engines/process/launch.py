@@ -93,19 +93,17 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("enable_metrics", True),
         _argument("device", "cpu" if on_cpu else None, "device"),
         _argument("attention_backend", "torch_native" if on_cpu else None),
-        *(_sglang_extra(name, value) for name, value in config.extra.items()),
+        # False leaves a switch out: SGLang's have no off form.
+        *(_argument(name, None if value is False else value, f"extra.{name}") for name, value in config.extra.items()),
     ]
     return _command([interpreter.path, "-m", "sglang.launch_server"], arguments, env, config)
 
 
 def _levers(config: EngineConfig) -> list[Lever]:
     """Return the levers of this kind of engine, without adapter levers unless LoRA is enabled."""
-    has = [lever for lever in LEVERS if config.kind is not EngineKind.SGLANG or lever.sglang]
+    is_sglang, is_sim = config.kind is EngineKind.SGLANG, config.kind is EngineKind.SIM
+    has = [lever for lever in LEVERS if (lever.sglang or not is_sglang) and (lever.in_sim or not is_sim)]
     return [lever for lever in has if config.enable_lora or not lever.of_adapters]
-
-
-def _lora_levers(config: EngineConfig) -> list[Lever]:
-    return [lever for lever in _levers(config) if lever.of_adapters]
 
 
 def _refuse_vllms_levers(config: EngineConfig) -> None:
@@ -113,11 +111,6 @@ def _refuse_vllms_levers(config: EngineConfig) -> None:
     for lever in LEVERS:
         if not lever.sglang and getattr(config, lever.name) != EngineConfig.model_fields[lever.name].default:
             raise ConfigError(f"engine.{lever.name} is vLLM's alone; with kind: sglang use {lever.instead}")
-
-
-def _sglang_extra(name: str, value: Any) -> Argument:
-    """Return the argument; False leaves a switch out, since SGLang's have no off form."""
-    return _argument(name, None if value is False else value, f"extra.{name}")
 
 
 def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
@@ -136,16 +129,17 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
             f"engine.python = {interpreter.path!r} lacks rollout-gateway, whose plugin lets vLLM receive weights over "
             "gloo: pip install rollout-gateway there"
         )
+    reports_weights = vllm.has_plugin and not config.frozen
     arguments = [
         *(_argument(lever.name, getattr(config, lever.name), lever.name, lever) for lever in _levers(config)),
         _argument("host", "127.0.0.1"),
         _argument("port", port),
         _argument("seed", seed, "seed"),
         _argument("weight_transfer_config", {"backend": backend}, "weight_transfer"),
-        _argument("worker_extension_cls", VLLM_WORKER if vllm.has_plugin and not config.frozen else None),
+        _argument("worker_extension_cls", VLLM_WORKER if reports_weights else None),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
-        # Reports the weight version of each token.
-        _argument("middleware", _SPANS if _counts_spans(vllm) and not config.frozen else None),
+        # Reports the weight version of each token, which vLLM tracks since 0.32.
+        _argument("middleware", _SPANS if reports_weights and release(vllm.version) >= (0, 32) else None),
         # /render and /inference/v1/generate
         _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),
         *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
@@ -168,30 +162,14 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     return _command(entry, arguments, env, config)
 
 
-_SIM_LEVERS = tuple(
-    lever
-    for lever in LEVERS
-    if lever.name
-    in (
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "enforce_eager",
-        "max_cudagraph_capture_size",
-        "stream_interval",
-    )
-)
-
-
 def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:
     arguments = [
         _argument("host", "127.0.0.1"),
         _argument("port", port),
         _argument("model", config.served_name, "served_model_name" if config.served_model_name else "model"),
-        *(_argument(lever.name, getattr(config, lever.name), lever.name, lever) for lever in _SIM_LEVERS),
+        *(_argument(lever.name, getattr(config, lever.name), lever.name, lever) for lever in _levers(config)),
         _argument("seed", seed, "seed"),
         _argument("world_size", config.world_size, "tensor_parallel_size"),
-        *(_argument(lever.name, getattr(config, lever.name), lever.name, lever) for lever in _lora_levers(config)),
         _argument("sim", config.sim.model_dump(), "sim"),
         *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
     ]
@@ -233,11 +211,6 @@ def _installed_vllm(interpreter: Interpreter) -> _Vllm:
                 has_plugin=interpreter.is_ours or "rollout-gateway" in versions,
             )
     raise _not_installed(interpreter, "vllm", "vLLM", "'rollout-gateway[vllm]' or [cpu]")
-
-
-def _counts_spans(vllm: _Vllm) -> bool:
-    """Return True if this vLLM tracks the weights of each token, and has our plugin to report them."""
-    return vllm.has_plugin and release(vllm.version) >= (0, 32)
 
 
 def _installed_sglang(interpreter: Interpreter) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import fcntl
 import json
-import mmap
 import os
 import threading
 import uuid
@@ -94,12 +93,8 @@ class Draft:
         self._base = base
         self._lock = threading.Lock()
         self._num_files = max(
-            (_number(file) for tensor in self._tensors.values() for file in _files_of(tensor)), default=0
+            (_number(file) for tensor in self._tensors.values() for file in (tensor.file, tensor.changes)), default=0
         )
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._tensors)
 
     def add(self, tensors: Sequence[RawTensor]) -> None:
         """Write one file of tensors and note their digests. Threads may write a file each."""
@@ -172,7 +167,7 @@ class Draft:
 
     def complete_from(self, base: Path | None, names: Iterable[str]) -> None:
         """Copy missing tensors of `names` from the checkpoint or version in folder `base`."""
-        missing = set(names) - self.names
+        missing = set(names) - self._tensors.keys()
         if not missing:
             return
         if base is None:
@@ -183,11 +178,9 @@ class Draft:
             missing -= {span.name for span in wanted}
             if not wanted or (kept and len(wanted) == len(spans) and self._link(base / file, kept)):
                 continue
-            with mapped(base / file) as content:
+            with mapped(base / file) as content, memoryview(content) as whole:
                 for batch in batches(wanted, attrgetter("num_bytes"), SHARD_BYTES):
-                    self.add(
-                        [_copied(content, span.name, span.dtype, span.shape, span.begin, span.end) for span in batch]
-                    )
+                    self.add([raw(span.name, span.dtype, span.shape, whole[span.begin : span.end]) for span in batch])
         if missing:
             raise StoreFailed(f"{base} lacks tensor {min(missing)!r}, which was not sent either")
 
@@ -249,14 +242,6 @@ def complete(draft: Path, base: Path | None, names: Iterable[str]) -> None:
     added.finish()
 
 
-def join(draft: Path, base: Path) -> None:
-    """Join a finished draft with its base version in folder `base`; see `Draft.join`."""
-    manifest = Manifest.read(draft)
-    joined = Draft(draft, manifest.model, manifest.tensors, manifest.base)
-    joined.join(base)
-    joined.finish()
-
-
 def is_whole(draft: Path) -> bool:
     """Return True where the writer has finished the draft. Raise `StoreFailed` where it failed or the draft is gone."""
     if (draft / _FAILED).is_file():
@@ -270,15 +255,6 @@ def raw(name: str, dtype: str, shape: Sequence[int], content: bytes | bytearray 
     """Return a tensor with a copy of these bytes."""
     buffer = (ctypes.c_ubyte * len(content)).from_buffer_copy(content)
     return RawTensor(name, dtype, shape, ctypes.addressof(buffer), len(content), buffer)
-
-
-def _copied(content: mmap.mmap, name: str, dtype: str, shape: Sequence[int], begin: int, end: int) -> RawTensor:
-    with memoryview(content) as whole, whole[begin:end] as part:
-        return raw(name, dtype, shape, part)
-
-
-def _files_of(tensor: StoredTensor) -> list[str]:
-    return [file for file in (tensor.file, tensor.changes) if file]
 
 
 def _number(file: str) -> int:

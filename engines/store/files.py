@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 import safetensors
@@ -40,6 +41,18 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
+def is_locked(path: Path) -> bool:
+    """True where another process holds the lock of this file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sync(path: Path) -> None:
     """Returns once a file, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -55,6 +68,14 @@ def write_at(descriptor: int, content: bytes | memoryview, position: int) -> Non
     while view:
         view = view[(written := os.pwrite(descriptor, view, position)) :]
         position += written
+
+
+def read_at(file: FileIO, place: memoryview, position: int) -> None:
+    """Fills `place` with the file's bytes from this position on. Raises `OSError` where the file ends before."""
+    while place:
+        if not (got := os.preadv(file.fileno(), [place], position)):
+            raise OSError(f"{file.name} ends before its header says")
+        place, position = place[got:], position + got
 
 
 @contextmanager

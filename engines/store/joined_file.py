@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from engines.checkpoint import Span, written_dtype
-from engines.store.changed_elements import Array, ChangedElements
-from engines.store.files import write_at
+from engines.store.changed_elements import ChangedElements
+from engines.store.files import read_at, write_at
 
 _THREADS = 4
 """Tensors held in memory at a time."""
@@ -28,7 +28,8 @@ def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Calla
         file.truncate(len(header) + sum(span.num_bytes for span in spans))
 
         def join(span: Span, place: int) -> None:
-            content = _read(source.fileno(), span)
+            content = np.empty(span.num_bytes, np.uint8)
+            read_at(source, content.data, span.begin)
             changes(span.name).apply_to(content)
             write_at(file.fileno(), content.data, place)
 
@@ -48,13 +49,3 @@ def _header(spans: Sequence[Span]) -> tuple[bytes, list[int]]:
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, [len(header) + begin for begin in offsets[:-1]]
-
-
-def _read(file: int, span: Span) -> Array:
-    content = np.empty(span.num_bytes, np.uint8)
-    view, begin = content.data, span.begin
-    while view:
-        if not (got := os.preadv(file, [view], begin)):
-            raise OSError(f"the file of {span.name!r} ends before its header says")
-        view, begin = view[got:], begin + got
-    return content

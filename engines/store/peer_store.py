@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import DELTA
-from engines.store.files import disk_errors, try_lock, write_at
+from engines.store.files import check_room, disk_errors, try_lock, write_at
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.successor import Successor
 
@@ -199,7 +199,7 @@ class _Fetch:
 
     def _receive_lacking(self, files: Sequence[_File]) -> None:
         lacking = [file for file in files if _size(self._partial / file.name) != file.num_bytes]
-        self._check_room(lacking)
+        check_room(self._partial, sum(file.num_bytes for file in lacking))
         self._receive(lacking)
 
     def _remove_all_but(self, files: Sequence[_File]) -> None:
@@ -213,11 +213,6 @@ class _Fetch:
         except (InvalidRequest, StoreFailed) as error:
             shutil.rmtree(self._partial, ignore_errors=True)
             raise StoreFailed(f"version {self._version} arrived damaged: {error}") from error
-
-    def _check_room(self, files: Sequence[_File]) -> None:
-        size, free = sum(file.num_bytes for file in files), shutil.disk_usage(self._partial).free
-        if free < size:
-            raise StoreFailed(f"{self._partial.parent} has {free} bytes free, version {self._version} needs {size}")
 
     def _receive(self, files: Sequence[_File]) -> None:
         """Fetch all ranges of these files in parallel. A file gets its name when it is whole."""
@@ -247,8 +242,8 @@ class _Fetch:
             before = position
             try:
                 for piece in self._pieces(wanted, position):
-                    with disk_errors(self._partial):
-                        _write(self._partial / _beside(wanted.file), piece, position)
+                    with disk_errors(self._partial), (self._partial / _beside(wanted.file)).open("r+b", 0) as begun:
+                        write_at(begun.fileno(), piece, position)
                     position += len(piece)
             except (OSError, http.client.HTTPException) as error:
                 failures = 1 if position > before else failures + 1
@@ -307,14 +302,6 @@ def _beside(file: _File) -> str:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
-
-
-def _write(path: Path, piece: bytes, position: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        write_at(descriptor, piece, position)
-    finally:
-        os.close(descriptor)
 
 
 def _reason(content: bytes) -> str:

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from engines.checkpoint import WEIGHT_FILES
 from engines.errors import InvalidRequest, StoreFailed
-from engines.store.draft import DRAFT, OWNER, claim_draft, join
-from engines.store.files import disk_errors, sync, try_lock
+from engines.store.draft import DRAFT, OWNER, Draft, claim_draft
+from engines.store.files import disk_errors, is_locked, sync, try_lock
 from engines.store.manifest import MANIFEST, Manifest
 
 _KEEPER = ".gateway"
@@ -215,7 +215,9 @@ class WeightStore:
                 param="snapshot",
             )
         with self.reading(manifest.base) as base:
-            join(draft, base)
+            joined = Draft(draft, manifest.model, manifest.tensors, manifest.base)
+            joined.join(base)
+            joined.finish()
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:
@@ -240,7 +242,7 @@ class WeightStore:
         kept = {served, *newer, *before[max(0, len(before) - keep + 1) :]}
         for folder in folders:
             number = folder.name[1:]
-            if number.isdecimal() and int(number) not in kept and not _is_read(folder):
+            if number.isdecimal() and int(number) not in kept and not is_locked(folder / MANIFEST):
                 remove_folder(self.withdraw(int(number)))
 
     def _was_held(self, version: int, incarnation: str) -> bool:
@@ -264,14 +266,7 @@ def remove_folder(folder: Path) -> None:
 
 def is_kept(folder: Path) -> bool:
     """Return True where a living gateway keeps the store in this folder."""
-    try:
-        keeper = os.open(folder / _KEEPER, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return not try_lock(keeper)
-    finally:
-        os.close(keeper)
+    return is_locked(folder / _KEEPER)
 
 
 def remove_store(folder: Path) -> bool:
@@ -306,14 +301,3 @@ def _claimed(draft: Path) -> int | None:
         return owner
     os.close(owner)
     return None
-
-
-def _is_read(folder: Path) -> bool:
-    try:
-        lock = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return not try_lock(lock)
-    finally:
-        os.close(lock)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,6 +141,12 @@ class WeightGroup:
         own = address_towards(self._address, self._port)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
         return dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.rank, self.world_size, options)
+
+
+def group_info(address: str, port: int, world_size: int) -> dict[str, Any]:
+    """Return the trainer's group for /init_weight_transfer_engine."""
+    place = {"master_address": address, "master_port": port}
+    return place | {"rank_offset": SENDER_RANK + 1, "world_size": world_size, "packed": True}
 
 
 def address_towards(host: str, port: int) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 
 from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
-from engines.transfer.gloo import address_towards
+from engines.transfer.gloo import address_towards, group_info
 from engines.types import InFlight
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.push_options import PushOptions
@@ -113,13 +113,7 @@ class GroupTransport:
             device = self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
             channel = NcclChannel(address, port, world_size, self._timeout_s, device)
             self._check_gpu_is_free(device)
-        init_info = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": world_size,
-            "packed": True,
-        }
+        init_info = group_info(address, port, world_size)
         try:
             self._beside(channel, lambda: self._client.init_weight_transfer(init_info, self._timeout_s), channel.join)
         except DeadlineExceeded as error:

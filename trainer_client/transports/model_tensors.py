@@ -28,7 +28,8 @@ class NamedOnes:
 
 def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
     """Return parameters and persistent buffers, in the model's order. A collective call if the model is sharded."""
-    model = _unwrapped(model)
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model = model.module
     state = _state(model)
     if adapted := next((name for name in state if any(part in name for part in _ADAPTERS)), None):
         raise InvalidRequest(
@@ -56,10 +57,6 @@ def clean(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _unwrapped(model: Any) -> torch.nn.Module:
-    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 def _state(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -368,5 +368,5 @@ def test_a_disk_without_room_is_told_with_both_sizes(
 ) -> None:
     nearly_full = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: nearly_full)
-    with pytest.raises(StoreFailed, match=r"has 10 bytes free, version 1 needs 6\d+"):
+    with pytest.raises(StoreFailed, match=r"6\d+ bytes are to be written and 10 are free"):
         PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)

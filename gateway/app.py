@@ -74,10 +74,11 @@ def _cluster_gpus() -> ClusterGpus:
 
 
 def _engine_group(name: str, config: EngineConfig, hidden: Sequence[str]) -> serve.Application:
+    num_cpus = 0.0 if config.kind is EngineKind.EXTERNAL else config.num_cpus  # an external server computes elsewhere
     return serve.deployment(
         name=name,
         num_replicas=config.num_replicas,
-        ray_actor_options={"num_cpus": _cpus_per_replica(config), "num_gpus": gpus_to_reserve(config)},
+        ray_actor_options={"num_cpus": num_cpus, "num_gpus": gpus_to_reserve(config)},
         # The replica itself retries a failed start where that may help. Once a replica of the group has come up, Serve
         # restarts it without limit, whatever this says.
         max_constructor_retry_count=1,
@@ -86,11 +87,6 @@ def _engine_group(name: str, config: EngineConfig, hidden: Sequence[str]) -> ser
         graceful_shutdown_timeout_s=config.drain_timeout_s + config.stop_timeout_s + _SHUTDOWN_SLACK_S,
         max_ongoing_requests=100,
     )(EngineReplica).bind(config, name, hidden)
-
-
-def _cpus_per_replica(config: EngineConfig) -> float:
-    """An external server computes elsewhere."""
-    return 0.0 if config.kind is EngineKind.EXTERNAL else config.num_cpus
 
 
 class Gateway:

@@ -313,35 +313,31 @@ def _holds_text(annotation: Any) -> bool:
 
 def field_at(key: Key) -> FieldInfo | None:
     """The field that a key names, if it names one."""
-    model: type[BaseModel] | None = Config
-    found: FieldInfo | None = None
-    for part in key:
-        if found is not None and get_origin(found.annotation) is dict:
-            value_type = get_args(found.annotation)[1]
-            model = value_type if isinstance(value_type, type) and issubclass(value_type, BaseModel) else None
-            found = None
-            continue
-        if model is None or part not in model.model_fields:
-            return None
-        found = model.model_fields[str(part)]
-        model = nested_model(found)
-    return found
+    return _resolved(key)[0]
 
 
 def nested_model(field: FieldInfo | None) -> type[BaseModel] | None:
-    annotation = field.annotation if field else None
+    return _as_model(field.annotation) if field else None
+
+
+def _resolved(key: Key) -> tuple[FieldInfo | None, type[BaseModel] | None]:
+    """The field that a key names, and the section: `gateway` is both, `engines.NAME` is an item and no field."""
+    field: FieldInfo | None = None
+    model: type[BaseModel] | None = Config
+    for part in key:
+        if field is not None and get_origin(field.annotation) is dict:
+            model = _as_model(get_args(field.annotation)[1])
+            field = None
+        elif model is not None and part in model.model_fields:
+            field = model.model_fields[str(part)]
+            model = nested_model(field)
+        else:
+            return None, None
+    return field, model
+
+
+def _as_model(annotation: Any) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def model_at(key: Key) -> type[BaseModel] | None:
-    """The section that a key names: `gateway`, `engine`, `engines.NAME`, ..."""
-    if not key:
-        return Config
-    if len(key) == 2 and key[0] == "engines":
-        return nested_model(Config.model_fields["engine"])
-    if len(key) > 2 and key[0] == "engines":
-        return nested_model(field_at(("engine", *key[2:])))
-    return nested_model(field_at(key))
 
 
 def _advice(key: Key) -> str:
@@ -350,7 +346,7 @@ def _advice(key: Key) -> str:
 
 def nearest(key: Key) -> str:
     """The remedy for an unknown key: its neighbour by spelling, or the same word elsewhere in the tree."""
-    model = model_at(key[:-1])
+    model = _resolved(key[:-1])[1]
     names = list(model.model_fields) if model else []
     wrong = str(key[-1])
     close = difflib.get_close_matches(wrong, names, n=1)

@@ -24,6 +24,7 @@ from engines.errors import (
 from engines.types import EngineKind, ReplicaState
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.adapters import Adapter
+from gateway.fleet.event_wait import is_set_within
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 
@@ -100,11 +101,7 @@ class AdapterCoordinator:
                         self._left_over(replica) or self._fleet.missing_adapters(replica)
                     ):
                         self._begin_to_catch_up(replica)
-                try:
-                    async with asyncio.timeout(_LOOK_EVERY_S):
-                        await self._look_again.wait()
-                except TimeoutError:
-                    pass
+                await is_set_within(self._look_again, _LOOK_EVERY_S)
         finally:
             tasks = list(self._catching_up.values())
             for task in tasks:
@@ -128,14 +125,11 @@ class AdapterCoordinator:
     async def _retire(self, adapter: Adapter) -> None:
         self._fleet.adapters.remove(adapter)
         timeout_s = self._config.adapter_unload_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                await adapter.unused.wait()
-        except TimeoutError as error:
+        if not await is_set_within(adapter.unused, timeout_s):
             raise DeadlineExceeded(
                 f"the LoRA adapter {adapter.name!r} takes no new requests, but {adapter.users} rollouts still use it "
                 f"after {timeout_s:g} s (weights.adapter_unload_timeout_s): it is unloaded when they end"
-            ) from error
+            )
         self._changing = adapter.name
         try:
             holders = self._holders(adapter.name)

@@ -142,7 +142,7 @@ class Fleet:
 
     def missing_adapters(self, replica: Replica) -> list[Adapter]:
         """Loaded adapters that this replica of the policy lacks."""
-        return [] if replica.frozen else [one for one in self.adapters.loaded if not replica.holds(one)]
+        return [] if replica.frozen else [adapter for adapter in self.adapters.loaded if not replica.holds(adapter)]
 
     @property
     def target_version(self) -> int:
@@ -290,16 +290,23 @@ class Fleet:
             self.settle(replica, "joined")
             self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {replica.replica_id}")
 
-    async def settled(self) -> None:
-        """Returns when no replica of the policy is SUSPECT: each answers again, or is LOST."""
-        while any(replica.state is ReplicaState.SUSPECT for replica in self.trained):
-            await self._changed.wait()
+    async def metrics_pages(self) -> dict[Replica, str]:
+        """The Prometheus pages of the living engines that answer with one."""
+        replicas = self.alive
+        pages = await asyncio.gather(
+            *(replica.engine.metrics(self._config.probe_timeout_s) for replica in replicas), return_exceptions=True
+        )
+        return {replica: page for replica, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
 
     async def settled_within(self, timeout_s: float) -> None:
-        """As `settled`, at most so long: a late probe on a busy machine must not change an update's members."""
+        """Wait until no replica of the policy is SUSPECT, at most so long: each answers again, or is LOST.
+
+        A late probe on a busy machine must not change an update's members.
+        """
         try:
             async with asyncio.timeout(timeout_s):
-                await self.settled()
+                while any(replica.state is ReplicaState.SUSPECT for replica in self.trained):
+                    await self._changed.wait()
         except TimeoutError:
             log.warning("a replica stays SUSPECT", seconds=timeout_s)
 

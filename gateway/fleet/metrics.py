@@ -17,6 +17,7 @@ from prometheus_client import (
 )
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from engines.types import ReplicaState
 from gateway.fleet.placement.attempts import End
@@ -108,12 +109,10 @@ class Metrics:
 
     def page(self, engine_pages: dict[str, str]) -> bytes:
         """Return our metrics, then the engines'. `engine_pages` is Prometheus text by replica label."""
-        engines = CollectorRegistry()
-        engines.register(_Labelled(engine_pages))
-        return generate_latest(self.registry) + generate_latest(engines)
+        return generate_latest(self.registry) + generate_latest(_Labelled(engine_pages))
 
 
-class _Labelled:
+class _Labelled(Collector):
     """Several engines' pages as one: equal families joined, each sample labelled with its replica."""
 
     def __init__(self, pages: dict[str, str]) -> None:

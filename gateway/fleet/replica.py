@@ -53,7 +53,7 @@ class Replica:
         self.suspect_since: float | None = None
         self.answered_at = time.monotonic()
         self.reason = ""
-        self._before_suspect, self._reason_before = ReplicaState.STARTING, ""
+        self.state_before_suspect, self.reason_before_suspect = ReplicaState.STARTING, ""
         self._calls: dict[asyncio.Timeout, asyncio.Task[object] | None] = {}
         self.cuts_off = False
         self.is_stalled = False
@@ -180,7 +180,7 @@ class Replica:
     def enter(self, state: ReplicaState, reason: str) -> None:
         """Change the state. Only `Fleet` calls this."""
         if state is ReplicaState.SUSPECT:
-            self._before_suspect, self._reason_before = self.state, self.reason
+            self.state_before_suspect, self.reason_before_suspect = self.state, self.reason
             self.suspect_since = time.monotonic()
         elif self.state is ReplicaState.SUSPECT:
             self.suspect_since = None
@@ -193,11 +193,3 @@ class Replica:
             self._steady.set()
         if state is ReplicaState.LOST:
             self.drop_calls()
-
-    @property
-    def state_before_suspect(self) -> ReplicaState:
-        return self._before_suspect
-
-    @property
-    def reason_before_suspect(self) -> str:
-        return self._reason_before

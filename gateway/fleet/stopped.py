@@ -1,12 +1,12 @@
 """Stops a replica for as long as its engine is overwritten, and ends or freezes its rollouts in flight."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from engines.types import InFlight, PauseMode
 from gateway.fleet.brake import Holder
+from gateway.fleet.event_wait import is_set_within
 from gateway.fleet.replica import Replica
 
 _AGAIN_S = 0.2
@@ -48,18 +48,9 @@ async def cut_off(replica: Replica, *, by: Holder, timeout_s: float) -> None:
         grace_ends = time.monotonic() + _GRACE_S
         while True:
             await replica.brake.stop(by, PauseMode.ABORT, clear_cache=False, timeout_s=timeout_s)
-            if await _is_idle(replica):
+            if await is_set_within(replica.idle, _AGAIN_S):
                 return
             if time.monotonic() > grace_ends:
                 replica.drop_calls()
     finally:
         replica.cuts_off = False
-
-
-async def _is_idle(replica: Replica) -> bool:
-    try:
-        async with asyncio.timeout(_AGAIN_S):
-            await replica.idle.wait()
-    except TimeoutError:
-        return False
-    return True

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from engines.engine import Json
 from gateway.fleet.fleet import Fleet
@@ -10,17 +11,15 @@ from gateway.fleet.fleet import Fleet
 KEPT_S = 600.0
 
 
+@dataclass(slots=True)
 class _Run:
     """One replica in one state with one version, from `begun` on."""
 
-    __slots__ = ("begun", "ended", "replica_id", "state", "version")
-
-    def __init__(self, begun: float, replica_id: str, state: str, version: int | None) -> None:
-        self.begun = begun
-        self.ended: float | None = None
-        self.replica_id = replica_id
-        self.state = state
-        self.version = version
+    begun: float
+    replica_id: str
+    state: str
+    version: int | None
+    ended: float | None = None
 
     def is_of(self, replica_id: str, state: str, version: int | None) -> bool:
         return (self.replica_id, self.state, self.version) == (replica_id, state, version)

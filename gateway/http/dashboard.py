@@ -1,7 +1,6 @@
 """The dashboard: one static page, and the JSON that it and `rollout-gateway top` draw."""
 
 import asyncio
-import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -10,8 +9,8 @@ from importlib.resources import files
 from aiohttp import web
 
 from engines.engine import Json
-from gateway.config.schema import FleetConfig
 from gateway.fleet.engine_page import EngineLoad, read_load
+from gateway.fleet.event_wait import is_set_within
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics, package_version
 from gateway.fleet.placement.scheduler import Scheduler
@@ -34,14 +33,12 @@ class Dashboard:
 
     def __init__(
         self,
-        config: FleetConfig,
         fleet: Fleet,
         scheduler: Scheduler,
         weights: WeightCoordinator,
         metrics: Metrics,
         status: Callable[[], Json],
     ) -> None:
-        self._config = config
         self._fleet = fleet
         self._scheduler = scheduler
         self._weights = weights
@@ -72,18 +69,12 @@ class Dashboard:
                 await asyncio.sleep(_WATCHED_S)
                 continue
             self._watched.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_UNWATCHED_S):
-                    await self._watched.wait()
+            await is_set_within(self._watched, _UNWATCHED_S)
 
     async def look(self) -> None:
         """Take one sample of all engines and of the gateway."""
-        replicas = self._fleet.alive
-        pages = await asyncio.gather(
-            *(replica.engine.metrics(self._config.probe_timeout_s) for replica in replicas), return_exceptions=True
-        )
+        found = {replica.replica_id: read_load(page) for replica, page in (await self._fleet.metrics_pages()).items()}
         now = time.time()
-        found = {r.replica_id: read_load(p) for r, p in zip(replicas, pages, strict=True) if isinstance(p, str)}
         elapsed = now - self._looked_at
         self._rates = {
             replica_id: max(0.0, load.generated - self._loads[replica_id].generated) / elapsed
@@ -147,7 +138,7 @@ class Dashboard:
             version = replica.weight_version
             behind = None if version is None else self._fleet.target_version - version
             counts[behind] += replica.load_samples
-        return [[behind, counts[behind]] for behind in sorted(counts, key=lambda one: (one is None, one))]
+        return [[behind, counts[behind]] for behind in sorted(counts, key=lambda behind: (behind is None, behind))]
 
     async def _show(self, request: web.Request) -> web.Response:
         """Reply with the page that draws /dashboard.json."""

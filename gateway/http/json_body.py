@@ -27,12 +27,7 @@ async def read_object(request: web.Request, *, required: bool = True) -> dict[st
             content = await _content(request, limit)
     except TimeoutError as error:
         raise InvalidRequest(f"the body did not arrive within {_READ_TIMEOUT_S:g} s") from error
-    except (
-        web.HTTPBadRequest,
-        web.RequestPayloadError,
-        aiohttp.ClientError,
-        aiohttp.http_exceptions.HttpProcessingError,
-    ) as error:
+    except _UNREADABLE as error:
         raise InvalidRequest(f"the body cannot be read: {error}") from error
     if not content and not required:
         return {}

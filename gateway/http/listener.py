@@ -5,10 +5,10 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import structlog
@@ -51,7 +51,6 @@ class Listener:
         self._discover = discover
         self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, str]] = Future()
         self._server: GatewayServer | None = None
-        self._fleet: Fleet | None = None
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
 
     def start(self) -> str:
@@ -70,15 +69,15 @@ class Listener:
 
     async def status(self) -> Json:
         """Return the status report; from any loop."""
-        return await self._there(self._status())
+        return await self._there(GatewayServer.status)
 
     async def expect(self, num_replicas: Mapping[str, int]) -> None:
         """Set the number of replicas that each engine group should have; from any loop."""
-        await self._there(self._expect(num_replicas))
+        await self._there(lambda server: server.fleet.expect(num_replicas))
 
     async def drain(self, replica_id: str) -> int:
         """Stop placing rollouts on a replica, and return its samples in flight; from any loop."""
-        return await self._there(self._drain(replica_id))
+        return await self._there(lambda server: server.fleet.drain(replica_id))
 
     def stop(self) -> None:
         loop, stopping, _ = self._started.result(_START_TIMEOUT_S)
@@ -86,22 +85,15 @@ class Listener:
             loop.call_soon_threadsafe(stopping.set)
             self._thread.join(2 * _SHUTDOWN_TIMEOUT_S)
 
-    async def _there(self, call: Coroutine[Any, Any, T]) -> T:
+    async def _there(self, call: Callable[[GatewayServer], T]) -> T:
         """Return the call's result from the thread's own loop."""
+
+        async def called() -> T:
+            assert self._server is not None
+            return call(self._server)
+
         loop = self._started.result(_START_TIMEOUT_S)[0]
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
-
-    async def _expect(self, num_replicas: Mapping[str, int]) -> None:
-        assert self._fleet is not None
-        self._fleet.expect(num_replicas)
-
-    async def _drain(self, replica_id: str) -> int:
-        assert self._fleet is not None
-        return self._fleet.drain(replica_id)
-
-    async def _status(self) -> Json:
-        assert self._server is not None
-        return self._server.status()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called(), loop))
 
     def _run(self) -> None:
         try:
@@ -116,11 +108,7 @@ class Listener:
         config, stopping = self._config, asyncio.Event()
         raise_limit()
         await _store_is_free(config)
-        self._fleet = fleet = Fleet(
-            config,
-            discover=self._discover,
-            connect=lambda info: engine_client(config, info),
-        )
+        fleet = Fleet(config, discover=self._discover, connect=lambda info: engine_client(config, info))
         self._server = GatewayServer(config, fleet, Metrics())
         # A client that leaves cancels its handler, which ends its work on the engines.
         runner = web.AppRunner(

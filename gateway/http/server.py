@@ -43,7 +43,7 @@ class GatewayServer:
 
     def __init__(self, config: Config, fleet: Fleet, metrics: Metrics) -> None:
         self._config = config
-        self._fleet = fleet
+        self.fleet = fleet
         self._scheduler = scheduler = Scheduler(config.gateway, fleet, metrics)
         self._snapshots = Snapshots(config.weights, config.name, lambda: _checkpoint(config))
         fleet.noted = self._snapshots.noted
@@ -59,9 +59,9 @@ class GatewayServer:
         chat = Chat(config.gateway, fleet, runner, tokens)
         sglang = SglangGenerate(completions, fleet)
         models = ModelRoutes(config.fleet, fleet, weights)
-        self._dashboard = dashboard = Dashboard(config.fleet, fleet, scheduler, weights, metrics, self.status)
+        self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
-            FleetRoutes(config.fleet, fleet, scheduler, metrics, self.status, self._tasks),
+            FleetRoutes(fleet, scheduler, metrics, self.status, self._tasks),
             models,
             RolloutRoutes(
                 completions,
@@ -98,15 +98,15 @@ class GatewayServer:
 
     def status(self) -> Json:
         """The status report."""
-        return status_report(self._fleet, self._scheduler, self._weights, self._snapshots)
+        return status_report(self.fleet, self._scheduler, self._weights, self._snapshots)
 
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
         await self._snapshots.open()
         if self._snapshots.is_open:
-            self._fleet.events.keep_in(self._snapshots.folder)
-        self._fleet.events.add("gateway", "started")
-        await self._fleet.look()
-        self._tasks.start("watch fleet", self._fleet.run())
+            self.fleet.events.keep_in(self._snapshots.folder)
+        self.fleet.events.add("gateway", "started")
+        await self.fleet.look()
+        self._tasks.start("watch fleet", self.fleet.run())
         self._tasks.start("watch update", self._weights.run())
         self._tasks.start("watch adapters", self._adapters.run())
         self._tasks.start("watch load", self._dashboard.run())

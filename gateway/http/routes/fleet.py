@@ -1,12 +1,10 @@
 """Routes about the fleet: health, status, metrics."""
 
-import asyncio
 from collections.abc import Callable
 
 from aiohttp import web
 
 from engines.engine import Json
-from gateway.config.schema import FleetConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.scheduler import Scheduler
@@ -20,7 +18,6 @@ class FleetRoutes:
 
     def __init__(
         self,
-        config: FleetConfig,
         fleet: Fleet,
         scheduler: Scheduler,
         metrics: Metrics,
@@ -28,7 +25,6 @@ class FleetRoutes:
         tasks: Supervisor,
     ) -> None:
         self._tasks = tasks
-        self._config = config
         self._fleet = fleet
         self._scheduler = scheduler
         self._metrics = metrics
@@ -63,11 +59,7 @@ class FleetRoutes:
 
     async def _metrics_page(self, request: web.Request) -> web.Response:
         """Reply with the gateway's and the engines' metrics, in Prometheus' text format."""
-        replicas = self._fleet.alive
-        pages = await asyncio.gather(
-            *(replica.engine.metrics(self._config.probe_timeout_s) for replica in replicas), return_exceptions=True
-        )
-        found = {r.label: page for r, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
+        found = {replica.label: page for replica, page in (await self._fleet.metrics_pages()).items()}
         queue_lengths = {model: self._scheduler.queue_length(model) for model in self._fleet.models.names}
         self._metrics.observe(self._fleet.replicas, queue_lengths)
         self._metrics.observe_fleet(self._fleet.expected_by_group, self._fleet.losses, is_ready=self._fleet.is_ready)

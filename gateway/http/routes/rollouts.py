@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 
 from aiohttp import web
@@ -62,10 +62,7 @@ class RolloutRoutes:
         model = prompts[0].rollout.model
         if body.get("stream"):
             return await self._stream(request, model, partial(self._completions.stream, prompts))
-        answer = await self._completions.generate(prompts)
-        self._measurement.count_tokens(request, model, answer.get("usage"))
-        self._deliveries.count(model, answer["choices"])
-        return reply(answer)
+        return await self._answer(request, model, self._completions.generate(prompts))
 
     async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
         """Generate samples of one conversation, whole or streamed."""
@@ -73,10 +70,7 @@ class RolloutRoutes:
         rollout = self._chat.decode(body, request_id(request, body), session)
         if body.get("stream"):
             return await self._stream(request, rollout.model, partial(self._chat.stream, rollout, body))
-        answer = await self._chat.generate(rollout, body)
-        self._measurement.count_tokens(request, rollout.model, answer.get("usage"))
-        self._deliveries.count(rollout.model, answer["choices"])
-        return reply(answer)
+        return await self._answer(request, rollout.model, self._chat.generate(rollout, body))
 
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
         """Generate token ids from token ids, in vLLM's dialect."""
@@ -84,10 +78,7 @@ class RolloutRoutes:
         rollout = self._tokens.decode(body, request_id(request), session)
         if body.get("stream"):
             return await self._stream(request, rollout.model, partial(self._tokens.stream, rollout, body))
-        answer = await self._tokens.generate(rollout, body)
-        self._measurement.count_tokens(request, rollout.model, answer.get("usage"))
-        self._deliveries.count(rollout.model, answer["choices"])
-        return reply(answer)
+        return await self._answer(request, rollout.model, self._tokens.generate(rollout, body))
 
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
         """Generate samples of one or many prompts, in SGLang's dialect."""
@@ -122,6 +113,13 @@ class RolloutRoutes:
         session = session_of(request.headers, body)
         self._measurement.arrived(request, body, session, at, began)
         return body, session
+
+    async def _answer(self, request: web.Request, model: str, generated: Awaitable[Json]) -> web.Response:
+        """Send the whole answer, and count its tokens and choices."""
+        answer = await generated
+        self._measurement.count_tokens(request, model, answer.get("usage"))
+        self._deliveries.count(model, answer["choices"])
+        return reply(answer)
 
     async def _stream(
         self, request: web.Request, model: str, chunks: Callable[[Usage], AsyncGenerator[Json]]

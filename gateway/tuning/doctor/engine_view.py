@@ -14,36 +14,27 @@ from gateway.tuning.doctor.model_size import weight_gib
 from gateway.tuning.doctor.trainer_memory import is_offloaded, resident_gib
 from gateway.tuning.doctor.values import Values, as_number
 
-# Our lever, and the key of verl's rollout section.
+# Our levers in verl's rollout section, and True where verl 0.9.1 passes them to SGLang as to vLLM
+# (workers/rollout/sglang_rollout/async_sglang_server.py).
 _VERL_LEVERS = {
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "data_parallel_size": "data_parallel_size",
-    "expert_parallel_size": "expert_parallel_size",
-    "dtype": "dtype",
-    "max_model_len": "max_model_len",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "enforce_eager": "enforce_eager",
-    "cudagraph_capture_sizes": "cudagraph_capture_sizes",
-    "enable_prefix_caching": "enable_prefix_caching",
-    "enable_chunked_prefill": "enable_chunked_prefill",
-    "logprobs_mode": "logprobs_mode",
-    "disable_log_stats": "disable_log_stats",
-    "seed": "seed",
+    "tensor_parallel_size": True,
+    "data_parallel_size": True,
+    "expert_parallel_size": True,
+    "dtype": True,
+    "gpu_memory_utilization": True,
+    "enforce_eager": True,
+    "max_num_seqs": True,
+    "max_model_len": False,
+    "max_num_batched_tokens": False,
+    "cudagraph_capture_sizes": False,
+    "enable_prefix_caching": False,
+    "enable_chunked_prefill": False,
+    "logprobs_mode": False,
+    "disable_log_stats": False,
+    "seed": False,
 }
-# verl 0.9.1, workers/rollout/sglang_rollout/async_sglang_server.py: all that its SGLang server is started with.
-VERL_TO_SGLANG = frozenset(
-    {
-        "tensor_parallel_size",
-        "data_parallel_size",
-        "expert_parallel_size",
-        "dtype",
-        "gpu_memory_utilization",
-        "enforce_eager",
-        "max_num_seqs",
-    }
-)
+# The lever whose key has another name there.
+_VERL_KEYS = {"tensor_parallel_size": "tensor_model_parallel_size"}
 _TRL_LEVERS = {
     "tensor_parallel_size": "vllm_tensor_parallel_size",
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
@@ -110,7 +101,7 @@ class EngineView:
 
     def reaches(self, lever: str) -> bool:
         """True if the lever is passed to the engine."""
-        return self.owner != "verl" or self.is_vllm or lever in VERL_TO_SGLANG
+        return self.owner != "verl" or self.is_vllm or _VERL_LEVERS.get(lever, False)
 
 
 def gateway_engines(config: Config, settings: Sequence[Setting]) -> Iterator[EngineView]:
@@ -143,7 +134,8 @@ def verl_engine(file: VerlFile) -> EngineView | None:
         return None
     settings = {
         lever: values.at(ROLLOUT + key)
-        for lever, key in _VERL_LEVERS.items()
+        for lever in _VERL_LEVERS
+        for key in (_VERL_KEYS.get(lever, lever),)
         # A lever that this release does not have is the engine's own choice.
         if file.keys.has(ROLLOUT + key) or values.has_any(ROLLOUT + key)
     }

@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from engines.errors import ConfigError, GatewayUnreachable
@@ -15,23 +15,17 @@ from engines.types import EngineKind
 from gateway.config.load import Setting, revealed
 from gateway.tuning.doctor.engine_view import EngineView
 
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
+
 _TIMEOUT_S = 10.0
-# The lever, and where vLLM's own configuration has it.
+# The levers that vLLM's own configuration has under the same name, by section.
 _VLLM_SETTINGS = {
-    "tensor_parallel_size": ("parallel_config", "tensor_parallel_size"),
-    "data_parallel_size": ("parallel_config", "data_parallel_size"),
-    "dtype": ("model_config", "dtype"),
-    "max_model_len": ("model_config", "max_model_len"),
-    "logprobs_mode": ("model_config", "logprobs_mode"),
-    "enforce_eager": ("model_config", "enforce_eager"),
-    "max_num_seqs": ("scheduler_config", "max_num_seqs"),
-    "max_num_batched_tokens": ("scheduler_config", "max_num_batched_tokens"),
-    "enable_chunked_prefill": ("scheduler_config", "enable_chunked_prefill"),
-    "stream_interval": ("scheduler_config", "stream_interval"),
-    "gpu_memory_utilization": ("cache_config", "gpu_memory_utilization"),
-    "kv_cache_memory_bytes": ("cache_config", "kv_cache_memory_bytes"),
-    "enable_prefix_caching": ("cache_config", "enable_prefix_caching"),
-    "max_cudagraph_capture_size": ("compilation_config", "max_cudagraph_capture_size"),
+    "parallel_config": ("tensor_parallel_size", "data_parallel_size"),
+    "model_config": ("dtype", "max_model_len", "logprobs_mode", "enforce_eager"),
+    "scheduler_config": ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "stream_interval"),
+    "cache_config": ("gpu_memory_utilization", "kv_cache_memory_bytes", "enable_prefix_caching"),
+    "compilation_config": ("max_cudagraph_capture_size",),
 }
 # Figures by our name, and their names on each engine's page.
 _SAMPLES = {
@@ -47,21 +41,12 @@ _SAMPLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One line of /metrics."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
 class Live:
     """`server_info` is None where no engine of the policy reports it."""
 
     url: str
     status: dict[str, Any]
-    samples: tuple[Sample, ...]
+    samples: "tuple[Sample, ...]"
     server_info: dict[str, Any] | None
     watched_s: float | None = None
     """Seconds of the counters; None for all the time since the engines' start."""
@@ -70,10 +55,10 @@ class Live:
         """Return the same with counters since an earlier look. A restarted engine counts from its restart."""
         before = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in earlier.samples}
 
-        def difference(sample: Sample) -> Sample:
+        def difference(sample: "Sample") -> "Sample":
             known = before.get((sample.name, frozenset(sample.labels.items())), 0.0)
             is_counter = sample.name.endswith("_total") and known <= sample.value
-            return replace(sample, value=sample.value - known) if is_counter else sample
+            return sample._replace(value=sample.value - known) if is_counter else sample
 
         return replace(self, samples=tuple(map(difference, self.samples)), watched_s=seconds)
 
@@ -123,9 +108,10 @@ class Live:
         if not replicas or not isinstance(config, dict):
             return None
         settings = {
-            lever: self.setting(lever, _plain(config[section][name]), "/server_info")
-            for lever, (section, name) in _VLLM_SETTINGS.items()
-            if isinstance(config.get(section), dict) and config[section].get(name) is not None
+            lever: self.setting(lever, _plain(config[section][lever]), "/server_info")
+            for section, levers in _VLLM_SETTINGS.items()
+            for lever in levers
+            if isinstance(config.get(section), dict) and config[section].get(lever) is not None
         }
         device = config.get("device_config")
         return EngineView(
@@ -176,7 +162,7 @@ def _server_info(url: str, token: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _samples(page: str) -> Iterator[Sample]:
+def _samples(page: str) -> "Iterator[Sample]":
     # From the `serve` extra, which the examination of files does not need.
     try:
         from prometheus_client.parser import text_string_to_metric_families
@@ -185,7 +171,7 @@ def _samples(page: str) -> Iterator[Sample]:
             "argument --url: prometheus-client is not installed: pip install 'rollout-gateway[serve]'"
         ) from error
     for family in text_string_to_metric_families(page):
-        yield from (Sample(found.name, found.labels, found.value) for found in family.samples)
+        yield from family.samples
 
 
 def _get(url: str, token: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from engines.errors import ConfigError
 from engines.model_folder import cached_folder
 
-_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
 _ATTENTION = ("full_attention", "sliding_attention", "attention")
 # Keys of models whose layers keep a state instead of a KV cache.
 _STATEFUL = (
@@ -230,7 +229,7 @@ def _weight_bytes(config: Mapping[str, Any], quantization: Mapping[str, Any] | N
     """Bytes of a weight in a layer, and in a routed expert."""
     if not quantization:
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        each = 2.0 if dtype == "float32" else _BYTES.get(dtype, 2.0)  # engines load float32 checkpoints as bfloat16
+        each = 1.0 if dtype == "float8_e4m3fn" else _PLAIN  # engines load float32 checkpoints as bfloat16
         return each, each
     if str(quantization.get("quant_method", "")) == "mxfp4":
         return _PLAIN, _MXFP4  # of experts alone

@@ -85,9 +85,9 @@ class EngineBench:
             async with self._serving(engine, start_s) as running:
                 started_s = time.monotonic() - began
                 for number in runs:
-                    seconds = await running.run(number, run_s)
+                    speed, seconds = await running.run(number, run_s)
                     run_times.append(seconds)
-                    speeds.append(running.tokens / seconds / running.gpus)
+                    speeds.append(speed)
         except (EngineError, DeadlineExceeded, ConfigError) as error:
             return Measured(failure=str(error), cut_off=isinstance(error, TooSlow))
         return Measured(speeds=tuple(speeds), start_s=started_s, run_s=max(run_times))
@@ -110,8 +110,7 @@ class EngineBench:
                     if index not in up:
                         up[index] = await stack.enter_async_context(self._serving(engines[index], start_s))
                     for number, found in zip(runs[first:], speeds, strict=False):
-                        seconds = await up[index].run(number, run_s)
-                        found[index] = up[index].tokens / seconds / up[index].gpus
+                        found[index], _ = await up[index].run(number, run_s)
                 for found in speeds:
                     yield tuple(found[index] for index in range(len(engines)))
                 order.reverse()
@@ -161,37 +160,33 @@ class _Running:
         self._engine = connect(info.kind, info.replica_id, info.url, info.engine_version, has_tee=info.has_tee)
         self._info = info
         self._batch = batch
-        self.gpus = gpus
-        self.tokens = batch.tokens
+        self._gpus = gpus
 
     async def warm_up(self, timeout_s: float) -> None:
         """Have the engine do its first work: compile, allocate, fill its caches."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._send(self._batch.opening(), "warm-up", timeout_s + _MARGIN_S)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the first requests were not answered within {timeout_s:.0f} s") from None
+        late = DeadlineExceeded(f"the first requests were not answered within {timeout_s:.0f} s")
+        await self._send(self._batch.opening(), "warm-up", timeout_s, late)
 
-    async def run(self, number: int, timeout_s: float) -> float:
-        """Run the batch. Return the seconds from the first prompt to the last token."""
+    async def run(self, number: int, timeout_s: float) -> tuple[float, float]:
+        """Run the batch. Return tokens/s of each GPU, and the seconds from the first prompt to the last token."""
         began = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._send(self._batch, f"run {number}", timeout_s + _MARGIN_S)
-        except TimeoutError:
-            raise TooSlow(f"cut off: a batch was not done within {timeout_s:.1f} s") from None
-        return time.monotonic() - began
+        late = TooSlow(f"cut off: a batch was not done within {timeout_s:.1f} s")
+        await self._send(self._batch, f"run {number}", timeout_s, late)
+        seconds = time.monotonic() - began
+        return self._batch.tokens / seconds / self._gpus, seconds
 
     async def close(self) -> None:
         await self._engine.close()
 
-    async def _send(self, batch: Batch, seed: str, timeout_s: float) -> None:
+    async def _send(self, batch: Batch, seed: str, timeout_s: float, late: DeadlineExceeded) -> None:
         try:
-            async with asyncio.TaskGroup() as group:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
                 for index, ask in enumerate(batch.asks):
-                    group.create_task(self._ask(ask, f"{seed} {index}", timeout_s))
+                    group.create_task(self._ask(ask, f"{seed} {index}", timeout_s + _MARGIN_S))
         except* (EngineError, DeadlineExceeded) as errors:
             raise errors.exceptions[0] from None
+        except* TimeoutError:
+            raise late from None
 
     async def _ask(self, ask: Ask, seed: str, timeout_s: float) -> None:
         body = {"model": self._info.model, **ask.body(seed)}

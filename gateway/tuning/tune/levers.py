@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -113,7 +112,7 @@ def levers_of(engine: EngineConfig, given: Sequence[str], completions: int, num_
         _check_name(engine, name)
         for value in tried:
             _check_value(engine, name, value, of_user=bool(given))
-    return [Lever(name, _with_own(getattr(engine, name), tried)) for name, tried in values.items()]
+    return [Lever(name, tuple(dict.fromkeys((getattr(engine, name), *tried)))) for name, tried in values.items()]
 
 
 def _usual(engine: EngineConfig, completions: int, num_gpus: int) -> dict[str, tuple[Value, ...]]:
@@ -142,10 +141,6 @@ def _sequences(completions: int) -> tuple[Value, ...]:
         found.append(sequences)
         sequences *= 2
     return (*found[-3:], sequences)
-
-
-def _with_own(own: Any, tried: Sequence[Value]) -> tuple[Value, ...]:
-    return tuple(dict.fromkeys((own, *tried)))
 
 
 def _parse(text: str) -> tuple[str, tuple[Value, ...]]:

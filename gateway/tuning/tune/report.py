@@ -1,7 +1,7 @@
 """The results of `tune`: the configuration, and the evidence as a table and as a page with a plot."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,8 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
     for name in ("tokens/s", "of the start's", "runs"):
         table.add_column(name, justify="right")
     table.add_column("setting", overflow="fold")
-    for setting, record in ranked(outcome):
-        text = setting.changes_text(outcome.start) + (f": {_first_line(record)}" if record.failure else "")
-        table.add_row(_speed(record), _share(outcome, record), str(len(record.speeds)), text)
+    for speed, share, record, text in _rows(outcome):
+        table.add_row(speed, share, str(len(record.speeds)), text)
     console.print(table, markup=False)
     lines = [_decision(outcome), *contributions(outcome)]
     console.print("\n" + "\n".join(lines), markup=False, highlight=False, soft_wrap=True)
@@ -108,13 +107,8 @@ def page(outcome: Outcome, workload: str, text: str) -> str:
     """Return one HTML page without external files. `text` is the configuration."""
     against = _html_table(["run", "held against", "best", "ratio"], _pair_rows(outcome.against))
     rows = [
-        [
-            _speed(record),
-            _share(outcome, record),
-            ", ".join(f"{speed:,.0f}" for speed in record.speeds),
-            setting.changes_text(outcome.start) + (f": {_first_line(record)}" if record.failure else ""),
-        ]
-        for setting, record in ranked(outcome)
+        [speed, share, ", ".join(f"{run:,.0f}" for run in record.speeds), text]
+        for speed, share, record, text in _rows(outcome)
     ]
     decision, reason = _decision(outcome).splitlines()
     measured = f"{len(outcome.records)} of {outcome.settings} settings in {outcome.spent_s:.0f} s"
@@ -178,16 +172,13 @@ def _decision(outcome: Outcome) -> str:
     return decision
 
 
-def _speed(record: Record) -> str:
-    return f"{record.speed:,.0f}" if record.speed else "failed"
-
-
-def _share(outcome: Outcome, record: Record) -> str:
-    return f"{record.speed / outcome.records[outcome.start].speed:.3f}" if record.speed else "-"
-
-
-def _first_line(record: Record) -> str:
-    return record.failure.splitlines()[0] if record.failure else ""
+def _rows(outcome: Outcome) -> Iterator[tuple[str, str, Record, str]]:
+    """Yield the median speed of each setting, its share of the start's, its record and its changes."""
+    for setting, record in ranked(outcome):
+        speed = f"{record.speed:,.0f}" if record.speed else "failed"
+        share = f"{record.speed / outcome.records[outcome.start].speed:.3f}" if record.speed else "-"
+        failure = f": {record.failure.splitlines()[0]}" if record.failure else ""
+        yield speed, share, record, setting.changes_text(outcome.start) + failure
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:

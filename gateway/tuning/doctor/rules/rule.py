@@ -13,6 +13,7 @@ from gateway.tuning.doctor.files.verl import VerlFile
 from gateway.tuning.doctor.finding import Finding, Found, Severity
 from gateway.tuning.doctor.live import Live
 from gateway.tuning.doctor.subject import Subject
+from gateway.tuning.doctor.trainer_memory import is_fsdp
 from gateway.tuning.doctor.values import Values
 from gateway.tuning.doctor.workload import Workload
 
@@ -112,6 +113,10 @@ def _verl_trainer(subject: Subject) -> Iterator[tuple[str, Values]]:
         yield "verl", subject.verl.values
 
 
+def _fsdp_trainer(subject: Subject) -> Iterator[tuple[str, Values]]:
+    yield from ((where, values) for where, values in _verl_trainer(subject) if is_fsdp(values))
+
+
 def _verl_rollout(subject: Subject) -> Iterator[tuple[str, Values]]:
     """verl's rollout section, with a trainer or without."""
     if subject.verl and subject.verl.has_rollouts:
@@ -138,6 +143,7 @@ engine_group_rule = partial(Rule, _engine_groups)
 workload_rule = partial(Rule, _workload)
 verl_file_rule = partial(Rule, _verl_file)
 verl_trainer_rule = partial(Rule, _verl_trainer)
+fsdp_rule = partial(Rule, _fsdp_trainer)
 verl_rollout_rule = partial(Rule, _verl_rollout)
 trl_file_rule = partial(Rule, _trl_file)
 trl_trainer_rule = partial(Rule, _trl_trainer)

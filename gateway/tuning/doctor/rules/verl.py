@@ -12,12 +12,13 @@ from gateway.tuning.doctor.rules.rule import (
     VERL_CODE,
     VERL_GUIDE,
     VERL_PRACTICE,
+    fsdp_rule,
     verl_file_rule,
     verl_rollout_rule,
     verl_trainer_rule,
 )
 from gateway.tuning.doctor.subject import Subject
-from gateway.tuning.doctor.trainer_memory import is_fsdp, is_megatron
+from gateway.tuning.doctor.trainer_memory import is_megatron
 from gateway.tuning.doctor.values import Values
 
 ACTOR = "actor_rollout_ref.actor."
@@ -100,8 +101,8 @@ def _lost_overrides(file: VerlFile, subject: Subject) -> Iterator[Found]:
         first = lost[0].setting
         message = (
             f"{len(lost)} overrides from here on belong to no command: the one above ended before them, at a comment, "
+            "an empty line or a line without a backslash at its very end"
         )
-        message += "an empty line or a line without a backslash at its very end"
         yield hurts(first, message, "no comments or empty lines between continued lines")
 
 
@@ -316,7 +317,7 @@ def _critic_batches(values: Values, subject: Subject) -> Iterator[Found]:
         yield fine(setting, f"{critic / actor:.1f} times the actor's")
 
 
-@verl_trainer_rule(
+@fsdp_rule(
     id="verl-remove-padding",
     asks="Are sequences packed?",
     reads="actor_rollout_ref.model.use_remove_padding, critic.model.use_remove_padding",
@@ -325,8 +326,7 @@ def _critic_batches(values: Values, subject: Subject) -> Iterator[Found]:
     gain=0.3,
 )
 def _remove_padding(values: Values, subject: Subject) -> Iterator[Found]:
-    if not is_fsdp(values):
-        return  # Megatron packs by a key of its own, which is on
+    # Megatron packs by a key of its own, which is on.
     for key in (MODEL, *(["critic.model."] if _critic_runs(values) else [])):
         setting = values.at(key + "use_remove_padding")
         if setting.value is False:
@@ -356,7 +356,7 @@ def _micro_batch_keys(values: Values) -> Iterator[tuple[str, str]]:
         yield "critic.", "ppo_micro_batch_size"
 
 
-@verl_trainer_rule(
+@fsdp_rule(
     id="verl-ulysses",
     asks="Are long sequences split over GPUs, and short ones not?",
     reads="actor.ulysses_sequence_parallel_size",
@@ -364,8 +364,6 @@ def _micro_batch_keys(values: Values) -> Iterator[tuple[str, str]]:
     source=f"{VERL_GUIDE}; {VERL_CODE}, workers/config/actor.py",
 )
 def _ulysses(values: Values, subject: Subject) -> Iterator[Found]:
-    if not is_fsdp(values):
-        return
     key = ACTOR + "ulysses_sequence_parallel_size"
     setting, shards, tokens = values.at(key), values.number(key) or 1, subject.workload.tokens
     if shards > 1 and not values.is_true(MODEL + "use_remove_padding"):
@@ -383,7 +381,7 @@ def _ulysses(values: Values, subject: Subject) -> Iterator[Found]:
         yield fine(setting, f"sequences of at most {tokens} tokens")
 
 
-@verl_trainer_rule(
+@fsdp_rule(
     id="verl-gradient-checkpointing",
     asks="Is gradient checkpointing on?",
     reads="actor_rollout_ref.model.enable_gradient_checkpointing, critic.model.enable_gradient_checkpointing",
@@ -392,8 +390,6 @@ def _ulysses(values: Values, subject: Subject) -> Iterator[Found]:
     gain=0.05,
 )
 def _gradient_checkpointing(values: Values, subject: Subject) -> Iterator[Found]:
-    if not is_fsdp(values):
-        return
     for key in (MODEL, *(["critic.model."] if _critic_runs(values) else [])):
         setting = values.at(key + "enable_gradient_checkpointing")
         if setting.value is True:
@@ -432,7 +428,7 @@ def _activation_offload(values: Values, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "off; worth it where memory keeps micro batches small")
 
 
-@verl_trainer_rule(
+@fsdp_rule(
     id="verl-entropy-memory",
     asks="Does the entropy of the logits fit?",
     reads="actor.entropy_from_logits_with_chunking, actor.entropy_checkpointing",
@@ -442,8 +438,6 @@ def _activation_offload(values: Values, subject: Subject) -> Iterator[Found]:
 )
 def _entropy(values: Values, subject: Subject) -> Iterator[Found]:
     """`entropy_from_logits_with_chunking` bounds the forward pass, `entropy_checkpointing` the training pass."""
-    if not is_fsdp(values):
-        return
     tokens = _tokens_of_a_pass(values, subject)
     if tokens is None:
         return
@@ -478,7 +472,7 @@ def _tokens_of_a_pass(values: Values, subject: Subject) -> float | None:
     return largest * subject.workload.tokens if largest and subject.workload.tokens else None
 
 
-@verl_trainer_rule(
+@fsdp_rule(
     id="verl-fsdp2",
     asks="Is it FSDP2?",
     reads="actor.strategy, critic.strategy",
@@ -487,8 +481,6 @@ def _tokens_of_a_pass(values: Values, subject: Subject) -> float | None:
     is_general=True,
 )
 def _fsdp2(values: Values, subject: Subject) -> Iterator[Found]:
-    if not is_fsdp(values):
-        return
     for key in (ACTOR + "strategy", *(["critic.strategy"] if _critic_runs(values) else [])):
         setting = values.at(key)
         if setting.value == "fsdp":
@@ -497,7 +489,7 @@ def _fsdp2(values: Values, subject: Subject) -> Iterator[Found]:
             yield fine(setting, f"{setting.value}")
 
 
-@verl_trainer_rule(
+@fsdp_rule(
     id="verl-forward-prefetch",
     asks="Is the next layer gathered early?",
     reads="actor.fsdp_config.forward_prefetch",
@@ -506,8 +498,6 @@ def _fsdp2(values: Values, subject: Subject) -> Iterator[Found]:
     is_general=True,
 )
 def _forward_prefetch(values: Values, subject: Subject) -> Iterator[Found]:
-    if not values.text(ACTOR + "strategy").startswith("fsdp"):
-        return
     setting = values.at(ACTOR + "fsdp_config.forward_prefetch")
     if _gpus(values) == 1:
         yield fine(setting, "one GPU has nothing to gather")
@@ -518,7 +508,7 @@ def _forward_prefetch(values: Values, subject: Subject) -> Iterator[Found]:
         yield consider(setting, message, "True")
 
 
-@verl_trainer_rule(
+@fsdp_rule(
     id="verl-liger",
     asks="Are fused kernels used?",
     reads="actor_rollout_ref.model.use_liger",
@@ -527,8 +517,6 @@ def _forward_prefetch(values: Values, subject: Subject) -> Iterator[Found]:
     is_general=True,
 )
 def _liger(values: Values, subject: Subject) -> Iterator[Found]:
-    if not is_fsdp(values):
-        return
     setting = values.at(MODEL + "use_liger")
     if setting.value is True:
         yield fine(setting, "fused RMSNorm, SwiGLU and RoPE")

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.samples import Sample
 
 from engines.errors import ConfigError, GatewayUnreachable
 from gateway.tuning.doctor.finding import Finding, Severity
-from gateway.tuning.doctor.live import Live, Sample, look, watch
+from gateway.tuning.doctor.live import Live, look, watch
 from gateway.tuning.doctor.rules.all import SECTIONS, examine
 from gateway.tuning.doctor.subject import subject_of
 from tests.rigs.rig import Rig, StartRig

@@ -6,7 +6,8 @@ The asynchronous client runs on its own thread, so that generation goes on while
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from trainer_client.batch import Batch
@@ -103,6 +104,16 @@ class BlockingRolloutClient:
     canary_token_ids = _blocking(RolloutClient.canary_token_ids)
     pause = _blocking(RolloutClient.pause)
     resume = _blocking(RolloutClient.resume)
+
+    @contextmanager
+    def weight_lease(self) -> Iterator[str]:
+        """As `RolloutClient.weight_lease`."""
+        lease = self._client.weight_lease()
+        name = self._wait(lease.__aenter__())
+        try:
+            yield name
+        finally:
+            self._wait(lease.__aexit__(None, None, None))
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the coroutine's result from the client's thread. An interrupted wait cancels it."""

@@ -8,7 +8,8 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -179,13 +180,20 @@ class RolloutClient:
         """Let the engines join the trainer's group; returns when they have joined."""
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s)
 
+    @asynccontextmanager
+    async def weight_lease(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> AsyncIterator[str]:
+        """Yield a lease for `start_weight_update`: a connection by whose end the gateway notices a dead trainer."""
+        lease = uuid.uuid4().hex
+        async with self._http.held("/v1/weight_lease", {"lease": lease}, timeout_s=timeout_s):
+            yield lease
+
     async def start_weight_update(
-        self, timeout_s: float = _WEIGHTS_TIMEOUT_S, *, in_flight: InFlight | None = None
+        self, timeout_s: float = _WEIGHTS_TIMEOUT_S, *, in_flight: InFlight | None = None, lease: str | None = None
     ) -> None:
         """Open the next version. `in_flight` (default: the gateway's `weights.in_flight`) decides on rollouts in
-        flight;
-        with `drain` the call returns after their end."""
-        await self._call("POST", "/start_weight_update", {"in_flight": in_flight}, timeout_s)
+        flight; with `drain` the call returns after their end. The update is aborted when `lease` ends."""
+        body: Json = {"in_flight": in_flight} | ({} if lease is None else {"lease": lease})
+        await self._call("POST", "/start_weight_update", body, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
         """Let the engines receive the announced tensors; returns when they have."""

@@ -1,6 +1,8 @@
 """HTTP to the rollout URL, and the only place that translates its failures."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -70,6 +72,25 @@ class GatewayHttp:
             raise GatewayUnreachable(f"{self.url} is unreachable: {reason}", arrived=arrived) from error
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s or 0:g} s") from error
+
+    @asynccontextmanager
+    async def held(self, path: str, body: Json, *, timeout_s: float) -> AsyncIterator[None]:
+        """Keep the connection of an answer without an end open during the block. Raise the gateway's error, or as
+        `answer` does; `timeout_s` bounds the answer's begin."""
+        async with AsyncExitStack() as stack:
+            sent, timeout = {"Content-Type": "application/json"}, aiohttp.ClientTimeout(sock_connect=_CONNECT_TIMEOUT_S)
+            request = self._opened().post(self.url + path, data=orjson.dumps(body), headers=sent, timeout=timeout)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    response = await stack.enter_async_context(request)
+                    if response.status >= 400:
+                        raise error_of(response.status, self._decoded(path, response.status, await response.read()))
+            except (aiohttp.ClientError, ConnectionError) as error:
+                raise GatewayUnreachable(f"{self.url} is unreachable: {path}: {error}", arrived=False) from error
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s:g} s") from error
+            stack.callback(response.close)
+            yield
 
     def _opened(self) -> aiohttp.ClientSession:
         """Return the session; the first call opens it, since it belongs to the running loop."""

@@ -25,6 +25,7 @@ from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
+from gateway.weights.leases import Leases
 from gateway.weights.pauses import Pauses
 from gateway.weights.relay_process import WORLD_SIZE as RELAY_WORLD_SIZE
 from gateway.weights.relay_process import Relay
@@ -52,6 +53,7 @@ class WeightCoordinator:
         self._metrics = metrics
         self._snapshots = snapshots
         self._canary = canary = Canary(config.canary, fleet.models.groups)
+        self.leases = Leases()
         self.pauses = pauses = Pauses(config, fleet, scheduler)
         self._catch_up = catch_up = CatchUp(config, fleet, snapshots, canary)
         self._updates = UpdateLog(metrics)
@@ -109,10 +111,12 @@ class WeightCoordinator:
             with self._metrics.weight_update_seconds.labels("init").time():
                 await (self._flat if why else self._by_relay).init(init_info)
 
-    async def start(self, in_flight: InFlight | None = None) -> None:
-        """Open the next version. `in_flight` overrides weights.in_flight."""
+    async def start(self, in_flight: InFlight | None = None, lease: str | None = None) -> None:
+        """Open the next version. `in_flight` overrides weights.in_flight. The update ends with `lease`, if given."""
         async with self._exclusively("start_weight_update"):
+            self.leases.check(lease)
             await self._way.start(in_flight)
+            self._machine.opened("start_weight_update").lease = lease
 
     async def receive(self, update_info: Json) -> None:
         """Receive the tensors that the trainer is about to send."""
@@ -152,7 +156,7 @@ class WeightCoordinator:
                 await self._flat.close()
 
     async def run(self) -> None:
-        """Abort updates whose trainer is silent, and bring back replicas that are behind, until cancelled."""
+        """Abort updates whose trainer is gone or silent, and bring back replicas that are behind, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_update(), name="watch update")
@@ -171,7 +175,9 @@ class WeightCoordinator:
             update = self._machine.update
             if update is None or self._busy_with:
                 continue
-            if time.monotonic() - update.touched_at > self._config.idle_timeout_s:
+            if self.leases.has_ended(update):
+                await self.abandon("the trainer's connection has ended")
+            elif time.monotonic() - update.touched_at > self._config.idle_timeout_s:
                 async with self._exclusively("idle watch"):
                     await self._machine.abort(f"no word from the trainer for {self._config.idle_timeout_s:g} s")
 

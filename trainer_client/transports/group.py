@@ -58,10 +58,11 @@ class GroupTransport:
             )
         self._check_version(options.version)
         try:
-            channel = self._start(options.in_flight)
-            for part in parts:
-                self._send(channel, part)
-            return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s)
+            with self._client.weight_lease() as lease:
+                channel = self._start(options.in_flight, lease)
+                for part in parts:
+                    self._send(channel, part)
+                return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s)
         except BaseException as error:
             self._give_up(f"{type(error).__name__}: {error}")
             raise
@@ -88,17 +89,17 @@ class GroupTransport:
             lambda: channel.send(iter(part.tensors)),
         )
 
-    def _start(self, in_flight: InFlight | None) -> Channel:
+    def _start(self, in_flight: InFlight | None, lease: str) -> Channel:
         """Open the update, in a new group if there is none. A refused start changes nothing, so that it can be retried
         in a new group after a replica has left."""
         if self._channel is not None:
             try:
-                self._client.start_weight_update(self._timeout_s, in_flight=in_flight)
+                self._client.start_weight_update(self._timeout_s, in_flight=in_flight, lease=lease)
                 return self._channel
             except WeightUpdateFailed:
                 self.close("a replica left the group")
         self._channel = channel = self._open()
-        self._client.start_weight_update(self._timeout_s, in_flight=in_flight)
+        self._client.start_weight_update(self._timeout_s, in_flight=in_flight, lease=lease)
         return channel
 
     def _open(self) -> Channel:

@@ -1,7 +1,9 @@
 """HTTP routes of weight updates, vLLM's and the gateway's own, and of pauses."""
 
+import asyncio
 import contextlib
 import math
+import socket
 
 from aiohttp import web
 
@@ -15,6 +17,10 @@ from gateway.http.json_body import read_object, reply
 from gateway.http.routes.served_weights import served_weights
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
+
+_LEASE_BEAT_S = 3.0
+"""A byte so often keeps a lease open through proxies."""
+_LONGEST_LEASE = 100
 
 
 class WeightRoutes:
@@ -38,6 +44,7 @@ class WeightRoutes:
         router.add_delete("/v1/weight_updates", access.for_admin(self._abandon))
         router.add_get("/v1/weights", access.for_inference(self._served))
         router.add_get("/v1/weight_store", access.for_admin(self._store))
+        router.add_post("/v1/weight_lease", access.for_admin(self._lease))
         router.add_get("/v1/weight_canary", access.for_inference(self._canary))
         router.add_post("/reset_prefix_cache", access.for_admin(self._reset_prefix_cache))
         router.add_post("/pause", access.for_admin(self._pause))
@@ -55,8 +62,19 @@ class WeightRoutes:
 
     async def _start(self, request: web.Request) -> web.Response:
         """Begin a weight update."""
-        await self._weights.start(_in_flight(await read_object(request, required=False)))
+        body = await read_object(request, required=False)
+        await self._weights.start(_in_flight(body), _lease_of(body) if "lease" in body else None)
         return reply({"message": "Weight update started"})
+
+    async def _lease(self, request: web.Request) -> web.StreamResponse:
+        """Hold a lease with an endless reply: the update of its trainer ends with this connection."""
+        with self._weights.leases.held(_lease_of(await read_object(request))):
+            response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+            await response.prepare(request)
+            _notice_lost_host(request)
+            while True:
+                await response.write(b"\n")
+                await asyncio.sleep(_LEASE_BEAT_S)
 
     async def _update(self, request: web.Request) -> web.Response:
         """Receive tensors, which the trainer broadcasts at the same time."""
@@ -165,6 +183,28 @@ def _section(body: Json, key: str) -> Json:
     if not isinstance(section, dict):
         raise InvalidRequest(f"the body needs {key!r}, a JSON object", param=key)
     return section
+
+
+def _lease_of(body: Json) -> str:
+    """Return the trainer's name for its lease."""
+    lease = body.get("lease")
+    if not isinstance(lease, str) or not 0 < len(lease) <= _LONGEST_LEASE:
+        raise InvalidRequest(
+            f"lease must be a text of 1 to {_LONGEST_LEASE} characters that no other trainer uses, such as a UUID",
+            param="lease",
+        )
+    return lease
+
+
+def _notice_lost_host(request: web.Request) -> None:
+    """Let the kernel end a connection whose other host has been silent for 4 s."""
+    connection = request.transport and request.transport.get_extra_info("socket")
+    if connection is None:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)  # while a byte is unacknowledged
 
 
 def _in_flight(body: Json) -> InFlight | None:

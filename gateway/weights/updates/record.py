@@ -33,7 +33,8 @@ class WeightUpdate:
     `seconds` are by step (drain, abort, store, receipt, pause, begin, transfer, load, digests, commit, canary); the
     rest of `age_s` is the trainer's time between its calls. A `rolling` update sums them over replicas. `frozen_at` is
     set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its outcome by replica id.
-    `draft` is the folder that its tensors are written to for the weight store. With `keeps_kv` requests in flight go on
+    `draft` is the folder that its tensors are written to for the weight store, `lease` the trainer's lease, if it has
+    taken one (`leases.py`). With `keeps_kv` requests in flight go on
     over KV of the version before.
     """
 
@@ -50,6 +51,7 @@ class WeightUpdate:
     seconds: dict[str, float] = field(default_factory=dict)
     replicas: dict[str, Json] = field(default_factory=dict)
     draft: Path | None = None
+    lease: str | None = None
     rolling: bool = False
     keeps_kv: bool = field(init=False)
     frozen_at: float | None = None

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -588,3 +589,33 @@ async def test_the_trainer_is_told_what_the_relay_receives_over(start: StartRig)
     rig = await start()
     _, info = await rig.get("/server_info?config_format=json")
     assert info["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}
+
+
+def drafts(folder: Path) -> list[Path]:
+    return list(folder.glob("draft-*"))
+
+
+async def test_the_end_of_a_trainers_lease_ends_its_update_and_removes_the_draft(trainer: Trainer) -> None:
+    rig = trainer.rig
+    folder = Path(str((await rig.get("/v1/weight_store"))[1]["folder"]))
+    assert (await trainer.join())[0] == 200
+    program = """if True:
+        import sys
+        from trainer_client import BlockingRolloutClient
+        with (client := BlockingRolloutClient(sys.argv[1])).weight_lease() as lease:
+            client.start_weight_update(lease=lease)
+            print("open", flush=True)
+            sys.stdin.read()
+    """
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, rig.url, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"open\n"
+    assert drafts(folder)
+    process.kill()
+    await process.wait()
+    async with asyncio.timeout(5):
+        while (await rig.get("/status"))[1]["weight_update"] is not None or drafts(folder):
+            await asyncio.sleep(0.02)
+    assert (await trainer.join())[0] == 200
+    assert (await rig.post("/start_weight_update", {}))[0] == 200

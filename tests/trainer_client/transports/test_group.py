@@ -57,8 +57,9 @@ def test_every_engine_holds_the_tensors_after_a_push(gateway: PlayedGateway, sen
 def test_the_group_is_opened_once_for_many_pushes(gateway: PlayedGateway, sender: WeightSender) -> None:
     sender.push(model())
     sender.push([("0.weight", torch.zeros(4, 3))])
-    opening = ["/v1/weights", "/get_world_size", "/server_info", "/init_weight_transfer_engine"]
-    assert gateway.calls == [*opening, *UPDATE, "/v1/weights", *UPDATE]
+    lease = ["/v1/weights", "/v1/weight_lease"]
+    opening = ["/get_world_size", "/server_info", "/init_weight_transfer_engine"]
+    assert gateway.calls == [*lease, *opening, *UPDATE, *lease, *UPDATE]
     assert torch.equal(gateway.received[0]["0.weight"], torch.zeros(4, 3))
 
 
@@ -183,7 +184,7 @@ def test_nccl_without_a_gpu_is_refused_before_a_group_is_opened(
         pytest.raises(ConfigError, match="device is 'cpu'"),
     ):
         sender.push(model())
-    assert gateway.calls == ["/v1/weights", "/get_world_size"]
+    assert gateway.calls == ["/v1/weights", "/v1/weight_lease", "/get_world_size"]
 
 
 class StuckNccl(NcclChannel):

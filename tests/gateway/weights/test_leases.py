@@ -1,0 +1,107 @@
+"""A trainer's lease: its end ends the update that the trainer left open, at once."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from engines.errors import WeightUpdateConflict
+from gateway.weights.leases import Leases
+from tests.rigs.rig import Rig
+
+PROGRAM = """
+import json, sys
+from trainer_client import BlockingRolloutClient
+url, init_info, tensors, received = sys.argv[1], *map(json.loads, sys.argv[2:])
+client = BlockingRolloutClient(url)
+with client.weight_lease() as lease:
+    client.init_weight_transfer(init_info)
+    client.start_weight_update(lease=lease)
+    if received:
+        client.update_weights(tensors)
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+INIT = '{"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "packed": true}'
+TENSORS = '{"names": ["weight"], "dtype_names": ["float32"], "shapes": [[4, 4]]}'
+NOTICED_S = 5.0
+
+
+@contextlib.asynccontextmanager
+async def trainer(rig: Rig, received: bool) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A trainer in a process of its own, between two calls of its update."""
+    words = [sys.executable, "-c", PROGRAM, rig.url, INIT, TENSORS, "true" if received else "false"]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe)
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            assert await process.stdout.readline() == b"open\n"
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize("received", [True, False])
+async def test_a_trainer_that_is_killed_between_two_calls_frees_the_fleet_at_once(rig: Rig, received: bool) -> None:
+    async with trainer(rig, received) as process:
+        _, status = await rig.get("/status")
+        assert status["weight_update"]["phase"] == ("RECEIVING" if received else "OPEN")
+        process.send_signal(signal.SIGKILL)
+        async with asyncio.timeout(NOTICED_S):
+            while (await rig.get("/status"))[1]["weight_update"] is not None:
+                await asyncio.sleep(0.02)
+            reply = await rig.complete([[5]])
+    assert reply["choices"][0]["weight_versions"][0]["version"] == 0
+    _, updates = await rig.get("/v1/weight_updates")
+    assert updates["weight_updates"][0]["error"] == "the trainer's connection has ended"
+    await rig.open_group()
+    await rig.update()
+
+
+async def test_a_stopped_trainer_keeps_its_update(rig: Rig) -> None:
+    async with trainer(rig, True) as process:
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2.5)  # two looks at open updates
+        assert (await rig.get("/status"))[1]["weight_update"] is not None
+
+
+async def test_the_end_of_a_lease_spares_the_update_of_another_trainer(rig: Rig) -> None:
+    await rig.open_group()
+    async with rig.client.post(f"{rig.url}/v1/weight_lease", json={"lease": "a"}) as answer:
+        assert answer.status == 200
+        assert (await rig.post("/start_weight_update", {}))[0] == 200
+    await asyncio.sleep(1.5)
+    assert (await rig.post("/update_weights", {"update_info": rig.tensors}))[0] == 200
+    assert (await rig.post("/finish_weight_update", {}))[1]["weight_version"] == 1
+
+
+async def test_a_lease_that_is_not_held_opens_no_update(rig: Rig) -> None:
+    await rig.open_group()
+    status, reply = await rig.post("/start_weight_update", {"lease": "gone"})
+    assert (status, reply["error"]["message"]) == (
+        409, "lease = 'gone' is not held: keep POST /v1/weight_lease open beside the update"
+    )  # fmt: skip
+    assert (await rig.get("/status"))[1]["weight_update"] is None
+
+
+@pytest.mark.parametrize("lease", [None, "", 7, "x" * 101])
+async def test_a_lease_has_a_short_name(rig: Rig, lease: object) -> None:
+    for path in ("/v1/weight_lease", "/start_weight_update"):
+        status, reply = await rig.post(path, {"lease": lease})
+        assert (status, reply["error"]["param"]) == (400, "lease")
+
+
+def test_a_name_is_held_by_one_connection() -> None:
+    leases = Leases()
+    with leases.held("a"):
+        with pytest.raises(WeightUpdateConflict, match="is held by another connection"), leases.held("a"):
+            raise AssertionError
+        leases.check("a")
+    with pytest.raises(WeightUpdateConflict, match="is not held"):
+        leases.check("a")

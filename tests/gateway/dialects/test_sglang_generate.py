@@ -224,6 +224,4 @@ async def test_what_a_stream_repeats_grows_with_its_length_and_not_with_the_squa
     chunks = [orjson.loads(line) for line in lines]
     assert len(chunks[-1]["output_ids"]) == len(chunks[-1]["meta_info"]["output_token_logprobs"]) == length
     assert all(after["output_ids"][: len(told["output_ids"])] == told["output_ids"] for told, after in pairwise(chunks))
-    assert (
-        sum(len(chunk["output_ids"]) for chunk in chunks) < 40 * length
-    )  # 600 chunks: 300 * length
+    assert sum(len(chunk["output_ids"]) for chunk in chunks) < 40 * length  # 600 chunks: 300 * length

@@ -15,7 +15,7 @@ from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.delivered_chat import DeliveredChat
 from gateway.dialects.resumption.tokens import refuse_half_called
 from gateway.dialects.runner import Exchange, Part, Runner
-from gateway.dialects.sampling import check_replica, check_sampling, versioned_salt
+from gateway.dialects.sampling import asks_vllm, check_replica, check_sampling, versioned_salt
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.fleet.fleet import Fleet
@@ -56,7 +56,7 @@ class Chat:
             n=n,
             tokens=tokens,
             prompt_tokens=characters // _CHARACTERS_PER_TOKEN,
-            needs_ids=bool(body.get("return_token_ids")),
+            needs_ids=asks_vllm(body),
             min_version=fresh.min_version,
             max_staleness=fresh.max_staleness,
             session=session,

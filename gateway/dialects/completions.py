@@ -14,7 +14,7 @@ from gateway.dialects.freshness import FIELDS, read_freshness
 from gateway.dialects.parallel import gathered, merged
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.runner import Runner
-from gateway.dialects.sampling import check_sampling
+from gateway.dialects.sampling import asks_vllm, check_sampling
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.routing import Rollout
@@ -54,7 +54,7 @@ class Completions:
                 n=n,
                 tokens=length + n * limit,
                 prompt_tokens=length,
-                needs_ids=bool(body.get("return_token_ids")),
+                needs_ids=asks_vllm(body),
                 min_version=fresh.min_version,
                 max_staleness=fresh.max_staleness,
                 session=session if len(values) == 1 else "",

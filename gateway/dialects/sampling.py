@@ -59,13 +59,19 @@ def check_sampling(body: Json, max_n: int) -> int:
     return n
 
 
+def asks_vllm(body: Json) -> bool:
+    """True if a body asks for fields of a reply that plain OpenAI servers lack."""
+    return bool(body.get("return_token_ids")) or body.get("prompt_logprobs") is not None
+
+
 def check_replica(body: Json, replica: Replica) -> None:
     """Raise `InvalidRequest` for fields that this replica's server does not support."""
-    if body.get("return_token_ids") and not replica.info.speaks_vllm:
+    if asks_vllm(body) and not replica.info.speaks_vllm:
+        field = "return_token_ids" if body.get("return_token_ids") else "prompt_logprobs"
         raise InvalidRequest(
-            f"return_token_ids is set, but replica {replica.replica_id} is the server at {replica.info.url}, which is "
-            "no vLLM and gives none",
-            param="return_token_ids",
+            f"{field} is set, but replica {replica.replica_id} is the server at {replica.info.url}, which is no vLLM "
+            "and gives none",
+            param=field,
         )
 
 

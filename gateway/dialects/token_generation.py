@@ -39,8 +39,8 @@ ABORT_PATH = "/inference/v1/abort_requests"
 # vLLM puts this before the id of a request, also in its reply.
 _ID_PREFIX = "generate-tokens-"
 
-# Tensors and media are not read from requests; the others tie a request to one engine.
-_REFUSED = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
+_REFUSED = ("kv_transfer_params", "ec_transfer_params")  # they tie a request to one engine
+_MEDIA = ("features", "content_parts")  # images and sound as vLLM's route has them
 # Load of a prompt that names no limit; the engine lets it fill the context.
 _DEFAULT_MAX_TOKENS = 1024
 _ABORT_TIMEOUT_S = 10.0
@@ -60,7 +60,7 @@ class TokenGeneration:
         model, adapter = self._fleet.asked(body.get("model") or None)
         for field in _REFUSED:
             if body.get(field):
-                raise InvalidRequest(f"{field} is refused here: send token_ids and sampling_params alone", param=field)
+                raise InvalidRequest(f"{field} is refused here: it ties a request to one engine", param=field)
         sampling = body.get("sampling_params")
         if not isinstance(sampling, dict):
             raise InvalidRequest(
@@ -78,6 +78,7 @@ class TokenGeneration:
             n=n,
             prompt_tokens=length,
             needs_ids=True,
+            needs_route=PATH if _media_of(body) else "",
             tokens=length + n * (sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS),
             min_version=fresh.min_version,
             max_staleness=fresh.max_staleness,
@@ -191,9 +192,10 @@ class _TokenPrompt(Exchange):
 
     @property
     def inexact(self) -> tuple[str, ...] | None:
-        """None with text output: its text could not be joined as if it were made at once."""
-        has_text = (self.body.get("output_mode") or "tokens") != "tokens"
-        return None if has_text else inexact_fields(self.body["sampling_params"])
+        """None with media, which one engine may have cached, and with text output: its text could not be joined as if
+        it were made at once."""
+        is_plain = (self.body.get("output_mode") or "tokens") == "tokens" and not _media_of(self.body)
+        return inexact_fields(self.body["sampling_params"]) if is_plain else None
 
     def prompt_ids(self, answer: Json) -> list[int]:
         return list(self.body["token_ids"])
@@ -249,6 +251,13 @@ class _TokenPrompt(Exchange):
                 f"{PATH}: replica {replica.replica_id} runs {replica.info.engine_version} at {replica.info.url}, which "
                 "knows no token ids; send text to /v1/completions, or serve the model with vLLM or SGLang",
             )
+        if (field := _media_of(self.body)) and not _serves(replica):
+            raise InvalidRequest(
+                f"{field} needs an engine with {PATH} (vLLM from 0.30 on, --enable-scale-out), and replica "
+                f"{replica.replica_id} runs {replica.info.kind} {replica.info.engine_version}: send images to "
+                "/v1/chat/completions",
+                param=field,
+            )
         salt = versioned_salt(self.body, replica.weight_version, self.rollout.adapter)
         return without_freshness(self.body) | {"request_id": self.rollout.request_id, "cache_salt": salt}
 
@@ -278,6 +287,11 @@ def lacking(path: str, replicas: Iterable[Replica]) -> UnknownRoute:
     """The error where no engine serves `path`; it names the engines that run and those that would serve it."""
     found = ", ".join(f"{one.replica_id} {one.info.kind} {one.info.engine_version}" for one in replicas) or "no replica"
     return UnknownRoute(f"{path} is served by vLLM from 0.30 on (--enable-scale-out), and by none of these: {found}")
+
+
+def _media_of(body: Json) -> str:
+    """The field of a body that has images or sound, or ""."""
+    return next((field for field in _MEDIA if body.get(field)), "")
 
 
 def _serves(replica: Replica) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from engines.types import ReplicaInfo
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.placement.attempts import Attempts
 
@@ -21,7 +22,8 @@ class Rollout:
     `adapter` is the LoRA adapter that makes its tokens; None for the model alone.
     `goes_on` is True for the rest of a rollout that has begun; rests are placed first.
     `request` is the id of the client's request, whose rollouts take turns with other requests.
-    `needs_ids` is True if the client asks for token ids, which plain OpenAI servers do not report.
+    `needs_ids` is True if the client asks for token ids or log-probs of the prompt, which plain OpenAI servers lack.
+    `needs_route` is a route that its replica has to serve, or "".
     """
 
     request_id: str
@@ -34,6 +36,7 @@ class Rollout:
     session: str = ""
     goes_on: bool = False
     needs_ids: bool = False
+    needs_route: str = ""
     prompt_tokens: int = 0
     request: str = ""
     attempts: Attempts = field(default_factory=Attempts, compare=False, repr=False)
@@ -61,6 +64,13 @@ class ReplicaView(Protocol):
 
 
 View = TypeVar("View", bound=ReplicaView)
+
+
+def is_capable(rollout: Rollout, info: ReplicaInfo) -> bool:
+    """True if the replica's server can do what the request asks."""
+    return (info.speaks_vllm or not rollout.needs_ids) and (
+        not rollout.needs_route or rollout.needs_route in info.capabilities
+    )
 
 
 def fresh_enough(rollout: Rollout, replicas: Iterable[View], newest: int) -> list[View]:

@@ -15,11 +15,12 @@ import structlog
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, Withdrawn
+from engines.types import ReplicaState
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempts import End, end_of
-from gateway.fleet.placement.routing import Rollout, choose, fresh_enough
+from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable
 from gateway.fleet.placement.sessions import Sessions
 from gateway.fleet.placement.waiting import Demand, Waiter, WaitingLine
 from gateway.fleet.replica import Replica
@@ -245,12 +246,20 @@ class Scheduler:
         waiter.placed.set_result(replica)
 
     def _able(self, rollout: Rollout) -> list[Replica]:
-        """Replicas that may take a rollout now: serving, not backing off, fresh enough, with what it needs."""
+        """Replicas that may take a rollout now: serving, not backing off, fresh enough, with what it needs.
+
+        Where no replica of the model ever can do it, any of them gives the client its error.
+        """
         serving = self._fleet.serving(rollout.model, rollout.adapter)
-        ready = [replica for replica in serving if not replica.backoff.left_s]
-        if rollout.needs_ids and any(replica.info.speaks_vllm for replica in serving):
-            ready = [replica for replica in ready if replica.info.speaks_vllm]
+        able = [replica for replica in serving if is_capable(rollout, replica.info)]
+        if len(able) < len(serving) and not self._has_capable(rollout):
+            able = serving
+        ready = [replica for replica in able if not replica.backoff.left_s]
         return fresh_enough(rollout, ready, self._fleet.target_of(rollout.model))
+
+    def _has_capable(self, rollout: Rollout) -> bool:
+        ours = (replica for replica in self._fleet.replicas if replica.info.model == rollout.model)
+        return any(replica.state is not ReplicaState.LOST and is_capable(rollout, replica.info) for replica in ours)
 
     def _is_closed(self, model: str) -> bool:
         return bool(self._closed_for) and model == self._fleet.models.policy

@@ -23,10 +23,11 @@ class Demand:
     min_version: int
     max_staleness: int | None
     needs_ids: bool
+    needs_route: str
 
     @classmethod
     def of(cls, rollout: Rollout) -> "Demand":
-        return cls(rollout.adapter, rollout.min_version, rollout.max_staleness, rollout.needs_ids)
+        return cls(rollout.adapter, rollout.min_version, rollout.max_staleness, rollout.needs_ids, rollout.needs_route)
 
 
 @dataclass(eq=False, slots=True)

@@ -110,6 +110,7 @@ async def test_a_replica_that_dies_costs_nothing(start_rig: StartRig) -> None:
         ({"sampling_params": {"extra_args": {"a": 1}}}, "extra_args"),
         ({"sampling_params": {"logprobs": 1}, "output_mode": "text"}, "output_mode"),
         ({"features": {"mm_hashes": {}}}, "features"),
+        ({"content_parts": [{"type": "image_url"}]}, "content_parts"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"request_id": 7}, "request_id"),
     ],

@@ -1,5 +1,6 @@
 """Faults of real engines for the simulated engine, set at its start or while it runs (PUT /faults)."""
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable
 
@@ -10,6 +11,8 @@ from pydantic import BaseModel, ConfigDict
 from engines.engine import Json
 
 _GENERATION = ("/v1/completions", "/v1/chat/completions")
+_CONTROL = "/faults"
+_LOOK_S = 0.02  # how often a held request looks for the end of its fault
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -30,10 +33,19 @@ class Faults(BaseModel):
     """True to send every chunk of a stream twice."""
     crlf: bool = False
     """True to end the lines of event streams with CRLF, as some proxies do."""
+    contradicting_spans: bool = False
+    """True to end the weight versions of each sample one token late, so that they contradict its tokens."""
     wedged: bool = False
     """True to make no token, while /health and /metrics answer."""
+    black_hole: bool = False
+    """True to make no token and to answer no request, /health included, while connections stay open."""
     deadly_prompt: str | None = None
     """Text whose request ends the process."""
+
+    @property
+    def stops_tokens(self) -> bool:
+        """Return True if no token is made."""
+        return self.wedged or self.black_hole
 
 
 class FaultInjector:
@@ -49,6 +61,8 @@ class FaultInjector:
 
     @web.middleware
     async def inject(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        while self.faults.black_hole and request.path != _CONTROL:  # noqa: ASYNC110 tests set the faults themselves
+            await asyncio.sleep(_LOOK_S)
         if request.path not in _GENERATION:
             return await handler(request)
         faults = self.faults
@@ -63,13 +77,31 @@ class FaultInjector:
             return web.Response(text="<html>a proxy's page</html>", content_type="text/html")
         if faults.no_choices:
             return web.Response(body=orjson.dumps({"choices": [], "usage": None}), content_type="application/json")
-        return await handler(request)
+        reply = await handler(request)
+        if faults.contradicting_spans and isinstance(reply, web.Response) and reply.status == 200:
+            reply.body = orjson.dumps(_contradicting(orjson.loads(_content(reply))))
+        return reply
 
     def events(self, chunk: Json) -> bytes:
         """Return a chunk with the faults of streams."""
+        if self.faults.contradicting_spans:
+            chunk = _contradicting(chunk)
         line_end = b"\r\n" if self.faults.crlf else b"\n"
         event = b"data: " + orjson.dumps(chunk) + line_end + line_end
         return event * 2 if self.faults.doubled_chunks else event
+
+
+def _contradicting(reply: Json) -> Json:
+    """Return a reply or chunk whose samples end their weight versions one token late."""
+    for choice in reply["choices"]:
+        for span in (choice.get("weight_versions") or [])[-1:]:
+            span["end"] += 1
+    return reply
+
+
+def _content(reply: web.Response) -> bytes:
+    assert isinstance(reply.body, bytes)
+    return reply.body
 
 
 async def _exit() -> None:

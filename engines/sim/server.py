@@ -140,7 +140,7 @@ class SimServer:
         )
         self.worker = SimWorker(model_name, sim.tensors)
         self.injector = FaultInjector()
-        self.scheduler.is_wedged = lambda: self.injector.faults.wedged
+        self.scheduler.is_wedged = lambda: self.injector.faults.stops_tokens
         self._weights = WeightSession(sim.tensors, world_size, self.worker)
         self._registry = CollectorRegistry()
         self._registry.register(SchedulerMetrics(self.scheduler, model_name, sim.kv_tokens))

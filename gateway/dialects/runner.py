@@ -9,7 +9,7 @@ from engines.errors import EngineError, EngineFailed, EngineRefused
 from gateway.dialects.assembly import Assembly
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.tokens import CUT_OFF, mark_cut_off, places_cut_off, retried_if_empty
-from gateway.dialects.spans import stamp_versions
+from gateway.dialects.spans import Contradiction, check_spans, stamp_versions
 from gateway.fleet.flight import Flight
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler, using
@@ -57,6 +57,7 @@ class Part:
 
     def __init__(self, replica: Replica) -> None:
         self.flight = replica.take_off()
+        self.is_whole = False
         self._replica = replica
         self._assembly: Assembly | None = None
 
@@ -70,7 +71,12 @@ class Part:
         return assembly.reply()
 
     def kept(self, exchange: Exchange) -> Json | None:
-        """The part as a reply whose open samples continue elsewhere; None if the rollout has to restart."""
+        """The part as a reply whose open samples continue elsewhere; None if the rollout has to restart.
+
+        A whole reply was refused for its content, and nothing of it is kept.
+        """
+        if self.is_whole:
+            return None
         answer = self._assembly.part() if self._assembly and self._replica.weight_version is not None else None
         if answer is None or not exchange.resumes or (read := exchange.prompt_ids(answer)) is None:
             return None
@@ -111,6 +117,7 @@ class Runner:
             nonlocal part
             part = Part(replica)
             answer = await exchange.ask(replica, part)
+            part.is_whole = True
             check_reply(answer, exchange.rollout.n, replica.replica_id)
             mark_cut_off(answer, replica, exchange.prompt_ids(answer), resumes=exchange.resumes)
             await replica.vouched()
@@ -132,6 +139,7 @@ class Runner:
             async with aclosing(self._scheduler.stream(exchange.rollout, call)) as placed:
                 async for replica, chunk in placed:
                     cut.read_prompt(chunk.get("prompt_token_ids"))
+                    cut.check(chunk, replica.replica_id)
                     shown = [
                         choice
                         for choice in chunk["choices"]
@@ -140,7 +148,7 @@ class Runner:
                     if shown or not chunk["choices"]:
                         yield chunk | {"choices": shown}
         except EngineError as error:
-            if isinstance(error, EngineRefused) or not cut.interrupt(flight):
+            if isinstance(error, EngineRefused | Contradiction) or not cut.interrupt(flight):
                 raise
 
 
@@ -151,10 +159,5 @@ def check_reply(answer: Json, n: int, replica_id: str) -> None:
         found = len(choices) if isinstance(choices, list) else "no list of"
         raise EngineFailed(f"it answered with {found} choices, and {n} were asked for", replica_id=replica_id)
     for choice in choices:
-        spans, token_ids = choice.get("weight_versions"), choice.get("token_ids")
-        if spans and token_ids is not None and spans[-1].get("end") not in (None, len(token_ids)):
-            raise EngineFailed(
-                f"sample {choice['index']} has {len(token_ids)} tokens, and its weight versions end at "
-                f"{spans[-1]['end']}",
-                replica_id=replica_id,
-            )
+        if choice.get("token_ids") is not None:
+            check_spans(choice, len(choice["token_ids"]), replica_id)

@@ -2,8 +2,23 @@
 
 from engines.clients.vllm_engine import version_number
 from engines.engine import Json
+from engines.errors import EngineFailed
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
+
+
+class Contradiction(EngineFailed):
+    """An engine's own counts contradict the tokens that it sent: neither can be trusted."""
+
+
+def check_spans(choice: Json, num_tokens: int, replica_id: str) -> None:
+    """Raise `Contradiction` if the engine's own weight versions of a sample do not end with its last token."""
+    spans = choice.get("weight_versions")
+    if spans and spans[-1].get("end") not in (None, num_tokens):
+        raise Contradiction(
+            f"sample {choice['index']} has {num_tokens} tokens, and its weight versions end at {spans[-1]['end']}",
+            replica_id=replica_id,
+        )
 
 
 def stamp_versions(answer: Json, flight: Flight, adapter: Adapter | None = None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -20,7 +20,6 @@ import psutil
 
 from engines.errors import StoreFailed
 from engines.store.draft import Draft, claim_draft, raw
-from loadtests.chaos.witness import Witness
 
 Json = dict[str, Any]
 
@@ -45,12 +44,18 @@ class Hung(Exception):
     """A call without an answer within the bound."""
 
 
+class Versioned(Protocol):
+    """The holder of the newest version that a trainer has committed."""
+
+    version: int
+
+
 class Trainer:
     """The bounded calls of one trainer session. Tensors are announced to the simulated engines, but not sent."""
 
-    def __init__(self, url: str, witness: Witness, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, newest: Versioned, session: aiohttp.ClientSession) -> None:
         self._url = url
-        self._witness = witness
+        self._newest = newest
         self._session = session
 
     async def join(self) -> None:
@@ -68,7 +73,7 @@ class Trainer:
 
     async def finish(self) -> None:
         reply = await self.call("POST", "/finish_weight_update", {})
-        self._witness.version = max(self._witness.version, reply["weight_version"])
+        self._newest.version = max(self._newest.version, reply["weight_version"])
 
     async def update(self) -> None:
         await self.start()
@@ -87,7 +92,7 @@ class Trainer:
                 _change_last_byte(next(draft.glob("*.safetensors")))
             body = {"transport": "store", "snapshot": draft.name, "rolling": rolling}
             reply = await self.call("POST", "/v1/weight_updates", body)
-            self._witness.version = max(self._witness.version, reply["weight_version"])
+            self._newest.version = max(self._newest.version, reply["weight_version"])
         finally:
             shutil.rmtree(draft, ignore_errors=True)
             os.close(owner)

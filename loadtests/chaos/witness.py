@@ -14,7 +14,8 @@ from typing import Any
 import aiohttp
 
 from engines.config import SimConfig
-from engines.sim.model import CHECKPOINT_VERSION, SimModel, seeded_draw
+from engines.sim.model import SimModel
+from loadtests.chaos.contents import Asked, Delivered, flaw
 
 Json = dict[str, Any]
 
@@ -25,9 +26,9 @@ _REASONS_KEPT = 5
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of submitted rollouts by result. `failed` ones got an error; `stale` ones have tokens of other weights
-    than
-    reported, or of older weights than the fleet's at the request."""
+    """Counts of submitted rollouts by result. `failed` ones got an error; `stale` ones have tokens of older weights
+    than the fleet's at the request; `wrong` ones have other content than the weights that they name make of their
+    prompt. `retried` counts requests that a plain client sent again."""
 
     submitted: int = 0
     delivered: int = 0
@@ -35,12 +36,14 @@ class Tally:
     lost: int = 0
     duplicated: int = 0
     stale: int = 0
+    wrong: int = 0
     hung: int = 0
+    retried: int = 0
     reasons: list[str] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
-        return not (self.lost or self.duplicated or self.stale or self.hung)
+        return not (self.lost or self.duplicated or self.stale or self.wrong or self.hung)
 
     def note(self, reason: str) -> None:
         if len(self.reasons) < _REASONS_KEPT:
@@ -53,7 +56,9 @@ class Tally:
         self.lost += other.lost
         self.duplicated += other.duplicated
         self.stale += other.stale
+        self.wrong += other.wrong
         self.hung += other.hung
+        self.retried += other.retried
         self.reasons += other.reasons
 
 
@@ -134,22 +139,12 @@ class Witness:
         self._tally.delivered += len(set(places) & set(range(_PROMPTS * _SAMPLES)))
         for choice in choices:
             prompt, sample = prompts[choice["index"] // _SAMPLES], choice["index"] % _SAMPLES
-            if (fault := self._fault(prompt, seeded_draw(seed, sample), floor, choice)) is not None:
-                self._tally.stale += 1
-                self._tally.note(f"batch {seed}, choice {choice['index']}: {fault}")
-
-    def _fault(self, prompt: list[int], draw: int, floor: int, choice: Json) -> str | None:
-        spans = choice["weight_versions"]
-        if any(span["start"] is None for span in spans):
-            return f"spans without limits: {spans}"
-        versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
-        if len(versions) != len(choice["token_ids"]):
-            return f"spans over {len(versions)} of {len(choice['token_ids'])} tokens"
-        if min(versions, default=floor) < floor:
-            return f"version {min(versions)}, asked for when the fleet was at {floor}"
-        labels = [str(version) if version else CHECKPOINT_VERSION for version in versions]
-        wanted = self._model.complete(prompt, versions=labels, max_tokens=_TOKENS, draw=draw, ignore_eos=True)
-        return None if choice["token_ids"] == wanted else f"its tokens are not those of versions {set(versions)}"
+            spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
+            asked = Asked(prompt, _TOKENS, floor, is_greedy=False, seed=seed, sample=sample)
+            if (found := flaw(self._model, asked, Delivered(choice["token_ids"], spans))) is not None:
+                self._tally.stale += found.is_stale
+                self._tally.wrong += not found.is_stale
+                self._tally.note(f"batch {seed}, choice {choice['index']}: {found.reason}")
 
 
 def _prompts(seed: int) -> list[list[int]]:

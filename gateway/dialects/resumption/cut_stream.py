@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from engines.engine import Json
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.resumption.tokens import cut_off_at, joined_spans, was_cut_off
-from gateway.dialects.spans import name_adapter, stamp_choice
+from gateway.dialects.spans import Contradiction, check_spans, name_adapter, stamp_choice
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
@@ -52,6 +52,24 @@ class CutStream:
     def read_prompt(self, token_ids: list[int] | None) -> None:
         """Note the prompt as the engine read it, if it reports that beside its choices."""
         self._prompt_token_ids = token_ids or self._prompt_token_ids
+
+    def check(self, chunk: Json, replica_id: str) -> None:
+        """Raise `Contradiction` if an engine's counts in a chunk contradict the tokens of its samples.
+
+        Tokens that were delivered cannot be taken back, so the stream ends with this error and does not continue.
+        """
+        if not self._has_ids:
+            return
+        for choice in chunk["choices"]:
+            made = len(self._samples[choice["index"]].token_ids) + len(choice.get("token_ids") or ())
+            check_spans(choice, made, replica_id)
+        counted, made = (chunk.get("usage") or {}).get("completion_tokens"), self._made
+        if not chunk["choices"] and counted is not None and made > counted:
+            raise Contradiction(f"its chunks have {made} tokens, and its usage {counted}", replica_id=replica_id)
+
+    @property
+    def _made(self) -> int:
+        return sum(len(sample.token_ids) for sample in self._samples.values())
 
     def see(self, choice: Json, replica: Replica, flight: Flight) -> bool:
         """Record a choice. True if an update ends its sample and the sample continues for the client.
@@ -128,6 +146,6 @@ class CutStream:
 
     def usage(self, first: Json, rests: Json) -> Json:
         """The usage of the whole: the prompt is counted once, and tokens that were read again are not counted."""
-        made = sum(len(sample.token_ids) for sample in self._samples.values()) + rests["completion_tokens"]
+        made = self._made + rests["completion_tokens"]
         read = first.get("prompt_tokens") or len(self._prompt_token_ids)
         return {**first, "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}

@@ -14,7 +14,7 @@ from typing import TypeVar
 import structlog
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, Withdrawn
+from engines.errors import DeadlineExceeded, EngineError, EngineGone, Withdrawn
 from engines.types import ReplicaState
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
@@ -30,6 +30,8 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _STARVED_S = 0.2
+# Engines that die at once are all known to be dead after this time, and a prompt does not meet two of them.
+_AFTER_DEATH_S = 1.0
 
 
 def using(rollout: Rollout) -> AbstractContextManager[None]:
@@ -160,10 +162,13 @@ class Scheduler:
         elif end is End.STARVED:
             await asyncio.sleep(_STARVED_S)
         else:
-            died = await self._fleet.examine(replica, error)
-            if not died:
+            is_dead = await self._fleet.examine(replica, error)
+            if not is_dead:
                 replica.backoff.failed()
+            died = is_dead and not isinstance(error, EngineGone)  # else it was dead before it got the prompt
             rollout.attempts.failed(replica.replica_id, died=died, progressed=progressed)
+            if died and not progressed:
+                await asyncio.sleep(_AFTER_DEATH_S)
         if replica.backoff.left_s:
             asyncio.get_running_loop().call_later(replica.backoff.left_s, self._pump, rollout.model)
         rollout.attempts.check(error, max_attempts=self._config.max_attempts, longest_s=self._config.generate_timeout_s)

@@ -124,6 +124,41 @@ async def test_a_prompt_that_kills_its_engine_ends_two_replicas_and_no_more(star
     assert sum(replica.can_serve for replica in rig.fleet.replicas) == 2
 
 
+async def test_a_replica_that_was_dead_before_it_got_a_prompt_is_no_second_death_of_it(start_rig: StartRig) -> None:
+    rig = await start_rig(2, fleet={"probe_interval_s": 60.0})
+    asked = asyncio.create_task(rig.complete([[5, 6]], max_tokens=16, temperature=1.0, seed=3))
+    await rig.begun(tokens=1)
+    used, idle = sorted(rig.fleet.replicas, key=lambda replica: -replica.load_samples)
+    by_id = {replica.info.replica_id: replica for replica in rig.replicas}
+    await by_id[idle.replica_id].kill()
+    await by_id[used.replica_id].kill()
+    await rig.add_replica("engine-2")
+    async with asyncio.timeout(20):
+        assert len((await asked)["choices"]) == 1
+
+
+async def test_spans_that_contradict_the_tokens_are_not_delivered(rig: Rig) -> None:
+    rig.replicas[0].inject(contradicting_spans=True)
+    for sampling in ({}, {"n": 2, "temperature": 1.0}, {"max_tokens": 80}):
+        for _ in range(4):
+            reply = await rig.complete([[5, 6]], ignore_eos=True, **sampling)
+            for choice in reply["choices"]:
+                assert choice["weight_versions"][-1]["end"] == len(choice["token_ids"])
+
+
+@pytest.mark.parametrize("faults", [{"doubled_chunks": True}, {"contradicting_spans": True}])
+async def test_a_stream_whose_tokens_contradict_their_counts_ends_with_an_error(
+    start_rig: StartRig, faults: Json
+) -> None:
+    rig = await start_rig(1)
+    rig.replicas[0].inject(**faults)
+    asked = ASKED | {"max_tokens": 24, "ignore_eos": True, "stream": True}
+    async with rig.client.post(f"{rig.url}/v1/completions", json=asked) as response:
+        text = await response.text()
+    assert '"error"' in text
+    assert "and its" in text
+
+
 async def test_many_chunks_doubled_by_an_engine_are_not_delivered(rig: Rig) -> None:
     rig.replicas[0].inject(doubled_chunks=True)
     asked = ASKED | {"n": 4, "temperature": 1.0, "return_token_ids": True, "ignore_eos": True}

@@ -1,0 +1,119 @@
+"""Measures of a fleet that loses replicas: the tokens that survive a death, and the goodput of whole batches."""
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from loadtests.chaos.callers import Callers
+from loadtests.chaos.process_fleet import ProcessFleet
+
+_LOOK_S = 0.05
+_BATCH_LENGTHS = 40  # with 8 prompts each
+_MEDIAN_TOKENS, _SPREAD, _LONGEST_TOKENS = 1000, 0.6, 4000
+_HURT_AT = 0.25  # of the time of the longest completion
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A death in the middle of a wave of equally long completions.
+
+    `dead_tokens` were made by the replica until its death, `again` were made more than were delivered.
+    """
+
+    share: float
+    seconds: float
+    delivered: int
+    dead_tokens: float
+    again: float
+
+    @property
+    def kept(self) -> float:
+        """Return the share of the dead replica's tokens that did not have to be made again."""
+        return 1 - self.again / self.dead_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Seconds of one batch in the hurt fleet and in the undisturbed one beside it."""
+
+    hurt_s: float
+    calm_s: float
+    tokens: int
+
+    @property
+    def ratio(self) -> float:
+        return self.calm_s / self.hurt_s
+
+
+async def kept_at(share: float, fleet: ProcessFleet, callers: Callers) -> Kept:
+    """Kill the first replica when its samples have `share` of their tokens."""
+    began, made_before, first_before = time.monotonic(), await fleet.made(), await fleet.made_by(0)
+    delivered_before = sum(tokens for _, tokens in callers.record.deliveries)
+    each = fleet.size // 4 or 1
+    kinds = (callers.trainer, callers.groups, callers.streamed, callers.chat, callers.chat_streamed)
+    wave = [asyncio.create_task(_asked(kind)) for kind in kinds for _ in range(each)]
+    await _reached(share * callers.tokens, fleet, first_before)
+    dead = await fleet.kill(0) - first_before
+    await asyncio.gather(*wave)
+    seconds = time.monotonic() - began
+    await fleet.complete()
+    delivered = sum(tokens for _, tokens in callers.record.deliveries) - delivered_before
+    return Kept(share, seconds, delivered, dead, await fleet.made() - made_before - delivered)
+
+
+async def batch_with(
+    hurt: Callable[[ProcessFleet], Awaitable[None]], fleet: ProcessFleet, callers: Callers, calm: Callers, step_s: float
+) -> Goodput:
+    """Run the same batch in both fleets at once, and hurt one of them in its first half."""
+    lengths = _lengths(seed=len(callers.record.deliveries))
+    hurt_s, calm_s, _ = await asyncio.gather(
+        _timed(callers, lengths), _timed(calm, lengths), _later(hurt, fleet, _HURT_AT * max(lengths) * step_s)
+    )
+    return Goodput(hurt_s, calm_s, 8 * sum(lengths))
+
+
+async def kill_one(fleet: ProcessFleet) -> None:
+    await fleet.kill(0)
+
+
+async def stop_one(fleet: ProcessFleet) -> None:
+    """Stop an engine; `go_on` ends that."""
+    fleet.signal(0, signal.SIGSTOP)
+
+
+def go_on(fleet: ProcessFleet) -> None:
+    fleet.signal(0, signal.SIGCONT)
+
+
+async def _asked(kind: Callable[[], Awaitable[None]]) -> None:
+    await kind()
+
+
+async def _reached(tokens: float, fleet: ProcessFleet, before: float) -> None:
+    """Return when the first replica's running samples have so many tokens each."""
+    while True:
+        load = await fleet.load_of(0)
+        if load.running and (load.generated - before) / load.running >= tokens:
+            return
+        await asyncio.sleep(_LOOK_S)
+
+
+def _lengths(seed: int) -> list[int]:
+    """Return lengths as reasoning models have them: many short ones, a long tail, a limit."""
+    draw = random.Random(seed)
+    lengths = (round(_MEDIAN_TOKENS * draw.lognormvariate(0, _SPREAD)) for _ in range(_BATCH_LENGTHS))
+    return [min(max(length, 50), _LONGEST_TOKENS) for length in lengths]
+
+
+async def _timed(callers: Callers, lengths: list[int]) -> float:
+    began = time.monotonic()
+    await callers.batch(lengths)
+    return time.monotonic() - began
+
+
+async def _later(hurt: Callable[[ProcessFleet], Awaitable[None]], fleet: ProcessFleet, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    await hurt(fleet)

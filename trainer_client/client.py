@@ -182,8 +182,7 @@ class RolloutClient:
         self, timeout_s: float = _WEIGHTS_TIMEOUT_S, *, in_flight: InFlight | None = None
     ) -> None:
         """Open the next version. `in_flight` (default: the gateway's `weights.in_flight`) decides on rollouts in
-        flight;
-        with `drain` the call returns after their end."""
+        flight; with `drain` the call returns after their end."""
         await self._call("POST", "/start_weight_update", {"in_flight": in_flight}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:

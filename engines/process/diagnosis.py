@@ -27,8 +27,7 @@ _LOADS = r"in (?:load_model|load_weights)$"
 @dataclass(frozen=True, slots=True)
 class Cause:
     """A cause and its log line, the pattern `says`. `meaning` and `remedy` may use its groups, `{engine}` for the
-    section of
-    the configuration, and `{memory}` for the engine's memory lever.
+    section of the configuration, and `{memory}` for the engine's memory lever.
 
     `inside` matches a function in the traceback above, for messages with several causes. `may_pass` marks transient
     causes.

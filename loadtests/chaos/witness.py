@@ -26,8 +26,7 @@ _REASONS_KEPT = 5
 @dataclass(slots=True)
 class Tally:
     """Counts of submitted rollouts by result. `failed` ones got an error; `stale` ones have tokens of other weights
-    than
-    reported, or of older weights than the fleet's at the request."""
+    than reported, or of older weights than the fleet's at the request."""
 
     submitted: int = 0
     delivered: int = 0

@@ -3,8 +3,7 @@
     python -m examples.demo            # or: make demo
 
 Starts the fleet as `rollout-gateway up` does, runs `examples.train_sort` against its URL, shows a line per step, draws
-a
-picture, and stops everything, also on Ctrl-C.
+a picture, and stops everything, also on Ctrl-C.
 """
 
 import argparse

@@ -3,8 +3,7 @@
     python -m examples.train_sort --url http://127.0.0.1:8000 --out DIR
 
 Prints one JSON object per step to standard output (see `StepReport`) and saves the final weights, which the engines
-then
-hold too.
+then hold too.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Model folders without weights, for speed tests of engines with random weights.
 
-python -m loadtests.shapes qwen2-7b /tmp/qwen2-7b     # then serve it with engine.load_format=dummy
-python -m loadtests.shapes qwen3-30b-a3b /tmp/moe --layers 12
+    python -m loadtests.shapes qwen2-7b /tmp/qwen2-7b     # then serve it with engine.load_format=dummy
+    python -m loadtests.shapes qwen3-30b-a3b /tmp/moe --layers 12
 
 Their checkpoint has the headers of its tensors, from which a trainer learns what to send, over a file without content.
 """

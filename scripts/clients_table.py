@@ -1,7 +1,7 @@
 """The table of clients in docs/compatibility.md, from the results that real runs left in docs/results/clients/.
 
-python -m scripts.docs                            # write it
-CLIENTS_OUT=docs/results/clients make test-all    # run the clients again; benches: loadtests/studies/bench_clients.py
+    python -m scripts.docs                            # write it
+    CLIENTS_OUT=docs/results/clients make test-all    # run the clients again; benches: loadtests/studies/bench_clients.py
 """
 
 import json

@@ -28,7 +28,7 @@ _OPTIONAL = re.compile(r"^\[|\]$")
 """Brackets around words that may be left out."""
 _EXAMPLES = {"N": "1", "{pid}": "1", "GATEWAY_PID": "1", "X.Y.Z": "0.9.1"}
 """Numbers for placeholders that stand where a parser wants one."""
-_KEY = re.compile(r"^(?:--)?((?:gateway|engine|engines|fleet|weights|serve)(?:\.\w+)+)(?:=.*)?$")
+_KEY = re.compile(r"^(?:--)?((?:gateway|engine|engines|fleet|weights|serve)(?:\.(?!py\b)\w+)+)(?:=.*)?$")
 _VERB = re.compile(r"[a-z][a-z-]*")
 _VLLM_SERVE_OWN = {"replicas", "gpus", "name", "config", "timeout_s", "detach"}
 

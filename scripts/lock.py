@@ -1,5 +1,4 @@
-"""Writes cpu.txt, sglang.txt, verl.txt and uv.txt of requirements/: pins with the hashes of all files, no paths or
-hosts."""
+"""Writes cpu.txt, sglang.txt, verl.txt and uv.txt of requirements/: pins with hashes, without paths and hosts."""
 
 import os
 import subprocess

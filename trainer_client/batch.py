@@ -11,8 +11,7 @@ from trainer_client.progress import OnProgress, Progress
 from trainer_client.results import Completion, Outcome, Rollout
 
 Failures = Literal["raise", "keep"]
-"""`raise`: the first failed prompt ends the batch with its error. `keep`: a failure is a rollout with outcome
-FAILED."""
+"""`raise`: the first failed prompt ends the batch with its error. `keep`: a failure is a rollout of outcome FAILED."""
 RunPrompt = Callable[[int], Coroutine[Any, Any, Rollout]]
 
 
@@ -20,9 +19,8 @@ class Batch:
     """The rollouts of one call of `generate`, which run from that moment on. Each is delivered once.
 
     Iterate completions (`async for completion in batch`) or rollouts (`batch.rollouts()`) as they end, or wait for all
-    (`await batch.gather()`). The end of an iteration, or a cancelled wait, cancels the rest of the batch; a batch
-    without
-    iteration runs to its end.
+    (`await batch.gather()`). The end of an iteration, or a cancelled wait, cancels the rest of the batch; a batch that
+    is never iterated runs to its end.
     """
 
     def __init__(

@@ -30,6 +30,7 @@ class WeightProgress:
     """The state of a weight update when the transport takes a tensor."""
 
     tensors: int
+    """Taken so far, as are `bytes`; `num_tensors` and `num_bytes` count the whole update."""
     num_tensors: int
     bytes: int
     num_bytes: int

@@ -67,8 +67,7 @@ class TorchAttention:
         softcap: float = 0.0,
     ) -> torch.Tensor:
         """Attend within segments. query is [tokens, heads, size], key and value [path tokens, key heads, size];
-        `*_ends`
-        start with 0.
+        `*_ends` start with 0.
 
         A segment's last query is aligned with its last key, so that it sees the whole path before it.
         """

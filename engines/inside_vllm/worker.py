@@ -130,8 +130,8 @@ class WeightWorker:
         _end_reload(worker)
         if Path(path).is_dir():
             prefetch, self.prefetch = self.prefetch, None
-            near = prefetch.take(Path(path)) if prefetch is not None else None
-            self._load_folder(iter(near or read_tensors(Path(path), worker.device)))
+            prefetched = prefetch.take(Path(path)) if prefetch is not None else None
+            self._load_folder(iter(prefetched or read_tensors(Path(path), worker.device)))
         else:
             worker.reload_weights()
         worker._weight_update_active = False

@@ -97,8 +97,7 @@ def _checkpoint(config: EngineConfig, folder: Path) -> Iterator[Misfit]:
 
 def _heads(config: EngineConfig, model: Mapping[str, Any]) -> Iterator[Misfit]:
     """Check the split of heads. Both engines split attention heads and KV heads into equal shares; if there are fewer
-    KV
-    heads than GPUs, each GPU holds a copy of one, evenly distributed."""
+    KV heads than GPUs, each GPU holds a copy of one, evenly distributed."""
     gpus, heads = config.tensor_parallel_size, model.get("num_attention_heads")
     if not isinstance(heads, int) or gpus == 1:
         return

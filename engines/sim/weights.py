@@ -87,6 +87,7 @@ class WeightSession:
         self._active = False
 
     def break_off(self) -> None:
+        """Abort the open update, if any."""
         self._active = False
 
     def _receive(self, info: UpdateInfo) -> None:

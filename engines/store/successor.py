@@ -18,15 +18,17 @@ class Successor:
     def __init__(self, manifest: Manifest, base: Path, held: Manifest) -> None:
         self._manifest = manifest
         self._base = base
-        tensors, there = manifest.tensors, {name: tensor.digest for name, tensor in held.tensors.items()}
-        come = {one.file for name, one in tensors.items() if there.get(name) not in (one.digest, one.base)}
-        made = {name: tensor for name, tensor in tensors.items() if tensor.file not in come}
-        self._same = {name for name, tensor in made.items() if there[name] == tensor.digest}
-        self._changed = {name: tensor for name, tensor in made.items() if name not in self._same}
+        tensors, digests = manifest.tensors, {name: tensor.digest for name, tensor in held.tensors.items()}
+        fetched = {
+            tensor.file for name, tensor in tensors.items() if digests.get(name) not in (tensor.digest, tensor.base)
+        }
+        built = {name: tensor for name, tensor in tensors.items() if tensor.file not in fetched}
+        self._same = {name for name, tensor in built.items() if digests[name] == tensor.digest}
+        self._changed = {name: tensor for name, tensor in built.items() if name not in self._same}
 
     @classmethod
     def of(cls, folder: Path, versions: Path) -> "Successor | None":
-        """For the version whose manifest is in `folder`; None where its base is not in folder `versions`."""
+        """Return that of the version whose manifest is in `folder`; None where folder `versions` lacks its base."""
         try:
             manifest = Manifest.read(folder)
             base = versions / f"v{manifest.base}"
@@ -37,7 +39,7 @@ class Successor:
 
     def needs(self, file: str) -> bool:
         """True where a file of the version has to be fetched."""
-        return file not in self._files - self._files_that_come
+        return file not in self._files - self._fetched_files
 
     def build(self, folder: Path) -> Manifest:
         """Build the version in `folder`, which has the needed files, and check its bytes.
@@ -45,8 +47,9 @@ class Successor:
         Raises `InvalidRequest` or `StoreFailed` where that fails or the bytes differ.
         """
         changed: dict[str, StoredTensor] = {name: replace(one, file="") for name, one in self._changed.items()}
-        come = {name: one for name, one in self._manifest.tensors.items() if name not in changed.keys() | self._same}
-        draft = Draft(folder, self._manifest.model, come | changed, self._manifest.base)
+        built = changed.keys() | self._same
+        fetched = {name: tensor for name, tensor in self._manifest.tensors.items() if name not in built}
+        draft = Draft(folder, self._manifest.model, fetched | changed, self._manifest.base)
         draft.join(self._base)
         draft.complete_from(self._base, self._same)
         draft.finish()
@@ -58,7 +61,7 @@ class Successor:
         return {file for tensor in self._manifest.tensors.values() for file in (tensor.file, tensor.changes)}
 
     @property
-    def _files_that_come(self) -> set[str]:
-        made = self._changed.keys() | self._same
-        whole = {tensor.file for name, tensor in self._manifest.tensors.items() if name not in made}
+    def _fetched_files(self) -> set[str]:
+        built = self._changed.keys() | self._same
+        whole = {tensor.file for name, tensor in self._manifest.tensors.items() if name not in built}
         return whole | {tensor.changes for tensor in self._changed.values()}

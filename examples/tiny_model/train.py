@@ -1,8 +1,7 @@
 """Makes the tiny model of the demo and the tests: a Qwen3 with a million parameters that sorts digits.
 
 The training ends on purpose with answers that are often wrong by one digit: the right answer is then the most likely
-one
-but rarely sampled, which leaves room for reinforcement learning.
+one but rarely sampled, which leaves room for reinforcement learning.
 
     python -m examples.tiny_model.train --out DIR     # make the model
     python -m examples.tiny_model.train --check       # make it again and compare with the committed one

@@ -2,7 +2,8 @@
 
 up, vllm-serve          deploy, from a configuration or with the options of `trl vllm-serve`
 down, scale             remove the application; change the number of replicas
-status                  report replicas, weights and updates
+status, top             report replicas, weights and updates, once or each second
+logs                    print the ends of the engines' logs, and the gateway's events
 fetch                   copy a weight version out of a gateway's store
 config                  show, validate, explain, schema
 build                   print the document for `serve deploy`

@@ -77,7 +77,7 @@ class Access:
         return self._noted(Need.INFERENCE, handler, checked)
 
     def for_inference_or(self, handler: Handler, otherwise: Handler) -> Handler:
-        """For inference keys; requests without one get the other handler."""
+        """Check for an inference key; a request without a key gets `otherwise`."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
             is_known = self.admits(direct_peer(request), request.headers.get("Authorization"))
@@ -92,7 +92,7 @@ class Access:
         return self._noted(Need.ADMIN, handler, checked)
 
     def for_store(self, handler: Handler) -> Handler:
-        """For admin keys, and for the key that engines fetch weight versions with."""
+        """Check for an admin key, or for the key that engines fetch weight versions with."""
         for_admin = self.for_admin(handler)
 
         async def checked(request: web.Request) -> web.StreamResponse:

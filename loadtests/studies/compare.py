@@ -1,6 +1,5 @@
 """The gateway beside alternatives, in alternating runs: the same load on engines directly, through the gateway, through
-the
-routers of vLLM and SGLang, and on one server alone.
+the routers of vLLM and SGLang, and on one server alone.
 
     python -m loadtests.fleet -c examples/sim.yaml -- \
         python -m loadtests.studies.compare --gateway {url} --gateway-pid {pid} --engine {engines} \

@@ -5,9 +5,8 @@
 
 A variant overrides settings of the file: `NAME: KEY=VALUE KEY=VALUE`. Variants run in waves, as many at a time as GPUs
 allow, in the given order. Each is compared with the first of its wave, since GPUs that work together are slower than
-one
-alone. Loads are given per GPU, so that a tensor-parallel pair and two single engines have the same work. Replies are
-read in chunks, as by the gateway; `--whole` requests whole replies.
+one alone. Loads are given per GPU, so that a tensor-parallel pair and two single engines have the same work. Replies
+are read in chunks, as by the gateway; `--whole` requests whole replies.
 """
 
 import argparse

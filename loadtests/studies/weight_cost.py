@@ -7,10 +7,10 @@
 
 Starts the engines, a gateway over them, without Ray, and a trainer's process that pushes weights of the served model's
 shapes. Variants are settings of the gateway over the file's: one after the other has the same engines. A pair is one
-run of the load alone and one for each of `--in-flight`, with `--updates` spread over it. What a run takes longer than
-the one beside it, by update, is the work that an update costs. The updates' own records tell for how long generation
-stood still and what each step took. `--restores` are updates refused by the canary: what is told of them is the time
-from the refusal to a completion of the version before. In the same run the media are measured alone: torch's
+run of the load alone and one for each of `--in-flight`, with `--updates` spread over it. The extra time
+of a run with updates, by update, is the work that an update costs. The updates' own records have the time for which
+generation stood still, and the time of each step. `--restores` are updates refused by the canary: their figure is the
+time from the refusal to a completion of the version before. In the same run the media are measured alone: torch's
 own broadcast of the same bytes, a file written and read where the weight store is, a copy to the engine's GPU.
 """
 

@@ -134,8 +134,8 @@ class GroupTransport:
         if (replica_id := self._client.served_weights().gpus.get(gpu)) is not None:
             raise ConfigError(
                 f"device = {str(device)!r} is {gpu}, also used by replica {replica_id}, and NCCL needs a GPU per rank: "
-                "give the trainer its own GPU (`rollout-gateway up --gpus` leaves it the "
-                "others), or use transport='store'"
+                "give the trainer its own GPU (`rollout-gateway up --gpus` leaves it the others), or use "
+                "transport='store'"
             )
 
     def _receives_over(self) -> Backend:

@@ -1,8 +1,7 @@
 """The tensors sent to the store last, kept in host memory to find changed elements.
 
 The copy is as large as the model. The alternative, to read the version before from the store, would move a whole
-version
-over the network to a trainer on another machine in every step.
+version over the network to a trainer on another machine in every step.
 """
 
 from collections.abc import Mapping

@@ -107,8 +107,7 @@ class WeightSender:
             from their tokens ("abort"), or awaited ("drain"); default: the gateway's.
 
         If a tensor is sharded, or the model is DDP, all its ranks must call this with the same arguments. They gather
-        at
-        most 256 MiB (or one tensor) at a time, the first rank sends, and all return the version or raise its error.
+        at most 256 MiB (or one tensor) at a time, the first rank sends, and all return the version or raise its error.
 
         Raises the gateway's error: `InvalidRequest` for names, shapes or dtypes that are not the model's,
         `WeightUpdateConflict` for a concurrent update or an impossible `version`, `WeightUpdateFailed` with the

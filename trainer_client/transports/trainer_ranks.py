@@ -1,8 +1,7 @@
 """The trainer's ranks during a push of a sharded model: the first rank sends, the others help to gather.
 
 The first rank announces each step over a gloo group, so that no rank enters a collective that another has abandoned.
-The
-other ranks wait for its messages as long as its own waits may take.
+The other ranks wait for its messages as long as its own waits may take.
 """
 
 import hashlib

@@ -29,8 +29,7 @@ class Settings:
     """The rollout URL; default: ROLLOUT_URL in the environment."""
     transport: Transport = "auto"
     """Weight transport: `store` writes a version to the gateway's weight store, `gloo` and `nccl` broadcast it; `auto`
-    is
-    the store if its folder exists here, else the engines' group."""
+    is the store if its folder exists here, else the engines' group."""
     store_folder: str | None = None
     """Path of the weight store for the first training worker; default: the gateway's path."""
     dtype: str | None = None
@@ -40,9 +39,8 @@ class Settings:
     rolling: bool | None = None
     """Update replica after replica while the others serve (store only); default: the gateway's `weights.rolling`."""
     abort_at_sync: bool = False
-    """Abort rollouts before a sync and resume them after it, as verl's servers do; else `weights.in_flight` of the
-    gateway
-    decides. Only for verl's own trainers."""
+    """Abort rollouts before a sync and resume them after it, as verl's servers do; else the gateway's
+    `weights.in_flight` decides. Only for verl's own trainers."""
     max_in_flight: int = 512
     """Concurrent completions per agent loop worker."""
     rollout_timeout_s: float = 3600.0

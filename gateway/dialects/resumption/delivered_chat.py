@@ -1,7 +1,8 @@
 """The part of each sample that the stream of a conversation delivered before the sample was cut off.
 
-vLLM's parsers hold text back until they know what it is and release it with the end, also where there is no end. So the
-last chunk of a cut-off sample is kept here, and the chunks before are recorded the way a parser has to see them again.
+vLLM's parsers hold text back until they can classify it, and release it with the sample's last chunk, also where that
+is a cut. So the last chunk of a cut-off sample is kept here, and the chunks before are recorded as a parser has to see
+them again.
 """
 
 from collections import defaultdict

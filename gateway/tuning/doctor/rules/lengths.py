@@ -18,7 +18,7 @@ _WATCH = "share of completions that end by length (clip ratio): above 0.1 means 
     id="prompt-length",
     asks="Are prompts cut?",
     reads="data.max_prompt_length, rollout.prompt_length, data.truncation",
-    why="A prompt that lost its beginning is another problem than the one that is rewarded.",
+    why="A prompt without its beginning poses another problem than the rewarded one.",
     source=f"{VERL_CODE}, experimental/agent_loop/agent_loop.py",
 )
 def _prompts(workload: Workload, subject: Subject) -> Iterator[Found]:
@@ -28,17 +28,17 @@ def _prompts(workload: Workload, subject: Subject) -> Iterator[Found]:
     reference = subject.against.prompt_tokens if subject.against else None
     if reference and tokens < reference:
         message = f"{tokens} tokens, where the configuration it is compared with allows {reference}"
-        yield hurts(setting, f"{message}: what is longer loses its beginning", f"{reference}")
+        yield hurts(setting, f"{message}: longer prompts lose their beginning", f"{reference}")
         return
     if subject.verl and subject.verl.has_trainer:
-        how = subject.verl.values.text("data.truncation")
+        truncation = subject.verl.values.text("data.truncation")
         dropped = subject.verl.values.is_true("data.filter_overlong_prompts")
-        if how != "error" and not dropped:
-            message = f"prompts longer than {tokens} tokens are cut in silence (data.truncation: {how})"
+        if truncation != "error" and not dropped:
+            message = f"prompts longer than {tokens} tokens are cut silently (data.truncation: {truncation})"
             yield consider(setting, message, "measure the data set's lengths; data.filter_overlong_prompts=True")
             return
-        then = "are left out" if dropped else "stop the run (data.truncation: error)"
-        yield fine(setting, f"longer prompts {then}")
+        effect = "are left out" if dropped else "stop the run (data.truncation: error)"
+        yield fine(setting, f"longer prompts {effect}")
         return
     message = f"verl's agent loop cuts prompts of more than {tokens} tokens on the left, with a line in its log alone"
     yield consider(setting, message, "measure the data set's lengths and set it above the longest")
@@ -62,8 +62,8 @@ def _responses(workload: Workload, subject: Subject) -> Iterator[Found]:
     elif tokens < 1:
         yield hurts(setting, f"{tokens} tokens: no completion has a token", f"{_LONG_RESPONSE} or more")
     elif tokens <= _SHORT_RESPONSE:
-        whose = "the default of verl and TRL" if setting.origin == "default" else "given"
-        message = f"{tokens} tokens, {whose}: step by step reasoning is cut before its answer"
+        origin = "the default of verl and TRL" if setting.origin == "default" else "given"
+        message = f"{tokens} tokens, {origin}: step by step reasoning is cut before its answer"
         yield consider(setting, message, f"{_LONG_RESPONSE} or more for reasoning; watch the {_WATCH}")
     elif tokens < _LONG_RESPONSE:
         yield consider(setting, f"{tokens} tokens may cut longer reasoning", f"watch the {_WATCH}")
@@ -81,25 +81,27 @@ def _responses(workload: Workload, subject: Subject) -> Iterator[Found]:
 )
 def _max_model_len(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, needed, has = engine.at("max_model_len"), subject.workload.tokens, engine.context
-    own = context(engine.model)
     if has is None:
-        whole = f"the model's whole context of {own:,} tokens" if own else "the model's whole context"
-        if needed and own and own < needed:
-            yield hurts(None, f"the model has {own} positions, prompt and response take {needed}", "shorter lengths")
-            return
-        message = f"not given: {engine.name} takes {whole}"
-        message += ", and does not start where one such sequence outgrows the KV cache" if engine.is_vllm else ""
-        wanted = f"{needed} (prompt {subject.workload.prompt_tokens} + response {subject.workload.response_tokens})"
-        suggestion = f"max_model_len: {wanted}" if needed else "max_model_len: longest prompt + longest response"
-        yield consider(engine.at("max_model_len"), message, suggestion)
+        yield _ungiven(engine, subject.workload)
     elif needed and has < needed:
         message = f"{has:.0f} tokens; prompt {subject.workload.prompt_tokens} + response "
-        message += (
-            f"{subject.workload.response_tokens} take {needed}: completions end early, longer prompts are refused"
-        )
-        yield hurts(setting, message, f"{needed}")
+        message += f"{subject.workload.response_tokens} take {needed}"
+        yield hurts(setting, f"{message}: completions end early, longer prompts are refused", f"{needed}")
     elif needed and has > 2 * needed:
         message = f"{has:.0f} tokens, {has / needed:.1f} times what prompt and response take ({needed})"
         yield consider(setting, message, f"{needed}", "a prompt too long is refused at once, not after it ran")
     else:
         yield fine(setting, f"{has:.0f} tokens" + (f" for prompt + response of {needed}" if needed else ""))
+
+
+def _ungiven(engine: EngineView, workload: Workload) -> Found:
+    """The finding about an engine that takes the model's whole context."""
+    positions, needed = context(engine.model), workload.tokens
+    if needed and positions and positions < needed:
+        return hurts(None, f"the model has {positions} positions, prompt and response take {needed}", "shorter lengths")
+    taken = f"the model's whole context{f' of {positions:,} tokens' if positions else ''}"
+    message = f"not given: {engine.name} takes {taken}"
+    message += ", and does not start where one such sequence outgrows the KV cache" if engine.is_vllm else ""
+    wanted = f"{needed} (prompt {workload.prompt_tokens} + response {workload.response_tokens})"
+    suggestion = wanted if needed else "longest prompt + longest response"
+    return consider(engine.at("max_model_len"), message, f"max_model_len: {suggestion}")

@@ -1,0 +1,157 @@
+"""The tables of both hot paths in docs/architecture.md, compared with the functions that run."""
+
+import asyncio
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.rigs.rig import Rig, StartRig
+
+ROOT = Path(__file__).parents[2]
+OVERVIEW = ROOT / "docs" / "architecture.md"
+ELSEWHERE = ("engines/sim/", "engines/inside_vllm/")
+"""Run in an engine's process: no part of the gateway's path here."""
+
+Function = tuple[str, str]
+"""File and qualified name."""
+
+
+class HotPath:
+    """A section of the overview: its table's functions, and the files that it names as helpers."""
+
+    def __init__(self, heading: str) -> None:
+        _, _, rest = OVERVIEW.read_text(encoding="utf-8").partition(f"## {heading}\n")
+        section = rest.partition("\n## ")[0]
+        rows = re.findall(r"^\| [^|]+ \| `([\w/]+\.py)` \| ([^|]+) \|$", section, re.MULTILINE)
+        folders = re.findall(r"`([\w/]+/)`\s\(([^)]+)\)", section)
+        self.functions = {(file, name) for file, names in rows for name in re.findall(r"`([\w.]+)`", names)}
+        self.helpers = {folder + name for folder, names in folders for name in re.findall(r"`(\w+\.py)`", names)}
+
+    @property
+    def files(self) -> set[str]:
+        return {file for file, _ in self.functions} | self.helpers
+
+
+class Calls:
+    """Functions of ours that were called in tasks that served a route, or in tasks that these began."""
+
+    def __init__(self) -> None:
+        self._called: dict[asyncio.Task[Any] | None, set[Function]] = {}
+        self._parents: dict[asyncio.Task[Any], asyncio.Task[Any] | None] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(self._task)
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            loop.set_task_factory(None)
+
+    def below(self, *routes: str) -> set[Function]:
+        begun = {task for task, called in self._called.items() if any(name in routes for _, name in called)}
+        return {function for task, called in self._called.items() if self._is_below(task, begun) for function in called}
+
+    def _is_below(self, task: asyncio.Task[Any] | None, begun: set[asyncio.Task[Any] | None]) -> bool:
+        while task is not None and task not in begun:
+            task = self._parents.get(task)
+        return task is not None
+
+    def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coroutine, loop=loop, **options)
+        self._parents[task] = _current_task()
+        return task
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith((f"{ROOT}/gateway/", f"{ROOT}/engines/")):
+            name = str(Path(file).relative_to(ROOT))
+            if not name.startswith(ELSEWHERE):
+                self._called.setdefault(_current_task(), set()).add((name, frame.f_code.co_qualname))
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # a callback of the loop, or a thread
+        return None
+
+
+def _missing(path: HotPath, called: set[Function]) -> set[Function]:
+    """Functions of the table that were not called. A class stands for any of its methods."""
+    return {
+        (file, name)
+        for file, name in path.functions
+        if not file.startswith(ELSEWHERE)
+        and not any(file == other and (f"{ran}.").startswith(f"{name}.") for other, ran in called)
+    }
+
+
+async def _kept(rig: Rig, version: int) -> None:
+    """Returns when the store has the version, which is written after the update's end."""
+    async with asyncio.timeout(20):
+        while (await rig.get("/v1/weight_store"))[1]["base"] != version:
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def rollout() -> HotPath:
+    return HotPath("Follow one rollout")
+
+
+@pytest.fixture
+def update() -> HotPath:
+    return HotPath("Follow one weight update")
+
+
+async def test_files_of_a_completion_are_in_its_table_or_among_its_helpers(
+    start_rig: StartRig, rollout: HotPath
+) -> None:
+    rig, calls = await start_rig(num_replicas=1), Calls()
+    with calls.recorded():
+        await rig.complete([4, 5, 6])
+    called = calls.below("RolloutRoutes._create_completions")
+    assert {file for file, _ in called} - rollout.files == set()
+    assert rollout.helpers - {file for file, _ in called} == set()
+
+
+async def test_functions_of_the_rollout_table_are_called(start_rig: StartRig, rollout: HotPath) -> None:
+    """By a single sample, a group, a stream, and a group whose replica dies."""
+    rig, calls = await start_rig(num_replicas=2), Calls()
+    with calls.recorded():
+        await rig.complete([4, 5, 6])
+        await rig.complete([4, 5, 6], n=4)
+        body = {"model": "sim", "prompt": [4, 5, 6], "max_tokens": 8, "stream": True}
+        async with rig.client.post(f"{rig.url}/v1/completions", json=body) as stream:
+            assert stream.status == 200
+            await stream.read()
+        asked = asyncio.create_task(rig.complete([4, 5, 6], n=2, max_tokens=24, ignore_eos=True))
+        await rig.begun(samples=2)
+        busy = next(replica for replica in rig.replicas if replica.scheduler.stalled)
+        await busy.kill()
+        rig.hurry()
+        await asked
+    assert _missing(rollout, calls.below("RolloutRoutes._create_completions")) == set()
+
+
+async def test_files_and_functions_of_an_update_are_those_of_its_table(
+    start_rig: StartRig, update: HotPath, tmp_path: Path
+) -> None:
+    rig, calls = await start_rig(sim={"tensors": {"w": [4, 4]}}, weights={"store": str(tmp_path)}), Calls()
+    await rig.open_group()
+    await rig.update()
+    with calls.recorded():
+        await rig.update()
+        await _kept(rig, 2)
+    called = calls.below("WeightRoutes._start", "WeightRoutes._update", "WeightRoutes._finish")
+    assert {file for file, _ in called} - update.files == set()
+    assert update.helpers - {file for file, _ in called} == set()
+    assert _missing(update, called) == {("gateway/weights/updates/machine.py", "UpdateMachine.abort")}

@@ -4,6 +4,7 @@ RolloutGatewayError
 ├── ConfigError               wrong configuration; names file, line, key and remedy
 ├── InvalidRequest            wrong client request; names the field
 │   ├── UnknownModel          no replica serves the model
+│   ├── UnknownRequest        no record of a request of this id
 │   ├── UnknownRoute          no replica's engine has what the route needs
 │   ├── BodyTooLarge          the body is over the limit in bytes
 │   └── DeadlyPrompt          engines die under it
@@ -54,6 +55,10 @@ class UnknownModel(InvalidRequest):
 
 class UnknownRoute(InvalidRequest):
     """No replica's engine supports the route."""
+
+
+class UnknownRequest(InvalidRequest):
+    """There is no record of a request of this id."""
 
 
 class BodyTooLarge(InvalidRequest):

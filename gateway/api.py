@@ -10,6 +10,7 @@ from engines import errors
 _STATUS: dict[type[errors.RolloutGatewayError], int] = {
     errors.BodyTooLarge: 413,
     errors.UnknownModel: 404,
+    errors.UnknownRequest: 404,
     errors.UnknownRoute: 404,
     errors.InvalidRequest: 400,
     errors.DeadlineExceeded: 504,

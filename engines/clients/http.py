@@ -20,6 +20,7 @@ from engines.errors import (
     InvalidRequest,
     NoDescriptors,
 )
+from engines.trace_context import TRACE_CONTEXT
 
 # vLLM and SGLang close idle connections after 5 s; reuse at that moment would look like a dead engine.
 _KEEPALIVE_S = 4.0
@@ -100,7 +101,7 @@ class HttpEngine(Engine, ABC):
         if self._session.closed:
             raise EngineGone(f"{path}: the client is closed", replica_id=self.replica_id)
         data = None if body is None else _encoded(body)
-        headers = {"Content-Type": "application/json"} if data else None
+        headers = TRACE_CONTEXT.get() | ({"Content-Type": "application/json"} if data else {})
         # aiohttp's time limit: asyncio.timeout would also cancel the reader of a stream that is busy with a chunk.
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         try:

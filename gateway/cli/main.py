@@ -4,6 +4,7 @@ up, vllm-serve          deploy, from a configuration or with the options of `trl
 down, scale             remove the application; change the number of replicas
 status, top             report replicas, weights and updates, once or each second
 logs                    print the ends of the engines' logs, and the gateway's events
+trace                   print the life of a request's rollouts
 fetch                   copy a weight version out of a gateway's store
 config                  show, validate, explain, schema
 build                   print the document for `serve deploy`
@@ -41,6 +42,7 @@ from gateway.cli.output import (
 )
 from gateway.cli.scale import scale
 from gateway.cli.top import top
+from gateway.cli.trace import trace, trace_lines
 from gateway.cli.up import up
 from gateway.cli.vllm_serve import HELP, read_command
 from gateway.config.load import explain, load
@@ -228,6 +230,22 @@ def top_command(
     """Watch the fleet in the terminal: the dashboard's figures, each second, until Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt):
         top(stdout_console(), url, api_key, once=once)
+
+
+@app.command("trace")
+def trace_command(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The X-Request-Id sent, or the `id` of the reply.")],
+    url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
+    api_key: Annotated[str, typer.Option("--api-key", envvar="ROLLOUT_API_KEY", help="Admin key.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Print the life of a request's rollouts: waits, replicas, weight versions, ends of attempts, times."""
+    found = trace(url, api_key, request_id)
+    if as_json:
+        print_json(found)
+        return
+    for line in trace_lines(found):
+        print(line)
 
 
 @app.command("build", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)

@@ -1,9 +1,6 @@
 """`rollout-gateway top`: the dashboard in a terminal, drawn from the same JSON."""
 
-import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from engines.engine import Json
-from engines.errors import GatewayUnreachable, NotAllowed
 from gateway.cli.output import plain_table
+from gateway.cli.rollout_url import ask
 
 _EVERY_S = 1.0
-_TIMEOUT_S = 10.0
+_PATH = "/dashboard.json"
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 60
 _EVENTS = 8
@@ -27,34 +24,17 @@ _STYLES = {"SERVING": "green", "UPDATING": "yellow", "SYNCING": "blue", "DRAININ
 def top(console: Console, url: str, key: str, *, once: bool = False) -> None:
     """Draw the fleet each second until Ctrl-C; once for a pipe."""
     if once or not console.is_terminal:
-        console.print(drawn(_read(url, key)))
+        console.print(drawn(ask(url, _PATH, key)))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(drawn(_read(url, key)), refresh=True)
+            live.update(drawn(ask(url, _PATH, key)), refresh=True)
             time.sleep(_EVERY_S)
 
 
 def drawn(data: Json) -> Group:
     """Lay the dashboard's JSON out as lines and tables."""
     return Group(_head(data), Text(), _series(data), Text(), _replicas(data), Text(), *_updates(data), *_events(data))
-
-
-def _read(url: str, key: str) -> Json:
-    request = urllib.request.Request(url.rstrip("/") + "/dashboard.json")
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            found: Json = json.load(response)
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code in (401, 403):
-                raise NotAllowed(f"{url} wants a key: give --api-key", known=error.code == 403) from error
-            raise GatewayUnreachable(f"{url} answered HTTP {error.code} to GET /dashboard.json") from error
-    except (OSError, ValueError) as error:
-        raise GatewayUnreachable(f"no gateway answers at {url}: {error}; --url names another") from error
-    return found
 
 
 def _head(data: Json) -> Text:

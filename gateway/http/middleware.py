@@ -14,6 +14,7 @@ from engines.errors import (
     TooManyRequests,
     WeightUpdateFailed,
 )
+from engines.trace_context import TRACE_CONTEXT, trace_context
 from gateway.api import body_of, error_body, status_of
 from gateway.fleet.metrics import Metrics
 from gateway.http.access import ALLOWANCE, Handler
@@ -42,6 +43,7 @@ class Measurement:
         route, began = resource.canonical if resource else "unknown", time.monotonic()
         status = _GONE
         request[_USAGE] = {}
+        TRACE_CONTEXT.set(trace_context(request.headers))
         try:
             response = await handler(request)
             status = response.status

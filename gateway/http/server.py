@@ -29,6 +29,7 @@ from gateway.http.routes.models import ModelRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
 from gateway.http.routes.sglang import SglangRoutes
 from gateway.http.routes.snapshot_files import SnapshotFiles
+from gateway.http.routes.traces import TraceRoutes
 from gateway.http.routes.trl_legacy import TrlLegacyRoutes
 from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
@@ -77,6 +78,7 @@ class GatewayServer:
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
             SglangRoutes(fleet, scheduler, weights, sglang, models.description),
             dashboard,
+            TraceRoutes(scheduler.lives),
             AboutRoutes(),
         ]
         if config.gateway.trl_legacy:

@@ -1,5 +1,6 @@
 """A server that knows OpenAI's routes and fields alone, and refuses what it does not know, as some do."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
@@ -8,10 +9,14 @@ KNOWN_FIELDS = {"model", "prompt", "messages", "max_tokens", "n", "stream", "str
 
 
 class OpenAiServer:
-    """Lists one model, `gpt`, and answers every prompt with one word of two tokens. `bodies` keeps what it was sent."""
+    """Lists one model, `gpt`, and answers every prompt with one word of two tokens.
+
+    `bodies` and `headers` keep what it was sent.
+    """
 
     def __init__(self, routes: list[web.RouteDef], key: str) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.headers: list[Mapping[str, str]] = []
         card = {"id": "gpt", "object": "model", "owned_by": "me"}
         self.listing: dict[str, Any] = {"object": "list", "data": [card]}
         app = web.Application(middlewares=[self._check_key])
@@ -44,6 +49,7 @@ class OpenAiServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        self.headers.append(request.headers)
         if unknown := set(body) - KNOWN_FIELDS:
             return web.json_response({"error": {"message": f"unknown: {sorted(unknown)}"}}, status=400)
         text = {"message": {"role": "assistant", "content": "echo"}} if "messages" in body else {"text": "echo"}

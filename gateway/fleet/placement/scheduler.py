@@ -20,6 +20,7 @@ from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempts import End, end_of
+from gateway.fleet.placement.lives import Lives
 from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable
 from gateway.fleet.placement.sessions import Sessions
 from gateway.fleet.placement.waiting import Demand, Waiter, WaitingLine
@@ -58,6 +59,7 @@ class Scheduler:
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
         self._closed_for: set[str] = set()
         self._sessions = Sessions()
+        self.lives = Lives()
         fleet.on_change(self._pump_all)
 
     def queue_length(self, model: str) -> int:
@@ -175,12 +177,14 @@ class Scheduler:
 
     @asynccontextmanager
     async def _placed(self, rollout: Rollout) -> AsyncIterator[Replica]:
-        replica = await self._place(rollout)
-        try:
-            with replica.carrying(rollout):
-                yield replica
-        finally:
-            self._pump(rollout.model)
+        with self.lives.attempt(rollout) as attempt:
+            replica = await self._place(rollout)
+            attempt.place(replica)
+            try:
+                with replica.carrying(rollout):
+                    yield replica
+            finally:
+                self._pump(rollout.model)
 
     async def _place(self, rollout: Rollout) -> Replica:
         line, began = self._lines[rollout.model], time.monotonic()

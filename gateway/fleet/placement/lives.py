@@ -1,0 +1,125 @@
+"""The lives of the last rollouts: when each attempt waited and ran, on which replica and weights, and how it ended."""
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from engines.engine import Json
+from engines.errors import DeadlineExceeded, EngineError, Withdrawn
+from engines.trace_context import TRACE_CONTEXT, TRACEPARENT
+from gateway.fleet.placement.attempts import end_of
+from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.replica import Replica
+
+KEPT = 4096
+_ATTEMPTS_KEPT = 64
+# What the dialects put before a request's id in their replies.
+_PREFIXES = ("cmpl-", "chatcmpl-")
+
+
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """One attempt. Times are of day, in seconds; `versions` are the replica's at the attempt's start and end."""
+
+    queued: float
+    replica: Replica | None = None
+    placed: float | None = None
+    ended: float | None = None
+    versions: list[int | None] = field(default_factory=list)
+    end: str = ""
+    error: str = ""
+
+    def place(self, replica: Replica) -> None:
+        """Note the replica that has taken the rollout."""
+        self.replica, self.placed = replica, time.time()
+        self.versions.append(replica.weight_version)
+
+    def finish(self, end: str, error: str = "") -> None:
+        self.ended, self.end, self.error = time.time(), end, error
+        if self.replica is not None:
+            self.versions.append(self.replica.weight_version)
+
+    def report(self) -> Json:
+        return {
+            "queued": self.queued,
+            "placed": self.placed,
+            "ended": self.ended,
+            "replica": self.replica and self.replica.replica_id,
+            "weight_versions": self.versions,
+            "end": self.end or None,
+            "error": self.error or None,
+        }
+
+
+@dataclass(eq=False, slots=True)
+class Life:
+    """One rollout and its attempts. The rest of a sample that was cut off is a rollout of its own."""
+
+    rollout: Rollout
+    traceparent: str | None
+    attempts: deque[Attempt] = field(default_factory=lambda: deque(maxlen=_ATTEMPTS_KEPT))
+
+    def report(self) -> Json:
+        rollout = self.rollout
+        return {
+            "rollout": rollout.request_id,
+            "model": rollout.model,
+            "adapter": rollout.adapter and rollout.adapter.name,
+            "samples": rollout.n,
+            "prompt_tokens": rollout.prompt_tokens,
+            "session": rollout.session or None,
+            "goes_on": rollout.goes_on,
+            "traceparent": self.traceparent,
+            "attempts": [attempt.report() for attempt in self.attempts],
+        }
+
+
+class Lives:
+    """The last 4,096 rollouts, in memory."""
+
+    def __init__(self) -> None:
+        self._lives: OrderedDict[str, Life] = OrderedDict()
+
+    @contextmanager
+    def attempt(self, rollout: Rollout) -> Iterator[Attempt]:
+        """Record an attempt: the wait for a replica and the work there are the block."""
+        attempt = Attempt(time.time())
+        self._life_of(rollout).attempts.append(attempt)
+        try:
+            yield attempt
+        except EngineError as error:
+            cuts_off = attempt.replica is not None and attempt.replica.cuts_off
+            attempt.finish(end_of(error, cuts_off=cuts_off), str(error))
+            raise
+        except DeadlineExceeded as error:
+            attempt.finish("expired", str(error))
+            raise
+        except Withdrawn as error:
+            attempt.finish("aborted", str(error))
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            attempt.finish("given up by the client")
+            raise
+        except BaseException as error:
+            attempt.finish("failed", repr(error))
+            raise
+        attempt.finish("cut off" if attempt.replica and attempt.replica.cuts_off else "answered")
+
+    def of(self, name: str) -> list[Json]:
+        """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""
+        request = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+        return [life.report() for key, life in self._lives.items() if key == request or key.startswith(f"{request}-")]
+
+    def _life_of(self, rollout: Rollout) -> Life:
+        life = self._lives.get(rollout.request_id)
+        # A client may use an id again; the rest of a stream has the id of its beginning.
+        if life is None or not (life.rollout is rollout or rollout.goes_on):
+            life = Life(rollout, TRACE_CONTEXT.get().get(TRACEPARENT))
+            self._lives[rollout.request_id] = life
+            self._lives.move_to_end(rollout.request_id)
+            if len(self._lives) > KEPT:
+                self._lives.popitem(last=False)
+        return life

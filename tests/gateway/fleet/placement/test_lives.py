@@ -1,0 +1,122 @@
+"""The record of a rollout's life, through the gateway and the command."""
+
+import asyncio
+
+import pytest
+
+from engines.errors import InvalidRequest, NotAllowed
+from gateway.cli.trace import trace, trace_lines
+from gateway.fleet.placement import lives
+from tests.rigs.openai_server import OpenAiServer
+from tests.rigs.rig import Json, Rig, StartRig
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+async def life_of(rig: Rig, request_id: str) -> Json:
+    status, found = await rig.get(f"/traces/{request_id}")
+    assert status == 200, found
+    return found
+
+
+async def printed(rig: Rig, request_id: str) -> str:
+    return "\n".join(trace_lines(await asyncio.to_thread(trace, rig.url, "", request_id)))
+
+
+async def test_each_prompt_of_a_request_has_its_attempts(rig: Rig) -> None:
+    body = {"prompt": [[3], [4]], "max_tokens": 4, "n": 2}
+    _, reply = await rig.post("/v1/completions", body, headers={"X-Request-Id": "mine"})
+    found = await life_of(rig, "mine")
+    assert [life["rollout"] for life in found["rollouts"]] == ["mine-0", "mine-1"]
+    assert found["rollouts"] == (await life_of(rig, reply["id"]))["rollouts"]
+    for life in found["rollouts"]:
+        assert (life["model"], life["samples"], life["goes_on"]) == ("sim", 2, False)
+        (attempt,) = life["attempts"]
+        assert attempt["queued"] <= attempt["placed"] <= attempt["ended"]
+        assert attempt["weight_versions"] == [0, 0]
+        assert (attempt["end"], attempt["error"]) == ("answered", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_death_shows_as_a_failed_attempt_and_the_way_on(start_rig: StartRig, stream: bool) -> None:
+    rig = await start_rig(2, sim={"mean_tokens": 100_000})
+    body = {"prompt": [3], "max_tokens": 32, "ignore_eos": True, "stream": stream}
+
+    async def generate() -> int:
+        async with rig.client.post(rig.url + "/v1/completions", json=body, headers={"X-Request-Id": "mine"}) as reply:
+            await reply.read()
+            return reply.status
+
+    running = asyncio.create_task(generate())
+    await rig.begun()
+    (busy,) = [replica for replica in rig.replicas if replica.scheduler.stalled]
+    await busy.kill()
+    rig.hurry()
+    assert await running == 200
+    rollouts = (await life_of(rig, "mine"))["rollouts"]
+    first = rollouts[0]["attempts"][0]
+    assert (first["replica"], first["end"]) == (busy.info.replica_id, "failed")
+    assert busy.info.replica_id in first["error"]
+    last = rollouts[-1]["attempts"][-1]
+    assert last["end"] == "answered"
+    assert last["replica"] != busy.info.replica_id
+    text = await printed(rig, "mine")
+    assert f"on {busy.info.replica_id}, weight version 0" in text
+    assert "failed after" in text
+    assert "answered after" in text
+
+
+async def test_a_client_that_leaves_and_a_rollout_that_runs_are_told_apart(start_rig: StartRig) -> None:
+    rig = await start_rig(1, sim={"mean_tokens": 100_000})
+    body = {"prompt": [3], "max_tokens": 32, "ignore_eos": True}
+    running = asyncio.create_task(rig.post("/v1/completions", body, headers={"X-Request-Id": "mine"}))
+    await rig.begun()
+    assert "it goes on" in await printed(rig, "mine")
+    running.cancel()
+    async with asyncio.timeout(20):
+        while (await life_of(rig, "mine"))["rollouts"][0]["attempts"][0]["end"] != "given up by the client":
+            await asyncio.sleep(0.01)
+
+
+async def test_a_rollout_that_no_replica_takes_in_time_has_expired(start_rig: StartRig) -> None:
+    rig = await start_rig(1, gateway={"queue_timeout_s": 0.1})
+    await rig.post("/pause?mode=keep")
+    await rig.post("/v1/completions", {"prompt": [3]}, headers={"X-Request-Id": "mine"})
+    (attempt,) = (await life_of(rig, "mine"))["rollouts"][0]["attempts"]
+    assert (attempt["end"], attempt["placed"], attempt["replica"]) == ("expired", None, None)
+    assert "gateway.queue_timeout_s" in attempt["error"]
+
+
+async def test_an_unknown_request_is_404_and_the_record_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (await rig.get("/traces/nobody"))[0] == 404
+    with pytest.raises(InvalidRequest, match="X-Request-Id"):
+        await asyncio.to_thread(trace, rig.url, "", "nobody")
+    monkeypatch.setattr(lives, "KEPT", 3)
+    for name in "abcde":
+        await rig.post("/v1/completions", {"prompt": [3], "max_tokens": 1}, headers={"X-Request-Id": name})
+    assert [(await rig.get(f"/traces/{name}"))[0] for name in "abcde"] == [404, 404, 200, 200, 200]
+
+
+async def test_a_trace_needs_an_admin_key(start_rig: StartRig) -> None:
+    keys = {"inference_keys": ["reader"], "admin_keys": ["owner"], "trusted_networks": []}
+    rig = await start_rig(1, gateway=keys)
+    with pytest.raises(NotAllowed, match="--api-key"):
+        await asyncio.to_thread(trace, rig.url, "reader", "mine")
+    with pytest.raises(InvalidRequest):
+        await asyncio.to_thread(trace, rig.url, "owner", "mine")
+
+
+@pytest.mark.parametrize(("sent", "passed"), [(PARENT, PARENT), ("nonsense", None), (None, None)])
+async def test_the_trace_context_reaches_the_engine_and_the_record(
+    start_rig: StartRig, sent: str | None, passed: str | None
+) -> None:
+    server = await OpenAiServer([], "").start()
+    try:
+        rig = await start_rig(engine={"kind": "external", "url": server.url, "model": "gpt"})
+        headers = {"X-Request-Id": "mine"} | ({"traceparent": sent} if sent else {})
+        status, reply = await rig.post("/v1/completions", {"prompt": "hello", "max_tokens": 2}, headers=headers)
+        assert status == 200, reply
+        assert [one.get("traceparent") for one in server.headers] == [passed]
+        assert (await life_of(rig, "mine"))["rollouts"][0]["traceparent"] == passed
+    finally:
+        await server.stop()

@@ -135,15 +135,20 @@ class ExternalServer:
         The wait is bounded by `engine.start_timeout_s`; it ends at once if the server refuses to list its models.
         """
         await self.stop()
+        vllm = VllmEngine(self._replica_id, self._url, api_key=self._key)
+        sglang = SglangEngine(self._replica_id, self._url, self._key)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
-                info = await self._describe(await self._list_models())
+                info = await self._describe(vllm, sglang)
         except TimeoutError as error:
             raise EngineStartFailed(
                 f"the server at {self._url} did not answer /v1/models within {self._config.start_timeout_s:g} s "
                 "(engine.start_timeout_s)",
                 replica_id=self._replica_id,
             ) from error
+        finally:
+            await vllm.close()
+            await sglang.close()
         self._engine = external_engine(info, self._key)
         return info
 
@@ -157,41 +162,29 @@ class ExternalServer:
         if self._engine is not None:
             await self._engine.close()
 
-    async def _list_models(self) -> list[Json]:
-        probe = VllmEngine(self._replica_id, self._url, api_key=self._key)
-        try:
-            while True:
-                try:
-                    models = list((await probe.ask("GET", "/v1/models", None, _PROBE_TIMEOUT_S))["data"])
-                    return await self._as_started(models)
-                except EngineRefused as error:
-                    key = "; is engine.api_key right?" if error.status in (401, 403) else ""
-                    raise EngineStartFailed(f"{self._url}: {error}{key}") from error
-                except (KeyError, TypeError) as error:
-                    raise EngineStartFailed(
-                        f"/v1/models at {self._url} does not list models: is this an OpenAI-compatible server?",
-                        replica_id=self._replica_id,
-                    ) from error
-                except (EngineError, DeadlineExceeded):
-                    await asyncio.sleep(_PROBE_INTERVAL_S)
-        finally:
-            await probe.close()
-
-    async def _as_started(self, models: list[Json]) -> list[Json]:
+    async def _list_models(self, vllm: VllmEngine, sglang: SglangEngine) -> list[Json]:
         """Return the models under their start names, which SGLang forgets when it loads other weights."""
-        if not models or models[0].get("owned_by") != "sglang":
-            return models
-        probe = SglangEngine(self._replica_id, self._url, self._key)
-        try:
-            named = await _answer(probe, "GET", "/v1/models")
-        finally:
-            await probe.close()
-        return list(named["data"]) if named else models
+        while True:
+            try:
+                models = list((await vllm.ask("GET", "/v1/models", None, _PROBE_TIMEOUT_S))["data"])
+                is_sglang = bool(models) and models[0].get("owned_by") == "sglang"
+                named = await _answer(sglang, "GET", "/v1/models") if is_sglang else None
+                return list(named["data"]) if named else models
+            except EngineRefused as error:
+                key = "; is engine.api_key right?" if error.status in (401, 403) else ""
+                raise EngineStartFailed(f"{self._url}: {error}{key}") from error
+            except (KeyError, TypeError) as error:
+                raise EngineStartFailed(
+                    f"/v1/models at {self._url} does not list models: is this an OpenAI-compatible server?",
+                    replica_id=self._replica_id,
+                ) from error
+            except (EngineError, DeadlineExceeded):
+                await asyncio.sleep(_PROBE_INTERVAL_S)
 
-    async def _describe(self, models: list[Json]) -> ReplicaInfo:
-        card = self._chosen(models)
-        found = await self._ask_sglang() if card.get("owned_by") == "sglang" else None
-        found = found or await self._ask_others(str(card["id"]), says_vllm=card.get("owned_by") == "vllm")
+    async def _describe(self, vllm: VllmEngine, sglang: SglangEngine) -> ReplicaInfo:
+        card = self._chosen(await self._list_models(vllm, sglang))
+        found = await _ask_sglang(sglang) if card.get("owned_by") == "sglang" else None
+        found = found or await _ask_others(vllm, str(card["id"]), says_vllm=card.get("owned_by") == "vllm")
         return ReplicaInfo(
             replica_id=self._replica_id,
             incarnation=f"{self._url}@{time.time_ns()}",
@@ -207,35 +200,6 @@ class ExternalServer:
             dialect=found.dialect,
             fetches=found.fetches,
         )
-
-    async def _ask_sglang(self) -> "_Found | None":
-        """Return None if the server does not answer as SGLang does."""
-        probe = SglangEngine(self._replica_id, self._url, self._key)
-        try:
-            openapi, info, version = await asyncio.gather(
-                *(_answer(probe, "GET", path) for path in ("/openapi.json", "/server_info", "/version"))
-            )
-        finally:
-            await probe.close()
-        if not (openapi and info and version):
-            return None
-        parallel = info["vllm_config"]["parallel_config"]
-        routes = frozenset(openapi["paths"])
-        # SGLang takes distributed updates only with one copy of the model.
-        takes_weights = routes >= _SGLANG_WEIGHT_ROUTES and parallel["data_parallel_size"] == 1
-        size = parallel["world_size"] if takes_weights else 0
-        return _Found(Dialect.SGLANG, routes, version["version"], size)
-
-    async def _ask_others(self, model: str, *, says_vllm: bool) -> "_Found":
-        probe = VllmEngine(self._replica_id, self._url, api_key=self._key)
-        try:
-            routes, version, world_size = await _capabilities(probe, model)
-            dialect = Dialect.VLLM if says_vllm and version else Dialect.OPENAI
-            takes_weights = dialect is Dialect.VLLM and routes >= _WEIGHT_ROUTES
-            fetches = takes_weights and await _fetches(probe)
-        finally:
-            await probe.close()
-        return _Found(dialect, routes, version, world_size if takes_weights else 0, fetches)
 
     def _chosen(self, models: list[Json]) -> Json:
         """Return the model named by `engine.served_model_name` or `engine.model`, else the first."""
@@ -259,6 +223,28 @@ class _Found:
     version: str
     world_size: int
     fetches: bool = False
+
+
+async def _ask_sglang(probe: SglangEngine) -> _Found | None:
+    """Return None if the server does not answer as SGLang does."""
+    openapi, info, version = await asyncio.gather(
+        *(_answer(probe, "GET", path) for path in ("/openapi.json", "/server_info", "/version"))
+    )
+    if not (openapi and info and version):
+        return None
+    parallel = info["vllm_config"]["parallel_config"]
+    routes = frozenset(openapi["paths"])
+    # SGLang takes distributed updates only with one copy of the model.
+    takes_weights = routes >= _SGLANG_WEIGHT_ROUTES and parallel["data_parallel_size"] == 1
+    return _Found(Dialect.SGLANG, routes, version["version"], parallel["world_size"] if takes_weights else 0)
+
+
+async def _ask_others(probe: VllmEngine, model: str, *, says_vllm: bool) -> _Found:
+    routes, version, world_size = await _capabilities(probe, model)
+    dialect = Dialect.VLLM if says_vllm and version else Dialect.OPENAI
+    takes_weights = dialect is Dialect.VLLM and routes >= _WEIGHT_ROUTES
+    fetches = takes_weights and await _fetches(probe)
+    return _Found(dialect, routes, version, world_size if takes_weights else 0, fetches)
 
 
 async def _fetches(probe: VllmEngine) -> bool:

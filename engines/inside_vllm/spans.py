@@ -74,15 +74,9 @@ def report_spans(completions: Any, chats: Any) -> None:
 
     @functools.wraps(chat)
     async def conversation(self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
-        last: list[Any] = []
-
-        async def noted() -> AsyncIterator[Any]:
-            async for result in result_generator:
-                last[:] = result.outputs
-                yield result
-
-        response = await chat(self, request, noted(), *args, **kwargs)
-        _add(getattr(response, "choices", ()), counted(last, by_index=True))
+        spans: Spans = {}
+        response = await chat(self, request, _noted(result_generator, spans), *args, **kwargs)
+        _add(getattr(response, "choices", ()), spans)
         return response
 
     @functools.wraps(chat_stream)
@@ -90,19 +84,20 @@ def report_spans(completions: Any, chats: Any) -> None:
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> AsyncIterator[str]:
         spans: Spans = {}
-
-        async def noted() -> AsyncIterator[Any]:
-            async for result in result_generator:
-                spans.update(counted(result.outputs, by_index=True))
-                yield result
-
-        async for event in chat_stream(self, request, noted(), *args, **kwargs):
+        async for event in chat_stream(self, request, _noted(result_generator, spans), *args, **kwargs):
             yield with_spans(event, spans) if spans else event
 
     completions.request_output_to_completion_response = completion
     completions.completion_stream_generator = completion_chunks
     chats.chat_completion_full_generator = conversation
     chats.chat_completion_stream_generator = conversation_chunks
+
+
+async def _noted(results: AsyncIterator[Any], spans: Spans) -> AsyncIterator[Any]:
+    """Pass results on, and add the spans of outputs that have ended to `spans`."""
+    async for result in results:
+        spans.update(counted(result.outputs, by_index=True))
+        yield result
 
 
 def counted(outputs: Iterable[Any], *, by_index: bool = False) -> Spans:

@@ -72,7 +72,7 @@ class EngineServer:
         assert self._process is not None
         assert self._engine is not None
         if (code := self._process.exit_code) is not None:
-            why, _ = self._why(code, f"the engine ended with {code}")
+            why, _ = self._why(self._process, f"the engine ended with {code}")
             # If the guard was killed, orphaned processes may still answer: end them.
             await self._process.stop()
             raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
@@ -91,52 +91,48 @@ class EngineServer:
         command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
         self._has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         command = replace(command, hidden=self._hidden)
-        self._process = self._new_process(command, log_path, config.stop_timeout_s)
+        self._process = process = self._new_process(command, log_path, config.stop_timeout_s)
         self._engine = engine = connect(
             config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=self._has_tee
         )
-        self._process.start()
+        process.start()
         try:
             async with asyncio.timeout(config.start_timeout_s):
-                await self._healthy()
+                await self._healthy(process, engine)
                 # The first request of a new engine takes seconds; rollouts should not pay for it.
                 warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
                 await engine.generate("/v1/completions", warm_up, _WARM_UP_TIMEOUT_S)
-                return await self._describe(engine)
+                return await self._describe(process, engine)
         except TimeoutError:
-            why, may_pass = self._why_late(), False
+            why, may_pass = self._why_late(process), False
         except (EngineError, DeadlineExceeded) as error:
-            why, may_pass = self._why(self._process.exit_code, str(error))
-        words = _last_words(self._process)
+            why, may_pass = self._why(process, str(error))
+        words = _last_words(process)
         await self.stop()
         raise EngineStartFailed(f"{why}\n{words}", replica_id=self._replica_id, may_pass=may_pass)
 
-    async def _healthy(self) -> None:
-        assert self._process is not None
-        assert self._engine is not None
+    async def _healthy(self, process: EngineProcess, engine: Engine) -> None:
         while True:
-            if (code := self._process.exit_code) is not None:
+            if (code := process.exit_code) is not None:
                 raise EngineError(f"the engine ended with {code} before it was ready")
             try:
-                return await self._engine.health(_PROBE_TIMEOUT_S)
+                return await engine.health(_PROBE_TIMEOUT_S)
             except (EngineError, DeadlineExceeded):
-                if self._config.kind is EngineKind.SGLANG and _NO_PORT in read_tail(self._process.log_path):
+                if self._config.kind is EngineKind.SGLANG and _NO_PORT in read_tail(process.log_path):
                     raise EngineError("the engine's port is taken") from None
                 await asyncio.sleep(_PROBE_INTERVAL_S)
 
-    def _why(self, exit_code: int | None, reason: str) -> tuple[str, bool]:
+    def _why(self, process: EngineProcess, reason: str) -> tuple[str, bool]:
         """Return one line on the failure, and True if a retry may succeed, as after any unknown failure."""
-        assert self._process is not None
-        log = read_tail(self._process.log_path)
-        if found := diagnose(self._config.kind, log, exit_code, self._section):
+        log = read_tail(process.log_path)
+        if found := diagnose(self._config.kind, log, process.exit_code, self._section):
             return str(found), found.may_pass
         words = last_error(log)
         return reason + (f' for an unknown reason; its last error: "{words}"' if words else ""), True
 
-    def _why_late(self) -> str:
-        assert self._process is not None
+    def _why_late(self, process: EngineProcess) -> str:
         limit, key = self._config.start_timeout_s, f"{self._section}.start_timeout_s"
-        stage = doing(read_tail(self._process.log_path))
+        stage = doing(read_tail(process.log_path))
         return f"was not ready within {limit:g} s; last stage: {stage}; raise {key} if it only needs more time"
 
     @property
@@ -144,7 +140,7 @@ class EngineServer:
         """The configuration key of this group."""
         return "engine" if self._group == "engine" else f"engines.{self._group}"
 
-    async def _describe(self, engine: Engine) -> ReplicaInfo:
+    async def _describe(self, process: EngineProcess, engine: Engine) -> ReplicaInfo:
         models, version, world, routes = await asyncio.gather(
             *(
                 engine.ask("GET", path, None, _DESCRIBE_TIMEOUT_S)
@@ -152,11 +148,10 @@ class EngineServer:
             )
         )
         reload_reason = await engine.plan_updates(_WARM_UP_TIMEOUT_S)
-        assert self._process is not None
         visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return ReplicaInfo(
             replica_id=self._replica_id,
-            incarnation=f"{self._process.pid}@{time.time_ns()}",
+            incarnation=f"{process.pid}@{time.time_ns()}",
             group=self._group,
             kind=self._config.kind,
             url=engine.url,
@@ -173,9 +168,9 @@ class EngineServer:
             has_tee=self._has_tee,
             fetches=self._has_tee,
             reload_reason=reload_reason,
-            pid=self._process.engine_pid,
+            pid=process.engine_pid,
             started=time.time(),
-            log_path=str(self._process.log_path),
+            log_path=str(process.log_path),
             tensors=_expected_tensors(self._config),
         )
 

@@ -1,7 +1,9 @@
 """The table of clients in docs/compatibility.md, from the results that real runs left in docs/results/clients/.
 
     python -m scripts.docs                            # write it
-    CLIENTS_OUT=docs/results/clients make test-all    # run the clients again; benches: loadtests/studies/bench_clients.py
+    CLIENTS_OUT=docs/results/clients make test-all    # run the clients again
+
+The bench clients are run by loadtests/studies/bench_clients.py.
 """
 
 import json

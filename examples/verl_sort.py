@@ -1,6 +1,8 @@
 """The digit-sorting task for verl: data in parquet files, and a reward function that verl loads by path.
 
-python -m examples.verl_sort FOLDER     # writes train.parquet and test.parquet
+    python -m examples.verl_sort FOLDER
+
+The folder gets train.parquet and test.parquet.
 """
 
 import argparse

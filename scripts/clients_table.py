@@ -1,9 +1,9 @@
 """The table of clients in docs/compatibility.md, from the results that real runs left in docs/results/clients/.
 
-python -m scripts.docs                            # write it
-CLIENTS_OUT=docs/results/clients make test-all    # run the clients again
+    python -m scripts.docs                            # write it
+    CLIENTS_OUT=docs/results/clients make test-all    # run the clients again
 
-loadtests/studies/bench_clients.py has their benches.
+The bench clients are run by loadtests/studies/bench_clients.py.
 """
 
 import json

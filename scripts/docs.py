@@ -1,7 +1,9 @@
 """The documentation's tools: writes the generated parts of README.md and docs/, and checks all of it.
 
-python -m scripts.docs            # write what is generated
-python -m scripts.docs --check    # exit code 1 where a page is stale, or names what does not exist
+    python -m scripts.docs            # write
+    python -m scripts.docs --check    # check
+
+A check ends with exit code 1 where a page is stale, or names what does not exist.
 """
 
 import argparse

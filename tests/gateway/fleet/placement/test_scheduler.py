@@ -1,31 +1,221 @@
-"""In which order rollouts are placed."""
+"""The order in which rollouts are placed, and the work that placing them costs."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+
+from engines.engine import Engine
+from engines.types import EngineKind, ReplicaInfo, ReplicaState
+from gateway.config.schema import GatewayConfig
+from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
+from gateway.fleet.placement import waiting
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
+from gateway.fleet.placement.waiting import Demand, WaitingLine
 from gateway.fleet.replica import Replica
 from tests.rigs.rig import StartRig
 
+MANY = 4000
 
-async def test_the_rest_of_what_has_begun_is_placed_before_what_has_not(start_rig: StartRig) -> None:
-    rig = await start_rig(1)
-    scheduler = Scheduler(rig.config.gateway, rig.fleet, Metrics())
-    placed: list[str] = []
 
-    async def place(request_id: str, *, goes_on: bool = False) -> None:
-        async def call(_: Replica) -> None:
-            placed.append(request_id)
+class PlayedFleet:
+    """Serving replicas of one model, with `places` each, that only count."""
 
-        rollout = Rollout(request_id=request_id, model="sim", n=1, tokens=1, goes_on=goes_on)
-        await scheduler.run(rollout, call)
+    def __init__(self, num_replicas: int, places: int = 2) -> None:
+        self.replicas = [_replica(index, places) for index in range(num_replicas)]
+        self.models = SimpleNamespace(policy="m")
+        self.newest = 0
 
-    scheduler.close_gate("test")
-    tasks = [asyncio.create_task(place(one)) for one in ("first", "second")]
-    tasks.append(asyncio.create_task(place("rest", goes_on=True)))
-    await asyncio.sleep(0.05)
-    assert placed == []
-    scheduler.open_gate("test")
-    await asyncio.gather(*tasks)
-    assert placed == ["rest", "first", "second"]
+    def on_change(self, _: Any) -> None:
+        return
+
+    def serving(self, *_: Any) -> list[Replica]:
+        return self.replicas
+
+    def target_of(self, _: str) -> int:
+        return self.newest
+
+
+def _replica(index: int, places: int) -> Replica:
+    info = ReplicaInfo(
+        replica_id=f"engine-{index}", incarnation="1", group="engine", kind=EngineKind.SIM, url="", model="m",
+        world_size=1, max_model_len=128, max_num_seqs=places // 2, engine_version="1",
+    )  # fmt: skip
+    replica = Replica(info, cast(Engine, SimpleNamespace()), frozen=False)
+    replica.weight_version = 0
+    replica.enter(ReplicaState.SERVING, "played")
+    return replica
+
+
+class Played:
+    """A scheduler over a played fleet. Rollouts run until `end`; `placed` has their ids in order."""
+
+    def __init__(self, num_replicas: int, places: int = 2) -> None:
+        self.fleet = PlayedFleet(num_replicas, places)
+        self.scheduler = Scheduler(GatewayConfig(), cast(Fleet, self.fleet), Metrics())
+        self.placed: list[str] = []
+        self.where: dict[str, str] = {}
+        self._ends: dict[str, asyncio.Event] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def submit(self, request_id: str, **fields: Any) -> None:
+        """Place a rollout, or have it wait."""
+        rollout = Rollout(request_id=request_id, model="m", **{"n": 1, "tokens": 1, **fields})
+        self.tasks.append(asyncio.create_task(self._run(rollout)))
+        await asyncio.sleep(0)
+
+    async def _run(self, rollout: Rollout) -> None:
+        async def call(replica: Replica) -> None:
+            self.placed.append(rollout.request_id)
+            self.where[rollout.request_id] = replica.replica_id
+            await self._ends.setdefault(rollout.request_id, asyncio.Event()).wait()
+
+        await self.scheduler.run(rollout, call)
+
+    async def end(self, *request_ids: str) -> None:
+        """End running rollouts, and let the places that they leave be taken."""
+        for request_id in request_ids:
+            self._ends[request_id].set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The number of waiting rollouts that were looked at."""
+    counted: Counter[str] = Counter()
+    in_turn = WaitingLine.in_turn
+
+    def counting(line: WaitingLine) -> Generator[Any, bool]:
+        turns = in_turn(line)
+        try:
+            waiter = next(turns)
+            while True:
+                counted["looks"] += 1
+                skips = yield waiter
+                waiter = turns.send(skips)
+        except StopIteration:
+            return
+
+    monkeypatch.setattr(WaitingLine, "in_turn", counting)
+    return counted
+
+
+@pytest.mark.parametrize("num_replicas", [2, 256])
+async def test_a_placement_looks_at_as_many_waiters_whatever_the_fleet_and_the_line(
+    looks: Counter[str], num_replicas: int
+) -> None:
+    played = Played(num_replicas)
+    for number in range(2 * num_replicas):
+        await played.submit(f"running-{number}")
+    for number in range(MANY):
+        await played.submit(f"waiting-{number}", request="batch")
+    assert played.scheduler.queue_length("m") == MANY
+    looks.clear()
+    for number in range(4):
+        await played.end(f"running-{number}")
+    assert played.placed[2 * num_replicas :] == [f"waiting-{number}" for number in range(4)]
+    assert looks["looks"] <= 3 * 4  # the rollout that is placed, and the next, for which there is no room
+    await played.stop()
+
+
+async def test_waiters_that_no_replica_is_fresh_enough_for_are_looked_at_as_one(looks: Counter[str]) -> None:
+    played = Played(2)
+    for number in range(MANY):
+        await played.submit(f"ahead-{number}", min_version=7)
+    looks.clear()
+    for number in range(10):
+        await played.submit(f"other-{number}")
+        await played.end(f"other-{number}")
+    assert played.placed == [f"other-{number}" for number in range(10)]
+    assert looks["looks"] <= 4 * 10
+    await played.stop()
+
+
+async def test_a_group_that_waits_for_room_keeps_one_replica_and_no_other() -> None:
+    played = Played(3, places=4)
+    for number in range(3):
+        await played.submit(f"long-{number}", tokens=100)
+    await played.submit("group", n=4)
+    for number in range(20):
+        await played.submit(f"short-{number}")
+    kept = {"engine-0", "engine-1", "engine-2"} - {played.where[one] for one in played.placed if "short" in one}
+    assert len(kept) == 1
+    assert [one for one in played.placed if "short" in one] == [f"short-{number}" for number in range(6)]
+    (long,) = (one for one in played.placed if "long" in one and played.where[one] in kept)
+    await played.end(long)
+    assert played.where["group"] in kept
+    await played.stop()
+
+
+async def test_a_chat_turn_waits_for_one_rollout_of_a_batch_and_not_for_all() -> None:
+    played = Played(1)
+    for number in range(100):
+        await played.submit(f"batch-{number}", request="batch")
+    await played.submit("chat", request="somebody's")
+    await played.end("batch-0", "batch-1")
+    assert "chat" in played.placed[:4]
+    await played.stop()
+
+
+async def test_requests_of_several_prompts_take_turns() -> None:
+    played = Played(1)
+    await played.submit("first-0", request="first")
+    await played.submit("first-1", request="first")
+    for number in range(2, 6):
+        await played.submit(f"first-{number}", request="first")
+    for number in range(3):
+        await played.submit(f"second-{number}", request="second")
+    for place in range(7):
+        await played.end(played.placed[place])
+    assert [one.partition("-")[0] for one in played.placed[2:8]].count("second") == 3
+    await played.stop()
+
+
+def test_time_in_the_line_counts_only_while_no_rollout_of_the_demand_is_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: SimpleNamespace(create_future=lambda: SimpleNamespace()))
+    line = WaitingLine()
+    first, second, ahead = (
+        line.add(Rollout(request_id=name, model="m", n=1, tokens=1, min_version=least))
+        for name, least in (("first", 0), ("second", 0), ("ahead", 7))
+    )
+    clock.now = 160.0
+    assert (line.quiet_s(second, 100.0), line.quiet_s(ahead, 100.0)) == (60.0, 60.0)
+    line.moved(first)
+    clock.now = 165.0
+    assert (line.quiet_s(second, 100.0), line.quiet_s(ahead, 100.0)) == (5.0, 65.0)
+    assert first.demand == second.demand != ahead.demand == Demand(None, 7, None, False, "")
+
+
+async def test_a_batch_that_takes_longer_than_the_longest_wait_keeps_all_that_is_made(start_rig: StartRig) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.02}, gateway={"queue_timeout_s": 2.0})
+    body = {"model": "sim", "prompt": [[5, 6]] * 96, "max_tokens": 50, "ignore_eos": True, "return_token_ids": True}
+    status, reply = await rig.post("/v1/completions", body)  # 6 turns of 16 samples, a second each
+    assert status == 200, reply
+    assert [len(choice["token_ids"]) for choice in reply["choices"]] == [50] * 96
+
+
+async def test_the_rest_of_what_has_begun_is_placed_before_what_has_not() -> None:
+    played = Played(1)
+    played.scheduler.close_gate("test")
+    for name, goes_on in (("first", False), ("second", False), ("rest", True)):
+        await played.submit(name, goes_on=goes_on)
+    assert played.placed == []
+    played.scheduler.open_gate("test")
+    await played.end()
+    assert played.placed == ["rest", "first"]
+    await played.stop()

@@ -9,16 +9,16 @@ from typing import Any, cast
 import pytest
 
 from engines.engine import Engine
+from engines.errors import DeadlineExceeded
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement import waiting
+from gateway.fleet.placement import scheduler, waiting
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
-from gateway.fleet.placement.waiting import Demand, WaitingLine
+from gateway.fleet.placement.waiting import WaitingLine
 from gateway.fleet.replica import Replica
-from tests.rigs.rig import StartRig
 
 MANY = 4000
 
@@ -55,9 +55,9 @@ def _replica(index: int, places: int) -> Replica:
 class Played:
     """A scheduler over a played fleet. Rollouts run until `end`; `placed` has their ids in order."""
 
-    def __init__(self, num_replicas: int, places: int = 2) -> None:
+    def __init__(self, num_replicas: int, places: int = 2, **gateway: Any) -> None:
         self.fleet = PlayedFleet(num_replicas, places)
-        self.scheduler = Scheduler(GatewayConfig(), cast(Fleet, self.fleet), Metrics())
+        self.scheduler = Scheduler(GatewayConfig(**gateway), cast(Fleet, self.fleet), Metrics())
         self.placed: list[str] = []
         self.where: dict[str, str] = {}
         self._ends: dict[str, asyncio.Event] = {}
@@ -182,31 +182,41 @@ async def test_requests_of_several_prompts_take_turns() -> None:
     await played.stop()
 
 
-def test_time_in_the_line_counts_only_while_no_rollout_of_the_demand_is_placed(
+class PlayedClock:
+    """Stands still unless a test moves `now`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def test_time_in_the_line_counts_only_while_no_rollout_of_the_demand_is_placed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(waiting, "time", clock)
-    monkeypatch.setattr(asyncio, "get_running_loop", lambda: SimpleNamespace(create_future=lambda: SimpleNamespace()))
-    line = WaitingLine()
-    first, second, ahead = (
-        line.add(Rollout(request_id=name, model="m", n=1, tokens=1, min_version=least))
-        for name, least in (("first", 0), ("second", 0), ("ahead", 7))
-    )
-    clock.now = 160.0
-    assert (line.quiet_s(second, 100.0), line.quiet_s(ahead, 100.0)) == (60.0, 60.0)
-    line.moved(first)
-    clock.now = 165.0
-    assert (line.quiet_s(second, 100.0), line.quiet_s(ahead, 100.0)) == (5.0, 65.0)
-    assert first.demand == second.demand != ahead.demand == Demand(None, 7, None, False, "")
-
-
-async def test_a_batch_that_takes_longer_than_the_longest_wait_keeps_all_that_is_made(start_rig: StartRig) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.02}, gateway={"queue_timeout_s": 2.0})
-    body = {"model": "sim", "prompt": [[5, 6]] * 96, "max_tokens": 50, "ignore_eos": True, "return_token_ids": True}
-    status, reply = await rig.post("/v1/completions", body)  # 6 turns of 16 samples, a second each
-    assert status == 200, reply
-    assert [len(choice["token_ids"]) for choice in reply["choices"]] == [50] * 96
+    clock = PlayedClock()
+    for module in (scheduler, waiting):
+        monkeypatch.setattr(module, "time", clock)
+    played = Played(1, queue_timeout_s=0.05)
+    for number in range(2):
+        await played.submit(f"running-{number}")
+    for number in range(5):
+        await played.submit(f"waiting-{number}")
+    await played.submit("ahead", min_version=7)
+    for request_id in ("running-0", "running-1", "waiting-0", "waiting-1"):
+        clock.now += 0.04  # of 0.05
+        await played.end(request_id)
+    assert played.placed[2:] == [f"waiting-{number}" for number in range(4)]
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded, match="demands version 7"):
+            await played.tasks[-1]
+    assert not played.tasks[-2].done(), "it has waited for 0.16 s, in which others moved"
+    clock.now += 0.06
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded, match=r"took the rollout within 0\.05 s"):
+            await played.tasks[-2]
+    await played.stop()
 
 
 async def test_the_rest_of_what_has_begun_is_placed_before_what_has_not() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded
-from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -19,44 +18,17 @@ from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.placement.waiting import WaitingLine
 from gateway.fleet.replica import Replica
+from tests.rigs.played_fleet import PlayedFleet
 
 MANY = 4000
-
-
-class PlayedFleet:
-    """Serving replicas of one model, with `places` each, that only count."""
-
-    def __init__(self, num_replicas: int, places: int = 2) -> None:
-        self.replicas = [_replica(index, places) for index in range(num_replicas)]
-        self.models = SimpleNamespace(policy="m")
-        self.newest = 0
-
-    def on_change(self, _: Any) -> None:
-        return
-
-    def serving(self, *_: Any) -> list[Replica]:
-        return self.replicas
-
-    def target_of(self, _: str) -> int:
-        return self.newest
-
-
-def _replica(index: int, places: int) -> Replica:
-    info = ReplicaInfo(
-        replica_id=f"engine-{index}", incarnation="1", group="engine", kind=EngineKind.SIM, url="", model="m",
-        world_size=1, max_model_len=128, max_num_seqs=places // 2, engine_version="1",
-    )  # fmt: skip
-    replica = Replica(info, cast(Engine, SimpleNamespace()), frozen=False)
-    replica.weight_version = 0
-    replica.enter(ReplicaState.SERVING, "played")
-    return replica
+NO_ENGINE = cast(Engine, SimpleNamespace())
 
 
 class Played:
     """A scheduler over a played fleet. Rollouts run until `end`; `placed` has their ids in order."""
 
     def __init__(self, num_replicas: int, places: int = 2, **gateway: Any) -> None:
-        self.fleet = PlayedFleet(num_replicas, places)
+        self.fleet = PlayedFleet([NO_ENGINE] * num_replicas, places)
         self.scheduler = Scheduler(GatewayConfig(**gateway), cast(Fleet, self.fleet), Metrics())
         self.placed: list[str] = []
         self.where: dict[str, str] = {}

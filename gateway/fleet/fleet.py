@@ -123,7 +123,8 @@ class Fleet:
 
     def serving(self, model: str, adapter: Adapter | None = None) -> list[Replica]:
         """Replicas that take rollouts of `model`, or of an adapter of it."""
-        found = [replica for replica in self.replicas if replica.can_serve and replica.info.model == model]
+        ours = self._replicas.values()
+        found = [one for one in ours if one.state is ReplicaState.SERVING and one.info.model == model]
         return found if adapter is None else [replica for replica in found if replica.holds(adapter)]
 
     def asked(self, name: object) -> tuple[str, Adapter | None]:

@@ -11,6 +11,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from engines.errors import BodyTooLarge, InvalidRequest
 
 _READ_TIMEOUT_S = 300.0
+_QUIET_TIMEOUT_S = 30.0  # between two parts of a body
 _LARGEST_INFLATED = 64 << 20
 _UNREADABLE = (web.HTTPBadRequest, web.RequestPayloadError, aiohttp.ClientError, HttpProcessingError)
 # Line ends for clients such as httpx (`aiter_lines`). JSON itself escapes the line ends below U+0020.
@@ -26,7 +27,9 @@ async def read_object(request: web.Request, *, required: bool = True) -> dict[st
         async with asyncio.timeout(_READ_TIMEOUT_S):
             content = await _content(request, limit)
     except TimeoutError as error:
-        raise InvalidRequest(f"the body did not arrive within {_READ_TIMEOUT_S:g} s") from error
+        raise InvalidRequest(
+            f"the body did not arrive within {_READ_TIMEOUT_S:g} s, or no part of it for {_QUIET_TIMEOUT_S:g} s"
+        ) from error
     except _UNREADABLE as error:
         raise InvalidRequest(f"the body cannot be read: {error}") from error
     if not content and not required:
@@ -44,12 +47,14 @@ async def _content(request: web.Request, limit: int) -> bytes:
     """Return the body, decompressed. A compressed body has a smaller limit, as it may inflate to a large size."""
     if "Content-Encoding" in request.headers:
         limit = min(limit, _LARGEST_INFLATED)
-    blocks, size = [], 0
-    async for block in request.content.iter_any():
-        size += len(block)
-        if size > limit:
-            raise BodyTooLarge(_too_large(0, limit))
-        blocks.append(block)
+    blocks, size, clock = [], 0, asyncio.get_running_loop().time
+    async with asyncio.timeout(_QUIET_TIMEOUT_S) as quiet:
+        async for block in request.content.iter_any():
+            quiet.reschedule(clock() + _QUIET_TIMEOUT_S)
+            size += len(block)
+            if size > limit:
+                raise BodyTooLarge(_too_large(0, limit))
+            blocks.append(block)
     return b"".join(blocks)
 
 

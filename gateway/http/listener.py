@@ -27,6 +27,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.http.access import store_key
 from gateway.http.descriptors import raise_limit
+from gateway.http.door import Door
 from gateway.http.guard.tls import Certificate
 from gateway.http.server import GatewayServer
 from gateway.weights.snapshots import AUTO, in_memory
@@ -114,7 +115,6 @@ class Listener:
         runner = web.AppRunner(
             self._server.application(),
             handler_cancellation=True,
-            access_log=None,
             shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
         )
         await runner.setup()
@@ -131,7 +131,7 @@ class Listener:
 async def _listen(runner: web.AppRunner, gateway: GatewayConfig) -> None:
     context = Certificate(gateway.tls).context if gateway.tls.is_on else None
     try:
-        await web.TCPSite(runner, gateway.host, gateway.port, backlog=2048, ssl_context=context).start()
+        await Door(runner, gateway.host, gateway.port, context).start()
     except OSError as error:
         reason = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(

@@ -21,6 +21,7 @@ from gateway.config.schema import Config
 from gateway.fleet.adapter_loading import LOAD_ROUTE
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
+from gateway.http.door import Door
 from gateway.http.listener import engine_client
 from gateway.http.server import GatewayServer
 
@@ -176,7 +177,7 @@ class Rig:
 
     async def listen(self) -> "Rig":
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await Door(self._runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 

@@ -15,7 +15,7 @@ class Backoff:
     @property
     def left_s(self) -> float:
         """Seconds until the replica takes rollouts again; 0 if it does now."""
-        return max(0.0, self._until - time.monotonic())
+        return max(0.0, self._until - time.monotonic()) if self._until else 0.0
 
     def failed(self) -> None:
         self._in_row += 1

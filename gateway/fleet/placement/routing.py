@@ -76,6 +76,8 @@ def is_capable(rollout: Rollout, info: ReplicaInfo) -> bool:
 def fresh_enough(rollout: Rollout, replicas: Iterable[View], newest: int) -> list[View]:
     """Replicas whose weights are as new as the rollout demands. `newest` is the target version during an update."""
     least = rollout.least_version(newest)
+    if not least:
+        return list(replicas)
     return [replica for replica in replicas if (replica.weight_version or 0) >= least]
 
 

@@ -241,8 +241,10 @@ class Scheduler:
     ) -> None:
         """Place a rollout on one of the replicas with room, or reserve one of those that it could go to."""
         rollout = waiter.rollout
-        wanted = {one for one in able if one.replica_id not in rollout.attempts.avoid} or set(able)
-        candidates = [one for one in open_ if one in wanted]
+        wanted, candidates = able, open_
+        if rollout.attempts.avoid:
+            wanted = [one for one in able if one.replica_id not in rollout.attempts.avoid] or able
+            candidates = [one for one in open_ if one in wanted]
         home = self._sessions.home(rollout.model, rollout.session)
         replica = choose(rollout, candidates, home)
         if replica is None:
@@ -259,10 +261,11 @@ class Scheduler:
 
         Where no replica of the model ever can do it, any of them gives the client its error.
         """
-        serving = self._fleet.serving(rollout.model, rollout.adapter)
-        able = [replica for replica in serving if is_capable(rollout, replica.info)]
-        if len(able) < len(serving) and not self._has_capable(rollout):
-            able = serving
+        able = self._fleet.serving(rollout.model, rollout.adapter)
+        if rollout.needs_ids or rollout.needs_route:
+            serving, able = able, [replica for replica in able if is_capable(rollout, replica.info)]
+            if len(able) < len(serving) and not self._has_capable(rollout):
+                able = serving
         ready = [replica for replica in able if not replica.backoff.left_s]
         return fresh_enough(rollout, ready, self._fleet.target_of(rollout.model))
 

@@ -1,31 +1,203 @@
-"""In which order rollouts are placed."""
+"""The order in which rollouts are placed, and the work that placing them costs."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+
+from engines.engine import Engine
+from engines.errors import DeadlineExceeded
+from gateway.config.schema import GatewayConfig
+from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
+from gateway.fleet.placement import scheduler, waiting
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
+from gateway.fleet.placement.waiting import WaitingLine
 from gateway.fleet.replica import Replica
-from tests.rigs.rig import StartRig
+from tests.rigs.played_fleet import PlayedFleet
+
+MANY = 4000
+NO_ENGINE = cast(Engine, SimpleNamespace())
 
 
-async def test_the_rest_of_what_has_begun_is_placed_before_what_has_not(start_rig: StartRig) -> None:
-    rig = await start_rig(1)
-    scheduler = Scheduler(rig.config.gateway, rig.fleet, Metrics())
-    placed: list[str] = []
+class Played:
+    """A scheduler over a played fleet. Rollouts run until `end`; `placed` has their ids in order."""
 
-    async def place(request_id: str, *, goes_on: bool = False) -> None:
-        async def call(_: Replica) -> None:
-            placed.append(request_id)
+    def __init__(self, num_replicas: int, places: int = 2, **gateway: Any) -> None:
+        self.fleet = PlayedFleet([NO_ENGINE] * num_replicas, places)
+        self.scheduler = Scheduler(GatewayConfig(**gateway), cast(Fleet, self.fleet), Metrics())
+        self.placed: list[str] = []
+        self.where: dict[str, str] = {}
+        self._ends: dict[str, asyncio.Event] = {}
+        self.tasks: list[asyncio.Task[None]] = []
 
-        rollout = Rollout(request_id=request_id, model="sim", n=1, tokens=1, goes_on=goes_on)
-        await scheduler.run(rollout, call)
+    async def submit(self, request_id: str, **fields: Any) -> None:
+        """Place a rollout, or have it wait."""
+        rollout = Rollout(request_id=request_id, model="m", **{"n": 1, "tokens": 1, **fields})
+        self.tasks.append(asyncio.create_task(self._run(rollout)))
+        await asyncio.sleep(0)
 
-    scheduler.close_gate("test")
-    tasks = [asyncio.create_task(place(one)) for one in ("first", "second")]
-    tasks.append(asyncio.create_task(place("rest", goes_on=True)))
-    await asyncio.sleep(0.05)
-    assert placed == []
-    scheduler.open_gate("test")
-    await asyncio.gather(*tasks)
-    assert placed == ["rest", "first", "second"]
+    async def _run(self, rollout: Rollout) -> None:
+        async def call(replica: Replica) -> None:
+            self.placed.append(rollout.request_id)
+            self.where[rollout.request_id] = replica.replica_id
+            await self._ends.setdefault(rollout.request_id, asyncio.Event()).wait()
+
+        await self.scheduler.run(rollout, call)
+
+    async def end(self, *request_ids: str) -> None:
+        """End running rollouts, and let the places that they leave be taken."""
+        for request_id in request_ids:
+            self._ends[request_id].set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The number of waiting rollouts that were looked at."""
+    counted: Counter[str] = Counter()
+    in_turn = WaitingLine.in_turn
+
+    def counting(line: WaitingLine) -> Generator[Any, bool]:
+        turns = in_turn(line)
+        try:
+            waiter = next(turns)
+            while True:
+                counted["looks"] += 1
+                skips = yield waiter
+                waiter = turns.send(skips)
+        except StopIteration:
+            return
+
+    monkeypatch.setattr(WaitingLine, "in_turn", counting)
+    return counted
+
+
+@pytest.mark.parametrize("num_replicas", [2, 256])
+async def test_a_placement_looks_at_as_many_waiters_whatever_the_fleet_and_the_line(
+    looks: Counter[str], num_replicas: int
+) -> None:
+    played = Played(num_replicas)
+    for number in range(2 * num_replicas):
+        await played.submit(f"running-{number}")
+    for number in range(MANY):
+        await played.submit(f"waiting-{number}", request="batch")
+    assert played.scheduler.queue_length("m") == MANY
+    looks.clear()
+    for number in range(4):
+        await played.end(f"running-{number}")
+    assert played.placed[2 * num_replicas :] == [f"waiting-{number}" for number in range(4)]
+    assert looks["looks"] <= 3 * 4  # the rollout that is placed, and the next, for which there is no room
+    await played.stop()
+
+
+async def test_waiters_that_no_replica_is_fresh_enough_for_are_looked_at_as_one(looks: Counter[str]) -> None:
+    played = Played(2)
+    for number in range(MANY):
+        await played.submit(f"ahead-{number}", min_version=7)
+    looks.clear()
+    for number in range(10):
+        await played.submit(f"other-{number}")
+        await played.end(f"other-{number}")
+    assert played.placed == [f"other-{number}" for number in range(10)]
+    assert looks["looks"] <= 4 * 10
+    await played.stop()
+
+
+async def test_a_group_that_waits_for_room_keeps_one_replica_and_no_other() -> None:
+    played = Played(3, places=4)
+    for number in range(3):
+        await played.submit(f"long-{number}", tokens=100)
+    await played.submit("group", n=4)
+    for number in range(20):
+        await played.submit(f"short-{number}")
+    kept = {"engine-0", "engine-1", "engine-2"} - {played.where[one] for one in played.placed if "short" in one}
+    assert len(kept) == 1
+    assert [one for one in played.placed if "short" in one] == [f"short-{number}" for number in range(6)]
+    (long,) = (one for one in played.placed if "long" in one and played.where[one] in kept)
+    await played.end(long)
+    assert played.where["group"] in kept
+    await played.stop()
+
+
+async def test_a_chat_turn_waits_for_one_rollout_of_a_batch_and_not_for_all() -> None:
+    played = Played(1)
+    for number in range(100):
+        await played.submit(f"batch-{number}", request="batch")
+    await played.submit("chat", request="somebody's")
+    await played.end("batch-0", "batch-1")
+    assert "chat" in played.placed[:4]
+    await played.stop()
+
+
+async def test_requests_of_several_prompts_take_turns() -> None:
+    played = Played(1)
+    await played.submit("first-0", request="first")
+    await played.submit("first-1", request="first")
+    for number in range(2, 6):
+        await played.submit(f"first-{number}", request="first")
+    for number in range(3):
+        await played.submit(f"second-{number}", request="second")
+    for place in range(7):
+        await played.end(played.placed[place])
+    assert [one.partition("-")[0] for one in played.placed[2:8]].count("second") == 3
+    await played.stop()
+
+
+class PlayedClock:
+    """Stands still unless a test moves `now`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def test_time_in_the_line_counts_only_while_no_rollout_of_the_demand_is_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = PlayedClock()
+    for module in (scheduler, waiting):
+        monkeypatch.setattr(module, "time", clock)
+    played = Played(1, queue_timeout_s=0.05)
+    for number in range(2):
+        await played.submit(f"running-{number}")
+    for number in range(5):
+        await played.submit(f"waiting-{number}")
+    await played.submit("ahead", min_version=7)
+    for request_id in ("running-0", "running-1", "waiting-0", "waiting-1"):
+        clock.now += 0.04  # of 0.05
+        await played.end(request_id)
+    assert played.placed[2:] == [f"waiting-{number}" for number in range(4)]
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded, match="demands version 7"):
+            await played.tasks[-1]
+    assert not played.tasks[-2].done(), "it has waited for 0.16 s, in which others moved"
+    clock.now += 0.06
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded, match=r"took the rollout within 0\.05 s"):
+            await played.tasks[-2]
+    await played.stop()
+
+
+async def test_the_rest_of_what_has_begun_is_placed_before_what_has_not() -> None:
+    played = Played(1)
+    played.scheduler.close_gate("test")
+    for name, goes_on in (("first", False), ("second", False), ("rest", True)):
+        await played.submit(name, goes_on=goes_on)
+    assert played.placed == []
+    played.scheduler.open_gate("test")
+    await played.end()
+    assert played.placed == ["rest", "first"]
+    await played.stop()

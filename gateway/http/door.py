@@ -1,0 +1,116 @@
+"""The gateway's own port: a deadline for the head of each request, and JSON for a head that cannot be read."""
+
+import asyncio
+from ssl import SSLContext
+from typing import Any
+
+import structlog
+from aiohttp import StreamReader, web
+from aiohttp.web_protocol import RequestHandler
+
+from gateway.api import error_body
+from gateway.http.json_body import reply
+
+log = structlog.get_logger()
+
+_HEAD_TIMEOUT_S = 30.0
+_KEEPALIVE_S = 900.0  # also bounds half a head that came with the request before it
+_BACKLOG = 2048
+_HTTP_2 = b"PRI * HTTP/2"
+
+
+class Door(web.BaseSite):
+    """Listens for the clients of an application, with TLS where it has a context."""
+
+    def __init__(self, runner: web.AppRunner, host: str, port: int, context: SSLContext | None = None) -> None:
+        super().__init__(runner, ssl_context=context, backlog=_BACKLOG)
+        self._address = host, port
+
+    @property
+    def name(self) -> str:
+        scheme = "https" if self._ssl_context else "http"
+        return "{}://{}:{}".format(scheme, *self._address)
+
+    async def start(self) -> None:
+        await super().start()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            self._connection, *self._address, ssl=self._ssl_context, backlog=self._backlog
+        )
+
+    def _connection(self) -> "Connection":
+        assert self._runner.server is not None
+        loop = asyncio.get_running_loop()
+        return Connection(self._runner.server, loop=loop, access_log=None, keepalive_timeout=_KEEPALIVE_S)
+
+
+class Connection(RequestHandler):
+    """One client's connection. It is closed where the first head, or a later one that has begun, is late."""
+
+    __slots__ = ("_body", "_head_deadline")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._body: StreamReader | None = None
+        self._head_deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._head_arrived()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        known, reads_body = self._request_count, self._body is not None and not self._body.is_eof()
+        if known == 0 and data.startswith(_HTTP_2):
+            self._refuse_http_2()
+            return
+        super().data_received(data)
+        if self._request_count > known:
+            self._body = self._messages[-1][1]
+            self._head_arrived()
+        elif data and self._head_deadline is None and not reads_body:  # aiohttp itself calls this without data
+            self._await_head()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer a head that cannot be read, and failures outside of the application."""
+        if status >= 500:
+            self.log_exception("Error handling request from %s", request.remote, exc_info=exc)
+        else:
+            log.info("a request cannot be read", peer=request.remote, status=status, error=message)
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of another response is sent already")
+        response = reply(error_body(f"the request cannot be read: {message or exc}", status), status)
+        response.force_close()
+        return response
+
+    def _await_head(self) -> None:
+        self._head_deadline = asyncio.get_running_loop().call_later(_HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _head_arrived(self) -> None:
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None
+
+    def _head_is_late(self) -> None:
+        self._head_deadline = None
+        if self._request_in_progress:
+            self._await_head()  # it came early; its time begins with the end of the request before it
+        else:
+            self.force_close()
+
+    def _refuse_http_2(self) -> None:
+        body = reply(error_body("HTTP/2 is not spoken here: send HTTP/1.1", 505), 505).body
+        assert isinstance(body, bytes)
+        head = "HTTP/1.1 505 HTTP Version Not Supported\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        assert isinstance(self.transport, asyncio.Transport)
+        self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()

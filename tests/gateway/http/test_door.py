@@ -1,0 +1,91 @@
+"""A client that is slow with its head or its body, or speaks no HTTP/1.1, holds nothing for ever."""
+
+import asyncio
+
+import pytest
+
+from gateway.http import door, json_body
+from tests.rigs.rig import Rig, StartRig
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": [5], "max_tokens": 2}'
+WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+SOON_S = 20.0
+
+
+async def reply_to(rig: Rig, sent: bytes, then: bytes = b"") -> bytes:
+    """All that comes back on a connection that sends this, more after the first reply, and then nothing."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]))
+    writer.write(sent)
+    try:
+        async with asyncio.timeout(SOON_S):
+            first = await reader.read(1) if then else b""
+            writer.write(then)
+            return first + await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"P", HEAD, HEAD + b"X-Long: a"])
+async def test_a_head_that_does_not_arrive_closes_its_connection(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(door, "_HEAD_TIMEOUT_S", 0.2)
+    assert await reply_to(rig, sent) == b""
+    assert (await rig.complete([5]))["choices"]
+
+
+async def test_a_later_head_has_its_deadline_too(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_HEAD_TIMEOUT_S", 0.2)
+    assert (await reply_to(rig, WHOLE, HEAD)).count(b"HTTP/1.1 200 OK") == 1
+
+
+async def test_neither_a_request_that_runs_nor_an_idle_connection_has_a_deadline(start_rig: StartRig) -> None:
+    rig = await start_rig(1)
+    asked = asyncio.create_task(rig.complete([5], max_tokens=20, ignore_eos=True))
+    await rig.begun(tokens=4)
+    assert waiting_for_a_head(rig) == [False]
+    rig.hurry()
+    await asked
+    assert waiting_for_a_head(rig) == [False]
+    _, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]))
+    async with asyncio.timeout(SOON_S):
+        while waiting_for_a_head(rig) != [False, True]:
+            await asyncio.sleep(0.01)
+    writer.close()
+
+
+def waiting_for_a_head(rig: Rig) -> list[bool]:
+    """True for each connection with a deadline for a head; those come last."""
+    assert rig._runner.server is not None
+    connections = rig._runner.server.connections
+    return sorted(one._head_deadline is not None for one in connections if isinstance(one, door.Connection))
+
+
+async def test_a_body_that_stops_is_an_error_and_closes_its_connection(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_body, "_QUIET_TIMEOUT_S", 0.2)
+    reply = await reply_to(rig, WHOLE[:-5])
+    assert reply.startswith(b"HTTP/1.1 400")
+    assert b"no part of it for 0.2 s" in reply
+
+
+async def test_http_2_is_refused_in_json_and_leaves_no_traceback(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    reply = await reply_to(rig, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\x12\x04\0\0\0\0\0")
+    assert reply.startswith(b"HTTP/1.1 505 ")
+    assert b'"HTTP/2 is not spoken here: send HTTP/1.1"' in reply
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"POST / HTTP/1.1\r\nA B\r\n\r\n"]
+)
+async def test_a_head_that_cannot_be_read_is_answered_in_json_and_leaves_no_traceback(
+    rig: Rig, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    reply = await reply_to(rig, sent)
+    assert b" 400 Bad Request" in reply.partition(b"\r\n")[0]
+    assert b"application/json" in reply
+    assert b"cannot be read" in reply
+    assert not [record for record in caplog.records if record.exc_info]

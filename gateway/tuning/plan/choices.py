@@ -125,7 +125,7 @@ def ranked(question: Question) -> list[Choice]:
     if not found:
         raise ConfigError(_why_none(question))
     best_s = min((choice.step_s for choice in found if choice.is_even), default=min(choice.step_s for choice in found))
-    return sorted(found, key=lambda one: one.order(best_s))
+    return sorted(found, key=lambda choice: choice.order(best_s))
 
 
 def best_of_each(choices: Sequence[Choice]) -> list[Choice]:

@@ -47,24 +47,24 @@ def _unknown_keys(file: VerlFile, subject: Subject) -> Iterator[Found]:
 
 def _refused_overrides(file: VerlFile) -> Iterator[Found]:
     composition, keys = Composition(file.keys), file.keys
-    for one in file.overrides:
-        if one.hydra.is_malformed and is_known(one.setting.value) and not one.is_lost:
+    for override in file.overrides:
+        if override.hydra.is_malformed and is_known(override.setting.value) and not override.is_lost:
             message = "Hydra ends the run: its grammar takes such a value in quotes alone"
-            yield hurts(one.setting, message, f"'{one.key}=\"{one.setting.value}\"'")
-        elif one.is_lost or one.hydra.is_group or not (reason := composition.refusal(one.hydra)):
+            yield hurts(override.setting, message, f"'{override.key}=\"{override.setting.value}\"'")
+        elif override.is_lost or override.hydra.is_group or not (reason := composition.refusal(override.hydra)):
             continue
         else:
             says = f"Hydra ends the run: {keys.name} ({keys.trainer}) {reason}"
-            yield hurts(one.setting, says, _instead_of(one, keys))
+            yield hurts(override.setting, says, _instead_of(override, keys))
 
 
-def _instead_of(one: Override, keys: VerlKeys) -> str:
+def _instead_of(override: Override, keys: VerlKeys) -> str:
     """The key to write for an override that Hydra refuses."""
-    if one.plus == "+":
-        return f"{one.key}={one.setting.value}"
-    if near := keys.nearest(one.key):
+    if override.plus == "+":
+        return f"{override.key}={override.setting.value}"
+    if near := keys.nearest(override.key):
         return near
-    return f"+{one.key}={one.setting.value}" if keys.is_free(one.key) else "leave it out"
+    return f"+{override.key}={override.setting.value}" if keys.is_free(override.key) else "leave it out"
 
 
 def _unknown_in_yaml(file: VerlFile) -> Iterator[Found]:

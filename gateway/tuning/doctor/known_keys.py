@@ -15,6 +15,7 @@ from gateway.tuning.doctor.files.hydra_override import HydraOverride
 
 TRL = "TRL 1.16.0"
 ROLLOUT = "actor_rollout_ref.rollout."
+ACTOR = "actor_rollout_ref.actor."
 BASE = "ppo_trainer"
 
 _FOLDER = Path(__file__).parent / "known"

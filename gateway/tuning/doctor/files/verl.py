@@ -106,8 +106,8 @@ def _from_script(path: Path, text: str, version: str) -> VerlFile:
     unread = [f"{path}: {problem}" for problem in script.problems]
     if len(started) > 1:
         unread.append(f"{path}: {len(started)} trainers are started, and the first is read")
-    keys, kind, notes = _trainer(path, [word for word, _ in words], overrides, version)
-    given, defaults = notes.settings, dict(keys.defaults)
+    keys, kind, given, notes = _trainer(path, [word for word, _ in words], overrides, version)
+    defaults = dict(keys.defaults)
     for override in overrides:
         if override.is_lost or override.hydra.is_group or override.key in _CHOICES:
             continue
@@ -116,7 +116,7 @@ def _from_script(path: Path, text: str, version: str) -> VerlFile:
             given.pop(override.key, None)
         else:
             given[override.key] = override.setting
-    unread += notes.texts
+    unread += notes
     unread += [
         f"{setting.place}: {setting.key}={setting.value}: a run alone has its value"
         for setting in (override.setting for override in overrides)
@@ -125,14 +125,6 @@ def _from_script(path: Path, text: str, version: str) -> VerlFile:
     if _NAMES_NPU.search(path.name + text):
         defaults["trainer.device"] = "npu"
     return VerlFile(Values("verl", given, defaults), tuple(overrides), kind, keys, tuple(unread))
-
-
-@dataclass(slots=True)
-class _Notes:
-    """Settings of a configuration file that a command names, and what could not be read of it."""
-
-    settings: dict[str, Setting]
-    texts: list[str]
 
 
 def _is_trainer(command: Command) -> bool:
@@ -186,16 +178,18 @@ def _line_of(lines: Sequence[str], key: str, word: str, command_line: int) -> in
 
 def _trainer(
     path: Path, words: Sequence[str], overrides: Sequence[Override], version: str
-) -> tuple[VerlKeys, VerlKind, _Notes]:
-    """The keys and the kind of the trainer that a command starts."""
+) -> tuple[VerlKeys, VerlKind, dict[str, Setting], list[str]]:
+    """The keys and the kind of the trainer that a command starts, the settings of the configuration file that it names,
+    and what could not be read."""
     module = _module(words)
-    notes = _Notes({}, [])
+    settings: dict[str, Setting] = {}
+    notes = []
     name = _option(words, "--config-name").removesuffix(".yaml")
     if not name:
         name = trainer_of_module(module, version) if module else BASE
     known = trainer_names(version)
     if name not in known and (file := _config_file(path, _option(words, "--config-path"), name)):
-        name = _add_config_file(file, known, notes)
+        name, settings = _read_config_file(file, known)
     chosen = " ".join(
         f"{override.key}={override.setting.value}"
         for override in overrides
@@ -207,8 +201,8 @@ def _trainer(
     if not keys.is_complete:
         if any(".megatron." in override.key for override in overrides):
             keys = replace(verl_keys("ppo_megatron_trainer", version), is_complete=False)
-        notes.texts.append(f"{path}: {keys.name} has no trainer {name or module}: its keys are not judged")
-    return keys, _kind(module, name, overrides), notes
+        notes.append(f"{path}: {keys.name} has no trainer {name or module}: its keys are not judged")
+    return keys, _kind(module, name, overrides), settings, notes
 
 
 def _option(words: Sequence[str], option: str) -> str:
@@ -231,13 +225,12 @@ def _config_file(path: Path, folder: str, name: str) -> Path | None:
     return None
 
 
-def _add_config_file(file: Path, known: Sequence[str], notes: _Notes) -> str:
-    """Adds the settings of a user's own configuration file; returns the trainer of verl that it builds on."""
+def _read_config_file(file: Path, known: Sequence[str]) -> tuple[str, dict[str, Setting]]:
+    """The trainer of verl that a user's own configuration file builds on, and the file's settings."""
     tree, lines = read_yaml(file, read_text(file))
     defaults = tree.get("defaults")
     names = [name for name in defaults if isinstance(name, str)] if isinstance(defaults, list) else []
-    notes.settings.update(_settings(file, tree, lines))
-    return next((name for name in names if name in known), "")
+    return next((name for name in names if name in known), ""), _settings(file, tree, lines)
 
 
 def _kind(module: str, name: str, overrides: Sequence[Override]) -> VerlKind:
@@ -255,9 +248,7 @@ def _from_tree(path: Path, tree: Tree, lines: Mapping[Key, int], version: str) -
     roots = {key.partition(".")[0] for name in trainer_names(version) for key in verl_keys(name, version).defaults}
     if any(str(name).partition(".")[0] in roots for name in tree):
         keys = _nearest_trainer(settings, version)
-        kind = VerlKind.SFT if "sft" in keys.trainer else VerlKind.RL
-        kind = VerlKind.GENERATION if keys.trainer in ("generation", "evaluation") else kind
-        return VerlFile(Values("verl", settings, keys.defaults), (), kind, keys)
+        return VerlFile(Values("verl", settings, keys.defaults), (), _kind("", keys.trainer, ()), keys)
     if not any(name in rollout_config() for name in tree):
         raise ConfigError(
             f"{path}: no configuration of verl: none of {', '.join(map(str, tree)) or 'its keys'} is a key"

@@ -72,7 +72,7 @@ def _statistics(live: Live, subject: Subject) -> Iterator[Found]:
 )
 def _kv_capacity(live: Live, subject: Subject) -> Iterator[Found]:
     view = live.engine()
-    longest = view.context if view else _reported_context(live)
+    longest = view.number("max_model_len") if view else _reported_context(live)
     most = view.number("max_num_seqs") if view else None
     for replica_id, tokens in live.kv_tokens().items():
         setting = live.setting("kv_cache_tokens", tokens)

@@ -32,8 +32,10 @@ def down(name: str, report: Report) -> bool:
     """
     api, state = serve_api(name), State.read(name)
     engines: dict[int, int] = {}
+    applications: dict[str, Any] = {}
     try:
-        application = _application(api, name)
+        applications = _applications(api)
+        application = applications.get(name)
         engines = _local_engines(api, application)
         removed = application is not None and delete(api, name, report)
     except ClusterSilent:
@@ -42,7 +44,7 @@ def down(name: str, report: Report) -> bool:
         application, removed = None, False  # its Ray is ours, and takes the application along
     if state is not None and state.ray_lives:
         report.step("stopping Ray")
-        others = sorted(set(_names(api)) - {name})
+        others = sorted(applications.keys() - {name})
         stop_ray(state)
         report.note(f"stopped Ray{', with ' + ', '.join(others) if others else ''}")
         removed = True
@@ -94,18 +96,13 @@ def stay(name: str, report: Report) -> None:
             signal.signal(number, handler)
 
 
-def _application(api: ServeApi, name: str) -> dict[str, Any] | None:
+def _applications(api: ServeApi) -> dict[str, Any]:
+    """Return Serve's details of each application by name; empty where it does not run."""
     try:
-        return api.application(name)
+        found: dict[str, Any] = api.details()["applications"]
     except ClusterUnreachable:
-        return None
-
-
-def _names(api: ServeApi) -> list[str]:
-    try:
-        return list(api.details()["applications"])
-    except (ClusterSilent, ClusterUnreachable):
-        return []
+        return {}
+    return found
 
 
 def _local_engines(api: ServeApi, application: Mapping[str, Any] | None) -> dict[int, int]:

@@ -36,7 +36,7 @@ def scale(
     `engine.drain_timeout_s`.
     """
     application, config = deployed(name)
-    group = _chosen(config, group)
+    group = config.chosen_group(group)
     _check(config, group, num_replicas)
     api = serve_api(name)
     with changing(name, "scale"):
@@ -51,20 +51,9 @@ def scale(
             found,
             config.fleet.complete_within_s,
             f"{num_replicas} replicas of {group}",
-            lambda status: sum(one["group"] == group for one in status.get("replicas", ())) == num_replicas,
+            lambda status: sum(replica["group"] == group for replica in status.get("replicas", ())) == num_replicas,
         )
     return found
-
-
-def _chosen(config: Config, group: str | None) -> str:
-    groups = ", ".join(config.groups)
-    if group is None:
-        if len(config.groups) > 1:
-            raise ConfigError(f"there are several engine groups: name one with --group ({groups})")
-        return next(iter(config.groups))
-    if group not in config.groups:
-        raise ConfigError(f"--group {group}: there is no such engine group; there is {groups}")
-    return group
 
 
 def _check(config: Config, group: str, num_replicas: int) -> None:

@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from engines.types import ReplicaState
+from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.attempts import End
-from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
 
@@ -77,9 +77,9 @@ class Metrics:
         self.samples_in_flight = gauge("samples_in_flight", "Samples placed on a replica.", ["model", "replica"])
         self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.", ["model"])
 
-    def observe(self, replicas: Iterable[Replica], queue_lengths: Mapping[str, int]) -> None:
+    def observe(self, fleet: Fleet, queue_lengths: Mapping[str, int]) -> None:
         """Set the gauges just before a scrape. `queue_lengths` are by model."""
-        replicas = list(replicas)
+        replicas = fleet.replicas
         for gauge in (self.queue_length, self.replicas, self.samples_in_flight, self.replica_weight_version):
             gauge.clear()
         for model, length in queue_lengths.items():
@@ -91,6 +91,10 @@ class Metrics:
             self.samples_in_flight.labels(replica.info.model, replica.label).set(replica.load_samples)
             version = replica.weight_version
             self.replica_weight_version.labels(replica.label).set(-1 if version is None else version)
+        for group, number in fleet.expected_by_group.items():
+            self.replicas_expected.labels(group).set(number)
+            self.replicas_lost.labels(group).set(fleet.losses.get(group, 0))
+        self.ready.set(fleet.is_ready)
         self.weight_age_seconds.set(time.time() - self._version_at[1])
 
     def observe_versions(self, version: int, behind: int) -> None:
@@ -99,13 +103,6 @@ class Metrics:
             self._version_at = (version, time.time())
         self.weight_version.set(version)
         self.replicas_behind.set(behind)
-
-    def observe_fleet(self, expected: Mapping[str, int], lost: Mapping[str, int], *, is_ready: bool) -> None:
-        """Set the numbers of expected and lost replicas, by engine group."""
-        for group, number in expected.items():
-            self.replicas_expected.labels(group).set(number)
-            self.replicas_lost.labels(group).set(lost.get(group, 0))
-        self.ready.set(is_ready)
 
     def page(self, engine_pages: dict[str, str]) -> bytes:
         """Return our metrics, then the engines'. `engine_pages` is Prometheus text by replica label."""

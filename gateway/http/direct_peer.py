@@ -4,8 +4,8 @@ A trusted network stands for people's own programs. A page in a browser on a tru
 front of the gateway, send other people's requests from the same address, so such requests need a key.
 """
 
-import ipaddress
 import socket
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import SplitResult, urlsplit
 
 from aiohttp import web
@@ -38,10 +38,11 @@ def _is_from_another_site(request: web.Request) -> bool:
 
 def _has_a_foreign_host(request: web.Request) -> bool:
     """A page may have its site's name resolve to a loopback address, and is then of the same site as this server."""
-    if not _is_loopback(request.remote):
+    address = _address_of(request.remote or "")
+    if address is None or not address.is_loopback:
         return False
     name = (_split(f"//{request.host}").hostname or "").rstrip(".").lower()
-    return not (_is_address(name) or f".{name}".endswith(".localhost") or name in _own_names())
+    return not (_address_of(name) or f".{name}".endswith(".localhost") or name in _own_names())
 
 
 def _split(url: str) -> SplitResult:
@@ -52,16 +53,12 @@ def _split(url: str) -> SplitResult:
         return SplitResult("", "", "", "", "")
 
 
-def _is_loopback(address: str | None) -> bool:
-    return address is not None and _is_address(address) and ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _is_address(name: str) -> bool:
+def _address_of(text: str) -> IPv4Address | IPv6Address | None:
+    """The IP address in a text, without its zone; None for text that is none."""
     try:
-        ipaddress.ip_address(name.partition("%")[0])
+        return ip_address(text.partition("%")[0])
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _own_names() -> tuple[str, str]:

@@ -35,7 +35,7 @@ class Changes:
 
 def changes(deployed: Mapping[str, Any], document: Mapping[str, Any]) -> Changes:
     """Compare Serve's document of a deployed application with the one to deploy."""
-    before, config = (Config.model_validate(one.get("args") or {}) for one in (deployed, document))
+    before, config = (Config.model_validate(application.get("args") or {}) for application in (deployed, document))
     old, new = _revealed(before), _revealed(config)
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     counts = {group: engine.num_replicas for group, engine in before.groups.items()} | _scaled_to(deployed)
@@ -52,7 +52,7 @@ def changes(deployed: Mapping[str, Any], document: Mapping[str, Any]) -> Changes
 
 def scaled(deployed: Mapping[str, Any], group: str, num_replicas: int) -> dict[str, Any]:
     """Return the deployed document with another number of replicas. Other overrides stay."""
-    overrides = {one["name"]: dict(one) for one in deployed.get("deployments") or ()}
+    overrides = {override["name"]: dict(override) for override in deployed.get("deployments") or ()}
     overrides[group] = {**overrides.get(group, {"name": group}), "num_replicas": num_replicas}
     gateways = overrides.get(GATEWAY, {"name": GATEWAY})
     known = (gateways.get("user_config") or {}).get("num_replicas") or {}
@@ -67,8 +67,8 @@ def has_running_engine(application: Mapping[str, Any]) -> bool:
 
 
 def _scaled_to(deployed: Mapping[str, Any]) -> dict[str, int]:
-    overrides = deployed.get("deployments") or ()
-    return {one["name"]: one["num_replicas"] for one in overrides if one.get("num_replicas") is not None}
+    numbers = {override["name"]: override.get("num_replicas") for override in deployed.get("deployments") or ()}
+    return {group: number for group, number in numbers.items() if number is not None}
 
 
 def _revealed(config: Config) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,26 +72,24 @@ class ServeApi:
     def deploy(self, document: Mapping[str, Any]) -> None:
         """Deploy the document's application and leave the cluster's other ones as they are; starts Serve if needed."""
         names = {application["name"] for application in document["applications"]}
-        others = _deployed(self.details(), without=names)
-        self._put({**document, "applications": [*document["applications"], *others]})
+        self._put(document, [*document["applications"], *_deployed(self.details(), without=names)])
 
     def redeploy(self, name: str, application: Mapping[str, Any]) -> None:
         """Deploy a running application again, changed; the others stay as they are."""
         details = self.details()
-        others = _deployed(details, without={name})
-        document = {key: details[key] for key in ("proxy_location", "http_options")}
-        self._put({**document, "applications": [application, *others]})
+        self._put(details, [application, *_deployed(details, without={name})])
 
     def delete(self, name: str) -> None:
         """Remove one application; the last one takes Serve with it."""
         details = self.details()
-        others = _deployed(details, without={name})
-        if any(other != name for other in details["applications"]):
-            self._put({key: details[key] for key in ("proxy_location", "http_options")} | {"applications": others})
+        if details["applications"].keys() - {name}:
+            self._put(details, _deployed(details, without={name}))
         else:
             self._call("DELETE", _APPLICATIONS, timeout_s=_DEPLOY_TIMEOUT_S)
 
-    def _put(self, document: Mapping[str, Any]) -> None:
+    def _put(self, settings: Mapping[str, Any], applications: Sequence[Mapping[str, Any]]) -> None:
+        """Have Serve run these applications and no other, with its own settings as they are in `settings`."""
+        document = {key: settings[key] for key in ("proxy_location", "http_options")} | {"applications": applications}
         self._call("PUT", _APPLICATIONS, json.dumps(document).encode(), timeout_s=_DEPLOY_TIMEOUT_S)
 
     def _call(self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None) -> bytes:

@@ -61,6 +61,5 @@ class FleetRoutes:
         """Reply with the gateway's and the engines' metrics, in Prometheus' text format."""
         found = {replica.label: page for replica, page in (await self._fleet.metrics_pages()).items()}
         queue_lengths = {model: self._scheduler.queue_length(model) for model in self._fleet.models.names}
-        self._metrics.observe(self._fleet.replicas, queue_lengths)
-        self._metrics.observe_fleet(self._fleet.expected_by_group, self._fleet.losses, is_ready=self._fleet.is_ready)
+        self._metrics.observe(self._fleet, queue_lengths)
         return web.Response(body=self._metrics.page(found), content_type="text/plain", charset="utf-8")

@@ -198,7 +198,7 @@ def _lease_of(body: Json) -> str:
 
 def _notice_lost_host(request: web.Request) -> None:
     """Let the kernel end a connection whose other host has been silent for 4 s."""
-    connection = None if request.transport is None else request.transport.get_extra_info("socket")
+    connection = request.transport.get_extra_info("socket") if request.transport else None
     if connection is None:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -11,7 +11,7 @@ from gateway.tuning.doctor.files.trl import TrlFile
 from gateway.tuning.doctor.files.verl import VerlFile, VerlKind
 from gateway.tuning.doctor.known_keys import ROLLOUT
 from gateway.tuning.doctor.model_size import weight_gib
-from gateway.tuning.doctor.trainer_memory import is_offloaded, resident_gib
+from gateway.tuning.doctor.trainer_memory import gpus_of, is_offloaded, resident_gib
 from gateway.tuning.doctor.values import Values, as_number
 
 # Our levers in verl's rollout section, and True where verl 0.9.1 passes them to SGLang as to vLLM
@@ -95,10 +95,6 @@ class EngineView:
         has_experts = self.value("enable_expert_parallel") is True or (self.number("expert_parallel_size") or 1) > 1
         return tensor_parallel * (self.number("data_parallel_size") or 1) if has_experts else tensor_parallel
 
-    @property
-    def context(self) -> float | None:
-        return self.number("max_model_len")
-
     def reaches(self, lever: str) -> bool:
         """True if the lever is passed to the engine."""
         return self.owner != "verl" or self.is_vllm or _VERL_LEVERS.get(lever, False)
@@ -128,9 +124,7 @@ def verl_engine(file: VerlFile) -> EngineView | None:
     values = file.values
     # RolloutConfig wants a name, and most of its levers mean the same in both engines.
     name = values.text(ROLLOUT + "name") or ("vllm" if file.kind is VerlKind.ROLLOUT else "")
-    if file.kind is VerlKind.SFT:
-        return None
-    if name not in (EngineKind.VLLM, EngineKind.SGLANG):
+    if not file.has_rollouts or name not in (EngineKind.VLLM, EngineKind.SGLANG):
         return None
     settings = {
         lever: values.at(ROLLOUT + key)
@@ -165,13 +159,11 @@ def _is_colocated(file: VerlFile) -> bool:
 
 def _verl_replicas(values: Values) -> int | None:
     """GPUs over the GPUs of one engine, as verl's LLMServerManager counts."""
-    own_nodes = values.whole(ROLLOUT + "nnodes")
-    section = ROLLOUT if own_nodes else "trainer."
-    nodes, gpus = values.whole(section + "nnodes"), values.whole(section + "n_gpus_per_node")
+    gpus = gpus_of(values, ROLLOUT if values.whole(ROLLOUT + "nnodes") else "trainer.")
     sizes = [values.whole(ROLLOUT + key) for key in ("tensor_model_parallel_size", "data_parallel_size")]
-    if not nodes or not gpus or not all(sizes):
+    if not gpus or not all(sizes):
         return None
-    return max(1, nodes * gpus // ((sizes[0] or 1) * (sizes[1] or 1)))
+    return max(1, gpus // ((sizes[0] or 1) * (sizes[1] or 1)))
 
 
 def trl_engine(values: Values, processes: int) -> EngineView | None:

@@ -15,6 +15,7 @@ from gateway.tuning.doctor.files.hydra_override import HydraOverride
 
 TRL = "TRL 1.16.0"
 ROLLOUT = "actor_rollout_ref.rollout."
+ACTOR = "actor_rollout_ref.actor."
 BASE = "ppo_trainer"
 
 _FOLDER = Path(__file__).parent / "known"
@@ -122,7 +123,7 @@ def release_of(version: str) -> str:
         return releases[-1]
     if not _RELEASE.fullmatch(version):
         raise ConfigError(f"argument --verl-version: {version!r}: expected a release such as {releases[-1]}")
-    return next((one for one in reversed(releases) if _numbers(one) <= _numbers(version)), releases[0])
+    return next((release for release in reversed(releases) if _numbers(release) <= _numbers(version)), releases[0])
 
 
 @cache
@@ -132,12 +133,12 @@ def verl_keys(trainer: str = BASE, version: str = "") -> VerlKeys:
     table = _table(release_of(version))
     if trainer == BASE:
         return VerlKeys(table["release"], trainer, table["base"])
-    other = table["others"].get(trainer)
-    if other is None:
+    own = table["others"].get(trainer)
+    if own is None:
         return VerlKeys(table["release"], trainer, table["base"], is_complete=False)
-    without = tuple(f"{section}." for section in other["without"])
+    without = tuple(f"{section}." for section in own["without"])
     kept = {key: value for key, value in table["base"].items() if not f"{key}.".startswith(without)}
-    return VerlKeys(table["release"], trainer, kept | other["keys"])
+    return VerlKeys(table["release"], trainer, kept | own["keys"])
 
 
 @cache

@@ -7,7 +7,7 @@ from gateway.config.load import Setting
 from gateway.config.schema import Config
 from gateway.tuning.doctor.engine_view import EngineView, gateway_engines, trl_engine, trl_server, verl_engine
 from gateway.tuning.doctor.files.trl import TrlFile, read_trl
-from gateway.tuning.doctor.files.verl import VerlFile, VerlKind, read_verl
+from gateway.tuning.doctor.files.verl import VerlFile, read_verl
 from gateway.tuning.doctor.live import Live
 from gateway.tuning.doctor.workload import Workload, trl_workload, verl_workload
 
@@ -56,7 +56,7 @@ def subject_of(
     workload = Workload()
     if trl_file and trl_file.has_trainer:
         workload = trl_workload(trl_file.values, trl_processes)
-    if verl_file and verl_file.kind is not VerlKind.SFT:
+    if verl_file and verl_file.has_rollouts:
         workload = verl_workload(verl_file)
     return Subject(
         engines=(*(gateway_engines(config, settings or []) if config else ()), *(engine for engine in found if engine)),

@@ -66,8 +66,8 @@ class Values:
             rest = select[2] or "null"
             if "${" not in rest:
                 return replace(found, value=hydra_value(rest))
-            other = Values(self.title, {**self._given, key: replace(found, value=rest)}, self._defaults, self._prefix)
-            return other._at(key, hops - 1)
+            without = Values(self.title, {**self._given, key: replace(found, value=rest)}, self._defaults, self._prefix)
+            return without._at(key, hops - 1)
         if reference := _REFERENCE.fullmatch(found.value):
             return replace(self._at(_absolute(reference[1], key), hops - 1), key=self.shown(key))
         return found

@@ -66,9 +66,14 @@ def generation_batch(values: Values, processes: int) -> int | None:
     """Completions that one generation call asks for: TRL's GRPOConfig.__post_init__."""
     if given := values.whole("generation_batch_size"):
         return given
-    steps = values.whole("steps_per_generation") or values.whole("gradient_accumulation_steps")
+    steps = values.whole(key_of_steps(values))
     size = values.whole("per_device_train_batch_size")
     return size * processes * steps if size and steps else None
+
+
+def key_of_steps(values: Values) -> str:
+    """The field that says how many steps one generation call is for."""
+    return "steps_per_generation" if values.whole("steps_per_generation") else "gradient_accumulation_steps"
 
 
 def _whole(setting: Setting | None) -> int | None:

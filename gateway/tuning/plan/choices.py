@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.errors import ConfigError
 from gateway.tuning.plan.gpu import Gpu
@@ -125,7 +125,7 @@ def ranked(question: Question) -> list[Choice]:
     if not found:
         raise ConfigError(_why_none(question))
     best_s = min((choice.step_s for choice in found if choice.is_even), default=min(choice.step_s for choice in found))
-    return sorted(found, key=lambda one: one.order(best_s))
+    return sorted(found, key=lambda choice: choice.order(best_s))
 
 
 def best_of_each(choices: Sequence[Choice]) -> list[Choice]:
@@ -182,7 +182,7 @@ def _of_engine(
 
 def _choice(question: Question, trainer_gpus: int, replicas: int, memory: EngineMemory, engine: EngineModel) -> Choice:
     work, shape = question.work, question.shape
-    made = rollout(engine, work.of_prompts(math.ceil(work.prompts / replicas)))
+    made = rollout(engine, replace(work, prompts=math.ceil(work.prompts / replicas)))
     train_s = sync_s = 0.0
     if trainer_gpus:
         tokens = work.completions * (work.prompt.mean + work.response.mean)

@@ -80,20 +80,20 @@ def _table(choices: Sequence[Choice]) -> Table:
         table.add_column(name, justify="right")
     for name in ("running", "full ones fit", "TRL batch", "limit"):
         table.add_column(name, justify="right")
-    for one in choices:
+    for choice in choices:
         table.add_row(
-            f"{one.step_s:.1f}",
-            f"{one.rollout_s:.1f}",
-            f"{one.train_s:.1f}",
-            f"{one.tokens_per_s:,.0f}",
-            str(one.trainer_gpus),
-            f"{one.replicas} x {one.tensor_parallel}",
-            str(one.max_num_seqs),
-            str(one.api_servers),
-            str(one.on_replica.most_running),
-            str(one.full_sequences),
-            _trl_batch(one),
-            one.limit,
+            f"{choice.step_s:.1f}",
+            f"{choice.rollout_s:.1f}",
+            f"{choice.train_s:.1f}",
+            f"{choice.tokens_per_s:,.0f}",
+            str(choice.trainer_gpus),
+            f"{choice.replicas} x {choice.tensor_parallel}",
+            str(choice.max_num_seqs),
+            str(choice.api_servers),
+            str(choice.on_replica.most_running),
+            str(choice.full_sequences),
+            _trl_batch(choice),
+            choice.limit,
         )
     return table
 

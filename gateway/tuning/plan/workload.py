@@ -1,7 +1,7 @@
 """The workload of a training step: prompts, samples, and their lengths."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engines.errors import ConfigError
 
@@ -62,10 +62,6 @@ class StepWorkload:
         for name, value in (("prompts", self.prompts), ("samples", self.samples)):
             if value < 1:
                 raise ConfigError(f"--{name} {value}: at least 1")
-
-    def of_prompts(self, prompts: int) -> "StepWorkload":
-        """The same with so many prompts."""
-        return replace(self, prompts=prompts)
 
     @property
     def completions(self) -> int:

@@ -14,7 +14,6 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError
 from gateway.config.load import load
 from gateway.config.node_gpus import read_gpus, visible_gpus
-from gateway.config.schema import Config
 from gateway.tuning.plan.options import BATCH, PromptLengths, ResponseLengths, Samples, step_of
 from gateway.tuning.tune.batch import Batch, drawn, recorded
 from gateway.tuning.tune.bench import EngineBench
@@ -65,7 +64,8 @@ def tune_command(
 ) -> None:
     """Measure settings of an engine on this machine, and write the best as a configuration."""
     found = load(config, context.args)
-    name, engine = _group(found, group)
+    name = found.chosen_group(group)
+    engine = found.groups[name]
     batch = recorded(workload, prompts) if workload else drawn(step_of(prompts or _PROMPTS, samples, prompt, response))
     gpus = list(read_gpus(gpu_ids)) if gpu_ids else visible_gpus()
     levers = levers_of(engine, lever or (), batch.completions, len(gpus))
@@ -117,20 +117,10 @@ def _subject(engine: EngineConfig, levers: list[Lever], batch: Batch) -> dict[st
     return {"engine": dumped, "levers": {lever.name: lever.values for lever in levers}, "workload": batch.digest}
 
 
-def _group(config: Config, name: str) -> tuple[str, EngineConfig]:
-    groups = config.groups
-    if not name and len(groups) == 1:
-        return next(iter(groups.items()))
-    if name not in groups:
-        problem = f"{name!r} is none of" if name else "name one of"
-        raise ConfigError(f"--group: {problem} {', '.join(groups)}")
-    return name, groups[name]
-
-
 def _known(file: Path, name: str, engine: EngineConfig) -> EngineConfig:
     """Return the group of the same name, or the only group, of another file."""
     found = load(file)
-    known = found.groups[name] if name in found.groups else _group(found, "")[1]
+    known = found.groups[name if name in found.groups else found.chosen_group("")]
     if (known.kind, known.model) != (engine.kind, engine.model):
         raise ConfigError(
             f"--against {str(file)!r}: it runs {known.kind} with {known.model!r}, and this is {engine.kind} with "

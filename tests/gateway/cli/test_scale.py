@@ -12,7 +12,7 @@ import pytest
 from engines.errors import ConfigError
 from engines.process.engine_server import free_port
 from gateway.cli.cluster.changes import scaled
-from gateway.cli.scale import _check, _chosen
+from gateway.cli.scale import _check
 from gateway.config.schema import Config
 from tests.gateway.cli.test_main import cluster_shell, script, shell  # noqa: F401  # fixtures
 from tests.rigs.rig import StartRig
@@ -41,12 +41,12 @@ def test_serve_gets_the_size_of_the_group_and_the_gateways_number_and_nothing_el
 def test_a_group_is_named_where_there_are_several_and_must_exist() -> None:
     one = Config.model_validate({"engine": {"kind": "sim"}})
     two = Config.model_validate({"engine": {"kind": "sim"}, "engines": {"a": {}, "b": {}}})
-    assert _chosen(one, None) == "engine"
-    assert _chosen(two, "b") == "b"
+    assert one.chosen_group(None) == "engine"
+    assert two.chosen_group("b") == "b"
     with pytest.raises(ConfigError, match=r"name one with --group \(a, b\)"):
-        _chosen(two, None)
+        two.chosen_group(None)
     with pytest.raises(ConfigError, match="there is no such engine group; there is a, b"):
-        _chosen(two, "c")
+        two.chosen_group("c")
 
 
 def test_no_replicas_and_many_of_one_url_are_refused() -> None:

@@ -74,16 +74,18 @@ def _plain(value: object) -> object:
 
 def _from_script(path: Path) -> TrlFile:
     script = read_script(path)
-    launch = next((one for one in script.commands if one.words[:2] == ("accelerate", "launch")), None)
-    serve = next((one for one in script.commands if one.words[:2] == ("trl", "vllm-serve")), None)
-    grpo = next((one for one in script.commands if one.words[:2] == ("trl", "grpo")), None)
+    launch = next((command for command in script.commands if command.words[:2] == ("accelerate", "launch")), None)
+    serve = next((command for command in script.commands if command.words[:2] == ("trl", "vllm-serve")), None)
+    grpo = next((command for command in script.commands if command.words[:2] == ("trl", "grpo")), None)
     trainer = launch or grpo
     if trainer is None and serve is None:
         raise ConfigError(f"{path}: no `accelerate launch`, `trl grpo` or `trl vllm-serve` in it")
     given, processes = _launched(path, trainer) if trainer else ({}, None)
     unread = [f"{path}: {problem}" for problem in script.problems]
     unread += [
-        f"{one.place}: {one.key}={one.value}: a run alone has it" for one in given.values() if not is_known(one.value)
+        f"{setting.place}: {setting.key}={setting.value}: a run alone has it"
+        for setting in given.values()
+        if not is_known(setting.value)
     ]
     server = _options(path, serve.words[2:], serve.line) if serve else {}
     return TrlFile(_values(given), False, server, processes, trainer is not None, tuple(unread))
@@ -173,7 +175,7 @@ def _keywords(path: Path, call: ast.Call, names: Mapping[str, ast.expr]) -> tupl
 def _pairs(node: ast.expr | None) -> dict[str, ast.expr] | None:
     """The fields of {...} or dict(...) with plain names; None for anything else."""
     if isinstance(node, ast.Call) and _name(node.func) == "dict" and not node.args:
-        return {one.arg: one.value for one in node.keywords if one.arg}
+        return {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
         return {
             str(key.value): value

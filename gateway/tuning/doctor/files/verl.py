@@ -99,39 +99,32 @@ def _from_script(path: Path, text: str, version: str) -> VerlFile:
     if not started and not lists:
         raise ConfigError(f"{path}: no override of verl in it; expected words such as data.train_batch_size=1024")
     lines = text.splitlines()
-    words = [(word, started[0].line) for word in started[0].words] if started else []
-    behind = [(word, one.line) for one in lists for word in one.words if not started or one.line >= started[0].line]
+    first_line = started[0].line if started else 0
+    words = [(word, first_line) for word in started[0].words] if started else []
+    behind = [(word, command.line) for command in lists for word in command.words if command.line >= first_line]
     overrides = [*_overrides(path, lines, words), *_overrides(path, lines, behind, are_lost=bool(started))]
     unread = [f"{path}: {problem}" for problem in script.problems]
     if len(started) > 1:
         unread.append(f"{path}: {len(started)} trainers are started, and the first is read")
-    keys, kind, notes = _trainer(path, [word for word, _ in words], overrides, version)
-    given, defaults = notes.settings, dict(keys.defaults)
-    for one in overrides:
-        if one.is_lost or one.hydra.is_group or one.key in _CHOICES:
+    keys, kind, given, notes = _trainer(path, [word for word, _ in words], overrides, version)
+    defaults = dict(keys.defaults)
+    for override in overrides:
+        if override.is_lost or override.hydra.is_group or override.key in _CHOICES:
             continue
-        if one.plus == "~":
-            defaults.pop(one.key, None)
-            given.pop(one.key, None)
+        if override.plus == "~":
+            defaults.pop(override.key, None)
+            given.pop(override.key, None)
         else:
-            given[one.key] = one.setting
-    unread += notes.texts
+            given[override.key] = override.setting
+    unread += notes
     unread += [
-        f"{one.setting.place}: {one.key}={one.setting.value}: a run alone has its value"
-        for one in overrides
-        if not is_known(one.setting.value) or (one.setting.value == "" and defaults.get(one.key) not in ("", None))
+        f"{setting.place}: {setting.key}={setting.value}: a run alone has its value"
+        for setting in (override.setting for override in overrides)
+        if not is_known(setting.value) or (setting.value == "" and defaults.get(setting.key) not in ("", None))
     ]
     if _NAMES_NPU.search(path.name + text):
         defaults["trainer.device"] = "npu"
     return VerlFile(Values("verl", given, defaults), tuple(overrides), kind, keys, tuple(unread))
-
-
-@dataclass(slots=True)
-class _Notes:
-    """Settings of a configuration file that a command names, and what could not be read of it."""
-
-    settings: dict[str, Setting]
-    texts: list[str]
 
 
 def _is_trainer(command: Command) -> bool:
@@ -185,25 +178,31 @@ def _line_of(lines: Sequence[str], key: str, word: str, command_line: int) -> in
 
 def _trainer(
     path: Path, words: Sequence[str], overrides: Sequence[Override], version: str
-) -> tuple[VerlKeys, VerlKind, _Notes]:
-    """The keys and the kind of the trainer that a command starts."""
+) -> tuple[VerlKeys, VerlKind, dict[str, Setting], list[str]]:
+    """The keys and the kind of the trainer that a command starts, the settings of the configuration file that it names,
+    and what could not be read."""
     module = _module(words)
-    notes = _Notes({}, [])
+    settings: dict[str, Setting] = {}
+    notes = []
     name = _option(words, "--config-name").removesuffix(".yaml")
     if not name:
         name = trainer_of_module(module, version) if module else BASE
     known = trainer_names(version)
     if name not in known and (file := _config_file(path, _option(words, "--config-path"), name)):
-        name = _add_config_file(file, known, notes)
-    chosen = " ".join(f"{one.key}={one.setting.value}" for one in overrides if one.key in _CHOICES and not one.is_lost)
+        name, settings = _read_config_file(file, known)
+    chosen = " ".join(
+        f"{override.key}={override.setting.value}"
+        for override in overrides
+        if override.key in _CHOICES and not override.is_lost
+    )
     if f"{name} {chosen}".strip() in known:
         name = f"{name} {chosen}".strip()
     keys = verl_keys(name or module, version)
     if not keys.is_complete:
-        if any(".megatron." in one.key for one in overrides):
+        if any(".megatron." in override.key for override in overrides):
             keys = replace(verl_keys("ppo_megatron_trainer", version), is_complete=False)
-        notes.texts.append(f"{path}: {keys.name} has no trainer {name or module}: its keys are not judged")
-    return keys, _kind(module, name, overrides), notes
+        notes.append(f"{path}: {keys.name} has no trainer {name or module}: its keys are not judged")
+    return keys, _kind(module, name, overrides), settings, notes
 
 
 def _option(words: Sequence[str], option: str) -> str:
@@ -226,13 +225,12 @@ def _config_file(path: Path, folder: str, name: str) -> Path | None:
     return None
 
 
-def _add_config_file(file: Path, known: Sequence[str], notes: _Notes) -> str:
-    """Adds the settings of a user's own configuration file; returns the trainer of verl that it builds on."""
+def _read_config_file(file: Path, known: Sequence[str]) -> tuple[str, dict[str, Setting]]:
+    """The trainer of verl that a user's own configuration file builds on, and the file's settings."""
     tree, lines = read_yaml(file, read_text(file))
     defaults = tree.get("defaults")
-    names = [one for one in defaults if isinstance(one, str)] if isinstance(defaults, list) else []
-    notes.settings.update(_settings(file, tree, lines))
-    return next((name for name in names if name in known), "")
+    names = [name for name in defaults if isinstance(name, str)] if isinstance(defaults, list) else []
+    return next((name for name in names if name in known), ""), _settings(file, tree, lines)
 
 
 def _kind(module: str, name: str, overrides: Sequence[Override]) -> VerlKind:
@@ -240,9 +238,9 @@ def _kind(module: str, name: str, overrides: Sequence[Override]) -> VerlKind:
         return VerlKind.SFT
     if "generation" in module or name in ("generation", "evaluation") or "main_eval" in module:
         return VerlKind.GENERATION
-    if any(one.key.startswith("actor_rollout_ref.") for one in overrides) or name != "":
+    if any(override.key.startswith("actor_rollout_ref.") for override in overrides) or name != "":
         return VerlKind.RL
-    return VerlKind.GENERATION if any(one.key.startswith("rollout.") for one in overrides) else VerlKind.RL
+    return VerlKind.GENERATION if any(override.key.startswith("rollout.") for override in overrides) else VerlKind.RL
 
 
 def _from_tree(path: Path, tree: Tree, lines: Mapping[Key, int], version: str) -> VerlFile:
@@ -250,9 +248,7 @@ def _from_tree(path: Path, tree: Tree, lines: Mapping[Key, int], version: str) -
     roots = {key.partition(".")[0] for name in trainer_names(version) for key in verl_keys(name, version).defaults}
     if any(str(name).partition(".")[0] in roots for name in tree):
         keys = _nearest_trainer(settings, version)
-        kind = VerlKind.SFT if "sft" in keys.trainer else VerlKind.RL
-        kind = VerlKind.GENERATION if keys.trainer in ("generation", "evaluation") else kind
-        return VerlFile(Values("verl", settings, keys.defaults), (), kind, keys)
+        return VerlFile(Values("verl", settings, keys.defaults), (), _kind("", keys.trainer, ()), keys)
     if not any(name in rollout_config() for name in tree):
         raise ConfigError(
             f"{path}: no configuration of verl: none of {', '.join(map(str, tree)) or 'its keys'} is a key"

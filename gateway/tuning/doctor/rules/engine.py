@@ -194,7 +194,7 @@ def _batched_tokens(engine: EngineView, subject: Subject) -> Iterator[Found]:
 
 
 def _whole_prompts(engine: EngineView, subject: Subject, tokens: float) -> Iterator[Found]:
-    setting, longest = engine.at("max_num_batched_tokens"), engine.context or subject.workload.tokens
+    setting, longest = engine.at("max_num_batched_tokens"), engine.number("max_model_len") or subject.workload.tokens
     if longest and tokens < longest:
         message = f"{tokens:.0f}, but without chunked prefill a step has to hold a whole sequence of {longest:.0f}"
         yield hurts(setting, message, "enable_chunked_prefill: true")

@@ -80,7 +80,7 @@ def _responses(workload: Workload, subject: Subject) -> Iterator[Found]:
     source=f"{VERL_CODE}, vllm_async_server.py; {TRL_CODE}, TRL's prompts are checked by the engine alone",
 )
 def _max_model_len(engine: EngineView, subject: Subject) -> Iterator[Found]:
-    setting, needed, has = engine.at("max_model_len"), subject.workload.tokens, engine.context
+    setting, needed, has = engine.at("max_model_len"), subject.workload.tokens, engine.number("max_model_len")
     if has is None:
         yield _ungiven(engine, subject.workload)
     elif needed and has < needed:

@@ -24,20 +24,20 @@ _FEW_SEQUENCES = 4
 def _replicas(live: Live, subject: Subject) -> Iterator[Found]:
     for replica_id, reason in live.status["replicas_refused"].items():
         yield hurts(live.setting(replica_id, "refused", "/status"), f"kept out: {reason}", "mend it, or take it out")
-    for one in live.status["replicas"]:
-        setting = live.setting(one["replica_id"], one["state"], "/status")
-        if one["state"] in ("SERVING", "UPDATING"):
-            yield fine(setting, f"version {one['weight_version']}")
+    for replica in live.status["replicas"]:
+        setting = live.setting(replica["replica_id"], replica["state"], "/status")
+        if replica["state"] in ("SERVING", "UPDATING"):
+            yield fine(setting, f"version {replica['weight_version']}")
         else:
-            yield hurts(setting, f"takes no rollout: {one['reason'] or 'no reason given'}", "see its log")
+            yield hurts(setting, f"takes no rollout: {replica['reason'] or 'no reason given'}", "see its log")
     missing = live.status.get("replicas_missing", ())
     nameless = live.status["replicas_expected"] - len(live.status["replicas"]) - len(missing)
     if nameless > 0:
         setting = live.setting("replicas_expected", live.status["replicas_expected"], "/status")
         yield hurts(setting, f"{nameless} of them are not there", "rollout-gateway status")
-    for one in missing:
-        setting = live.setting(one["group"], "missing", "/status")
-        yield hurts(setting, f"a replica of {one['group']} is not there: {one['reason']}", "see its log")
+    for replica in missing:
+        setting = live.setting(replica["group"], "missing", "/status")
+        yield hurts(setting, f"a replica of {replica['group']} is not there: {replica['reason']}", "see its log")
     for group, count in live.status.get("replicas_lost", {}).items():
         if count:
             message = f"{count} replicas of {group} were lost since the gateway's start, and were restarted"
@@ -72,7 +72,7 @@ def _statistics(live: Live, subject: Subject) -> Iterator[Found]:
 )
 def _kv_capacity(live: Live, subject: Subject) -> Iterator[Found]:
     view = live.engine()
-    longest = view.context if view else _reported_context(live)
+    longest = view.number("max_model_len") if view else _reported_context(live)
     most = view.number("max_num_seqs") if view else None
     for replica_id, tokens in live.kv_tokens().items():
         setting = live.setting("kv_cache_tokens", tokens)
@@ -153,12 +153,12 @@ def _waiting(live: Live, subject: Subject) -> Iterator[Found]:
 )
 def _update_path(live: Live, subject: Subject) -> Iterator[Found]:
     view = live.engine()
-    for one in live.status["replicas"]:
-        reason = one.get("reload_reason")
+    for replica in live.status["replicas"]:
+        reason = replica.get("reload_reason")
         if reason and not (view and view.on_cpu):  # there vLLM packs each weight, whatever the model
             message = f"an update is a reload by vLLM, for which generation stops: {reason}"
             effect = "1.3 s for 16 GB of experts in 4,719 tensors on an H200, against 0.15 s in place"
-            yield consider(live.setting(one["replica_id"], "reload", "/status"), message, "", effect)
+            yield consider(live.setting(replica["replica_id"], "reload", "/status"), message, "", effect)
 
 
 @live_rule(
@@ -208,8 +208,8 @@ def _prefix_hits(live: Live, subject: Subject) -> Iterator[Found]:
     source="docs/architecture.md",
 )
 def _imbalance(live: Live, subject: Subject) -> Iterator[Found]:
-    for model in dict.fromkeys(one["model"] for one in live.status["replicas"]):
-        members = [one["replica_id"] for one in live.status["replicas"] if one["model"] == model]
+    for model in dict.fromkeys(replica["model"] for replica in live.status["replicas"]):
+        members = [replica["replica_id"] for replica in live.status["replicas"] if replica["model"] == model]
         made = {name: tokens for name, tokens in live.by_replica("generated").items() if name in members}
         if len(made) < 2 or sum(made.values()) < _ENOUGH_TOKENS:
             continue
@@ -219,9 +219,9 @@ def _imbalance(live: Live, subject: Subject) -> Iterator[Found]:
         since = f"in {live.watched_s:.0f} s" if live.watched_s else "since they started"
         message = f"{model}: {most} made {ratio:.2f} times the mean of its {len(made)} replicas {since}"
         if ratio > 1.5:
-            yield hurts(setting, message, "see whether one started late, or sessions hold on to it")
+            yield hurts(setting, message, "see whether replica started late, or sessions hold on to it")
         elif ratio > 1.2:
-            yield consider(setting, message, "see whether one started late, or sessions hold on to it")
+            yield consider(setting, message, "see whether replica started late, or sessions hold on to it")
         else:
             yield fine(setting, message)
 

@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from gateway.config.load import Setting
 from gateway.tuning.doctor.files.trl import TrlFile
 from gateway.tuning.doctor.finding import Found, consider, fine, hurts
 from gateway.tuning.doctor.known_keys import nearest_trl_field, trl_defaults
 from gateway.tuning.doctor.rules.rule import TRL_CODE, TRL_GUIDE, trl_file_rule, trl_trainer_rule
 from gateway.tuning.doctor.subject import Subject
 from gateway.tuning.doctor.values import Values, as_number
-from gateway.tuning.doctor.workload import generation_batch
+from gateway.tuning.doctor.workload import generation_batch, key_of_steps
 
 
 @trl_file_rule(
@@ -105,15 +104,10 @@ def _prompt_batch(values: Values, subject: Subject) -> Iterator[Found]:
         message = f"a generation batch of {batch} is not divisible by num_generations {group}: TRL refuses it"
         yield hurts(values.at("num_generations"), message, "batch x processes x steps as a multiple of it")
     elif batch and group:
-        setting, steps = _steps(values)
+        setting, steps = values.at(key_of_steps(values)), values.whole(key_of_steps(values))
         message = f"{batch // group} prompts x {group} samples in one request: "
         message += f"{values.whole('per_device_train_batch_size')} x {processes} processes x {steps} / {group}"
         yield fine(setting, message)
-
-
-def _steps(values: Values) -> tuple[Setting, int | None]:
-    name = "steps_per_generation" if values.whole("steps_per_generation") else "gradient_accumulation_steps"
-    return values.at(name), values.whole(name)
 
 
 @trl_trainer_rule(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from gateway.tuning.doctor.files.shell_script import is_known
 from gateway.tuning.doctor.files.verl import Override, VerlFile, VerlKind
 from gateway.tuning.doctor.finding import Found, consider, fine, hurts
-from gateway.tuning.doctor.known_keys import ROLLOUT, Composition, VerlKeys
+from gateway.tuning.doctor.known_keys import ACTOR, ROLLOUT, Composition, VerlKeys
 from gateway.tuning.doctor.model_size import USUAL_VOCABULARY, vocabulary
 from gateway.tuning.doctor.rules.rule import (
     VERL_CODE,
@@ -18,10 +18,9 @@ from gateway.tuning.doctor.rules.rule import (
     verl_trainer_rule,
 )
 from gateway.tuning.doctor.subject import Subject
-from gateway.tuning.doctor.trainer_memory import is_megatron
+from gateway.tuning.doctor.trainer_memory import gpus_of, is_megatron
 from gateway.tuning.doctor.values import Values
 
-ACTOR = "actor_rollout_ref.actor."
 REF = "actor_rollout_ref.ref."
 MODEL = "actor_rollout_ref.model."
 
@@ -47,24 +46,24 @@ def _unknown_keys(file: VerlFile, subject: Subject) -> Iterator[Found]:
 
 def _refused_overrides(file: VerlFile) -> Iterator[Found]:
     composition, keys = Composition(file.keys), file.keys
-    for one in file.overrides:
-        if one.hydra.is_malformed and is_known(one.setting.value) and not one.is_lost:
+    for override in file.overrides:
+        if override.hydra.is_malformed and is_known(override.setting.value) and not override.is_lost:
             message = "Hydra ends the run: its grammar takes such a value in quotes alone"
-            yield hurts(one.setting, message, f"'{one.key}=\"{one.setting.value}\"'")
-        elif one.is_lost or one.hydra.is_group or not (reason := composition.refusal(one.hydra)):
+            yield hurts(override.setting, message, f"'{override.key}=\"{override.setting.value}\"'")
+        elif override.is_lost or override.hydra.is_group or not (reason := composition.refusal(override.hydra)):
             continue
         else:
             says = f"Hydra ends the run: {keys.name} ({keys.trainer}) {reason}"
-            yield hurts(one.setting, says, _instead_of(one, keys))
+            yield hurts(override.setting, says, _instead_of(override, keys))
 
 
-def _instead_of(one: Override, keys: VerlKeys) -> str:
+def _instead_of(override: Override, keys: VerlKeys) -> str:
     """The key to write for an override that Hydra refuses."""
-    if one.plus == "+":
-        return f"{one.key}={one.setting.value}"
-    if near := keys.nearest(one.key):
+    if override.plus == "+":
+        return f"{override.key}={override.setting.value}"
+    if near := keys.nearest(override.key):
         return near
-    return f"+{one.key}={one.setting.value}" if keys.is_free(one.key) else "leave it out"
+    return f"+{override.key}={override.setting.value}" if keys.is_free(override.key) else "leave it out"
 
 
 def _unknown_in_yaml(file: VerlFile) -> Iterator[Found]:
@@ -116,11 +115,6 @@ def _reference_runs(values: Values) -> bool:
     return values.is_true("algorithm.use_kl_in_reward") or values.is_true(ACTOR + "use_kl_loss")
 
 
-def _gpus(values: Values) -> int | None:
-    nodes, gpus = values.whole("trainer.nnodes"), values.whole("trainer.n_gpus_per_node")
-    return nodes * gpus if nodes and gpus else None
-
-
 @verl_trainer_rule(
     id="verl-batches",
     asks="Do batches divide?",
@@ -131,7 +125,7 @@ def _gpus(values: Values) -> int | None:
 )
 def _batches(values: Values, subject: Subject) -> Iterator[Found]:
     batch, setting = values.whole("data.train_batch_size"), values.at("data.train_batch_size")
-    mini, group, gpus = values.whole(ACTOR + "ppo_mini_batch_size"), values.whole(ROLLOUT + "n"), _gpus(values)
+    mini, group, gpus = values.whole(ACTOR + "ppo_mini_batch_size"), values.whole(ROLLOUT + "n"), gpus_of(values)
     if not batch or not mini or not group or not gpus or values.is_true(ACTOR + "use_dynamic_bsz"):
         return
     if batch < mini:
@@ -176,7 +170,7 @@ def _micro_batches_given(values: Values, subject: Subject) -> Iterator[Found]:
 
 def _mini_batch_per_gpu(values: Values) -> float | None:
     """verl's own normalisation: samples of a mini batch over the groups of GPUs that share sequences."""
-    mini, group, gpus = values.number(ACTOR + "ppo_mini_batch_size"), values.number(ROLLOUT + "n"), _gpus(values)
+    mini, group, gpus = values.number(ACTOR + "ppo_mini_batch_size"), values.number(ROLLOUT + "n"), gpus_of(values)
     shards = values.number(ACTOR + "ulysses_sequence_parallel_size") or 1
     return mini * group / (gpus / shards) if mini and group and gpus else None
 
@@ -499,7 +493,7 @@ def _fsdp2(values: Values, subject: Subject) -> Iterator[Found]:
 )
 def _forward_prefetch(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at(ACTOR + "fsdp_config.forward_prefetch")
-    if _gpus(values) == 1:
+    if gpus_of(values) == 1:
         yield fine(setting, "one GPU has nothing to gather")
     elif setting.value is True:
         yield fine(setting, "the next layer is gathered while one is computed")

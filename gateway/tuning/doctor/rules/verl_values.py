@@ -7,12 +7,11 @@ from typing import Any
 from gateway.tuning.doctor.files.shell_script import is_known
 from gateway.tuning.doctor.files.verl import VerlFile
 from gateway.tuning.doctor.finding import Found, consider, hurts
-from gateway.tuning.doctor.known_keys import ROLLOUT
+from gateway.tuning.doctor.known_keys import ACTOR, ROLLOUT
 from gateway.tuning.doctor.rules.rule import VERL_CODE, verl_file_rule, verl_rollout_rule, verl_trainer_rule
 from gateway.tuning.doctor.subject import Subject
 from gateway.tuning.doctor.values import Values
 
-_ACTOR = "actor_rollout_ref.actor."
 # verl 0.9.1 and the releases before it. A run may register estimators and losses of its own.
 _ENGINES = ("vllm", "sglang", "trtllm", "hf", "sglang_async")
 _MISSING = "???"  # of OmegaConf
@@ -26,8 +25,8 @@ _LOSSES = (
     "bypass_mode",
 )  # fmt: skip
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-_CLOSED = {ROLLOUT + "name": _ENGINES, ROLLOUT + "mode": _MODES, _ACTOR + "loss_agg_mode": _AGGREGATIONS}
-_OPEN = {"algorithm.adv_estimator": _ESTIMATORS, _ACTOR + "policy_loss.loss_mode": _LOSSES}
+_CLOSED = {ROLLOUT + "name": _ENGINES, ROLLOUT + "mode": _MODES, ACTOR + "loss_agg_mode": _AGGREGATIONS}
+_OPEN = {"algorithm.adv_estimator": _ESTIMATORS, ACTOR + "policy_loss.loss_mode": _LOSSES}
 # Their advantage is what a completion earns beside others of its prompt.
 _BY_GROUP = ("grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gdpo", "gpg")
 
@@ -112,7 +111,7 @@ def _group(values: Values, subject: Subject) -> Iterator[Found]:
     gain=0.05,
 )
 def _kl_twice(values: Values, subject: Subject) -> Iterator[Found]:
-    if values.is_true("algorithm.use_kl_in_reward") and values.is_true(_ACTOR + "use_kl_loss"):
+    if values.is_true("algorithm.use_kl_in_reward") and values.is_true(ACTOR + "use_kl_loss"):
         setting = values.at("algorithm.use_kl_in_reward")
         yield consider(setting, "the KL term counts twice: in the reward and in the loss (use_kl_loss)", "False")
 

@@ -49,7 +49,7 @@ async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: 
 async def test_a_wedged_engine_whose_host_vanishes_is_lost_before_serve_delists_it(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH | {"lost_after_s": 1.0})
+    rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH | {"lost_after_s": 1.0, "probe_timeout_s": 0.5})
     task = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
     await placed(rig, 2)
     wedged = rig.fleet.replicas[0]

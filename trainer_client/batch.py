@@ -56,8 +56,14 @@ class Batch:
             seconds=time.monotonic() - self._began,
         )
 
-    def __aiter__(self) -> AsyncGenerator[Completion]:
-        return self._completions()
+    async def __aiter__(self) -> AsyncGenerator[Completion]:
+        rollouts = self.rollouts()
+        try:
+            async for rollout in rollouts:
+                for completion in rollout.completions:
+                    yield completion
+        finally:
+            await rollouts.aclose()
 
     async def rollouts(self) -> AsyncGenerator[Rollout]:
         """Yield rollouts as they end, also failed and cancelled ones; raise the first failure if failures="raise"."""
@@ -97,15 +103,6 @@ class Batch:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-    async def _completions(self) -> AsyncGenerator[Completion]:
-        rollouts = self.rollouts()
-        try:
-            async for rollout in rollouts:
-                for completion in rollout.completions:
-                    yield completion
-        finally:
-            await rollouts.aclose()
 
     def _settle(self, index: int, task: "asyncio.Task[Rollout]") -> None:
         """Record the end of a prompt, also of a task that never began to run."""

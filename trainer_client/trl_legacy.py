@@ -4,6 +4,7 @@ Call `install()` before the trainer is made. TRL's own client generates.
 """
 
 import atexit
+import functools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -17,11 +18,7 @@ from trainer_client.transports.sender import WeightSender
 
 def install(transport: Literal["store", "gloo", "nccl"] | None = None, timeout_s: float = 300.0) -> None:
     """Make TRL's trainers use `LegacyVLLMClient`. The arguments are those of `WeightSender`."""
-
-    def make(*args: Any, **kwargs: Any) -> LegacyVLLMClient:
-        return LegacyVLLMClient(*args, transport=transport, timeout_s=timeout_s, **kwargs)
-
-    vllm_generation.VLLMClient = make
+    vllm_generation.VLLMClient = functools.partial(LegacyVLLMClient, transport=transport, timeout_s=timeout_s)
 
 
 class LegacyVLLMClient(VLLMClient):

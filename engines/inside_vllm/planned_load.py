@@ -73,7 +73,7 @@ class PlannedLoad:
 
     def begin(self) -> None:
         """Forget plans where parameters have moved."""
-        places = self._addresses()
+        places = tuple(parameter.data_ptr() for parameter in self._model.parameters())
         if places != self._places:
             self._places = places
             self._plans.clear()
@@ -135,9 +135,6 @@ class PlannedLoad:
         if moved:
             raise _DoesMore("a parameter that is put elsewhere")
         return recorder.plans
-
-    def _addresses(self) -> tuple[int, ...]:
-        return tuple(parameter.data_ptr() for parameter in self._model.parameters())
 
 
 def form_of(tensor: TensorMeta) -> Form:

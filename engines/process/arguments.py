@@ -65,8 +65,10 @@ def installed_arguments(name: str, script: str, interpreter: Interpreter) -> fro
         return _long_options(kept.read_text())
     except (OSError, ValueError):
         pass
-    found = _ask(script, interpreter)
-    if found is None:
+    try:
+        found = interpreter.last_line(script, _ASK_TIMEOUT_S)
+        options = _long_options(found)
+    except (subprocess.SubprocessError, ValueError):
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,21 +78,12 @@ def installed_arguments(name: str, script: str, interpreter: Interpreter) -> fro
         own.replace(kept)
     except OSError:
         pass  # without a writable home there is no cache
-    return _long_options(found)
-
-
-def _ask(script: str, interpreter: Interpreter) -> str | None:
-    """Return the last line that `script` prints, if it lists options."""
-    try:
-        line = interpreter.last_line(script, _ASK_TIMEOUT_S)
-        return line if _long_options(line) else None
-    except (subprocess.SubprocessError, ValueError):
-        return None
+    return options
 
 
 def _long_options(text: str) -> frozenset[str]:
     """Return the names in a JSON list of options; raise ValueError for other text."""
     options = json.loads(text)
-    if not isinstance(options, list):
-        raise ValueError(f"not a list: {text[:100]}")
+    if not isinstance(options, list) or not options:
+        raise ValueError(f"not a list of options: {text[:100]}")
     return frozenset(option[2:] for option in map(str, options) if option.startswith("--"))

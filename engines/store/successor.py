@@ -25,6 +25,8 @@ class Successor:
         built = {name: tensor for name, tensor in tensors.items() if tensor.file not in fetched}
         self._same = {name for name, tensor in built.items() if digests[name] == tensor.digest}
         self._changed = {name: tensor for name, tensor in built.items() if name not in self._same}
+        fetched |= {tensor.changes for tensor in self._changed.values()}
+        self._spared = {file for tensor in tensors.values() for file in (tensor.file, tensor.changes)} - fetched
 
     @classmethod
     def of(cls, folder: Path, versions: Path) -> "Successor | None":
@@ -39,7 +41,7 @@ class Successor:
 
     def needs(self, file: str) -> bool:
         """True where a file of the version has to be fetched."""
-        return file not in self._files - self._fetched_files
+        return file not in self._spared
 
     def build(self, folder: Path) -> Manifest:
         """Build the version in `folder`, which has the needed files, and check its bytes.
@@ -55,13 +57,3 @@ class Successor:
         draft.finish()
         replace(Manifest.read(folder), version=self._manifest.version).write(folder)
         return check_bytes(folder)
-
-    @property
-    def _files(self) -> set[str]:
-        return {file for tensor in self._manifest.tensors.values() for file in (tensor.file, tensor.changes)}
-
-    @property
-    def _fetched_files(self) -> set[str]:
-        built = self._changed.keys() | self._same
-        whole = {tensor.file for name, tensor in self._manifest.tensors.items() if name not in built}
-        return whole | {tensor.changes for tensor in self._changed.values()}

@@ -7,7 +7,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Literal, cast, get_args
 from urllib.parse import urlsplit
 
 import torch
@@ -142,16 +142,13 @@ class GroupTransport:
         if self._backend is not None:
             return self._backend
         reported = self._client.server_info()["vllm_config"]["weight_transfer_config"]
-        match (reported or {}).get("backend"):
-            case "gloo":
-                return "gloo"
-            case "nccl":
-                return "nccl"
-            case other:
-                raise ConfigError(
-                    f"the engines behind {self._client.url} receive weights over {other!r}, which WeightSender does "
-                    "not support: start them with gloo or nccl, or use transport='store'"
-                )
+        backend = (reported or {}).get("backend")
+        if backend not in get_args(Backend):
+            raise ConfigError(
+                f"the engines behind {self._client.url} receive weights over {backend!r}, which WeightSender does "
+                "not support: start them with gloo or nccl, or use transport='store'"
+            )
+        return cast(Backend, backend)
 
     def _check_version(self, version: int | None) -> None:
         if version is None:

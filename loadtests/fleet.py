@@ -72,7 +72,7 @@ class LocalFleet:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(server.start()) for server in self._servers]
-        except* EngineStartFailed as errors:
+        except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 

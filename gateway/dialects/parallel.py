@@ -15,7 +15,7 @@ async def gathered(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
-    except* Exception as errors:
+    except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
@@ -61,7 +61,7 @@ async def merged(streams: Iterable[AsyncGenerator[Json]]) -> AsyncGenerator[Json
         while (chunk := await chunks.get()) is not None:
             yield chunk
         await reader
-    except* Exception as errors:
+    except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
         reader.cancel()

@@ -79,7 +79,7 @@ class SglangGenerate:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [self._begun(group, *prompt) for prompt in zip(batch.asked, batch.prompts, strict=True)]
-        except* Exception as errors:
+        except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         seconds, usage, answers = time.monotonic() - began, Usage(), []
         for index, (asked, task) in enumerate(zip(batch.asked, tasks, strict=True)):

@@ -99,6 +99,6 @@ async def _together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call) for call in calls]
-    except* (WeightUpdateFailed, DeadlineExceeded) as group:
+    except ExceptionGroup as group:
         raise group.exceptions[0] from None
     return [task.result() for task in running]

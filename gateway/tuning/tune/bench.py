@@ -183,9 +183,9 @@ class _Running:
             async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
                 for index, ask in enumerate(batch.asks):
                     group.create_task(self._ask(ask, f"{seed} {index}", timeout_s + _MARGIN_S))
-        except* (EngineError, DeadlineExceeded) as errors:
+        except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        except* TimeoutError:
+        except TimeoutError:
             raise late from None
 
     async def _ask(self, ask: Ask, seed: str, timeout_s: float) -> None:

@@ -97,7 +97,7 @@ class GatewayConfig(_Section):
     max_n: int = Field(1024, gt=0)
     """Most completions of one prompt."""
     queue_timeout_s: float = Field(600.0, gt=0)
-    """Longest wait of a rollout for a replica that may take it."""
+    """Longest wait of a rollout for a replica that may take it, while none of these makes a token."""
     generate_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a replica's completions of one prompt; later than that no further attempt begins."""
     write_timeout_s: float = Field(60.0, gt=0)

@@ -5,6 +5,7 @@ closed it.
 """
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -192,7 +193,8 @@ class Scheduler:
         self._pump(rollout.model)
         try:
             while not waiter.placed.done():
-                left_s = self._config.queue_timeout_s - line.quiet_s(waiter, began)
+                quiet_s = min(line.quiet_s(waiter, began), self._quiet_s(rollout))
+                left_s = self._config.queue_timeout_s - quiet_s
                 if left_s <= 0:
                     raise DeadlineExceeded(self._why_not_placed(rollout))
                 await asyncio.wait([waiter.placed], timeout=left_s)
@@ -207,6 +209,13 @@ class Scheduler:
             raise
         finally:
             self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - began)
+
+    def _quiet_s(self, rollout: Rollout) -> float:
+        """Seconds since a replica that may take the rollout has made tokens; infinite where none is at work."""
+        if self._is_closed(rollout.model):
+            return math.inf
+        busy = (replica for replica in self._able(rollout) if replica.load_samples)
+        return min((replica.quiet_s for replica in busy), default=math.inf)
 
     def _pump_all(self) -> None:
         for model in list(self._lines):

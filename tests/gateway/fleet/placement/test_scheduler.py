@@ -11,6 +11,7 @@ import pytest
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded
 from gateway.config.schema import GatewayConfig
+from gateway.fleet import replica as replica_module
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import scheduler, waiting
@@ -188,6 +189,27 @@ async def test_time_in_the_line_counts_only_while_no_rollout_of_the_demand_is_pl
     async with asyncio.timeout(20):
         with pytest.raises(DeadlineExceeded, match=r"took the rollout within 0\.05 s"):
             await played.tasks[-2]
+    await played.stop()
+
+
+async def test_a_rollout_waits_for_as_long_as_replicas_that_could_take_it_make_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = PlayedClock()
+    for module in (scheduler, waiting, replica_module):
+        monkeypatch.setattr(module, "time", clock)
+    played = Played(1, queue_timeout_s=0.05)
+    for name in ("running-0", "running-1", "waiting"):
+        await played.submit(name)
+    for _ in range(3):
+        clock.now += 10.0
+        played.fleet.replicas[0].saw_progress()
+        await asyncio.sleep(0.1)  # twice the time after which the rollout looks again
+        assert not played.tasks[-1].done()
+    clock.now += 10.0
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded, match="took the rollout"):
+            await played.tasks[-1]
     await played.stop()
 
 

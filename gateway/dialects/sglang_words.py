@@ -90,7 +90,7 @@ def asked_prompts(body: Json, request_id: str) -> tuple[list[Asked], bool]:
     for index, prompt in enumerate(prompts):
         own = {key: values[index] for key, values in each.items()}
         asked.append(_asked(body, prompt, rids[index], own))
-    if len({prompt.body.get("n", 1) for prompt in asked}) > 1:
+    if any(prompt.body.get("n", 1) != asked[0].body.get("n", 1) for prompt in asked):
         raise InvalidRequest("sampling_params.n must be the same for all prompts of a batch", param="n")
     return asked, is_batch
 

@@ -32,6 +32,7 @@ from gateway.fleet.standstill import Standstill
 
 log = structlog.get_logger()
 
+_MARGIN_S = 0.1
 _LEAVES = "Serve removes it; it finishes what it has"
 
 Discover = Callable[[], Awaitable[list[ReplicaInfo]]]
@@ -555,11 +556,17 @@ class Fleet:
 
     async def _probe(self, replica: Replica) -> EngineError | DeadlineExceeded | None:
         try:
-            await replica.engine.health(self._config.probe_timeout_s)
+            await replica.engine.health(self._patience_s(replica))
         except (EngineError, DeadlineExceeded) as error:
             return error
         replica.answered_at = time.monotonic()
         return None
+
+    def _patience_s(self, replica: Replica) -> float:
+        """Longest wait for a probe: for a SUSPECT replica no longer than until its rollouts are to move."""
+        left_s = self._config.stalled_after_s - replica.quiet_s + _MARGIN_S
+        is_awaited = replica.state is ReplicaState.SUSPECT and replica.load_samples and left_s > 0
+        return min(self._config.probe_timeout_s, left_s) if is_awaited else self._config.probe_timeout_s
 
     def _is_lost(self, replica: Replica, failure: EngineError | DeadlineExceeded | None) -> bool:
         """True where Serve no longer lists it and it does not answer, or where its port is closed.

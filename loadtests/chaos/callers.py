@@ -20,6 +20,7 @@ from engines.config import SimConfig
 from engines.errors import DeadlineExceeded
 from engines.sim.dialect import chat_text
 from engines.sim.model import SimModel, tokenize
+from gateway.dialects.resumption.features import MARK
 from loadtests.chaos.contents import Asked, Delivered, flaw
 from loadtests.chaos.faults import Versioned
 from loadtests.chaos.witness import Tally
@@ -145,7 +146,7 @@ class Callers:
             for prompt in prompts
             for sample in range(_SAMPLES)
         ]
-        body = self._body(prompt=prompts, n=_SAMPLES, seed=number)
+        body = self._body(prompt=prompts, n=_SAMPLES, seed=number, logprobs=0)
         await self._plain(asked, lambda: self._whole(_COMPLETIONS, body))
 
     async def streamed(self) -> None:
@@ -269,7 +270,8 @@ def _choice(choice: Json) -> Delivered:
     scores, message = choice.get("logprobs"), choice.get("message")
     spans = [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
     text = choice.get("text") if message is None else message["content"]
-    return Delivered(choice.get("token_ids") or [], spans, scores and scores["token_logprobs"], text)
+    is_redrawn = "seed" in choice.get(MARK, ())
+    return Delivered(choice.get("token_ids") or [], spans, scores and scores["token_logprobs"], text, is_redrawn)
 
 
 def _join(whole: Json, choice: Json) -> None:

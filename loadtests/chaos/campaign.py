@@ -1,14 +1,19 @@
 """The chaos campaign: injects all known faults into a fleet and counts lost rollouts: `make chaos`.
 
-    python -m loadtests.chaos.campaign [--replicas 3] [--fault "replica killed after the commit"] [--in-flight abort]
-                              [--json out.json]
+    python -m loadtests.chaos.campaign [--replicas 3] [--fleet 20] [--seconds 24] [--fault "replica killed"]
+                              [--in-flight abort] [--json out.json]
 
-The application runs on Ray Serve as in production, with separate processes for engines, gateway and clients. Engines
-are simulated, so that every token can be checked (`witness.py`). Each fault of `faults.py` is injected into a healthy
-fleet under load; before the next, the fleet must recover and take a new update on all replicas. The weight store is a
-small mounted file system, to test a full disk. Without permission to mount that fault is skipped; or run
-`unshare --map-root-user --mount make chaos`. The last line is `lost N, duplicated N, stale N, hung N`; the exit status
-is 1 if a count is not 0, or a fleet did not recover.
+Engines are simulated, so that every token can be checked (`contents.py`). Each fault meets a healthy fleet under load;
+before the next, the fleet must recover and take a new update on all replicas. There are two parts:
+
+* Faults of weight updates (`faults.py`), on Ray Serve as in production, with `--replicas` engines. The weight store is
+  a small mounted file system, to test a full disk. Without permission to mount that fault is skipped; or run
+  `unshare --map-root-user --mount make chaos`.
+* Faults of rollouts (`rollout_faults.py`, `measures.py`), on `--fleet` engines beside an undisturbed twin, whose
+  goodput is the measure. Each lasts `--seconds`.
+
+The last line is `lost N, duplicated N, stale N, wrong N, hung N`; the exit status is 1 if a count is not 0, a rollout
+of the second part failed, or a fleet did not recover.
 """
 
 import argparse
@@ -32,6 +37,8 @@ from engines.process.engine_server import free_port
 from engines.types import InFlight
 from gateway.config.schema import Config
 from loadtests.chaos.faults import DISK_FULL, FAULTS, CallFailed, Hung, Trainer, World, until
+from loadtests.chaos.rollouts import OF_ROLLOUTS, hurt_rollouts, report
+from loadtests.chaos.rollouts import Outcome as RolloutOutcome
 from loadtests.chaos.witness import Tally, Witness
 
 _SIM = SimConfig(load_s=0.3, decode_step_s=0.004)
@@ -162,38 +169,61 @@ def _say(outcome: Outcome) -> None:
         print("   ", reason)
 
 
-def _report(outcomes: Sequence[Outcome], replicas: int) -> dict[str, Any]:
+def _report(
+    updates: Sequence[Outcome], rollouts: Sequence[RolloutOutcome], total: Tally, args: argparse.Namespace
+) -> dict[str, Any]:
     return {
         "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "replicas": replicas,
-        "faults": [dataclasses.asdict(outcome) for outcome in outcomes],
+        "replicas": args.replicas,
+        "fleet": args.fleet,
+        "faults": [dataclasses.asdict(outcome) for outcome in updates],
+        "rollout_faults": report(rollouts),
+        "total": dataclasses.asdict(total) | {"reasons": []},
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests.chaos.campaign", description=__doc__.splitlines()[0])
-    parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--fault", action="append", choices=list(FAULTS), help="only this fault; repeat for more")
+    parser.add_argument("--replicas", type=int, default=3, help="engines on Ray Serve, for faults of updates")
+    parser.add_argument("--fleet", type=int, default=20, help="engines for faults of rollouts; a twin has as many")
+    parser.add_argument("--seconds", type=float, default=24.0, help="least length of a fault of rollouts")
+    parser.add_argument(
+        "--fault", action="append", choices=[*FAULTS, *OF_ROLLOUTS], help="only this fault; repeat for more"
+    )
     parser.add_argument(
         "--in-flight", type=InFlight, choices=list(InFlight), default=InFlight.KEEP, help="weights.in_flight of updates"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes")
     args = parser.parse_args(argv)
-    faults = args.fault or list(FAULTS)
+    asked = args.fault or [*FAULTS, *OF_ROLLOUTS]
+    of_updates, of_rollouts = (
+        [name for name in asked if name in FAULTS],
+        [name for name in asked if name in OF_ROLLOUTS],
+    )
+    rollouts = asyncio.run(hurt_rollouts(of_rollouts, args.fleet, args.seconds)) if of_rollouts else []
+    updates, run = _hurt_updates(of_updates, args.replicas, args.in_flight) if of_updates else ([], 0)
+    total = Tally()
+    for tally in [one.tally for one in updates] + [one.tally for one in rollouts]:
+        total.add(tally)
+    if args.json:
+        args.json.write_bytes(orjson.dumps(_report(updates, rollouts, total, args), option=orjson.OPT_INDENT_2))
+    print(f"{total.submitted} rollouts, {total.delivered} delivered, {total.failed} failed")
+    print(
+        f"lost {total.lost}, duplicated {total.duplicated}, stale {total.stale}, wrong {total.wrong}, hung {total.hung}"
+    )
+    is_whole = len(updates) == run and not any(outcome.problem for outcome in updates)
+    is_right = len(rollouts) == len(of_rollouts) and all(outcome.is_right for outcome in rollouts)
+    return 0 if total.is_clean and is_whole and is_right else 1
+
+
+def _hurt_updates(faults: list[str], replicas: int, in_flight: InFlight) -> tuple[list[Outcome], int]:
+    """Return the outcomes of faults of updates on Ray Serve, and how many should be there."""
     with small_disk() as disk:
         if disk is None and DISK_FULL in faults:
-            faults.remove(DISK_FULL)
+            faults = [name for name in faults if name != DISK_FULL]
             print(f"not run: {DISK_FULL}, since this user may not mount a file system for it")
-        with running(chaos_config(args.replicas, disk, args.in_flight)) as url:
-            outcomes = asyncio.run(hurt(url, args.replicas, faults))
-    if args.json:
-        args.json.write_bytes(orjson.dumps(_report(outcomes, args.replicas), option=orjson.OPT_INDENT_2))
-    total = Tally()
-    for outcome in outcomes:
-        total.add(outcome.tally)
-    print(f"lost {total.lost}, duplicated {total.duplicated}, stale {total.stale}, hung {total.hung}")
-    is_whole = len(outcomes) == len(faults) and not any(outcome.problem for outcome in outcomes)
-    return 0 if total.is_clean and is_whole else 1
+        with running(chaos_config(replicas, disk, in_flight)) as url:
+            return asyncio.run(hurt(url, replicas, faults)), len(faults)
 
 
 if __name__ == "__main__":

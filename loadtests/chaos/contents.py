@@ -32,12 +32,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """One sample as a client got it. `spans` are (version, start, end)."""
+    """One sample as a client got it. `spans` are (version, start, end); `is_redrawn` if it is marked as continued with
+    another seed."""
 
     token_ids: Sequence[int]
     spans: Sequence[tuple[int, int | None, int | None]]
     logprobs: Sequence[float] | None = None
     text: str | None = None
+    is_redrawn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,9 @@ def _versions(got: Delivered) -> list[set[int]] | None:
 
 def _wrong_place(model: SimModel, asked: Asked, got: Delivered, made_by: list[set[int]]) -> int | None:
     """Return the first token that none of its versions makes, or with another log-probability."""
-    draw = GREEDY if asked.is_greedy else None if asked.seed is None else seeded_draw(asked.seed, asked.sample)
+    draw = GREEDY if asked.is_greedy else None
+    if asked.seed is not None and not got.is_redrawn:
+        draw = seeded_draw(asked.seed, asked.sample)
     context = read(asked.prompt)
     for place, token_id in enumerate(got.token_ids):
         keys = [weights_key(str(version) if version else CHECKPOINT_VERSION) for version in made_by[place]]

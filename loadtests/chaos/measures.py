@@ -11,6 +11,8 @@ from loadtests.chaos.callers import Callers
 from loadtests.chaos.process_fleet import ProcessFleet
 
 _LOOK_S = 0.05
+_PLACED_S = 2.0
+_REACHED_WITHIN_S = 240.0
 _BATCH_LENGTHS = 40  # with 8 prompts each
 _MEDIAN_TOKENS, _SPREAD, _LONGEST_TOKENS = 1000, 0.6, 4000
 _HURT_AT = 0.25  # of the time of the longest completion
@@ -49,14 +51,16 @@ class Goodput:
 
 
 async def kept_at(share: float, fleet: ProcessFleet, callers: Callers) -> Kept:
-    """Kill the first replica when its samples have `share` of their tokens."""
-    began, made_before, first_before = time.monotonic(), await fleet.made(), await fleet.made_by(0)
+    """Kill the busiest replica when its samples have `share` of their tokens."""
+    began, made_before = time.monotonic(), await fleet.made()
+    before = [await fleet.made_by(index) for index in range(fleet.size)]
     delivered_before = sum(tokens for _, tokens in callers.record.deliveries)
     each = fleet.size // 4 or 1
     kinds = (callers.trainer, callers.groups, callers.streamed, callers.chat, callers.chat_streamed)
     wave = [asyncio.create_task(_asked(kind)) for kind in kinds for _ in range(each)]
-    await _reached(share * callers.tokens, fleet, first_before)
-    dead = await fleet.kill(0) - first_before
+    victim = await _busiest(fleet)
+    await _reached(share * callers.tokens, fleet, victim, before[victim])
+    dead = await fleet.kill(victim) - before[victim]
     await asyncio.gather(*wave)
     seconds = time.monotonic() - began
     await fleet.complete()
@@ -92,13 +96,21 @@ async def _asked(kind: Callable[[], Awaitable[None]]) -> None:
     await kind()
 
 
-async def _reached(tokens: float, fleet: ProcessFleet, before: float) -> None:
-    """Return when the first replica's running samples have so many tokens each."""
-    while True:
-        load = await fleet.load_of(0)
-        if load.running and (load.generated - before) / load.running >= tokens:
-            return
-        await asyncio.sleep(_LOOK_S)
+async def _busiest(fleet: ProcessFleet) -> int:
+    """Return the replica with the most samples, once all are placed."""
+    await asyncio.sleep(_PLACED_S)
+    running = [(await fleet.load_of(index)).running for index in range(fleet.size)]
+    return running.index(max(running))
+
+
+async def _reached(tokens: float, fleet: ProcessFleet, victim: int, before: float) -> None:
+    """Return when the running samples of a replica have so many tokens each."""
+    async with asyncio.timeout(_REACHED_WITHIN_S):
+        while True:
+            load = await fleet.load_of(victim)
+            if load.running and (load.generated - before) / load.running >= tokens:
+                return
+            await asyncio.sleep(_LOOK_S)
 
 
 def _lengths(seed: int) -> list[int]:

@@ -23,12 +23,13 @@ from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, started, s
 from loadtests.chaos.rollout_faults import ROLLOUT_FAULTS, Scene
 from loadtests.chaos.witness import Tally
 
-SIM = SimConfig(decode_step_s=0.02, load_s=0.1)
+SIM = SimConfig(decode_step_s=0.03, load_s=0.1)
 KEPT = {f"replica killed at {share:.0%} of its rollouts": share for share in (0.25, 0.5, 0.9)}
 BATCHES = {"batches with a replica killed": kill_one, "batches with a replica stopped": stop_one}
-_BATCHES = 3
+OF_ROLLOUTS = (*ROLLOUT_FAULTS, *KEPT, *BATCHES)
+_BATCHES = 2
 _TOKENS, _WAVE_TOKENS = 96, 2048
-_EACH = 2
+_EACH = 3  # clients of each kind for ten replicas
 _BOUND_S = 120.0
 _WAVE_BOUND_S = 300.0
 _UP_S = 180.0
@@ -143,7 +144,7 @@ async def _meet(name: str, hurt: Side, calm: Side, seconds: float) -> Outcome:
     made_before = await hurt.fleet.made()
     hurt.newcomers.record = Record()
     for side in (hurt, calm):
-        side.callers.start(_EACH * hurt.fleet.size // 4 or 1)
+        side.callers.start(max(1, hurt.fleet.size * _EACH // 10))
     began = time.monotonic()
     try:
         await asyncio.gather(hurt.update(), calm.update())

@@ -15,6 +15,7 @@ import aiohttp
 
 from engines.config import SimConfig
 from engines.sim.model import SimModel
+from gateway.dialects.resumption.features import MARK
 from loadtests.chaos.contents import Asked, Delivered, flaw
 
 Json = dict[str, Any]
@@ -141,7 +142,9 @@ class Witness:
             prompt, sample = prompts[choice["index"] // _SAMPLES], choice["index"] % _SAMPLES
             spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
             asked = Asked(prompt, _TOKENS, floor, is_greedy=False, seed=seed, sample=sample)
-            if (found := flaw(self._model, asked, Delivered(choice["token_ids"], spans))) is not None:
+            scores, is_redrawn = choice["logprobs"]["token_logprobs"], "seed" in choice.get(MARK, ())
+            got = Delivered(choice["token_ids"], spans, scores, is_redrawn=is_redrawn)
+            if (found := flaw(self._model, asked, got)) is not None:
                 self._tally.stale += found.is_stale
                 self._tally.wrong += not found.is_stale
                 self._tally.note(f"batch {seed}, choice {choice['index']}: {found.reason}")
@@ -159,4 +162,5 @@ def _body(seed: int) -> Json:
         "max_tokens": _TOKENS,
         "ignore_eos": True,
         "return_token_ids": True,
+        "logprobs": 0,
     }

@@ -149,6 +149,7 @@ async def test_what_trainers_send_by_habit_changes_nothing(rig: Rig) -> None:
         ({"input_ids": [[5], [6]], "rid": "a"}, "rid"),
         ({"input_ids": [[5], [6]], "sampling_params": [{}]}, "sampling_params"),
         ({"input_ids": [[5], [6]], "sampling_params": [{"n": 2}, {}]}, "n"),
+        ({"input_ids": [[5], [6]], "sampling_params": {"n": [None]}}, "n"),
         ({"sampling_params": "hot"}, "sampling_params"),
         ({"sampling_params": {"max_new_tokens": -1}}, "max_tokens"),
         ({"sampling_params": {"max_new_tokens": None}}, "max_new_tokens"),

@@ -34,6 +34,20 @@ async def test_rollouts_of_a_wedged_engine_move_to_another(start_rig: StartRig) 
     assert "stand still" in rig.fleet.replicas[0].reason or "no answer" in rig.fleet.replicas[0].reason
 
 
+async def test_a_silent_engine_is_probed_no_longer_than_until_its_rollouts_are_to_move(start_rig: StartRig) -> None:
+    watch = WATCH | {"stalled_after_s": 10.0, "probe_timeout_s": 30.0, "probe_interval_s": 60.0}
+    rig = await start_rig(1, fleet=watch)
+    task = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
+    await rig.begun()
+    (replica,) = rig.fleet.replicas
+    assert rig.fleet._patience_s(replica) == 30.0
+    rig.fleet.suspect(replica, "no answer to a probe")
+    assert rig.fleet._patience_s(replica) < 11.0
+    rig.fleet.settle(replica, "answers again")
+    rig.hurry()
+    await task
+
+
 async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: StartRig) -> None:
     rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH)
     task = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engines.config import SimConfig
-from engines.sim.model import CHECKPOINT_VERSION, SimModel, seeded_draw
+from engines.sim.model import CHECKPOINT_VERSION, SimModel, read, seeded_draw, weights_key
 from loadtests.chaos.witness import Tally, Witness
 
 SEED = 7
@@ -21,18 +21,26 @@ def witness() -> Witness:
 def answer(version: int = 0, made_by: str = CHECKPOINT_VERSION) -> list[Json]:
     """The answer of a fleet to batch SEED: tokens of the weights `made_by`, said to be of `version`."""
     model = SimModel.of(SIM)
-    prompts = [[3 + SEED, 3, 3 + place] for place in range(4)]
-    return [
-        {
-            "index": place * 2 + sample,
-            "token_ids": model.complete(
-                prompts[place], versions=made_by, max_tokens=40, draw=seeded_draw(SEED, sample), ignore_eos=True
-            ),
-            "weight_versions": [{"version": version, "start": 0, "end": 40}],
-        }
-        for place in range(4)
-        for sample in range(2)
-    ]
+    choices = []
+    for index in range(8):
+        prompt, draw = [3 + SEED, 3, 3 + index // 2], seeded_draw(SEED, index % 2)
+        tokens = model.complete(prompt, versions=made_by, max_tokens=40, draw=draw, ignore_eos=True)
+        contexts = [read([*prompt, *tokens[:place]]) for place in range(40)]
+        logprobs = [model.logprob(*one, weights_key(made_by)) for one in zip(contexts, tokens, strict=True)]
+        spans = [{"version": version, "start": 0, "end": 40}]
+        choices.append(
+            {"index": index, "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}, "weight_versions": spans}
+        )
+    return choices
+
+
+def test_a_choice_marked_as_continued_with_another_seed_is_judged_by_its_log_probabilities(witness: Witness) -> None:
+    choices = answer()
+    for choice, other in zip(choices[::2], choices[1::2], strict=True):
+        choice |= {key: other[key] for key in ("token_ids", "logprobs")} | {"resumed": ["seed"]}
+    assert tallied(witness, 0, choices).wrong == 0
+    del choices[0]["resumed"]
+    assert tallied(witness, 0, choices).wrong == 1
 
 
 def tallied(witness: Witness, floor: int, choices: list[Json]) -> Tally:

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError, StoreFailed, WeightUpdateFailed
-from engines.sim.model import SimModel, read, seeded_draw, weights_key
+from engines.sim.model import GREEDY, SimModel, read, weights_key
 from engines.store.draft import ChangedTensor, Draft, RawTensor, claim_draft
 from engines.store.manifest import Manifest
 from engines.types import InFlight, ReplicaInfo
@@ -190,12 +190,12 @@ class World:
             self.look()
             await asyncio.sleep(0.1)
 
-    def check(self, choice: Json, prompt: Sequence[int], max_tokens: int, seed: int, adapter: str) -> None:
+    def check(self, choice: Json, prompt: Sequence[int], max_tokens: int, adapter: str) -> None:
         """Check every token of a delivered sample against the weights that its spans name."""
         tokens, spans = choice["token_ids"], choice["weight_versions"]
         if len(tokens) != max_tokens and choice["finish_reason"] != "abort":  # by a trainer's pause
             raise Violation(f"{len(tokens)} tokens were delivered, and {max_tokens} were asked for: {choice}")
-        context, draw, model, place = read(prompt), seeded_draw(seed), SimModel.of(SIM), 0
+        context, model, place = read(prompt), SimModel.of(SIM), 0
         for span in spans:
             version = span.get("base_version", span["version"])
             if span["start"] != place:
@@ -205,7 +205,7 @@ class World:
                     raise Violation(f"tokens of version {version}, which never served: {spans}")
                 held = content_key(self.versions[version])
                 weights = weights_key(f"{held} under {adapter}" if adapter else held)
-                if model.next_token(context, draw, weights, False) != token:
+                if model.next_token(context, GREEDY, weights, False) != token:
                     raise Violation(f"token {place} is not of version {version} ({held}): {spans}")
                 context = read((token,), context)
                 place += 1

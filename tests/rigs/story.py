@@ -235,12 +235,12 @@ class Story:
     async def roll(self, tokens: int, *, streamed: bool = False, adapter: str = "") -> None:
         """One rollout, checked token by token. A client tries again where its gateway died."""
         self._rollouts += 1
-        seed = self._rollouts
+        number = self._rollouts
         gateway = await self.gateway()
-        prompt = [3 + seed % 7] * 20
-        body = {"model": adapter or "sim", "prompt": prompt, "max_tokens": tokens, "seed": seed}
+        prompt = [3 + number % 7] * 20
+        body = {"model": adapter or "sim", "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}
         body |= {"ignore_eos": True, "return_token_ids": True}
-        prompts = gateway.completions.decode(body, f"rollout-{seed}")
+        prompts = gateway.completions.decode(body, f"rollout-{number}")
 
         async def stream() -> Any:
             whole: dict[str, Any] = {"token_ids": []}
@@ -251,7 +251,7 @@ class Story:
             return {"choices": [whole]}
 
         reply = await gateway.call(stream() if streamed else gateway.completions.generate(prompts))
-        self.world.check(reply["choices"][0], prompt, tokens, seed, self._digest if adapter else "")
+        self.world.check(reply["choices"][0], prompt, tokens, self._digest if adapter else "")
 
     async def _rest(self) -> None:
         """Hosts go on, and nothing stays paused."""

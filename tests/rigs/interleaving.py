@@ -26,6 +26,7 @@ from gateway.dialects.completions import Completions
 from gateway.dialects.runner import Runner
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
+from gateway.fleet.replica import Replica
 from gateway.http.server import GatewayServer
 from tests.rigs.played_engine import (
     CHECKPOINT,
@@ -515,8 +516,18 @@ async def world_of(folder: Path, seed: int, *, relay: bool, replicas: int, **wei
     world = World(folder, Config.model_validate(tree), random.Random(seed), wanted=replicas)
     loop = asyncio.get_running_loop()
     loop.set_task_factory(_owned_task)
+    hold = Replica.hold
+
+    def hold_and_bind(replica: Replica, version: int, *, keeps_kv: bool) -> None:
+        hold(replica, version, keeps_kv=keeps_kv)
+        engine = world.engines.get(replica.replica_id)
+        if engine is not None and engine.info.incarnation == replica.info.incarnation:
+            engine.has_served = engine.has_served or version > 0
+            world.bind(version, engine.content, f"{replica.info.incarnation} takes")
+
     with ExitStack() as stack:
         stack.enter_context(patch("asyncio.to_thread", _at_once))
+        stack.enter_context(patch.object(Replica, "hold", hold_and_bind))
         stack.enter_context(patch("gateway.weights.coordinator.Relay", lambda *_: PlayedRelay(world)))
         for index in range(replicas):
             world.start_engine(f"engine-{index}")

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import HealthCheck, Phase, currently_in_test_context, given, note, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
@@ -129,8 +129,9 @@ def played(steps: list[Step], chance: int, tally: Tally, *, relay: bool, replica
         try:
             virtual_time.run(main)
         except BaseException:
+            show = note if currently_in_test_context() else print
             for line in logs[-_KEPT_LINES:]:
-                note(str(line))
+                show(str(line))
             raise
 
 

@@ -1,5 +1,6 @@
 """The random stories catch a machine that is broken on purpose, in each of these ways."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from gateway.weights.pauses import Pauses
 from gateway.weights.snapshots import Snapshots
 from gateway.weights.updates.machine import UpdateMachine
 from tests.rigs.interleaving import Violation
-from tests.rigs.story_search import search
+from tests.rigs.story import PushStep, RestartGateway, Resume, Rollout, Step
+from tests.rigs.story_search import Tally, played, search
 
 EXAMPLES = 400
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -56,10 +58,6 @@ def the_canary_is_skipped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(UpdateMachine, "verify", broken)
 
 
-def a_fenced_replica_serves_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Fleet, "fence", lambda self, replica, reason: self.settle(replica, reason))
-
-
 def labels_without_a_record_are_believed(patch: pytest.MonkeyPatch) -> None:
     async def broken(self: Fleet, replica: Replica) -> None:
         replica.weight_version = await replica.engine.weight_version(1.0)
@@ -97,26 +95,42 @@ def an_aborted_update_leaves_its_replicas_alone(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Fleet, "abort", broken)
 
 
+def push(after: float = 0.0, *, bad: bool = False, slow_s: float = 0.0, dies_after: float | None = None) -> PushStep:
+    """A push of all tensors over a flat group."""
+    return PushStep(after, 0, False, False, bad, False, False, None, slow_s, dies_after)
+
+
 WAYS: list[Break] = [
     the_engine_does_not_follow_its_brake,
     the_end_of_an_update_lets_go_of_nothing,
-    a_resume_ends_the_updates_hold_too,
     tokens_are_delivered_before_the_verdict,
     an_overwritten_replica_keeps_its_version,
     the_canary_is_skipped,
-    a_fenced_replica_serves_on,
-    labels_without_a_record_are_believed,
     a_replica_that_is_behind_stays_behind,
     discarded_drafts_stay,
-    commits_are_not_recorded,
-    a_dead_trainer_is_not_noticed,
     an_aborted_update_leaves_its_replicas_alone,
 ]
+RARE: dict[Break, list[Step]] = {
+    a_dead_trainer_is_not_noticed: [push(slow_s=2.0, dies_after=3.0)],
+    a_resume_ends_the_updates_hold_too: [Rollout(0.0, 90, False, False), push(slow_s=0.5), Resume(2.3)],
+    labels_without_a_record_are_believed: [push(), push(3.0, bad=True), RestartGateway(0.35, True, 0.1)],
+    commits_are_not_recorded: [push(), RestartGateway(5.0, True, 0.1)],
+}
+"""Ways that few random stories meet, with a story that does."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", WAYS, ids=lambda broken: broken.__name__)
-def test_the_stories_catch_it(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_stories_catch_it(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
     with pytest.raises(Violation):
         search(EXAMPLES, seed=1, shrinks=False)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("broken", RARE, ids=lambda broken: broken.__name__)
+def test_a_story_catches_it(broken: Break, is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_broken:
+        broken(monkeypatch)
+    with pytest.raises(Violation) if is_broken else contextlib.nullcontext():
+        played(RARE[broken], 3, Tally(), relay=False, replicas=2, rolling=False)

@@ -188,11 +188,18 @@ class RolloutClient:
             yield lease
 
     async def start_weight_update(
-        self, timeout_s: float = _WEIGHTS_TIMEOUT_S, *, in_flight: InFlight | None = None, lease: str | None = None
+        self,
+        timeout_s: float = _WEIGHTS_TIMEOUT_S,
+        *,
+        in_flight: InFlight | None = None,
+        lease: str | None = None,
+        version: int | None = None,
     ) -> None:
-        """Open the next version. `in_flight` (default: the gateway's `weights.in_flight`) decides on rollouts in
-        flight; with `drain` the call returns after their end. The update is aborted when `lease` ends."""
-        body: Json = {"in_flight": in_flight} | ({} if lease is None else {"lease": lease})
+        """Open the next version, which must be `version`, if given. `in_flight` (default: the gateway's
+        `weights.in_flight`) decides on rollouts in flight; with `drain` the call returns after their end. The update is
+        aborted when `lease` ends."""
+        asked = {"lease": lease, "version": version}
+        body: Json = {"in_flight": in_flight} | {key: value for key, value in asked.items() if value is not None}
         await self._call("POST", "/start_weight_update", body, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:

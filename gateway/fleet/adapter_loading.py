@@ -267,9 +267,11 @@ class AdapterCoordinator:
         self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]]
     ) -> dict[Replica, Exception]:
         """Return the errors of failed calls by replica."""
-        ends = await asyncio.gather(
-            *(self._within(replica, call(replica)) for replica in replicas), return_exceptions=True
-        )
+
+        async def on_one(replica: Replica) -> None:
+            await self._within(replica, call(replica))
+
+        ends = await asyncio.gather(*map(on_one, replicas), return_exceptions=True)
         errors: dict[Replica, Exception] = {}
         for replica, end in zip(replicas, ends, strict=True):
             if isinstance(end, EngineError | DeadlineExceeded):

@@ -111,10 +111,18 @@ class WeightCoordinator:
             with self._metrics.weight_update_seconds.labels("init").time():
                 await (self._flat if why else self._by_relay).init(init_info)
 
-    async def start(self, in_flight: InFlight | None = None, lease: str | None = None) -> None:
-        """Open the next version. `in_flight` overrides weights.in_flight. The update ends with `lease`, if given."""
+    async def start(
+        self, in_flight: InFlight | None = None, lease: str | None = None, version: int | None = None
+    ) -> None:
+        """Open the next version, which must be `version`, if given. `in_flight` overrides weights.in_flight. The update
+        ends with `lease`, if given."""
         async with self._exclusively("start_weight_update"):
             self.leases.check(lease)
+            if version not in (None, self._fleet.next_version):
+                raise WeightUpdateConflict(
+                    f"version = {version}, but the fleet is at {self._fleet.version} and the next is "
+                    f"{self._fleet.next_version}: leave it out"
+                )
             await self._way.start(in_flight)
             self._machine.opened("start_weight_update").lease = lease
 

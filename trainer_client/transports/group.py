@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Literal, cast, get_args
 from urllib.parse import urlsplit
 
@@ -14,7 +15,6 @@ import torch
 
 from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
 from engines.transfer.gloo import address_towards, group_info
-from engines.types import InFlight
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.push_options import PushOptions
 from trainer_client.transports.channels import Channel, GlooChannel, NcclChannel
@@ -59,7 +59,7 @@ class GroupTransport:
         self._check_version(options.version)
         try:
             with self._client.weight_lease() as lease:
-                channel = self._start(options.in_flight, lease)
+                channel = self._start(options, lease)
                 for part in parts:
                     self._send(channel, part)
                 return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s)
@@ -89,17 +89,24 @@ class GroupTransport:
             lambda: channel.send(iter(part.tensors)),
         )
 
-    def _start(self, in_flight: InFlight | None, lease: str) -> Channel:
+    def _start(self, options: PushOptions, lease: str) -> Channel:
         """Open the update, in a new group if there is none. A refused start changes nothing, so that it can be retried
         in a new group after a replica has left."""
+        start = partial(
+            self._client.start_weight_update,
+            self._timeout_s,
+            in_flight=options.in_flight,
+            lease=lease,
+            version=options.version,
+        )
         if self._channel is not None:
             try:
-                self._client.start_weight_update(self._timeout_s, in_flight=in_flight, lease=lease)
+                start()
                 return self._channel
             except WeightUpdateFailed:
                 self.close("a replica left the group")
         self._channel = channel = self._open()
-        self._client.start_weight_update(self._timeout_s, in_flight=in_flight, lease=lease)
+        start()
         return channel
 
     def _open(self) -> Channel:
@@ -154,9 +161,9 @@ class GroupTransport:
         if version is None:
             return
         served = self._client.weight_version()
-        if version != served + 1:
+        if version <= served:  # the gateway knows the next number: that of a version taken back is not used again
             raise WeightUpdateConflict(
-                f"version = {version} cannot be pushed: {self._client.url} serves {served}, so the next is {served + 1}"
+                f"version = {version} cannot be pushed: {self._client.url} serves {served}, and versions only grow"
             )
 
     def _beside(self, channel: Channel, call: Callable[[], None], collective: Callable[[], None]) -> None:

@@ -77,6 +77,17 @@ class Given:
                 for name in _sent_under(one, held)
             ]
             part = next(self._parts, None)
+            self._check_ranks(part or ())
+
+    def _check_ranks(self, part: Iterable[NamedOnes]) -> None:
+        """Raise `InvalidRequest` for a tensor of ranks that do not take part: each of them began a push of its own."""
+        for one in part:
+            if is_sharded(one.tensor) and not (needed := set(ranks_of(one.tensor))) <= set(self.ranks):
+                raise InvalidRequest(
+                    f"{one.names[0]!r} is sharded over ranks {sorted(needed)}, and the first part of the iterator has "
+                    f"tensors of {list(self.ranks) or 'no other rank'}: give a tensor of all ranks first, or a mapping",
+                    param="named_tensors",
+                )
 
 
 def announced(entries: Sequence[Entry]) -> dict[str, object]:

@@ -140,7 +140,7 @@ class TrainerRanks(Ranks):
         """Return the next part. Report a failure to the other ranks."""
         try:
             entries = next(parts)
-        except (StopIteration, RolloutGatewayError):
+        except Exception:  # also of the trainer's own iterator: the others would wait for `silence_s`
             self._compare(_NONE)
             raise
         self._compare(_digest(entries))

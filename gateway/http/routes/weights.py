@@ -63,7 +63,8 @@ class WeightRoutes:
     async def _start(self, request: web.Request) -> web.Response:
         """Begin a weight update."""
         body = await read_object(request, required=False)
-        await self._weights.start(_in_flight(body), _lease_of(body) if "lease" in body else None)
+        lease = _lease_of(body) if "lease" in body else None
+        await self._weights.start(_in_flight(body), lease, _version(body))
         return reply({"message": "Weight update started"})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
@@ -96,13 +97,9 @@ class WeightRoutes:
                 "weights come with /init_weight_transfer_engine and the calls after it",
                 param="transport",
             )
-        snapshot, version = body.get("snapshot"), body.get("version")
+        snapshot, version = body.get("snapshot"), _version(body)
         if not isinstance(snapshot, str):
             raise InvalidRequest("snapshot must be the name of a draft's folder", param="snapshot")
-        if version is not None and (type(version) is not int or version < 1):
-            raise InvalidRequest(
-                f"version = {version!r} is not a version: send an integer from 1, or leave it out", param="version"
-            )
         rolling = body.get("rolling")
         if rolling is not None and type(rolling) is not bool:
             raise InvalidRequest(
@@ -183,6 +180,16 @@ def _section(body: Json, key: str) -> Json:
     if not isinstance(section, dict):
         raise InvalidRequest(f"the body needs {key!r}, a JSON object", param=key)
     return section
+
+
+def _version(body: Json) -> int | None:
+    """Return the version that the trainer names, if any."""
+    version = body.get("version")
+    if version is not None and (type(version) is not int or version < 1):
+        raise InvalidRequest(
+            f"version = {version!r} is not a version: send an integer from 1, or leave it out", param="version"
+        )
+    return version
 
 
 def _lease_of(body: Json) -> str:

@@ -150,9 +150,11 @@ class UpdateMachine:
         self._end(update, [*overwritten, *ahead], Phase.ABORTED, reason)
         if update.rolling:
             catch_up.take_back(ahead, self._parts.config.rolling_width)
-        for clear_up in self._on_abort:
-            await clear_up()
-        await self._parts.snapshots.discard(update.draft)
+        try:
+            for clear_up in self._on_abort:
+                await clear_up()
+        finally:  # also where the trainer leaves meanwhile
+            await self._parts.snapshots.discard(update.draft)
 
     def _end(self, update: WeightUpdate, members: Sequence[Replica], phase: Phase, error: str = "") -> None:
         for replica in members:

@@ -74,8 +74,10 @@ class StoreUpdate:
             members, findings = await bring(update, members, snapshot, canary_logprobs)
             await self._machine.commit(update, members, findings)
         except BaseException as error:
-            await self._machine.abort(str(error) or type(error).__name__)
-            await self._parts.snapshots.withdraw(update.version)
+            try:
+                await self._machine.abort(str(error) or type(error).__name__)
+            finally:  # also where the trainer leaves meanwhile
+                await self._parts.snapshots.withdraw(update.version)
             raise
         await self._parts.snapshots.settle(update.version)
 

@@ -374,6 +374,15 @@ async def test_a_silent_trainer_does_not_hold_the_fleet_for_ever(start_rig: Star
     assert reply["choices"][0]["weight_versions"][0]["version"] == 0
 
 
+async def test_a_start_that_names_another_version_than_the_next_opens_nothing(rig: Rig) -> None:
+    await rig.open_group()
+    for version in (0, 2):
+        status, reply = await rig.post("/start_weight_update", {"version": version})
+        assert (status, "version = " in reply["error"]["message"]) == (409 if version else 400, True)
+    assert (await rig.get("/status"))[1]["weight_update"] is None
+    assert (await rig.post("/start_weight_update", {"version": 1}))[0] == 200
+
+
 async def test_a_weight_call_during_another_is_a_conflict(start_rig: StartRig) -> None:
     rig = await start_rig()
     await rig.open_group()

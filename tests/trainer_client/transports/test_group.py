@@ -87,10 +87,18 @@ def test_the_start_says_what_becomes_of_rollouts_in_flight(gateway: PlayedGatewa
 def test_a_version_that_is_not_the_next_one_is_refused_before_anything_moves(
     gateway: PlayedGateway, sender: WeightSender
 ) -> None:
-    with pytest.raises(WeightUpdateConflict, match=r"version = 9 .* serves 6, so the next is 7"):
-        sender.push(model(), version=9)
+    with pytest.raises(WeightUpdateConflict, match=r"version = 6 .* serves 6, and versions only grow"):
+        sender.push(model(), version=6)
     assert gateway.calls == ["/v1/weights", "/weight_info"]
+    asked: list[Any] = []
+
+    def start(body: dict[str, Any]) -> Answer:
+        asked.append(body["version"])
+        return 200, {}
+
+    gateway.answers["/start_weight_update"] = start
     assert sender.push(model(), version=7) == 7
+    assert asked == [7]
 
 
 def test_no_tensors_are_no_update(gateway: PlayedGateway, sender: WeightSender) -> None:

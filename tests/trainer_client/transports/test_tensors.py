@@ -124,6 +124,20 @@ def test_parts_end_with_a_layer_where_they_must(monkeypatch: pytest.MonkeyPatch)
     assert parts == [["layers.0.q", "layers.0.k"], ["layers.1.q"], ["norm.weight"]]
 
 
+def test_an_iterator_whose_later_parts_are_of_other_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "PART_BYTES", 1)
+    whole, sharded = torch.ones(2), torch.zeros(2)
+    monkeypatch.setattr(tensors, "is_sharded", lambda tensor: tensor is sharded)
+    monkeypatch.setattr(tensors, "ranks_of", lambda _: (0, 1))
+    parts = Given(iter([("embed", whole), ("w", sharded)])).parts(None, None)
+    assert names(next(parts)) == ["embed"]
+    with pytest.raises(InvalidRequest, match=r"'w' is sharded over ranks \[0, 1\], .* no other rank"):
+        next(parts)
+    assert [names(part) for part in Given(iter([("w", sharded), ("embed", whole)])).parts(None, None)] == [
+        ["w"], ["embed"]
+    ]  # fmt: skip
+
+
 def test_an_iterator_is_read_no_further_than_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "PART_BYTES", 16)
     made: list[str] = []

@@ -1,0 +1,136 @@
+"""The random stories catch a machine that is broken on purpose, in each of these ways."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gateway.fleet.brake import Brake, Holder
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.replica import Replica
+from gateway.weights.catch_up import CatchUp
+from gateway.weights.leases import Leases
+from gateway.weights.pauses import Pauses
+from gateway.weights.snapshots import Snapshots
+from gateway.weights.updates.machine import UpdateMachine
+from tests.rigs.interleaving import Violation
+from tests.rigs.story import PushStep, RestartGateway, Resume, Rollout, Step
+from tests.rigs.story_search import Tally, played, search
+
+EXAMPLES = 400
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def the_engine_does_not_follow_its_brake(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Brake, "_follow", lambda self: None)
+
+
+def the_end_of_an_update_lets_go_of_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pauses, "end", lambda self: None)
+
+
+def a_resume_ends_the_updates_hold_too(patch: pytest.MonkeyPatch) -> None:
+    resume = Pauses.resume
+
+    async def broken(self: Pauses) -> None:
+        await resume(self)
+        self._let_go(Holder.UPDATE)
+
+    patch.setattr(Pauses, "resume", broken)
+
+
+def tokens_are_delivered_before_the_verdict(patch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Replica) -> None:
+        return
+
+    patch.setattr(Replica, "vouched", broken)
+
+
+def an_overwritten_replica_keeps_its_version(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replica, "overwrite", lambda self: None)
+
+
+def the_canary_is_skipped(patch: pytest.MonkeyPatch) -> None:
+    async def broken(self: UpdateMachine, *_: Any) -> dict[Any, Any]:
+        return {}
+
+    patch.setattr(UpdateMachine, "verify", broken)
+
+
+def labels_without_a_record_are_believed(patch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Fleet, replica: Replica) -> None:
+        replica.weight_version = await replica.engine.weight_version(1.0)
+
+    patch.setattr(Fleet, "_read_version", broken)
+
+
+def a_replica_that_is_behind_stays_behind(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CatchUp, "_is_behind", lambda self, replica: False)
+
+
+def discarded_drafts_stay(patch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Snapshots, draft: Any) -> None:
+        return
+
+    patch.setattr(Snapshots, "discard", broken)
+
+
+def commits_are_not_recorded(patch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Snapshots, *_: Any) -> None:
+        return
+
+    patch.setattr(Snapshots, "note_holders", broken)
+
+
+def a_dead_trainer_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Leases, "has_ended", lambda self, update: False)
+
+
+def an_aborted_update_leaves_its_replicas_alone(patch: pytest.MonkeyPatch) -> None:
+    def broken(self: Fleet, version: int, reason: str) -> list[Replica]:
+        self.update_to = None
+        return []
+
+    patch.setattr(Fleet, "abort", broken)
+
+
+def push(after: float = 0.0, *, bad: bool = False, slow_s: float = 0.0, dies_after: float | None = None) -> PushStep:
+    """A push of all tensors over a flat group."""
+    return PushStep(after, 0, False, False, bad, False, False, None, slow_s, dies_after)
+
+
+WAYS: list[Break] = [
+    the_engine_does_not_follow_its_brake,
+    the_end_of_an_update_lets_go_of_nothing,
+    tokens_are_delivered_before_the_verdict,
+    an_overwritten_replica_keeps_its_version,
+    the_canary_is_skipped,
+    a_replica_that_is_behind_stays_behind,
+    discarded_drafts_stay,
+    an_aborted_update_leaves_its_replicas_alone,
+]
+RARE: dict[Break, list[Step]] = {
+    a_dead_trainer_is_not_noticed: [push(slow_s=2.0, dies_after=3.0)],
+    a_resume_ends_the_updates_hold_too: [Rollout(0.0, 90, False, False), push(slow_s=0.5), Resume(2.3)],
+    labels_without_a_record_are_believed: [push(), push(3.0, bad=True), RestartGateway(0.35, True, 0.1)],
+    commits_are_not_recorded: [push(), RestartGateway(5.0, True, 0.1)],
+}
+"""Ways that few random stories meet, with a story that does."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", WAYS, ids=lambda broken: broken.__name__)
+def test_random_stories_catch_it(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    with pytest.raises(Violation):
+        search(EXAMPLES, seed=1, shrinks=False)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("broken", RARE, ids=lambda broken: broken.__name__)
+def test_a_story_catches_it(broken: Break, is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_broken:
+        broken(monkeypatch)
+    with pytest.raises(Violation) if is_broken else contextlib.nullcontext():
+        played(RARE[broken], 3, Tally(), relay=False, replicas=2, rolling=False)

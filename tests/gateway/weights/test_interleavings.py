@@ -1,0 +1,33 @@
+"""Random interleavings of pushes, deaths, stalls, pauses, adapters, scaling and restarts, in virtual time.
+
+Promises, checked token by token and every tenth of a second: a token's version is what its engine computed with; a
+version has one content; no replica serves a mixture, a refused version, or content of a push that failed; no engine is
+paused while nobody holds it; a dead trainer's update ends within 5 s; every call ends; a served version is in the store
+or on record; nothing leaks. 20,000 stories: `python -m tests.rigs.story_search 20000 SEED`.
+"""
+
+import pytest
+
+from engines.types import PauseMode
+from tests.rigs.story import Kill, Pause, PushStep, Rollout
+from tests.rigs.story_search import Tally, played, search
+
+LEFT_DURING_THE_ABORT = [
+    Pause(3.0, PauseMode.ABORT, False),
+    Rollout(0.3, 3, False, False),
+    Kill(0.3, 0),
+    PushStep(0.0, 0, False, True, False, False, False, None, 0.0, 0.05),
+]
+"""The trainer of a relayed update that is being aborted leaves: the draft stayed in the store."""
+
+
+def test_a_draft_is_removed_though_its_trainer_leaves_while_the_update_is_aborted() -> None:
+    played(LEFT_DURING_THE_ABORT, 159, Tally(), relay=True, replicas=1, rolling=False)
+
+
+@pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_any_interleaving_keeps_the_promises(examples: int) -> None:
+    tally = search(examples, seed=examples)
+    assert tally.stories >= examples
+    assert tally.delivered > examples  # the stories are no empty ones
+    assert tally.pushes - tally.failed > examples

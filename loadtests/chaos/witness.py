@@ -140,8 +140,11 @@ class Witness:
         for choice in choices:
             prompt, sample = prompts[choice["index"] // _SAMPLES], choice["index"] % _SAMPLES
             spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
-            asked = Asked(prompt, _TOKENS, floor, is_greedy=False, seed=seed, sample=sample)
-            if (found := flaw(self._model, asked, Delivered(choice["token_ids"], spans))) is not None:
+            # The rest of a sample that was cut off has draws of its own; its log-probs are checked all the same.
+            known = None if choice.get("resumed") else seed
+            asked = Asked(prompt, _TOKENS, floor, is_greedy=False, seed=known, sample=sample)
+            got = Delivered(choice["token_ids"], spans, (choice.get("logprobs") or {}).get("token_logprobs"))
+            if (found := flaw(self._model, asked, got)) is not None:
                 self._tally.stale += found.is_stale
                 self._tally.wrong += not found.is_stale
                 self._tally.note(f"batch {seed}, choice {choice['index']}: {found.reason}")
@@ -159,4 +162,5 @@ def _body(seed: int) -> Json:
         "max_tokens": _TOKENS,
         "ignore_eos": True,
         "return_token_ids": True,
+        "logprobs": 0,
     }

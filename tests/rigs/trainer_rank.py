@@ -101,7 +101,7 @@ def through_a_group(trainer: Trainer) -> dict[str, Any]:
 
 def through_a_group_that_refuses(trainer: Trainer) -> dict[str, Any]:
     with BlockingRolloutClient(trainer.group_url) as client, WeightSender(client, timeout_s=TIMEOUT_S) as sender:
-        return {"version": sender.push(sharded(trainer, Model(seed=5)), version=99)}
+        return {"version": sender.push(sharded(trainer, Model(seed=5)), version=6)}
 
 
 def fsdp2_in_bfloat16(trainer: Trainer) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """The configuration of one group of identical engines. Levers have vLLM's names."""
 
+from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from engines.types import EngineKind
+
+DEFAULT_LOG_DIR = "~/.local/state/rollout-gateway/logs"
 
 
 class SimConfig(BaseModel):
@@ -138,8 +141,8 @@ class EngineConfig(BaseModel):
     """Environment variables of the engine process; they override ours."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further command-line arguments of the engine, by the engine's names."""
-    log_dir: str = "/tmp/rollout-gateway/logs"
-    """Folder of the engine logs, one file per start."""
+    log_dir: str = DEFAULT_LOG_DIR
+    """Folder of the engine logs, one file per start. The default folder keeps the last 200; another is yours."""
     start_timeout_s: float = Field(900.0, gt=0)
     """Limit on an engine's start."""
     drain_timeout_s: float = Field(600.0, ge=0)
@@ -215,6 +218,11 @@ class EngineConfig(BaseModel):
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras = {self.max_cpu_loras} must be at least max_loras = {self.max_loras}")
         return self
+
+    @property
+    def log_folder(self) -> Path:
+        """`log_dir` on this machine."""
+        return Path(self.log_dir).expanduser()
 
     @property
     def num_adapters(self) -> int:

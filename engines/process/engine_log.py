@@ -3,10 +3,12 @@
 Known lines are those of vLLM 0.26 to 0.32 and SGLang 0.5.17 to 0.5.23.
 """
 
+import contextlib
 import re
 from pathlib import Path
 
 _TAIL_BYTES = 1 << 20
+_LOGS_KEPT = 200
 _SHORT = 100
 
 # Colours; `(EngineCore pid=12)`; `ERROR 11-21 15:00:26 [core.py:1510]`; SGLang's `[2026-11-21 15:02:41 TP0]`.
@@ -73,3 +75,13 @@ def _bare(line: str) -> str:
     while (rest := _PREFIX.sub("", line)) != line:
         line = rest
     return line.rstrip()
+
+
+def forget_old_logs(folder: Path) -> None:
+    """Remove all but the last 200 logs of a folder. An engine that runs writes, so its log is among the last."""
+    found: list[tuple[float, Path]] = []
+    for log in folder.glob("*.log"):
+        with contextlib.suppress(FileNotFoundError):  # another start removes logs too
+            found.append((log.stat().st_mtime, log))
+    for _, log in sorted(found, reverse=True)[_LOGS_KEPT:]:
+        log.unlink(missing_ok=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from engines.checkpoint import read_tensors, served_in
 from engines.clients.connect import connect
-from engines.config import EngineConfig
+from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
 from engines.gpus import visible_gpus
 from engines.model_folder import model_folder
 from engines.process.diagnosis import diagnose, last_error
-from engines.process.engine_log import doing, read_tail
+from engines.process.engine_log import doing, forget_old_logs, read_tail
 from engines.process.launch import VLLM_WORKER, engine_command
 from engines.process.process import Command, EngineProcess
 from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
@@ -87,7 +87,9 @@ class EngineServer:
     async def _start_once(self) -> ReplicaInfo:
         await self.stop()
         config, port = self._config, free_port()
-        log_path = Path(config.log_dir) / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
+        log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
+        if config.log_dir == DEFAULT_LOG_DIR:
+            await asyncio.to_thread(forget_old_logs, config.log_folder)
         command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
         self._has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         command = replace(command, hidden=self._hidden)

@@ -144,4 +144,4 @@ def _remove_memory(name: str, report: Report) -> None:
 
 
 def _log_folders(application: Mapping[str, Any]) -> list[str]:
-    return sorted({group.log_dir for group in deployed_config(application).groups.values()})
+    return sorted({str(group.log_folder) for group in deployed_config(application).groups.values()})

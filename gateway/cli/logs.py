@@ -16,7 +16,7 @@ def engine_logs(name: str, replica: str = "") -> list[Path]:
     `RolloutGatewayError` where this machine has none.
     """
     application, config = deployed(name)
-    folders = {group: Path(engine.log_dir) for group, engine in config.groups.items()}
+    folders = {group: engine.log_folder for group, engine in config.groups.items()}
     ids = (replica,) if replica else tuple(_replica_ids(name, application))
     found = {log for group, folder in folders.items() for log in folder.glob(f"{group}-*.log")}
     logs = sorted((log for log in found if log.name.startswith(ids)), key=lambda log: log.stat().st_mtime)

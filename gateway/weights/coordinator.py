@@ -13,6 +13,7 @@ import importlib.util
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import structlog
 
@@ -224,7 +225,7 @@ class WeightCoordinator:
                 self._machine.update.touched_at = time.monotonic()
 
 
-def _log_dir(fleet: Fleet) -> str:
+def _log_dir(fleet: Fleet) -> Path:
     """The folder of the policy's engine logs."""
     groups = fleet.models.groups.values()
-    return next((group.log_dir for group in groups if not group.frozen), next(iter(groups)).log_dir)
+    return next((group.log_folder for group in groups if not group.frozen), next(iter(groups)).log_folder)

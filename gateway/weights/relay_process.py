@@ -43,9 +43,9 @@ class Relay:
     `WeightUpdateFailed` or `DeadlineExceeded`.
     """
 
-    def __init__(self, config: WeightsConfig, log_dir: str) -> None:
+    def __init__(self, config: WeightsConfig, log_dir: Path) -> None:
         self._config = config
-        self._log_dir = Path(log_dir)
+        self._log_dir = log_dir
         self._process: EngineProcess | None = None
         self._client: VllmEngine | None = None
         self._is_open = False

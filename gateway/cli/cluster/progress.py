@@ -51,7 +51,7 @@ def starts_of(application: Mapping[str, Any], groups: Mapping[str, EngineConfig]
     return [
         Start(
             name=f"{name}-{replica['replica_id']}",
-            doing=_doing(f"{name}-{replica['replica_id']}", group.log_dir, replica, _gpus(deployments[name])),
+            doing=_doing(f"{name}-{replica['replica_id']}", group.log_folder, replica, _gpus(deployments[name])),
             elapsed_s=time.time() - replica["start_time_s"],
         )
         for name, group in groups.items()
@@ -59,12 +59,12 @@ def starts_of(application: Mapping[str, Any], groups: Mapping[str, EngineConfig]
     ]
 
 
-def _doing(name: str, log_dir: str, replica: Mapping[str, Any], gpus: float) -> str:
+def _doing(name: str, log_folder: Path, replica: Mapping[str, Any], gpus: float) -> str:
     if replica["state"] == "RUNNING":
         return "ready"
     if replica["state"] != "STARTING":
         return str(replica["state"])
-    logs = Path(log_dir).glob(f"{name}-*.log")
+    logs = log_folder.glob(f"{name}-*.log")
     try:
         # A second try has a log of its own.
         return doing(read_tail(max(logs, key=lambda log: log.stat().st_mtime)))

@@ -3,11 +3,13 @@
 Lines are of vLLM 0.32 and SGLang 0.5.23 as seen on CPU; graphs as in the source of vLLM 0.26 and SGLang 0.5.17.
 """
 
+import os
 from pathlib import Path
 
 import pytest
 
-from engines.process.engine_log import doing, lines_of, read_tail
+from engines.config import EngineConfig
+from engines.process.engine_log import doing, forget_old_logs, lines_of, read_tail
 
 FIRST = "2026-11-21 15:03:00 python -m vllm.entrypoints.cli.main serve tiny\n"
 CORE = "(EngineCore pid=29771) INFO 11-21 15:03:15 [core.py:133] "
@@ -71,3 +73,19 @@ def test_of_a_long_log_the_end_is_read(tmp_path: Path) -> None:
     log.write_text("a" * (2 << 20) + "\nthe end\n")
     assert read_tail(log).endswith("the end\n")
     assert len(read_tail(log)) == 1 << 20
+
+
+def test_of_many_logs_the_last_two_hundred_are_kept(tmp_path: Path) -> None:
+    forget_old_logs(tmp_path / "absent")
+    for number in range(203):
+        (tmp_path / f"engine-{number}.log").touch()
+        os.utime(tmp_path / f"engine-{number}.log", (number, number))
+    (tmp_path / "notes.txt").touch()
+    forget_old_logs(tmp_path)
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {f"engine-{number}.log" for number in range(3, 203)} | {"notes.txt"}
+
+
+def test_engine_logs_are_not_in_the_folder_for_temporary_files_unless_named() -> None:
+    assert EngineConfig().log_folder == Path.home() / ".local/state/rollout-gateway/logs"
+    assert EngineConfig(log_dir="/var/log/engines").log_folder == Path("/var/log/engines")

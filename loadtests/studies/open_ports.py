@@ -57,8 +57,7 @@ def listening_ports(mark: str) -> list[Port]:
     sockets = dict(_listening_sockets())
     return [
         Port(_name(folder), *sockets[inode])
-        for folder in Path("/proc").iterdir()
-        if folder.name.isdecimal() and _is_marked(folder, mark)
+        for folder in _marked(mark)
         for inode in sorted(_inodes(folder))
         if inode in sockets
     ]
@@ -91,6 +90,22 @@ def _inodes(process: Path) -> set[int]:
     except OSError:  # the process has ended, or is another user's
         return set()
     return found
+
+
+def _marked(mark: str) -> list[Path]:
+    """Return the processes with the mark, and their descendants: a process with a long title has lost its variables."""
+    parents = {folder: _parent(folder) for folder in Path("/proc").iterdir() if folder.name.isdecimal()}
+    found = {folder for folder in parents if _is_marked(folder, mark)}
+    while more := {folder for folder, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found)
+
+
+def _parent(process: Path) -> Path | None:
+    try:
+        return process.with_name((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 def _is_marked(process: Path, mark: str) -> bool:

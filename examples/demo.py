@@ -83,6 +83,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     began = time.monotonic()
     with _fleet(_config(args), console) as url:
         console.print(f"fleet ready after {time.monotonic() - began:.0f} s at [bold]{url}[/bold]")
+        console.print(f"watch it at [bold]{url}/dashboard[/bold]")
         story = Story()
         with _watching(url, story):
             code = _train(url, args, story, console)

@@ -164,6 +164,15 @@ class World:
             return True
         return base is not None and last.ended is not None and base.begun > last.ended
 
+    def look_for_left_updates(self, gateway: "Gateway", within_s: float) -> None:
+        """Check that no update is open whose push ended more than `within_s` seconds ago."""
+        update, now = gateway.weights.update, asyncio.get_running_loop().time()
+        if update is None or not update.lease or gateway.has_ended:
+            return
+        for push in self.pushes:
+            if push.lease == update.lease and push.ended is not None and push.ended + within_s <= now:
+                raise Violation(f"the update of push {push.number}, whose trainer ended, is still open: {update}")
+
     def look(self) -> None:
         """Check what must hold at any time."""
         gateway, now = self.gateway, asyncio.get_running_loop().time()
@@ -225,6 +234,7 @@ class Push:
     begun: float
     ended: float | None = None
     failed: bool = False
+    lease: str = ""
 
 
 class Gateway:
@@ -380,7 +390,6 @@ class Trainer:
     def __init__(self, world: World) -> None:
         self._world = world
         self._sent = LastSent()
-        self.lease = ""
 
     async def push(
         self, gateway: Gateway, transport: str, *, partial: bool, bad: bool, delta: bool, rolling: bool,
@@ -395,7 +404,7 @@ class Trainer:
             if transport == "store":
                 version = await self._push_store(gateway, values, rolling, in_flight, slow_s, delta=delta)
             else:
-                version = await self._push_group(gateway, values, in_flight, slow_s)
+                version = await self._push_group(gateway, push, values, in_flight, slow_s)
         except RolloutGatewayError:
             push.failed = True
             raise
@@ -407,27 +416,28 @@ class Trainer:
         return version
 
     async def _push_group(
-        self, gateway: Gateway, values: dict[str, float], in_flight: InFlight | None, slow_s: float
+        self, gateway: Gateway, push: Push, values: dict[str, float], in_flight: InFlight | None, slow_s: float
     ) -> int:
         weights, port = gateway.weights, len(self._world.wires) + 1
         wire = self._world.wires[port] = Wire()
         size = await gateway.call(weights.world_size())
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": size + 1}
         await gateway.call(weights.init(info))
-        self.lease = f"trainer of {port}"
-        holding = asyncio.ensure_future(gateway.call(_hold(gateway, self.lease)))
+        push.lease = f"trainer of {port}"
+        holding = asyncio.ensure_future(gateway.call(_hold(gateway, push.lease)))
         try:
             await asyncio.sleep(slow_s)
-            return await self._send(gateway, wire, values, in_flight, slow_s)
+            return await self._send(gateway, wire, push.lease, values, in_flight, slow_s)
         finally:
             holding.cancel()
 
     async def _send(
-        self, gateway: Gateway, wire: Wire, values: dict[str, float], in_flight: InFlight | None, slow_s: float
-    ) -> int:
+        self, gateway: Gateway, wire: Wire, lease: str, values: dict[str, float], in_flight: InFlight | None,
+        slow_s: float,
+    ) -> int:  # fmt: skip
         weights = gateway.weights
         await asyncio.sleep(0)
-        await gateway.call(weights.start(in_flight, self.lease))
+        await gateway.call(weights.start(in_flight, lease))
         try:
             for name, value in values.items():
                 await asyncio.sleep(slow_s)

@@ -68,9 +68,7 @@ class PushStep(Step):
             story.trainers[self.trainer] = Trainer(story.world)
             await asyncio.wait([pushing])
             await asyncio.sleep(_NOTICED_S)
-            update = gateway.weights.update
-            if update is not None and not gateway.has_ended and update.lease == trainer.lease:
-                raise Violation(f"a dead trainer's update is still open: {update}")
+            story.world.look_for_left_updates(gateway, _NOTICED_S)
         if not pushing.cancelled():
             pushing.result()
 

@@ -3,7 +3,7 @@
 import json
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +33,9 @@ LONG = 480
 SAMPLED = {"model": str(COMMITTED), "max_tokens": LONG, "temperature": 1.0, "seed": 11, "ignore_eos": True}
 COMPLETION = SAMPLED | {"prompt": [2, 8, 6, 7, 3], "return_token_ids": True}
 CHAT = SAMPLED | {"messages": [{"role": "user", "content": "312"}], "return_token_ids": True, "max_tokens": LONG - 30}
+SEEDED = (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT))
 
-
+TRIES = 6
 IN_FLIGHT = 5
 """Samples of `asked`."""
 
@@ -172,7 +173,7 @@ def test_a_sample_that_the_update_in_its_request_has_not_touched_says_so(
 @pytest.fixture
 def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealFleet]:
     """An engine that tells no spans, as vLLM 0.26, and nothing of a stream before its end, as one that lags behind."""
-    monkeypatch.setattr(launch, "_counts_spans", lambda vllm: False)
+    monkeypatch.setattr(launch, "_SPANS", None)
     engine = engine_config(COMMITTED, tmp_path).model_copy(update={"stream_interval": LONG})
     with app({"policy": engine}, weights={"relay": "never"}) as running:
         yield running
@@ -285,21 +286,39 @@ def check_conversation(before: Json, after: Json, version: int) -> None:
     assert after["prompt_token_ids"] == before["prompt_token_ids"]
 
 
+def cut_off(real: RealFleet, client: Any, asked: Sequence[tuple[str, Json]]) -> tuple[int, list[Json]]:
+    """The version before an update that all these requests met, and their choices. Some tries may be over before it."""
+    for _ in range(TRIES):
+        version = real.call("/status")[1]["weight_version"]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            running = [pool.submit(real.call, path, body) for path, body in asked]
+            until_generating(real, len(asked))
+            client.update_model_params(other_weights(seed=version))
+            replies = [future.result() for future in running]
+        assert [status for status, _ in replies] == [200] * len(asked), replies
+        choices = [reply["choices"][0] for _, reply in replies]
+        if all(choice["weight_versions"][-1]["version"] == version + 1 for choice in choices):
+            return version, choices
+    raise AssertionError(f"no update fell into the requests in {TRIES} tries")
+
+
 def test_what_cannot_go_on_from_its_tokens_is_made_again_by_the_new_weights(
     real: RealFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    version = real.call("/status")[1]["weight_version"]
-    with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(2) as pool:
-        running = [
-            pool.submit(real.call, "/v1/completions", COMPLETION),
-            pool.submit(real.call, "/v1/chat/completions", CHAT),
-        ]
-        until_generating(real, 2)
-        client.update_model_params(other_weights(seed=version))
-        replies = [future.result() for future in running]
-    again = [real.call(path, body) for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT))]
-    for (status, reply), (_, fresh) in zip(replies, again, strict=True):
-        assert status == 200, reply
-        (choice,) = reply["choices"]
+    asked = [(path, body | {"stop": ["never made"]}) for path, body in SEEDED]
+    with trainer(real, "abort", monkeypatch) as client:
+        version, choices = cut_off(real, client, asked)
+    for (path, body), choice in zip(asked, choices, strict=True):
         assert [span["version"] for span in choice["weight_versions"]] == [version + 1]
-        assert choice["token_ids"] == fresh["choices"][0]["token_ids"], "seeded: what the new weights always say"
+        (fresh,) = real.call(path, body)[1]["choices"]
+        assert choice["token_ids"] == fresh["token_ids"], "seeded: what the new weights always say"
+
+
+def test_what_has_a_seed_goes_on_from_its_tokens_and_is_marked(
+    real: RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trainer(real, "abort", monkeypatch) as client:
+        version, choices = cut_off(real, client, SEEDED)
+    for choice in choices:
+        assert [span["version"] for span in choice["weight_versions"]] == [version, version + 1]
+        assert choice["resumed"] == ["seed"]

@@ -115,9 +115,13 @@ class ModelRoutes:
         return self._replicas(model, None)[0]
 
     def _replicas(self, model: str, adapter: Adapter | None) -> list[Replica]:
-        """Return the replicas of a model, serving replicas if any. Raise `DeadlineExceeded` if there is none."""
+        """Return the replicas of a model in a fixed order, serving replicas if any.
+
+        Raise `DeadlineExceeded` if there is none.
+        """
         of_model = [replica for replica in self._fleet.alive if replica.info.model == model]
-        replicas = self._fleet.serving(model, adapter) or of_model
+        serving = self._fleet.serving(model, adapter)
+        replicas = [replica for replica in of_model if replica in serving] or of_model
         if not replicas:
             raise DeadlineExceeded(f"no replica of {model!r} is up yet: see /health")
         return replicas

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from engines.store.manifest import MANIFEST, Manifest
 _KEEPER = ".gateway"
 HELD_BY = "held_by"
 _HOLDERS = ".holders.json"
+_HIGHEST = ".highest.json"
 _HOLDERS_NOTED = 1000
 _GONE = "gone-"
 _LONGEST_NAME = 256
@@ -39,9 +40,10 @@ _LONGEST_NAME = 256
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The version that was last noted for an engine; None while the engine is overwritten."""
+    """The version that was last noted for an engine, None while the engine is overwritten, and its highest version."""
 
     version: int | None
+    highest: int = 0
 
 
 class WeightStore:
@@ -166,28 +168,33 @@ class WeightStore:
 
     def note_held(self, version: int | None, incarnations: Iterable[str]) -> None:
         """Note the version that engines hold, even if the store does not keep it; None is a mixture."""
-        notes = self._notes()
-        for incarnation in incarnations:
-            notes.pop(incarnation, None)  # the latest notes come last
-            notes[incarnation] = version
-        path = self.folder / _HOLDERS
-        with disk_errors(path):
-            whole = path.with_suffix(".new")
-            whole.write_text(json.dumps(dict(list(notes.items())[-_HOLDERS_NOTED:])), encoding="utf-8")
-            whole.rename(path)
+        incarnations = list(incarnations)
+        self._write(_HOLDERS, self._read(_HOLDERS), dict.fromkeys(incarnations, version))
+        if version is not None:
+            highest = self._read(_HIGHEST)
+            self._write(_HIGHEST, highest, {one: max(version, highest.get(one) or 0) for one in incarnations})
 
-    def held_by(self, incarnation: str) -> int | None:
-        """Return the last `note_held` of this engine; 0 where there is none."""
-        return self._notes().get(incarnation, 0)
+    def held_by(self, incarnation: str) -> Note:
+        """Return the last `note_held` of this engine; version 0 where there is none."""
+        return Note(self._read(_HOLDERS).get(incarnation, 0), self._read(_HIGHEST).get(incarnation) or 0)
 
-    def _notes(self) -> dict[str, int | None]:
+    def _read(self, name: str) -> dict[str, int | None]:
+        """Return a version by engine."""
         try:
-            notes: dict[str, int | None] = json.loads((self.folder / _HOLDERS).read_bytes())
+            notes: dict[str, int | None] = json.loads((self.folder / name).read_bytes())
             return notes
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            raise StoreFailed(f"{self.folder / _HOLDERS} cannot be read: {error!r}") from error
+            raise StoreFailed(f"{self.folder / name} cannot be read: {error!r}") from error
+
+    def _write(self, name: str, notes: dict[str, int | None], news: Mapping[str, int | None]) -> None:
+        latest_last = {one: version for one, version in notes.items() if one not in news} | dict(news)
+        path = self.folder / name
+        with disk_errors(path):
+            whole = path.with_suffix(".new")
+            whole.write_text(json.dumps(dict(list(latest_last.items())[-_HOLDERS_NOTED:])), encoding="utf-8")
+            whole.rename(path)
 
     def adopt(self, version: int, incarnation: str) -> bool:
         """Make an earlier run's version known if this engine was noted to hold it. Return True if it is known."""

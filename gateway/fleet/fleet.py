@@ -494,6 +494,7 @@ class Fleet:
             return
         version = await replica.engine.weight_version(self._config.probe_timeout_s)
         note = await self.noted(replica.info.incarnation)
+        self._spent = max(self._spent, note.highest if note else 0)
         if not replica.engine.tells_version:
             replica.weight_version = note.version if note else 0
         elif note is None:

@@ -231,7 +231,7 @@ class Snapshots:
         if self._store is None:
             return None
         try:
-            return Note(await self._aside(self._store.held_by, incarnation))
+            return await self._aside(self._store.held_by, incarnation)
         except StoreFailed as error:
             log.error("no record of an engine can be read", engine=incarnation, error=str(error))
             return Note(None)

@@ -8,7 +8,7 @@ import asyncio
 import contextvars
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,7 +170,7 @@ class World:
         if update is None or not update.lease or gateway.has_ended:
             return
         for push in self.pushes:
-            if push.lease == update.lease and push.ended is not None and push.ended + within_s <= now:
+            if push.lease == update.lease and push.ended is not None and push.ended + within_s <= now + 1e-6:
                 raise Violation(f"the update of push {push.number}, whose trainer ended, is still open: {update}")
 
     def look(self) -> None:
@@ -206,22 +206,39 @@ class World:
         if len(tokens) != max_tokens and choice["finish_reason"] != "abort":  # by a trainer's pause
             raise Violation(f"{len(tokens)} tokens were delivered, and {max_tokens} were asked for: {choice}")
         context, model, place = read(prompt), SimModel.of(SIM), 0
-        for span in spans:
-            version = span.get("base_version", span["version"])
-            if span["start"] != place:
-                raise Violation(f"spans have a gap: {spans}")
-            for token in tokens[span["start"] : span["end"]]:
-                if version not in self.versions:
-                    raise Violation(f"tokens of version {version}, which never served: {spans}")
-                held = content_key(self.versions[version])
-                weights = weights_key(f"{held} under {adapter}" if adapter else held)
-                if model.next_token(context, GREEDY, weights, False) != token:
-                    raise Violation(f"token {place} is not of version {version} ({held}): {spans}")
+        for versions, end in _stretches(spans, len(tokens)):
+            if unknown := [version for version in versions if version not in self.versions]:
+                raise Violation(f"tokens of versions {unknown}, which never served: {spans}")
+            held = [content_key(self.versions[version]) for version in versions]
+            keys = [weights_key(f"{content} under {adapter}" if adapter else content) for content in held]
+            for token in tokens[place:end]:
+                if all(model.next_token(context, GREEDY, key, False) != token for key in keys):
+                    raise Violation(f"token {place} is not of version {versions} ({held}): {spans}")
                 context = read((token,), context)
                 place += 1
         if place != len(tokens):
             raise Violation(f"spans end at {place} of {len(tokens)} tokens: {spans}")
         self.delivered += 1
+
+
+def _stretches(spans: Sequence[Json], length: int) -> Iterator[tuple[list[int], int]]:
+    """The versions that tokens may be of, and the end of these tokens. Spans without limits are of the same tokens: the
+    first part of a sample whose engine died before it reported where its weights changed."""
+    place, unlimited = 0, list[int]()
+    for span in spans:
+        version: int = span["base_version"] if "base_version" in span else span["version"]
+        if span["start"] is None:
+            unlimited.append(version)
+            continue
+        if unlimited:
+            yield unlimited, span["start"]
+            place, unlimited = span["start"], []
+        if span["start"] != place:
+            raise Violation(f"spans have a gap: {spans}")
+        yield [version], span["end"]
+        place = span["end"]
+    if unlimited:
+        yield unlimited, length
 
 
 @dataclass

@@ -93,13 +93,15 @@ class Rolling:
         if loaded:
             with update.timed("canary"):
                 findings |= await self._verify(update, loaded, canary_logprobs)
-        passed = [replica for replica in loaded if findings[replica].may_serve and replica.state in _ON_ITS_WAY]
+        passed = [replica for replica in loaded if findings[replica].may_serve]
+        # Before tokens are delivered: a restarted gateway must not use the number again.
+        await self._parts.snapshots.note_holders(update.version, passed)
+        passed = [replica for replica in passed if replica.state in _ON_ITS_WAY]
         for replica in batch:
             if replica in passed:
                 self._parts.fleet.serve_ahead(replica, update.version, keeps_kv=update.keeps_kv)
             elif replica.state in _ON_ITS_WAY:
                 self._parts.fleet.fence(replica, f"did not take version {update.version}: {findings[replica].reason}")
-        await self._parts.snapshots.note_holders(update.version, passed)
         return findings
 
     async def _load(self, update: WeightUpdate, replica: Replica, path: Path) -> Finding | None:

@@ -9,7 +9,7 @@ or on record; nothing leaks. 20,000 stories: `python -m tests.rigs.story_search 
 import pytest
 
 from engines.types import PauseMode
-from tests.rigs.story import Kill, Pause, PushStep, Rollout
+from tests.rigs.story import Kill, Pause, PushStep, RestartGateway, Rollout
 from tests.rigs.story_search import Tally, played, search
 
 LEFT_DURING_THE_ABORT = [
@@ -19,6 +19,17 @@ LEFT_DURING_THE_ABORT = [
     PushStep(0.0, 0, False, True, False, False, False, None, 0.0, 0.05),
 ]
 """The trainer of a relayed update that is being aborted leaves: the draft stayed in the store."""
+
+ABORTED_WHEN_ROLLED_HALF = [
+    PushStep(0.0, 0, True, False, False, False, True, None, 0.0, 0.5),
+    RestartGateway(1.0, False, 0.1),
+    PushStep(1.0, 0, False, False, False, False, False, None, 0.0, None),
+]
+"""A replica has served version 1 when its trainer dies and the gateway is restarted: the number was used again."""
+
+
+def test_a_number_whose_tokens_were_delivered_is_not_used_again_after_a_restart() -> None:
+    played(ABORTED_WHEN_ROLLED_HALF, 1, Tally(), relay=False, replicas=2, rolling=False)
 
 
 def test_a_draft_is_removed_though_its_trainer_leaves_while_the_update_is_aborted() -> None:

@@ -1,6 +1,7 @@
 """Stories: what clients, trainers, hosts and operators do to a world of engines, step after step and all at once."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ _FINAL_TRIES = 20
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(ABC):
     """One deed, `after` seconds after the one before began. They overlap."""
 
     after: float
 
+    @abstractmethod
     async def play(self, story: "Story") -> None:
-        raise NotImplementedError
+        """Do the deed, and check what must follow from it."""
 
 
 @dataclass(frozen=True)

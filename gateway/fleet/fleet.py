@@ -125,7 +125,7 @@ class Fleet:
     def serving(self, model: str, adapter: Adapter | None = None) -> list[Replica]:
         """Replicas that take rollouts of `model`, or of an adapter of it."""
         ours = self._replicas.values()
-        found = [one for one in ours if one.state is ReplicaState.SERVING and one.info.model == model]
+        found = [replica for replica in ours if replica.can_serve and replica.info.model == model]
         return found if adapter is None else [replica for replica in found if replica.holds(adapter)]
 
     def asked(self, name: object) -> tuple[str, Adapter | None]:

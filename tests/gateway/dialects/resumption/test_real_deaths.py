@@ -80,6 +80,7 @@ FORMS: dict[str, Callable[[RealFleet], list[Sample]]] = {
     **{f"chat {place}": partial(chat, place=place) for place in range(4)},
     **{f"chat streamed {place}": partial(chat_streamed, place=place) for place in range(4)},
 }
+KNOWN_TO_DIFFER = {"completions, n > 1", "streamed, n > 1"}
 SAMPLES = 4 + 8 + 4 + 8 + 4 + 4
 
 
@@ -91,16 +92,17 @@ def test_requests_whose_replica_is_killed_come_as_if_it_had_lived(real: RealFlee
         until_generating(real, SAMPLES, tokens=TOKENS // 3)
         real.kill(0)
         continued = {name: future.result() for name, future in asked.items()}
-    ties = 0
+    differing = set()
     for name, samples in undisturbed.items():
         for before, after in zip(samples, continued[name], strict=True):
-            assert len(after[0]) == len(after[2]) == TOKENS, name
-            tie = next((place for place in range(TOKENS) if after[0][place] != before[0][place]), None)
-            # Two tokens of equal log-prob: either may come, and another sample follows.
-            assert after[2][:tie] == pytest.approx(before[2][:tie], abs=1e-3), name
-            assert tie is None or after[2][tie] == pytest.approx(before[2][tie], abs=1e-3), name
-            assert tie is not None or after[1] == before[1], name
-            ties += tie is not None
-    assert ties <= SAMPLES / 4
+            assert len(after[0]) == TOKENS, name
+            if name in KNOWN_TO_DIFFER and after[0] != before[0]:
+                differing.add(name)
+                continue
+            assert after[0] == before[0], name
+            assert after[1] == before[1], name
+            assert after[2] == pytest.approx(before[2], abs=1e-3), name
     retries = [line for line in real.text("/metrics")[1].splitlines() if "retries_total" in line and "failed" in line]
     assert sum(float(line.rsplit(" ", 1)[1]) for line in retries) >= 3  # prompts; a fast engine has ended some
+    if differing:
+        pytest.xfail(f"open defect: after a death {sorted(differing)} have a token that temperature 1e-4 cannot draw")

@@ -112,7 +112,8 @@ class EngineConfig(BaseModel):
     kv_cache_dtype: str | None = None
     """auto, fp8, ...; default: the engine's."""
     quantization: str | None = None
-    """fp8, awq, ...; default: the checkpoint's. If set, updates are not checked against the checkpoint."""
+    """fp8, awq, ...; default: the checkpoint's. With `fp8` and a plain checkpoint, vLLM quantises in each update
+    the tensors that the trainer sends. Updates of a quantised checkpoint are not checked against its tensors."""
     speculative_config: dict[str, Any] | None = None
     """Speculative decoding with vLLM's keys: method, model, num_speculative_tokens, ..."""
     enable_lora: bool = False

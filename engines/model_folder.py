@@ -1,5 +1,6 @@
 """The folder of an engine's model on this machine."""
 
+import json
 import os
 from pathlib import Path
 
@@ -18,6 +19,12 @@ def model_folder(config: EngineConfig) -> Path | None:
     cached = cached_folder(config.model, _cache(config), config.extra.get("revision"))
     files = checkpoint_files(cached) if cached else []
     return cached if files and all(file.is_file() for file in files) else None
+
+
+def is_quantised(folder: Path) -> bool:
+    """Return True for a quantised checkpoint, by its config.json."""
+    config = folder / "config.json"
+    return config.is_file() and bool(json.loads(config.read_bytes()).get("quantization_config"))
 
 
 def cached_folder(model: str, cache: str | None = None, revision: str | None = None) -> Path | None:

@@ -15,7 +15,7 @@ from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
 from engines.gpus import visible_gpus
-from engines.model_folder import model_folder
+from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
 from engines.process.engine_log import doing, forget_old_logs, read_tail
 from engines.process.launch import VLLM_WORKER, engine_command
@@ -173,7 +173,7 @@ class EngineServer:
             pid=process.engine_pid,
             started=time.time(),
             log_path=str(process.log_path),
-            tensors=_expected_tensors(self._config),
+            tensors=expected_tensors(self._config),
         )
 
 
@@ -192,17 +192,18 @@ def streams_coarsely(config: EngineConfig) -> bool:
     return config.kind is not EngineKind.SGLANG and is_coarse and not config.extra.get("enable_return_routed_experts")
 
 
-def _expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
+def expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
     """Return the tensors of a full weight update; None if unknown."""
     if config.kind is EngineKind.SIM:
         return tuple(
             TensorMeta(name=name, dtype="float32", shape=tuple(shape)) for name, shape in config.sim.tensors.items()
         )
-    # A quantised checkpoint has other tensor names than the trainer.
-    if config.extra.get("quantization", config.quantization):
-        return None
     folder = model_folder(config)
-    tensors = read_tensors(folder) if folder else None
+    # A quantised checkpoint has other tensors than the trainer. An engine that quantises a plain one as it loads it
+    # takes the trainer's tensors, and quantises them in each update.
+    if folder is None or is_quantised(folder):
+        return None
+    tensors = read_tensors(folder)
     return tensors and served_in(config.dtype, tensors)
 
 

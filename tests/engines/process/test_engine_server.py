@@ -1,6 +1,7 @@
 """The life of one engine server: start, check, stop, with real processes of the simulated engine."""
 
 import asyncio
+import json
 import os
 import re
 import shlex
@@ -13,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
 from engines.errors import EngineError, EngineStartFailed
 from engines.process import engine_server as server
 from engines.process import launch
-from engines.process.engine_server import EngineServer, free_port, streams_coarsely
+from engines.process.engine_server import EngineServer, expected_tensors, free_port, streams_coarsely
 from engines.process.process import Command
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 
@@ -116,6 +119,20 @@ async def test_a_started_engine_says_what_it_is(
 def test_an_engine_with_short_chunks_or_routed_experts_is_read_whole(lever: dict[str, Any]) -> None:
     assert streams_coarsely(EngineConfig())
     assert not streams_coarsely(EngineConfig(**lever))
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "are_known"),
+    [(None, None, True), (None, "fp8", True), ("fp8", "fp8", False), ("fp8", None, False)],
+)
+def test_updates_of_a_plain_checkpoint_are_checked_also_where_the_engine_quantises_it(
+    tmp_path: Path, stored: str | None, asked: str | None, are_known: bool
+) -> None:
+    model = {"quantization_config": {"quant_method": stored}} if stored else {}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    save_file({"head": torch.zeros(3, 5)}, tmp_path / "model.safetensors")
+    tensors = expected_tensors(EngineConfig(model=str(tmp_path), quantization=asked))
+    assert tensors == ((TensorMeta(name="head", dtype="float32", shape=(3, 5)),) if are_known else None)
 
 
 def test_sglang_is_read_whole() -> None:

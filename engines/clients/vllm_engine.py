@@ -12,8 +12,6 @@ from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
 
 _PACKED_AT_INIT = (0, 28)
-_PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
-"""Keys that both ends of a packed transfer must agree on."""
 _LOOK_S = 0.05
 MIXED = "mixed"
 """Label of weights that are being overwritten, so that a restarted gateway does not serve them."""
@@ -41,9 +39,9 @@ class VllmEngine(HttpEngine):
         super().__init__(replica_id, url, api_key)
         self._has_tee = has_tee
         self._peer = peer
-        # The place of `_PACKING` changed in vLLM 0.28, and the trainer's release may differ from the engine's.
-        self._wants_packing_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
-        self._packing: Json = {"packed": True}
+        # The place of `packed` changed in vLLM 0.28, and the trainer's release may differ from the engine's.
+        self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
+        self._packed = True
         self._knows_versions = True
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
@@ -64,10 +62,9 @@ class VllmEngine(HttpEngine):
         return version_held(label)
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
-        rest = _without_packing(init_info)
-        # A trainer that sends `packed` later always packs.
-        self._packing = {"packed": True} | {key: init_info[key] for key in _PACKING if key in init_info}
-        info = rest | self._packing if self._wants_packing_at_init else rest
+        rest = {key: value for key, value in init_info.items() if key != "packed"}
+        self._packed = init_info.get("packed", True)  # a trainer that sends it later always packs
+        info = rest | {"packed": self._packed} if self._wants_packed_at_init else rest
         await self.ask("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s)
 
     async def close_weight_group(self, timeout_s: float) -> None:
@@ -78,7 +75,8 @@ class VllmEngine(HttpEngine):
         await self.ask("POST", "/start_weight_update", {}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
-        info = _without_packing(update_info) if self._wants_packing_at_init else self._packing | update_info
+        rest = {key: value for key, value in update_info.items() if key != "packed"}
+        info = rest if self._wants_packed_at_init else {"packed": self._packed} | update_info
         await self.ask("POST", "/update_weights", {"update_info": info}, timeout_s)
 
     async def finish_weight_update(self, version: int, timeout_s: float) -> None:
@@ -183,10 +181,6 @@ class VllmEngine(HttpEngine):
                 if error.status not in (404, 405):
                     raise
                 self._knows_versions = False  # vLLM before weight versions
-
-
-def _without_packing(info: Json) -> Json:
-    return {key: value for key, value in info.items() if key not in _PACKING}
 
 
 def release(version: str) -> tuple[int, int]:

@@ -1,24 +1,25 @@
 """A fix of vLLM's packed transfer, on both ends: the same CUDA streams in each update.
 
-vLLM up to 0.27 creates new streams for every update. torch caches memory per stream, so each update allocates its
+vLLM up to 0.27 creates new streams for every update. torch caches memory per stream, so each update allocates its 1 GB
 buffers again and leaks the old ones, 32 times on a GPU (vLLM's issue 52950).
 """
 
+from itertools import cycle
 from types import ModuleType
 from typing import Any
 
 import torch
 
+_STREAMS = 2
+"""The transfer's default number of buffers."""
+
 
 def keep_streams() -> None:
-    """Give the next transfer of this process the streams of the transfer before. Call it before each transfer."""
+    """Patch this process's vLLM once, unless its release has the fix."""
     from vllm.distributed.weight_transfer import packed_tensor
 
-    if hasattr(packed_tensor, "_get_streams"):  # the release has the fix
-        return
-    if not isinstance(packed_tensor.torch, _Torch):
+    if not hasattr(packed_tensor, "_get_streams") and not isinstance(packed_tensor.torch, _Torch):
         packed_tensor.torch = _Torch(torch, cuda=_Torch(torch.cuda, Stream=_Streams()))
-    packed_tensor.torch.cuda.Stream.rewind()
 
 
 class _Torch(ModuleType):
@@ -34,20 +35,13 @@ class _Torch(ModuleType):
 
 
 class _Streams:
-    """Replaces the stream class: a call returns the next stream of the current device, and creates it if need be."""
+    """Replaces the stream class: a call returns the next stream of the current device."""
 
     def __init__(self) -> None:
-        self._made: dict[int, list[Any]] = {}
-        self._taken: dict[int, int] = {}
-
-    def rewind(self) -> None:
-        """Begin again with the first stream: a transfer takes one for each of its buffers."""
-        self._taken.clear()
+        self._turns: dict[int, Any] = {}
 
     def __call__(self) -> Any:
         device = torch.cuda.current_device()
-        made, taken = self._made.setdefault(device, []), self._taken.get(device, 0)
-        self._taken[device] = taken + 1
-        if taken == len(made):
-            made.append(torch.cuda.Stream(device))
-        return made[taken]
+        if device not in self._turns:
+            self._turns[device] = cycle([torch.cuda.Stream(device) for _ in range(_STREAMS)])
+        return next(self._turns[device])

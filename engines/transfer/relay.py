@@ -85,6 +85,7 @@ class NcclReceiver:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
         torch.cuda.set_device(device)
+        keep_streams()
         unpack_quickly()
         self._model = model
         # A receiver reads only its rank from vLLM's configuration; the relay is the only worker.
@@ -103,7 +104,6 @@ class NcclReceiver:
         self._engine.init_transfer_engine(self._engine.init_info_cls(**init_info))
 
     def receive(self, update_info: Json) -> None:
-        keep_streams()
         announced = self._engine.update_info_cls(**update_info)
         _called(self._engine.receive_weights, update_info=announced, load_weights=self._model.load_weights)
         torch.cuda.synchronize()

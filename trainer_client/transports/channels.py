@@ -8,7 +8,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -21,26 +20,8 @@ _POLL_S = 0.005
 _ABORT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """The chunks of a transfer over NCCL: their size, and how many are in flight at a time.
-
-    vLLM's default is 2 of 1 GiB. Smaller chunks begin and end sooner, and four allow an end to be late with its own.
-    """
-
-    chunk_bytes: int = 256 << 20
-    buffers: int = 4
-
-    def wire(self) -> dict[str, int]:
-        """Return it by vLLM's names."""
-        return {"packed_buffer_size_bytes": self.chunk_bytes, "packed_num_buffers": self.buffers}
-
-
 class GlooChannel(WeightGroup):
     """Sends over TCP from host memory, to engines without CUDA."""
-
-    packing: Packing | None = None
-    """None: chunks of vLLM's default size."""
 
     def __init__(self, address: str, port: int, world_size: int, timeout_s: float) -> None:
         super().__init__(address, port, SENDER_RANK, world_size, timeout_s)
@@ -53,9 +34,7 @@ class GlooChannel(WeightGroup):
 class NcclChannel:
     """Sends from GPU memory with the packed sender of the trainer's vLLM (0.26 and later)."""
 
-    def __init__(
-        self, address: str, port: int, world_size: int, timeout_s: float, device: torch.device, packing: Packing
-    ) -> None:
+    def __init__(self, address: str, port: int, world_size: int, timeout_s: float, device: torch.device) -> None:
         if device.type != "cuda":
             raise ConfigError(
                 f"the engines receive over NCCL, but device is {str(device)!r}: set it to the trainer's GPU"
@@ -64,7 +43,6 @@ class NcclChannel:
         self._place = f"{address}:{port}"
         self._timeout_s = timeout_s
         self._device = device
-        self.packing = packing
         self._group: Any = None
         self._given_up = threading.Event()
         self._reason = ""
@@ -94,6 +72,7 @@ class NcclChannel:
     def _open(self) -> None:
         torch.cuda.set_device(self._device)
         engine = _engine_class()
+        keep_streams()
         if hasattr(engine, "trainer_init"):
             self._group = engine.trainer_init(self._info)
         else:
@@ -103,19 +82,17 @@ class NcclChannel:
 
     def _broadcast(self, tensors: Iterator[NamedTensor]) -> None:
         torch.cuda.set_device(self._device)
-        keep_streams()
         there = ((name, tensor.to(self._device)) for name, tensor in tensors)
         engine = _engine_class()
         if hasattr(engine, "trainer_send_weights"):
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs
 
-            sent_how = NCCLTrainerSendWeightsArgs(group=self._group, packed=True, **self.packing.wire())
+            sent_how = NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
             engine.trainer_send_weights(iterator=there, trainer_args=sent_how)
         else:
             from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-            chunk_bytes, buffers = self.packing.chunk_bytes, self.packing.buffers
-            packed_nccl_broadcast_producer(there, self._group, 0, lambda named: named[1], chunk_bytes, buffers)
+            packed_nccl_broadcast_producer(there, self._group, 0, lambda named: named[1])
         torch.cuda.synchronize(self._device)
 
     def _bounded(self, work: Callable[[], None], purpose: str) -> None:

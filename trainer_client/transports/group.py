@@ -17,7 +17,7 @@ from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, W
 from engines.transfer.gloo import address_towards, group_info
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.push_options import PushOptions
-from trainer_client.transports.channels import Channel, GlooChannel, NcclChannel, Packing
+from trainer_client.transports.channels import Channel, GlooChannel, NcclChannel
 from trainer_client.transports.part import Part
 
 Backend = Literal["gloo", "nccl"]
@@ -29,7 +29,6 @@ class GroupTransport:
     backend: default: the engines'.
     device: the trainer's GPU for NCCL.
     address, port: the trainer's listener for the engines; default: its address towards the gateway, and a free port.
-    packing: chunks over NCCL.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class GroupTransport:
         device: torch.device | str | None = None,
         address: str = "",
         port: int = 0,
-        packing: Packing | None = None,
     ) -> None:
         self._client = client
         self._timeout_s = timeout_s
@@ -49,7 +47,6 @@ class GroupTransport:
         self._device = torch.device(device) if device is not None else None
         self._address = address
         self._port = port
-        self._packing = packing or Packing()
         self._channel: Channel | None = None
 
     def push(self, parts: Iterable[Part], options: PushOptions) -> int:
@@ -122,10 +119,9 @@ class GroupTransport:
             channel = GlooChannel(address, port, world_size, self._timeout_s)
         else:
             device = self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            channel = NcclChannel(address, port, world_size, self._timeout_s, device, self._packing)
+            channel = NcclChannel(address, port, world_size, self._timeout_s, device)
             self._check_gpu_is_free(device)
-        packing = channel.packing.wire() if channel.packing is not None else {}
-        init_info = group_info(address, port, world_size) | packing
+        init_info = group_info(address, port, world_size)
         try:
             self._beside(channel, lambda: self._client.init_weight_transfer(init_info, self._timeout_s), channel.join)
         except DeadlineExceeded as error:

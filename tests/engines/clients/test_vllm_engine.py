@@ -298,22 +298,3 @@ async def test_packed_is_said_where_the_engines_version_wants_it(
     assert heard["init_info"].get("packed") is at_init
     assert heard["update_info"].get("packed") is at_update
     assert heard["update_info"]["names"] == ["w"]
-
-
-@pytest.mark.parametrize(("engine_version", "at_init"), [("0.26.0", False), ("0.28.0", True)])
-async def test_the_senders_chunks_are_said_where_the_engines_version_wants_them(
-    serve: Serve, engine_version: str, at_init: bool
-) -> None:
-    heard: dict[str, Any] = {}
-
-    async def listen(request: web.Request) -> web.Response:
-        heard.update(await request.json())
-        return web.json_response({})
-
-    chunks = {"packed": True, "packed_buffer_size_bytes": 256 << 20, "packed_num_buffers": 4}
-    engine = VllmEngine("r1", (await serve(listen)).url, engine_version)
-    await engine.open_weight_group({"world_size": 2, **chunks}, TIMEOUT_S)
-    await engine.update_weights({"names": ["w"]}, TIMEOUT_S)
-    await engine.close()
-    assert heard["init_info"] == {"world_size": 2} | (chunks if at_init else {})
-    assert heard["update_info"] == {"names": ["w"]} | ({} if at_init else chunks)

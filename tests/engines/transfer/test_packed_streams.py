@@ -27,27 +27,21 @@ def of_026(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return played
 
 
-def streams(module: SimpleNamespace, buffers: int = 2) -> list[PlayedStream]:
+def streams(module: SimpleNamespace) -> list[PlayedStream]:
     """As its transfer takes them."""
+    return [module.torch.cuda.Stream() for _ in range(2)]
+
+
+def test_the_next_update_has_the_same_two_streams(of_026: SimpleNamespace) -> None:
     keep_streams()
-    return [module.torch.cuda.Stream() for _ in range(buffers)]
-
-
-def test_the_next_update_has_the_same_streams(of_026: SimpleNamespace) -> None:
     first, second = streams(of_026)
     assert first is not second
     assert streams(of_026) == [first, second]
     assert {first.device, second.device} == {1}
 
 
-def test_a_transfer_of_more_buffers_has_the_same_streams_and_more(of_026: SimpleNamespace) -> None:
-    two, four = streams(of_026), streams(of_026, buffers=4)
-    assert four[:2] == two
-    assert len(set(four)) == 4
-    assert streams(of_026) == two
-
-
 def test_each_gpu_has_its_own(of_026: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_streams()
     one = streams(of_026)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     other = streams(of_026)

@@ -21,7 +21,7 @@ from engines.errors import (
 from gateway.api import body_of, status_of
 from tests.rigs.played_gateway import Answer, PlayedGateway
 from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
-from trainer_client.transports.channels import NcclChannel, Packing
+from trainer_client.transports.channels import NcclChannel
 
 SOON_S = 30.0
 TIMEOUT_S = 90.0
@@ -199,7 +199,7 @@ class StuckNccl(NcclChannel):
     """Blocks as NCCL does where a peer never comes, until its communicator is aborted."""
 
     def __init__(self, timeout_s: float) -> None:
-        super().__init__("127.0.0.1", 1, 2, timeout_s, torch.device("cuda", 0), Packing())
+        super().__init__("127.0.0.1", 1, 2, timeout_s, torch.device("cuda", 0))
         self.aborted = threading.Event()
         self._group = self
 

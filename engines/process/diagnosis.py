@@ -261,6 +261,12 @@ CAUSES = (
     ),
     # The host.
     Cause(
+        r"CUBLAS_STATUS_INTERNAL_ERROR|CUDA error: an illegal memory access",
+        "a GPU kernel read memory that is not there; with tensor parallelism vLLM's fused all-reduce (FlashInfer's "
+        "mnnvl) does so on hosts whose GPUs have no NVLink multicast, such as virtual machines",
+        "set {engine}.extra.compilation_config.pass_config.fuse_allreduce_rms to false",
+    ),
+    Cause(
         r"World size \((?P<world>\d+)\) is larger than the number of available GPUs \((?P<gpus>\d+)\)",
         "a replica of {world} workers sees {gpus} GPUs",
         "lower {engine}.tensor_parallel_size, or see that {engine}.env and {engine}.extra do not hide GPUs",

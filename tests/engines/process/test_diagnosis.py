@@ -291,6 +291,14 @@ def traceback(prefix: str, *functions: str, error: str) -> str:
         ),
         pytest.param(
             VLLM,
+            f"{CORE}RuntimeError: Worker failed with error 'CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling "
+            "`cublasCreate(handle)`', please check the stack trace above for the root cause",
+            "no NVLink multicast",
+            "set engine.extra.compilation_config.pass_config.fuse_allreduce_rms to false",
+            id="tensor parallelism without NVLink multicast, vLLM 0.26",
+        ),
+        pytest.param(
+            VLLM,
             f"{PYDANTIC}Quantization method specified in the model config (gptq) does not match the quantization "
             "method specified in the `quantization` argument (awq).",
             "quantised with gptq, not with awq",

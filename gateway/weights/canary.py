@@ -9,6 +9,7 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import structlog
@@ -19,7 +20,7 @@ from engines.errors import DeadlineExceeded, EngineError, EngineRefused, EngineU
 from engines.types import ReplicaInfo
 from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
-from gateway.weights.verdicts import Finding, Reading, Result, Scale, distance, judge
+from gateway.weights.verdicts import Finding, Reading, Result, Scale, distance, judge, to_other_kinds
 
 log = structlog.get_logger()
 
@@ -94,7 +95,8 @@ class Canary:
             findings = {replica: finding.excused_if_late() for replica, finding in findings.items()}
         readings = {replica: answer for replica, answer in answers.items() if isinstance(answer, Reading)}
         given = tuple(trainers) if trainers is not None else None
-        for peers in self._peers(list(readings)):
+        kinds = self._peers(list(readings))
+        for peers in kinds:
             previous = {replica: self._accepted.get(replica) for replica in peers}
             findings |= judge(
                 {replica: readings[replica] for replica in peers},
@@ -104,6 +106,8 @@ class Canary:
                 trainers_before=self._trainers,
                 busy=busy,
             )
+        for replica, apart in to_other_kinds(readings, kinds).items():
+            findings[replica] = replace(findings[replica], to_other_kinds=apart)
         self._checked = (
             {replica: reading for replica, reading in readings.items() if findings[replica].may_serve},
             given,

@@ -55,6 +55,8 @@ class Finding:
     to_peers: float | None = None
     to_previous: float | None = None
     to_trainer: float | None = None
+    to_other_kinds: float | None = None
+    """Distance to the farthest kind of engine that holds the same weights, such as a quantised group; not judged."""
     tolerance: float | None = None
     noise: float | None = None
     seconds: float | None = None
@@ -70,7 +72,7 @@ class Finding:
 
     def report(self) -> Json:
         """Return the finding as JSON; distances are in nats a token."""
-        names = ("to_peers", "to_previous", "to_trainer", "tolerance", "noise", "seconds")
+        names = ("to_peers", "to_previous", "to_trainer", "to_other_kinds", "tolerance", "noise", "seconds")
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {
             "result": self.result.value,
@@ -159,6 +161,17 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     if len(one) != len(other) or not one:
         return math.inf
     return statistics.fmean(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def to_other_kinds(readings: Mapping[Key, Reading], kinds: Sequence[Sequence[Key]]) -> dict[Key, float]:
+    """Return the distance of each reading to the farthest of the other kinds' first readings; {} for one kind."""
+    firsts = [readings[kind[0]].logprobs for kind in kinds]
+    return {
+        key: max(distance(readings[key].logprobs, first) for first in firsts if first is not own)
+        for kind, own in zip(kinds, firsts, strict=True)
+        for key in kind
+        if len(kinds) > 1
+    }
 
 
 def ended_by(

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gateway.weights.verdicts import Finding, Reading, Result, distance, judge
+from gateway.weights.verdicts import Finding, Reading, Result, distance, judge, to_other_kinds
 
 TOKENS = 64
 
@@ -139,3 +139,11 @@ def test_a_trainer_that_did_not_move_fails_nobody() -> None:
 def test_of_two_that_differ_the_trainers_log_probs_tell_which_is_wrong() -> None:
     findings = judge({"a": reading(NEW), "b": reading(vector(3))}, before("a", "b"), trainers=NEW, trainers_before=OLD)
     assert results(findings) == {"a": "verified", "b": "failed"}
+
+
+def test_a_kind_of_engine_is_as_far_from_the_others_as_from_the_farthest() -> None:
+    readings = {"a": reading(NEW), "b": reading(NEW), "c": reading(near(NEW, 0.2)), "d": reading(near(NEW, 0.5))}
+    apart = to_other_kinds(readings, [["a", "b"], ["c"], ["d"]])
+    assert apart["a"] == apart["b"] == apart["d"] == pytest.approx(0.5)
+    assert apart["c"] == pytest.approx(0.3)
+    assert to_other_kinds(readings, [["a", "b", "c", "d"]]) == {}

@@ -150,8 +150,9 @@ def _wrong_locust(words: Sequence[str], root: Path) -> Iterator[str]:
 def _wrong_module(name: str, words: Sequence[str], root: Path, *, is_whole: bool) -> Iterator[str]:
     if name.partition(".")[0] not in ("loadtests", "examples", "scripts", "gateway", "engines", "trainer_client"):
         return
-    path = root.joinpath(*name.split(".")).with_suffix(".py")
-    if not path.is_file():
+    folder = root.joinpath(*name.split("."))
+    path = next((path for path in (folder.with_suffix(".py"), folder / "__main__.py") if path.is_file()), None)
+    if path is None:
         yield f"no module {name}"
         return
     try:

@@ -11,21 +11,21 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from scripts import (
+from scripts import fit_speeds
+from scripts.docs import (
     clients_table,
     configuration_page,
     continuation_table,
     engines_matrix,
-    fit_speeds,
     rooms_picture,
     tuning_guide,
 )
-from scripts.doc_commands import wrong_commands
-from scripts.doc_links import dead_links
-from scripts.doc_python import wrong_python
-from scripts.marked_part import with_part
+from scripts.docs.commands import wrong_commands
+from scripts.docs.links import dead_links
+from scripts.docs.marked_part import with_part
+from scripts.docs.python import wrong_python
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 

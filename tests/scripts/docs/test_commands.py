@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.doc_commands import commands, wrong_commands
+from scripts.docs.commands import commands, wrong_commands
 
 MODULE = """import argparse
 

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 from engines.levers import LEVERS
 from gateway.cli.vllm_serve import FLAGS
 from gateway.config.schema import Config
-from scripts.doc_pages import ROOT, Page, Place, doc_paths, heads, read_page
-from scripts.doc_parsers import Refusal, check_verb, parse_module, parse_verb
+from scripts.docs.pages import ROOT, Page, Place, doc_paths, heads, read_page
+from scripts.docs.parsers import Refusal, check_verb, parse_module, parse_verb
 
 _STARTS = ("python", "rollout-gateway", "make", "locust", "pytest")
 _ASSIGNMENT = re.compile(r"^[A-Z_]+=")

@@ -1,0 +1,50 @@
+"""The pages that are generated, or have a generated part: how each is made, and which are stale."""
+
+from collections.abc import Callable, Iterator
+
+from scripts import fit_speeds
+from scripts.docs import (
+    clients_table,
+    configuration_page,
+    continuation_table,
+    engines_matrix,
+    rooms_picture,
+    tuning_guide,
+)
+from scripts.docs.marked_part import with_part
+from scripts.docs.pages import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def _part(page: str, begin: str, end: str, make: Callable[[], str]) -> Callable[[], str]:
+    return lambda: with_part((DOCS / page).read_text(encoding="utf-8"), begin, make(), end)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "architecture.md": _part("architecture.md", rooms_picture.BEGIN, rooms_picture.END, rooms_picture.rooms_picture),
+    "compatibility.md": _part("compatibility.md", clients_table.BEGIN, clients_table.END, clients_table.clients_table),
+    "configuration.md": _part(
+        "configuration.md", configuration_page.BEGIN, configuration_page.END, configuration_page.keys_tables
+    ),
+    "design/rollouts.md": _part(
+        "design/rollouts.md", continuation_table.BEGIN, continuation_table.END, continuation_table.continuation_table
+    ),
+    "engines.md": lambda: engines_matrix.page(engines_matrix.read_results()),
+    "plan.md": fit_speeds.page,
+    "tuning.md": tuning_guide.page,
+}
+"""How each page that is generated, or has a generated part, is made."""
+
+
+def stale_pages() -> Iterator[str]:
+    """A line for each generated page that is not what its source makes now."""
+    for name, make in PAGES.items():
+        if (DOCS / name).read_text(encoding="utf-8") != make():
+            yield f"docs/{name} is stale: run python -m scripts.docs"
+
+
+def write_pages() -> None:
+    """Write every generated page."""
+    for name, make in PAGES.items():
+        (DOCS / name).write_text(make(), encoding="utf-8")

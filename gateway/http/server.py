@@ -27,6 +27,7 @@ from gateway.http.routes.about import AboutRoutes
 from gateway.http.routes.adapters import AdapterRoutes
 from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
+from gateway.http.routes.profiles import ProfileRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
 from gateway.http.routes.sglang import SglangRoutes
 from gateway.http.routes.snapshot_files import SnapshotFiles
@@ -80,6 +81,7 @@ class GatewayServer:
             SglangRoutes(fleet, scheduler, weights, sglang, models.description),
             dashboard,
             TraceRoutes(scheduler.lives),
+            ProfileRoutes(fleet),
             AboutRoutes(),
         ]
         if config.gateway.trl_legacy:

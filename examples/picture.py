@@ -38,7 +38,7 @@ def draw(steps: Sequence[dict[str, Any]], sights: "Sequence[Sight]", path: Path)
     _draw_reward(above, times, steps)
     _draw_speed(middle, times, steps)
     _draw_replicas(below, began, sights)
-    below.set_xlim(left=0)
+    below.set_xlim(0, max(sight.at_s for sight in sights) - began)
     below.legend(
         handles=[Patch(color=color, label=name.lower()) for name, color in _COLORS.items()],
         ncols=len(_COLORS),
@@ -103,6 +103,7 @@ def _draw_replicas(axes: Any, began: float, sights: "Sequence[Sight]") -> None:
         for version, first, last in version_runs(own)[::_EACH_VERSION]:
             axes.text((first + last) / 2 - began, row + 0.4, str(version), ha="center", fontsize=7)
     axes.set_yticks(range(len(replicas)), replicas)
+    axes.set_ylim(-0.45, len(replicas) - 0.35)  # room for the versions over the highest bar
     axes.set_xlabel("seconds since training began")
     axes.set_title(f"what each replica did, with every {_EACH_VERSION}th weight version that it served", fontsize=10)
 

@@ -6,6 +6,7 @@ single stream for all prompts, which has none of these (docs/benchmarks.md).
 
 import asyncio
 import os
+import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -20,9 +21,10 @@ from engines.errors import (
     GatewayUnreachable,
     InvalidRequest,
     RolloutGatewayError,
+    TooManyRequests,
 )
 from engines.types import InFlight, PauseMode
-from gateway.api import error_of, status_of
+from gateway.api import status_of
 from trainer_client.batch import Batch, Failures
 from trainer_client.http import GatewayHttp, Json
 from trainer_client.progress import OnProgress
@@ -56,6 +58,8 @@ class RolloutClient:
     max_in_flight: limit on concurrent prompts, each on its own connection; should cover the engines' `max_num_seqs`.
     attempts: tries per prompt that was answered with 502 or 504.
     outage_s: time to retry for while the gateway is not reached or answers 503; longer than its restart takes.
+
+    Calls over a limit of the key (429) wait as long as Retry-After says, and are retried until their time is over.
 
     Raises the gateway's errors, classes of engines/errors.py. A client needs a running event loop, and belongs to the
     loop of its first call.
@@ -139,15 +143,15 @@ class RolloutClient:
         deadline, seen = loop.time() + timeout_s, "no answer"
         while (left := deadline - loop.time()) > 0:
             try:
-                status, body = await self._http.answer("GET", "/health", timeout_s=min(left, _ASK_TIMEOUT_S))
+                answer = await self._http.answer("GET", "/health", timeout_s=min(left, _ASK_TIMEOUT_S))
             except (GatewayUnreachable, DeadlineExceeded) as error:
                 seen = str(error)
             else:
-                if status == 200:
+                if answer.status == 200:
                     return
-                if status < 500:
-                    raise error_of(status, body)
-                seen = _states(body)
+                if answer.status < 500:
+                    raise answer.error
+                seen = _states(answer.body)
             await asyncio.sleep(min(_LOOK_S, max(0.0, deadline - loop.time())))
         raise DeadlineExceeded(f"{self.url} is not ready after {timeout_s:g} s: {seen}")
 
@@ -250,7 +254,8 @@ class RolloutClient:
         await self._call("POST", "/resume", None, timeout_s)
 
     async def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
-        """Call the gateway. Retry a failed connection if the call has no effects or cannot have arrived."""
+        """Call the gateway. Retry a failed connection if the call has no effects or cannot have arrived, and a call
+        over a limit of the key."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
         outage_ends = clock() + min(timeout_s, self._outage_s)
@@ -258,9 +263,14 @@ class RolloutClient:
             try:
                 return await self._http.call(method, path, body, timeout_s=max(0.001, round(deadline - clock(), 3)))
             except GatewayUnreachable as error:
-                pause = _pause_after(attempt)
+                pause = _pause_after(attempt, error)
                 may_repeat = method in _REPEATABLE or not error.arrived
                 if not may_repeat or clock() + pause >= outage_ends:
+                    raise
+                await asyncio.sleep(pause)
+            except TooManyRequests as error:
+                pause = _pause_after(attempt, error)
+                if clock() + pause >= deadline:
                     raise
                 await asyncio.sleep(pause)
         raise AssertionError("the loop returns or raises")
@@ -278,7 +288,7 @@ class RolloutClient:
                         if not retries.allow(error):
                             raise asking.naming(error, attempt) from error.__cause__
                         last = error
-                    await asyncio.sleep(_pause_after(attempt))
+                    await asyncio.sleep(_pause_after(attempt, last))
         except TimeoutError as error:
             met = f"; the attempt before it: {last}" if last else ""
             raise DeadlineExceeded(
@@ -301,6 +311,8 @@ class _Retries:
 
     def allow(self, error: RolloutGatewayError) -> bool:
         """True if the prompt may be tried again after this error."""
+        if isinstance(error, TooManyRequests):
+            return True
         if status_of(error) not in _PASSING:
             return False
         if not isinstance(error, GatewayUnreachable):
@@ -342,8 +354,10 @@ class _Asking:
         return error
 
 
-def _pause_after(attempt: int) -> float:
-    return min(_FIRST_PAUSE_S * 2.0 ** (attempt - 1), _LONGEST_PAUSE_S)
+def _pause_after(attempt: int, error: RolloutGatewayError) -> float:
+    """Return seconds until the next attempt. Prompts over a limit come back at random times, not all at once."""
+    pause = min(_FIRST_PAUSE_S * 2.0 ** (attempt - 1), _LONGEST_PAUSE_S)
+    return error.retry_after_s + random.uniform(0.0, pause) if isinstance(error, TooManyRequests) else pause
 
 
 def _checked_url(url: str) -> str:

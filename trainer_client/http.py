@@ -3,17 +3,33 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import orjson
 
-from engines.errors import DeadlineExceeded, GatewayUnreachable, RolloutGatewayError
+from engines.errors import DeadlineExceeded, GatewayUnreachable, RolloutGatewayError, TooManyRequests
 from gateway.api import error_of
 
 Json = dict[str, Any]
 
 _CONNECT_TIMEOUT_S = 10.0
+
+
+class Answer(NamedTuple):
+    """An answer of any status. `retry_after_s` is None without a header Retry-After in seconds."""
+
+    status: int
+    body: Any
+    retry_after_s: float | None
+
+    @property
+    def error(self) -> RolloutGatewayError:
+        """The gateway's error, of a status from 400 on."""
+        error = error_of(self.status, self.body)
+        if isinstance(error, TooManyRequests) and self.retry_after_s is not None:
+            error.retry_after_s = self.retry_after_s
+        return error
 
 
 class GatewayHttp:
@@ -41,10 +57,10 @@ class GatewayHttp:
 
         `timeout_s` is None if the caller bounds the wait.
         """
-        status, reply = await self.answer(method, path, body, timeout_s=timeout_s, headers=headers)
-        if status >= 400:
-            raise error_of(status, reply)
-        return reply if isinstance(reply, dict) else {"value": reply}
+        answer = await self.answer(method, path, body, timeout_s=timeout_s, headers=headers)
+        if answer.status >= 400:
+            raise answer.error
+        return answer.body if isinstance(answer.body, dict) else {"value": answer.body}
 
     async def answer(
         self,
@@ -54,8 +70,8 @@ class GatewayHttp:
         *,
         timeout_s: float | None,
         headers: Mapping[str, str] | None = None,
-    ) -> tuple[int, Any]:
-        """Return status and body of any answer. Raise `GatewayUnreachable` or `DeadlineExceeded`."""
+    ) -> Answer:
+        """Return the answer, whatever its status. Raise `GatewayUnreachable` or `DeadlineExceeded`."""
         sent = {"Content-Type": "application/json"} if body is not None else {}
         sent.update(headers or {})
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -64,7 +80,8 @@ class GatewayHttp:
             async with self._opened().request(
                 method, self.url + path, data=data, headers=sent, timeout=timeout
             ) as response:
-                return response.status, self._decoded(path, response.status, await response.read())
+                decoded = self._decoded(path, response.status, await response.read())
+                return Answer(response.status, decoded, _seconds(response.headers.get("Retry-After", "")))
         except (aiohttp.ClientError, ConnectionError) as error:
             # Before TimeoutError: a failed connection can be both.
             arrived = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
@@ -107,3 +124,8 @@ class GatewayHttp:
             if status < 400:
                 raise RolloutGatewayError(f"{self.url}{path} did not answer JSON: {content[:200]!r}") from error
             return content[:500].decode(errors="replace")
+
+
+def _seconds(retry_after: str) -> float | None:
+    """Return the header's seconds; None for a date, which only proxies send, and for no header."""
+    return float(retry_after) if retry_after.isdecimal() else None

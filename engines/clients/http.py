@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from engines import tracing
 from engines.clients.cumulative import LatestEvents
 from engines.engine import Engine, Json
 from engines.errors import (
@@ -54,6 +55,13 @@ class HttpEngine(Engine, ABC):
 
     async def metrics(self, timeout_s: float) -> str:
         return (await self._read("GET", "/metrics", None, timeout_s)).decode()
+
+    async def start_profile(self, folder: str, timeout_s: float) -> None:
+        # vLLM takes no folder: it has been started with the same one.
+        await self._read("POST", "/start_profile", {"output_dir": folder}, timeout_s)
+
+    async def stop_profile(self, timeout_s: float) -> None:
+        await self._read("POST", "/stop_profile", None, timeout_s)
 
     async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
         # vLLM and SGLang list them among the models, with the base model as parent.
@@ -101,14 +109,17 @@ class HttpEngine(Engine, ABC):
         if self._session.closed:
             raise EngineGone(f"{path}: the client is closed", replica_id=self.replica_id)
         data = None if body is None else _encoded(body)
-        headers = TRACE_CONTEXT.get() | ({"Content-Type": "application/json"} if data else {})
         # aiohttp's time limit: asyncio.timeout would also cancel the reader of a stream that is busy with a chunk.
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        facts = {"http.request.method": method, "url.path": path, "rollout_gateway.replica": self.replica_id}
         try:
-            async with self._session.request(method, path, data=data, headers=headers, timeout=timeout) as response:
-                if response.status >= 400:
-                    raise self._error(path, response, await response.read())
-                yield response
+            with tracing.engine_call(f"engine {path.partition('?')[0]}", facts) as span:
+                headers = TRACE_CONTEXT.get() | ({"Content-Type": "application/json"} if data else {})
+                async with self._session.request(method, path, data=data, headers=headers, timeout=timeout) as response:
+                    span.note({"http.response.status_code": response.status})
+                    if response.status >= 400:
+                        raise self._error(path, response, await response.read())
+                    yield response
         except (aiohttp.ClientError, ConnectionError) as error:
             # Before TimeoutError: a failed connection can be both.
             raise self._unreachable(path, error) from error

@@ -93,6 +93,8 @@ class EngineServer:
         command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
         self._has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         command = replace(command, hidden=self._hidden)
+        if config.profiling:
+            config.profile_folder(port).mkdir(parents=True, exist_ok=True)
         self._process = process = self._new_process(command, log_path, config.stop_timeout_s)
         self._engine = engine = connect(
             config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=self._has_tee
@@ -104,7 +106,8 @@ class EngineServer:
                 # The first request of a new engine takes seconds; rollouts should not pay for it.
                 warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
                 await engine.generate("/v1/completions", warm_up, _WARM_UP_TIMEOUT_S)
-                return await self._describe(process, engine)
+                profiles = str(config.profile_folder(port)) if config.profiling else ""
+                return replace(await self._describe(process, engine), profiles=profiles)
         except TimeoutError:
             why, may_pass = self._why_late(process), False
         except (EngineError, DeadlineExceeded) as error:

@@ -138,6 +138,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("weight_transfer_config", {"backend": backend}, "weight_transfer"),
         _argument("worker_extension_cls", VLLM_WORKER if reports_weights else None),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
+        _argument("profiler_config", _torch_profiler(config, port), "profiling"),
         # Reports the weight version of each token, which vLLM tracks since 0.32.
         _argument("middleware", _SPANS if reports_weights and release(vllm.version) >= (0, 32) else None),
         # /render and /inference/v1/generate
@@ -160,6 +161,12 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process: a third less start time
             env[FORK_CORE] = "1"  # a further third
     return _command(entry, arguments, env, config)
+
+
+def _torch_profiler(config: EngineConfig, port: int) -> dict[str, str] | None:
+    if not config.profiling:
+        return None
+    return {"profiler": "torch", "torch_profiler_dir": str(config.profile_folder(port))}
 
 
 def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 import orjson
@@ -42,6 +43,7 @@ from engines.sim.dialect import (
 from engines.sim.faults import FaultInjector
 from engines.sim.metrics import SchedulerMetrics
 from engines.sim.model import CHECKPOINT_VERSION, SimModel, detokenize, tokenize
+from engines.sim.profiler import Profiler
 from engines.sim.scheduler import GRAPH_SEQS, MAX_NUM_BATCHED_TOKENS, SimScheduler
 from engines.sim.weights import WeightSession
 from engines.sim.worker import SimWorker
@@ -105,6 +107,10 @@ class UnloadAdapterBody(BaseModel):
     lora_name: str
 
 
+class ProfileBody(BaseModel):
+    output_dir: Path
+
+
 class SimServer:
     """The routes of one simulated engine."""
 
@@ -141,6 +147,7 @@ class SimServer:
         self.worker = SimWorker(model_name, sim.tensors)
         self.injector = FaultInjector()
         self.scheduler.is_wedged = lambda: self.injector.faults.stops_tokens
+        self.profiler = Profiler()
         self._weights = WeightSession(sim.tensors, world_size, self.worker)
         self._registry = CollectorRegistry()
         self._registry.register(SchedulerMetrics(self.scheduler, model_name, sim.kv_tokens))
@@ -185,6 +192,8 @@ class SimServer:
                 web.post("/update_weight_version", self.update_weight_version),
                 web.post("/collective_rpc", self.collective_rpc),
                 web.get("/weight_info", self.weight_info),
+                web.post("/start_profile", self.start_profile),
+                web.post("/stop_profile", self.stop_profile),
             ]
         )
         return app
@@ -239,6 +248,14 @@ class SimServer:
         body = await _body(request, UnloadAdapterBody)
         self.adapters.unload(body.lora_name)
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def start_profile(self, request: web.Request) -> web.Response:
+        self.profiler.start((await _body(request, ProfileBody)).output_dir)
+        return web.Response()
+
+    async def stop_profile(self, _: web.Request) -> web.Response:
+        self.profiler.stop()
+        return web.Response()
 
     async def health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self._generation and not self._generation.done() else 503)

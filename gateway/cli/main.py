@@ -5,6 +5,7 @@ down, scale             remove the application; change the number of replicas
 status, top             report replicas, weights and updates, once or each second
 logs                    print the ends of the engines' logs, and the gateway's events
 trace                   print the life of a request's rollouts
+profile                 record engines with their own profilers
 fetch                   copy a weight version out of a gateway's store
 config                  show, validate, explain, schema
 build                   print the document for `serve deploy`
@@ -40,6 +41,7 @@ from gateway.cli.output import (
     shown_value,
     stdout_console,
 )
+from gateway.cli.profile import profile
 from gateway.cli.scale import scale
 from gateway.cli.top import top
 from gateway.cli.trace import trace, trace_lines
@@ -246,6 +248,23 @@ def trace_command(
         return
     for line in trace_lines(found):
         print(line)
+
+
+@app.command("profile")
+def profile_command(
+    seconds: Annotated[float, typer.Option("--seconds", help="Length of the record.")] = 5.0,
+    replicas: Annotated[
+        list[str] | None, typer.Option("--replica", help="Id or label of `status`; may be repeated.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", dir_okay=False, help="The archive to write.")] = Path("profile.tar"),
+    url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
+    api_key: Annotated[str, typer.Option("--api-key", envvar="ROLLOUT_API_KEY", help="Admin key.")] = "",
+) -> None:
+    """Record the engines with their own profilers while they serve; needs engine.profiling: true."""
+    names = profile(url, api_key, seconds, replicas or (), out)
+    for name in names:
+        print(name)
+    print(f"{out}: {len(names)} files", file=sys.stderr)
 
 
 @app.command("build", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)

@@ -1,8 +1,13 @@
 """Calls of the commands to a rollout URL."""
 
 import json
+import shutil
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
 
 from engines.engine import Json
 from engines.errors import GatewayUnreachable, NotAllowed
@@ -13,12 +18,25 @@ _TIMEOUT_S = 10.0
 
 def ask(url: str, path: str, key: str) -> Json:
     """Return the reply to a GET request. Raise the gateway's own error, or `GatewayUnreachable`."""
-    request = urllib.request.Request(url.rstrip("/") + path)
+    with _answer(url, path, key, None, _TIMEOUT_S) as response:
+        found: Json = json.load(response)
+    return found
+
+
+def download(url: str, path: str, key: str, body: Json, file: Path, timeout_s: float) -> None:
+    """Write the reply to a POST request into a file; `timeout_s` bounds each wait for a part of it. Raise as `ask`."""
+    with _answer(url, path, key, json.dumps(body).encode(), timeout_s) as response, file.open("wb") as out:
+        shutil.copyfileobj(response, out)
+
+
+@contextmanager
+def _answer(url: str, path: str, key: str, body: bytes | None, timeout_s: float) -> Iterator[IO[bytes]]:
+    request = urllib.request.Request(url.rstrip("/") + path, body, {"Content-Type": "application/json"} if body else {})
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            found: Json = json.load(response)
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            yield response
     except urllib.error.HTTPError as error:
         with error:
             if error.code in (401, 403):
@@ -26,11 +44,10 @@ def ask(url: str, path: str, key: str) -> Json:
             raise _refusal(url, path, error) from error
     except (OSError, ValueError) as error:
         raise GatewayUnreachable(f"no gateway answers at {url}: {error}; --url names another") from error
-    return found
 
 
 def _refusal(url: str, path: str, error: urllib.error.HTTPError) -> Exception:
     try:
         return error_of(error.code, json.load(error))
     except ValueError:
-        return GatewayUnreachable(f"{url} answered HTTP {error.code} to GET {path}")
+        return GatewayUnreachable(f"{url} answered HTTP {error.code} to {path}")

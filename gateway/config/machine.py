@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from engines.errors import ConfigError
@@ -23,7 +24,7 @@ def lacks(
 ) -> list[str]:
     """List what keeps the configuration from running on this machine alone; `gpus` replaces the count of its own."""
     present = len(visible_gpus(environ, devices)) if gpus is None else gpus
-    return [*_models(config), *_gpus(config, present), *_keys(config, environ)]
+    return [*_models(config), *_gpus(config, present), *_keys(config, environ), *_packages(config)]
 
 
 def _models(config: Config) -> Iterator[str]:
@@ -50,3 +51,8 @@ def _keys(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         with_secrets(config, environ)
     except ConfigError as error:
         yield str(error)
+
+
+def _packages(config: Config) -> Iterator[str]:
+    if config.gateway.otlp_endpoint and not find_spec("opentelemetry"):
+        yield "gateway.otlp_endpoint needs OpenTelemetry: pip install 'rollout-gateway[otel]'"

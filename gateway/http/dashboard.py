@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 
 from aiohttp import web
@@ -14,6 +14,7 @@ from gateway.fleet.event_wait import is_set_within
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics, package_version
 from gateway.fleet.placement.scheduler import Scheduler
+from gateway.fleet.replica import Replica
 from gateway.fleet.timeline import Timeline
 from gateway.http.access import Access
 from gateway.http.html_page import page_reply
@@ -24,12 +25,13 @@ from gateway.weights.coordinator import WeightCoordinator
 _WATCHED_S = 1.0
 _UNWATCHED_S = 10.0
 _WATCHED_FOR_S = 30.0
+_FRESH_S = 2.0
 _KEPT = 600
 _UPDATES = 20
 
 
 class Dashboard:
-    """Samples the fleet's load. `status` makes the status report."""
+    """The fleet as a page: states, versions, load, updates and events."""
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class Dashboard:
         metrics: Metrics,
         status: Callable[[], Json],
     ) -> None:
+        """`status` makes the status report."""
         self._fleet = fleet
         self._scheduler = scheduler
         self._weights = weights
@@ -49,6 +52,7 @@ class Dashboard:
         self._began = time.time()
         self._watched_at = -_WATCHED_FOR_S
         self._watched = asyncio.Event()
+        self._looking = asyncio.Lock()
         self._loads: dict[str, EngineLoad] = {}
         self._rates: dict[str, float] = {}
         self._looked_at = 0.0
@@ -73,7 +77,11 @@ class Dashboard:
 
     async def look(self) -> None:
         """Take one sample of all engines and of the gateway."""
-        found = {replica.replica_id: read_load(page) for replica, page in (await self._fleet.metrics_pages()).items()}
+        async with self._looking:
+            self._sample(await self._fleet.metrics_pages())
+
+    def _sample(self, pages: Mapping[Replica, str]) -> None:
+        found = {replica.replica_id: read_load(page) for replica, page in pages.items()}
         now = time.time()
         elapsed = now - self._looked_at
         self._rates = {
@@ -148,4 +156,6 @@ class Dashboard:
         """Reply with status, load, updates and events for the dashboard."""
         self._watched_at = time.monotonic()
         self._watched.set()
+        if time.time() - self._looked_at > _FRESH_S:
+            await self.look()  # the first to watch sees the fleet as it is now
         return reply(self.report())

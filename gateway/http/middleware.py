@@ -1,10 +1,12 @@
 """Passed by every request: metrics and the trace outside, errors in the client's dialect inside."""
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import structlog
 from aiohttp import web
 
+from engines import tracing
 from engines.engine import Json
 from engines.errors import (
     DeadlineExceeded,
@@ -45,8 +47,10 @@ class Measurement:
         request[_USAGE] = {}
         TRACE_CONTEXT.set(trace_context(request.headers))
         try:
-            response = await handler(request)
-            status = response.status
+            with _span(request, route) as span:
+                response = await handler(request)
+                status = response.status
+                span.note({"http.response.status_code": status})
             if (given := given_id(request)) and not response.prepared:
                 response.headers[HEADER] = given
             return response
@@ -68,6 +72,14 @@ class Measurement:
             allowance.charge((usage.get("prompt_tokens") or 0) + (usage.get("completion_tokens") or 0))
         self._metrics.prompt_tokens.labels(model).inc(usage.get("prompt_tokens") or 0)
         self._metrics.completion_tokens.labels(model).inc(usage.get("completion_tokens") or 0)
+
+
+def _span(request: web.Request, route: str) -> AbstractContextManager[tracing.Span]:
+    """Return the span of a request. Reads have none: dashboards and probes would fill every trace store."""
+    if request.method == "GET":
+        return nullcontext(tracing.Span())
+    facts = {"http.request.method": request.method, "http.route": route, "rollout_gateway.request": given_id(request)}
+    return tracing.span(f"{request.method} {route}", facts, "server")
 
 
 @web.middleware

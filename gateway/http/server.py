@@ -6,6 +6,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from engines import tracing
 from engines.engine import Json
 from engines.model_folder import model_folder
 from gateway.config.schema import Config
@@ -26,6 +27,7 @@ from gateway.http.routes.about import AboutRoutes
 from gateway.http.routes.adapters import AdapterRoutes
 from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
+from gateway.http.routes.profiles import ProfileRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
 from gateway.http.routes.sglang import SglangRoutes
 from gateway.http.routes.snapshot_files import SnapshotFiles
@@ -79,6 +81,7 @@ class GatewayServer:
             SglangRoutes(fleet, scheduler, weights, sglang, models.description),
             dashboard,
             TraceRoutes(scheduler.lives),
+            ProfileRoutes(fleet),
             AboutRoutes(),
         ]
         if config.gateway.trl_legacy:
@@ -103,6 +106,8 @@ class GatewayServer:
         return status_report(self.fleet, self._scheduler, self._weights, self._snapshots)
 
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
+        if endpoint := self._config.gateway.otlp_endpoint:
+            tracing.start(endpoint, self._config.name)
         await self._snapshots.open()
         if self._snapshots.is_open:
             self.fleet.events.keep_in(self._snapshots.folder)
@@ -118,6 +123,7 @@ class GatewayServer:
         await asyncio.to_thread(self._access.close)
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
+        await asyncio.to_thread(tracing.stop)
 
 
 def _checkpoint(config: Config) -> Path | None:

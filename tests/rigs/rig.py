@@ -81,6 +81,11 @@ class SimReplica:
         """True while its engine is paused, in any mode."""
         return self._server.scheduler.paused is not None
 
+    @property
+    def is_profiled(self) -> bool:
+        """True while its profiler records."""
+        return self._server.profiler.is_recording
+
     def label(self, version: int) -> None:
         """Has it report this version, as after an update whose gateway died before the verdict."""
         self._server.scheduler.hold_version(str(version))

@@ -19,6 +19,7 @@ from engines.errors import (
     GatewayUnreachable,
     InvalidRequest,
     NotAllowed,
+    TooManyRequests,
     UnknownModel,
     WeightUpdateConflict,
 )
@@ -424,6 +425,72 @@ async def test_what_would_be_the_same_again_is_asked_once(status: int) -> None:
         with pytest.raises(Exception, match="no"):
             await rollout_of(gateway.url)
     assert len(gateway.request_ids) == 1
+
+
+def over_the_limit(retry_after: str) -> web.Response:
+    body = error_body("this key has used its 60 requests per minute", 429, kind="TooManyRequests")
+    return web.json_response(body, status=429, headers={"Retry-After": retry_after})
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("path", ["rollout", "weights"])
+async def test_a_call_over_a_limit_waits_as_long_as_the_reply_says(path: str) -> None:
+    came: list[float] = []
+
+    async def second_time(call: int) -> web.Response:
+        came.append(time.monotonic())
+        if call == 1:
+            return over_the_limit("1")
+        return whole() if path == "rollout" else web.json_response({})
+
+    async with Played(second_time) as gateway, RolloutClient(gateway.url) as client:
+        if path == "rollout":
+            (rollout,) = await client.generate(PROMPTS[:1], TOKENS).gather()
+            assert rollout.attempts == 2
+        else:
+            await client.start_weight_update()
+    first, second = came
+    assert second - first >= 1.0
+
+
+@pytest.mark.usefixtures("quick")
+async def test_limits_take_no_attempts() -> None:
+    async def sixth_time(call: int) -> web.Response:
+        return whole() if call == 6 else over_the_limit("0")
+
+    async with Played(sixth_time) as gateway:
+        assert (await rollout_of(gateway.url, attempts=1)).attempts == 6
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_prompt_over_a_limit_fails_at_the_end_of_its_time() -> None:
+    async def never(call: int) -> web.Response:
+        return over_the_limit("3600")
+
+    async with Played(never) as gateway, RolloutClient(gateway.url) as client:
+        with pytest.raises(DeadlineExceeded, match=r"timeout_s = 0\.5; the attempt before it: this key has used"):
+            await client.generate(PROMPTS[:1], TOKENS, timeout_s=0.5).gather()
+        assert len(gateway.request_ids) == 1
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_call_over_a_limit_fails_at_once_where_its_time_is_too_short() -> None:
+    async def never(call: int) -> web.Response:
+        return over_the_limit("3600")
+
+    async with Played(never) as gateway, RolloutClient(gateway.url) as client:
+        with pytest.raises(TooManyRequests) as refused:
+            await client.weight_version(timeout_s=30.0)
+    assert refused.value.retry_after_s == 3600.0
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_batch_larger_than_the_keys_limit_is_delivered(start_rig: StartRig) -> None:
+    keys = {"inference_keys": ["k"], "trusted_networks": [], "key_limits": {"requests_at_once": 2}}
+    rig = await start_rig(gateway=keys)
+    async with RolloutClient(rig.url, api_key="k") as client:
+        rollouts = await client.generate(PROMPTS * 4, TOKENS).gather()
+    assert [len(rollout.completions) for rollout in rollouts] == [TOKENS.n] * 12
 
 
 @pytest.mark.usefixtures("quick")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from engines import tracing
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, Withdrawn
 from engines.trace_context import TRACE_CONTEXT, TRACEPARENT
@@ -41,6 +42,17 @@ class Attempt:
         self.ended, self.end, self.error = time.time(), end, error
         if self.replica is not None:
             self.versions.append(self.replica.weight_version)
+
+    def facts(self) -> tracing.Attributes:
+        """Return what the attempt's span holds beside its times."""
+        versions = [version for version in self.versions if version is not None]
+        return {
+            "rollout_gateway.replica": self.replica.replica_id if self.replica else None,
+            "rollout_gateway.queue_seconds": (self.placed or self.ended or self.queued) - self.queued,
+            "rollout_gateway.weight_version.start": versions[0] if versions else None,
+            "rollout_gateway.weight_version.end": versions[-1] if versions else None,
+            "rollout_gateway.end": self.end,
+        }
 
     def report(self) -> Json:
         return {
@@ -88,25 +100,12 @@ class Lives:
         """Record an attempt: the wait for a replica and the work there are the block."""
         attempt = Attempt(time.time())
         self._life_of(rollout).attempts.append(attempt)
-        try:
-            yield attempt
-        except EngineError as error:
-            cuts_off = attempt.replica is not None and attempt.replica.cuts_off
-            attempt.finish(end_of(error, cuts_off=cuts_off), str(error))
-            raise
-        except DeadlineExceeded as error:
-            attempt.finish("expired", str(error))
-            raise
-        except Withdrawn as error:
-            attempt.finish("aborted", str(error))
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            attempt.finish("given up by the client")
-            raise
-        except BaseException as error:
-            attempt.finish("failed", repr(error))
-            raise
-        attempt.finish("cut off" if attempt.replica and attempt.replica.cuts_off else "answered")
+        with tracing.span("attempt", _facts_of(rollout)) as span:
+            try:
+                with _end_noted(attempt):
+                    yield attempt
+            finally:
+                span.note(attempt.facts())
 
     def of(self, name: str) -> list[Json]:
         """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""
@@ -123,3 +122,35 @@ class Lives:
             if len(self._lives) > KEPT:
                 self._lives.popitem(last=False)
         return life
+
+
+@contextmanager
+def _end_noted(attempt: Attempt) -> Iterator[None]:
+    """Note how the block ended."""
+    try:
+        yield
+    except EngineError as error:
+        cuts_off = attempt.replica is not None and attempt.replica.cuts_off
+        attempt.finish(end_of(error, cuts_off=cuts_off), str(error))
+        raise
+    except DeadlineExceeded as error:
+        attempt.finish("expired", str(error))
+        raise
+    except Withdrawn as error:
+        attempt.finish("aborted", str(error))
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        attempt.finish("given up by the client")
+        raise
+    except BaseException as error:
+        attempt.finish("failed", repr(error))
+        raise
+    attempt.finish("cut off" if attempt.replica and attempt.replica.cuts_off else "answered")
+
+
+def _facts_of(rollout: Rollout) -> tracing.Attributes:
+    return {
+        "rollout_gateway.rollout": rollout.request_id,
+        "rollout_gateway.model": rollout.model,
+        "rollout_gateway.samples": rollout.n,
+    }

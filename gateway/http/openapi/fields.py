@@ -91,6 +91,10 @@ BODIES: dict[str, dict[str, Field]] = {
         **_IN_FLIGHT,
         **_CANARY,
     },
+    "post /profile": {
+        "replicas": Field("array", "Ids or labels of /status; all that serve if left out."),
+        "seconds": Field("number", "Length of the record; 5 if left out."),
+    },
     "delete /v1/weight_updates": {"reason": Field("string", "The trainer's reason.")},
 }
 """By method and path."""

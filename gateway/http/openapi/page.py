@@ -9,7 +9,7 @@ _STYLE = """
 body { max-width: 1000px; margin: 0 auto; padding: 20px; font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 22px; } h2 { font-size: 17px; margin: 28px 0 0; } h2 + p { margin: 0 0 8px; color: var(--soft); }
 details { border-top: 1px solid var(--line); padding: 7px 0; } summary { cursor: pointer; }
-code { font: 13px ui-monospace, monospace; } .key { color: var(--soft); float: right; }
+code { font: 13px ui-monospace, monospace; } .key { color: var(--soft); float: right; margin-left: 14px; }
 table { border-collapse: collapse; margin: 8px 0 4px 18px; } td { padding: 2px 14px 2px 0; vertical-align: top; }
 """
 _NO_KEY = "no key"
@@ -65,7 +65,7 @@ def _operation(method: str, path: str, operation: Json) -> str:
     head = f"<code><b>{word}</b> {escape(path)}</code> {escape(operation['summary'])}"
     about = f"<p>{escape(operation['description'])}</p>" if "description" in operation else ""
     fields = about + _parameters(operation) + _body(operation)
-    return f"<details><summary>{head}<span class=key>{escape(key)}</span></summary>{fields}</details>"
+    return f"<details><summary><span class=key>{escape(key)}</span>{head}</summary>{fields}</details>"
 
 
 def _parameters(operation: Json) -> str:

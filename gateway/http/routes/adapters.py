@@ -10,7 +10,7 @@ from gateway.http.json_body import read_object
 
 
 class AdapterRoutes:
-    """Decodes requests, calls the coordinator, encodes replies."""
+    """LoRA adapters on all replicas, in vLLM's dialect."""
 
     def __init__(self, adapters: AdapterCoordinator) -> None:
         self._adapters = adapters

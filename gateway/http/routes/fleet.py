@@ -14,7 +14,7 @@ from gateway.http.supervisor import Supervisor
 
 
 class FleetRoutes:
-    """Handlers of /health, /status and /metrics. `status` makes the status report, which needs a key."""
+    """Health, status and metrics of the fleet."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class FleetRoutes:
         return reply({"ready": self._is_ready}, self._health_status)
 
     async def _health_report(self, request: web.Request) -> web.Response:
-        """Reply as /health does, with the status report as the body."""
+        """Reply 200 once the fleet is complete, else 503; with a key the body is the status report."""
         return reply(self._status(), self._health_status)
 
     @property

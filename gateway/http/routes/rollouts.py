@@ -27,7 +27,7 @@ _HEALTH_TIMEOUT_S = 20.0
 
 
 class RolloutRoutes:
-    """Handlers of /v1/completions, /v1/chat/completions, and the token routes of vLLM and SGLang."""
+    """Generation, in OpenAI's dialect and by the token routes of vLLM and SGLang."""
 
     def __init__(
         self,

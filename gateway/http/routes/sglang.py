@@ -46,7 +46,7 @@ REFUSED = {
 
 
 class SglangRoutes:
-    """Handlers of SGLang's routes. `model_info` makes the reply of GET /model_info."""
+    """SGLang's own routes. `model_info` makes the reply of GET /model_info."""
 
     def __init__(
         self,

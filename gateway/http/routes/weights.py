@@ -24,7 +24,7 @@ _LONGEST_LEASE = 100
 
 
 class WeightRoutes:
-    """Decodes requests, calls the coordinator, encodes replies."""
+    """Weight updates and pauses of all replicas, in vLLM's dialect."""
 
     def __init__(self, config: WeightsConfig, fleet: Fleet, weights: WeightCoordinator, snapshots: Snapshots) -> None:
         self._config = config

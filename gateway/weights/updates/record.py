@@ -11,6 +11,7 @@ from functools import cache
 from math import prod
 from pathlib import Path
 
+from engines import tracing
 from engines.engine import Json
 from engines.types import InFlight
 
@@ -58,9 +59,15 @@ class WeightUpdate:
     stopped_s: float = 0.0
     error: str = ""
     ended_at: float | None = None
+    _span: tracing.Span = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.keeps_kv = self.in_flight is InFlight.KEEP
+        facts: tracing.Attributes = {
+            "rollout_gateway.weight_version": self.version,
+            "rollout_gateway.transport": self.transport,
+        }
+        self._span = tracing.begin("weight update", facts)
 
     @property
     def age_s(self) -> float:
@@ -77,7 +84,8 @@ class WeightUpdate:
         """Adds the block's seconds to a step."""
         began = time.monotonic()
         try:
-            yield
+            with tracing.span(f"weight update: {step}", parent=self._span):
+                yield
         finally:
             self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - began
 
@@ -94,6 +102,8 @@ class WeightUpdate:
 
     def end(self, phase: Phase, error: str = "") -> None:
         self.phase, self.error, self.ended_at = phase, error, time.monotonic()
+        self._span.note({"rollout_gateway.bytes": self.num_bytes, "rollout_gateway.stopped_seconds": self.stopped_s})
+        self._span.end(error)
 
     def report(self) -> Json:
         """As JSON: seconds, bytes and counts; `end` is null while it runs."""

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +108,14 @@ def test_the_cuda_build_runs_vllm_serve_on_loopback() -> None:
         "enable-scale-out": "",
     }
     assert run.env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_vllm_gets_a_profiler_only_where_it_is_wanted(tmp_path: Path) -> None:
+    assert "profiler-config" not in flags(command())
+    run = flags(command(port=8123, profiling=True, log_dir=str(tmp_path)))
+    folder = str(tmp_path / "profiles" / "8123")
+    assert json.loads(run["profiler-config"]) == {"profiler": "torch", "torch_profiler_dir": folder}
 
 
 def test_spans_are_asked_only_of_a_vllm_that_counts_them(installed: dict[str, str]) -> None:

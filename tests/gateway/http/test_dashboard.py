@@ -3,7 +3,10 @@
 import asyncio
 import re
 
+import pytest
+
 from gateway.fleet.timeline import Timeline
+from gateway.http import dashboard
 from tests.rigs.browser import page_of
 from tests.rigs.rig import Rig, StartRig
 
@@ -23,6 +26,20 @@ async def test_the_json_has_the_status_the_engines_load_and_the_batch_under_way(
     assert sum(load["running"] for load in found["engines"].values()) == 4
     assert found["staleness"] == [[0, 4]]
     assert {len(values) for values in found["series"].values()} == {len(found["series"]["at"])}
+    rig.hurry()
+    await running
+
+
+async def test_the_first_to_watch_sees_the_fleet_as_it_is_now(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "_FRESH_S", 0.0)  # the look at the start was long ago
+    rig = await start_rig(1, sim={"mean_tokens": 100_000})
+    running = asyncio.create_task(rig.complete([[3]], max_tokens=32, ignore_eos=True, n=2))
+    await rig.begun(samples=2)
+    found = (await rig.get("/dashboard.json"))[1]
+    assert found["series"]["in_flight"][-1] == 2
+    assert found["staleness"] == [[0, 2]]
     rig.hurry()
     await running
 

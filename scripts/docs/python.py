@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.doc_pages import ROOT, Place, doc_paths, read_page
+from scripts.docs.pages import ROOT, Place, doc_paths, read_page
 
 _OURS = ("engines", "examples", "gateway", "loadtests", "trainer_client")
 

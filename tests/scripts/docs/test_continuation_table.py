@@ -1,7 +1,7 @@
 """The table of fields in docs/design/rollouts.md has a row for each feature of the code."""
 
 from gateway.dialects.resumption.features import FEATURES
-from scripts.continuation_table import continuation_table
+from scripts.docs.continuation_table import continuation_table
 
 
 def test_each_field_of_the_code_has_its_outcome_in_the_table() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from scripts.doc_pages import ROOT, Page, doc_paths, read_page
+from scripts.docs.pages import ROOT, Page, doc_paths, read_page
 
 _OURS = re.compile(
     r"^(?:gateway|engines|trainer_client|loadtests|tests|scripts|examples|docs)/(?:[\w./*-]*(?:\.\w+|/))?$"

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from engines.levers import LEVERS
-from scripts.engines_matrix import page, read_results
+from scripts.docs.engines_matrix import page, read_results
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RESULT = {
     "kind": "vllm",
     "engine_version": "0.1",

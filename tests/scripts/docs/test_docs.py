@@ -2,11 +2,12 @@
 
 import pytest
 
-from scripts.doc_commands import wrong_commands
-from scripts.doc_links import dead_links
-from scripts.doc_python import wrong_python
-from scripts.docs import DOCS, PAGES, ROOT, stale_pages
-from scripts.marked_part import with_part
+from scripts.docs.commands import wrong_commands
+from scripts.docs.generated import DOCS, PAGES, stale_pages
+from scripts.docs.links import dead_links
+from scripts.docs.marked_part import with_part
+from scripts.docs.pages import ROOT
+from scripts.docs.python import wrong_python
 
 
 def test_generated_pages_are_fresh() -> None:

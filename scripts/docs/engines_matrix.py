@@ -10,7 +10,7 @@ from typing import Any
 
 from engines.levers import LEVERS
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results" / "conformance"
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "conformance"
 
 _NAMES = {"sim": "simulated", "vllm": "vLLM", "sglang": "SGLang"}
 _HEAD = """# Engines

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.doc_links import dead_links
+from scripts.docs.links import dead_links
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("gateway", "engines", "trainer_client", "loadtests")
 BEGIN, END = "<!-- rooms: made by python -m scripts.docs -->\n", "<!-- end of rooms -->\n"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.rooms_picture import arrows, layers, rooms_picture
+from scripts.docs.rooms_picture import arrows, layers, rooms_picture
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.doc_commands import commands, wrong_commands
+from scripts.docs.commands import commands, wrong_commands
 
 MODULE = """import argparse
 
@@ -26,6 +26,8 @@ def root(tmp_path: Path) -> Path:
     for folder in ("docs", "loadtests", "gateway"):
         (tmp_path / folder).mkdir()
     (tmp_path / "loadtests" / "study.py").write_text(MODULE, encoding="utf-8")
+    (tmp_path / "loadtests" / "room").mkdir()
+    (tmp_path / "loadtests" / "room" / "__main__.py").write_text(MODULE, encoding="utf-8")
     (tmp_path / "Makefile").write_text("demo: setup\n\t$(ARGS)\n", encoding="utf-8")
     return tmp_path
 
@@ -40,6 +42,7 @@ def _found(root: Path, command: str) -> list[str]:
     [
         "make demo ARGS=1   # a comment, and its apostrophes aren't words",
         "A=b .venv/bin/python -m loadtests.study --pairs 5 --url=URL gateway.port=0",
+        "python -m loadtests.room --url URL",
         "python -m verl.trainer.main_ppo trainer.v1.trainer_mode=gateway",
         "python -m loadtests.study [--pairs N] --url URL [KEY=VALUE ...]",
         "rollout-gateway --version",

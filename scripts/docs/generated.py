@@ -1,31 +1,19 @@
-"""The documentation's tools: writes the generated parts of README.md and docs/, and checks all of it.
+"""The pages that are generated, or have a generated part: how each is made, and which are stale."""
 
-    python -m scripts.docs            # write
-    python -m scripts.docs --check    # check
-
-A check ends with exit code 1 where a page is stale, or names what does not exist.
-"""
-
-import argparse
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from scripts import (
+from scripts import fit_speeds
+from scripts.docs import (
     clients_table,
     configuration_page,
     continuation_table,
     engines_matrix,
-    fit_speeds,
     rooms_picture,
     tuning_guide,
 )
-from scripts.doc_commands import wrong_commands
-from scripts.doc_links import dead_links
-from scripts.doc_python import wrong_python
-from scripts.marked_part import with_part
+from scripts.docs.marked_part import with_part
+from scripts.docs.pages import ROOT
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
@@ -60,18 +48,3 @@ def write_pages() -> None:
     """Write every generated page."""
     for name, make in PAGES.items():
         (DOCS / name).write_text(make(), encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Writes or checks the generated parts of README.md and docs/.")
-    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 where something is wrong")
-    if not parser.parse_args().check:
-        write_pages()
-        return
-    wrong = [*stale_pages(), *dead_links(), *wrong_commands(), *wrong_python()]
-    print("\n".join(wrong) or "docs: pages, links, files, functions, commands and Python are right")
-    sys.exit(1 if wrong else 0)
-
-
-if __name__ == "__main__":
-    main()

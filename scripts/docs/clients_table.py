@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results" / "clients"
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "clients"
 
 BEGIN, END = "<!-- clients: made by python -m scripts.docs -->\n", "<!-- end of clients -->\n"
 _HEAD = "| client | version | against | run | result | on |\n| --- | --- | --- | --- | --- | --- |\n"

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 from engines.levers import LEVERS
 from gateway.cli.vllm_serve import FLAGS
 from gateway.config.schema import Config
-from scripts.doc_pages import ROOT, Page, Place, doc_paths, heads, read_page
-from scripts.doc_parsers import Refusal, check_verb, parse_module, parse_verb
+from scripts.docs.pages import ROOT, Page, Place, doc_paths, heads, read_page
+from scripts.docs.parsers import Refusal, check_verb, parse_module, parse_verb
 
 _STARTS = ("python", "rollout-gateway", "make", "locust", "pytest")
 _ASSIGNMENT = re.compile(r"^[A-Z_]+=")
@@ -150,8 +150,9 @@ def _wrong_locust(words: Sequence[str], root: Path) -> Iterator[str]:
 def _wrong_module(name: str, words: Sequence[str], root: Path, *, is_whole: bool) -> Iterator[str]:
     if name.partition(".")[0] not in ("loadtests", "examples", "scripts", "gateway", "engines", "trainer_client"):
         return
-    path = root.joinpath(*name.split(".")).with_suffix(".py")
-    if not path.is_file():
+    folder = root.joinpath(*name.split("."))
+    path = next((path for path in (folder.with_suffix(".py"), folder / "__main__.py") if path.is_file()), None)
+    if path is None:
         yield f"no module {name}"
         return
     try:

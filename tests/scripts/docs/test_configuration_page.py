@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from gateway.config.schema import Config
-from scripts.configuration_page import keys_tables
+from scripts.docs.configuration_page import keys_tables
 
 
 def _keys(model: type[BaseModel], path: str = "") -> Iterator[str]:

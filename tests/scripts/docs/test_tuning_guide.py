@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from gateway.tuning.doctor.rules.all import SECTIONS
-from scripts.tuning_guide import page
+from scripts.docs.tuning_guide import page
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_page_is_what_the_rules_make_it() -> None:

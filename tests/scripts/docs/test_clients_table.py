@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from loadtests.studies.client_records import ClientRun, write_record
-from scripts.clients_table import read_results, table
+from scripts.docs.clients_table import read_results, table
 
 RUN = ClientRun(client="Some Client", version="1.0", ran="a batch", against="2 engines")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.doc_python import wrong_python
+from scripts.docs.python import wrong_python
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.doc_pages import Page, anchor, read_page
+from scripts.docs.pages import Page, anchor, read_page
 
 PAGE = """# The `make` page
 

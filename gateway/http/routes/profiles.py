@@ -1,0 +1,88 @@
+"""Profiles of engines as an archive."""
+
+import asyncio
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from aiohttp import web
+
+from engines.engine import Json
+from engines.errors import InvalidRequest
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.profiles import check_can_be_profiled, record
+from gateway.fleet.replica import Replica
+from gateway.http.access import Access
+from gateway.http.json_body import read_object
+
+_DEFAULT_S = 5.0
+_LONGEST_S = 600.0
+_CHUNK_BYTES = 1 << 20
+
+
+class ProfileRoutes:
+    """Records of engines by their own profilers, while they serve."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._recording = asyncio.Lock()
+
+    def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
+        router.add_post("/profile", access.for_admin(self._profile))
+
+    async def _profile(self, request: web.Request) -> web.StreamResponse:
+        """Record engines for some seconds, and reply with a tar archive of their profilers' files."""
+        body = await read_object(request, required=False)
+        seconds, replicas = _seconds(body), self._chosen(body.get("replicas"))
+        if self._recording.locked():
+            raise InvalidRequest("engines are being profiled: wait for its end, as a profiler records once at a time")
+        async with self._recording:
+            files = await record(replicas, seconds)
+        with tempfile.TemporaryFile() as archive:
+            await asyncio.to_thread(_pack, files, archive)
+            return await _send(request, archive)
+
+    def _chosen(self, names: object) -> Sequence[Replica]:
+        """Return the replicas of these ids or labels; without names all that can serve."""
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise InvalidRequest(f"replicas = {names!r} is no list of ids or labels of /status", param="replicas")
+        found = [one for one in self._fleet.replicas if one.can_serve] if names is None else self._named(names)
+        if not found:
+            raise InvalidRequest("there is no replica to profile: see /status", param="replicas")
+        for replica in found:
+            check_can_be_profiled(replica)
+        return found
+
+    def _named(self, names: Sequence[str]) -> list[Replica]:
+        found = [one for one in self._fleet.replicas if {one.replica_id, one.label} & set(names)]
+        if unknown := set(names) - {name for one in found for name in (one.replica_id, one.label)}:
+            raise InvalidRequest(f"there is no replica {', '.join(sorted(unknown))}: see /status", param="replicas")
+        return found
+
+
+def _seconds(body: Json) -> float:
+    seconds = body.get("seconds", _DEFAULT_S)
+    if type(seconds) not in (int, float) or not 0 < seconds <= _LONGEST_S:
+        raise InvalidRequest(f"seconds = {seconds!r} must be above 0 and at most {_LONGEST_S:g}", param="seconds")
+    return float(seconds)
+
+
+def _pack(files: Mapping[str, Sequence[Path]], archive: IO[bytes]) -> None:
+    """Move files into an archive, in a folder for each replica."""
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for replica_id, paths in files.items():
+            for path in paths:
+                tar.add(path, f"{replica_id}/{path.name}")
+                path.unlink()
+    archive.seek(0)
+
+
+async def _send(request: web.Request, archive: IO[bytes]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "application/x-tar"})
+    await response.prepare(request)
+    while piece := await asyncio.to_thread(archive.read, _CHUNK_BYTES):
+        await response.write(piece)
+    await response.write_eof()
+    return response

@@ -59,7 +59,7 @@ from gateway.tuning.doctor.report import as_json as findings_as_json
 from gateway.tuning.doctor.report import print_findings
 from gateway.tuning.doctor.rules.all import examine
 from gateway.tuning.doctor.subject import subject_of
-from gateway.tuning.plan.command import plan_command
+from gateway.tuning.plan.command import EXAMPLE_SHAPE, plan_command
 from gateway.tuning.tune.command import tune_command
 
 DEFAULT_NAME = str(Config.model_fields["name"].default)
@@ -86,7 +86,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Name = Annotated[str, typer.Option("--name", help="Name of the Serve application.")]
 
 
-app.command("plan")(plan_command)
+app.command("plan", epilog=f"Anywhere: rollout-gateway plan --shape {EXAMPLE_SHAPE}")(plan_command)
 app.command("tune", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)(tune_command)
 
 

@@ -92,8 +92,12 @@ class EngineView:
         """GPUs that one copy of the weights is spread over: with expert parallelism also those of its data parallel
         ranks."""
         tensor_parallel = self.number("tensor_parallel_size") or 1
-        has_experts = self.value("enable_expert_parallel") is True or (self.number("expert_parallel_size") or 1) > 1
-        return tensor_parallel * (self.number("data_parallel_size") or 1) if has_experts else tensor_parallel
+        ranks = self.number("data_parallel_size") or 1
+        return tensor_parallel * ranks if self.has_expert_parallelism else tensor_parallel
+
+    @property
+    def has_expert_parallelism(self) -> bool:
+        return self.value("enable_expert_parallel") is True or (self.number("expert_parallel_size") or 1) > 1
 
     def reaches(self, lever: str) -> bool:
         """True if the lever is passed to the engine."""

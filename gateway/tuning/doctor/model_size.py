@@ -7,7 +7,7 @@ from pathlib import Path
 from engines.checkpoint import checkpoint_files
 from engines.errors import ConfigError
 from engines.model_folder import cached_folder
-from gateway.tuning.plan.shape import read_shape
+from gateway.tuning.plan.shape import ModelShape, read_shape
 
 BYTES_PER_PARAMETER = 2  # bfloat16
 # Of Qwen2, for models whose config.json is elsewhere: the largest of the usual ones, nearly.
@@ -40,10 +40,18 @@ def weight_gib(model: str) -> float | None:
 
 def _shaped(folder: Path) -> float:
     """Return the bytes by config.json; 0 for an unknown shape."""
+    shape = model_shape(str(folder))
+    return shape.weight_bytes if shape else 0.0
+
+
+def model_shape(model: str) -> ModelShape | None:
+    """Return the shape by a local config.json; None without one, and where `plan` cannot size it."""
+    if (folder := _folder(model)) is None:
+        return None
     try:
-        return read_shape(folder).weight_bytes
+        return read_shape(folder)
     except ConfigError:
-        return 0.0
+        return None
 
 
 def vocabulary(model: str) -> int | None:

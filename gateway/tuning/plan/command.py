@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +12,21 @@ from rich.console import Console
 
 from engines.errors import ConfigError
 from gateway.config.load import load
-from gateway.tuning.plan.choices import Question, best_of_each, ranked
+from gateway.tuning.plan.choices import Choice, best_of_each, ranked
 from gateway.tuning.plan.gpu import gpu_of
 from gateway.tuning.plan.options import BATCH, PromptLengths, ResponseLengths, Samples, step_of
+from gateway.tuning.plan.question import Question
 from gateway.tuning.plan.report import as_json, configuration, print_plan
 from gateway.tuning.plan.shape import read_shape
 from gateway.tuning.plan.speed import fitted
 
 _HARDWARE = "The hardware"
+_TRAINER = "The trainer"
+# A shape that needs no file, of Qwen2-7B.
+EXAMPLE_SHAPE = (
+    "num_hidden_layers=28,hidden_size=3584,num_attention_heads=28,num_key_value_heads=4,intermediate_size=18944,"
+    "vocab_size=152064"
+)
 
 
 def plan_command(
@@ -36,12 +44,9 @@ def plan_command(
         typer.Option("--gpu", help="H200, H100, A100, ..., or memory_gib=...,tb_per_s=...", rich_help_panel=_HARDWARE),
     ] = "H200",
     gpus: Annotated[
-        int, typer.Option("--gpus", help="GPUs of the node, trainer's included.", rich_help_panel=_HARDWARE)
+        int, typer.Option("--gpus", help="GPUs of a node, trainer's included.", rich_help_panel=_HARDWARE)
     ] = 8,
-    trainer_gpus: Annotated[
-        int | None,
-        typer.Option("--trainer-gpus", help="GPUs that train; every split unless given.", rich_help_panel=_HARDWARE),
-    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of so many GPUs.", rich_help_panel=_HARDWARE)] = 1,
     cpu_factor: Annotated[
         float,
         typer.Option(
@@ -50,14 +55,36 @@ def plan_command(
             rich_help_panel=_HARDWARE,
         ),
     ] = 1.0,
+    trainer_gpus: Annotated[
+        int | None,
+        typer.Option("--trainer-gpus", help="GPUs that train; every split unless given.", rich_help_panel=_TRAINER),
+    ] = None,
+    colocated: Annotated[
+        bool,
+        typer.Option(
+            "--colocated", help="Trainer and engines take turns on all GPUs, as in verl.", rich_help_panel=_TRAINER
+        ),
+    ] = False,
+    lora: Annotated[
+        int,
+        typer.Option("--lora", metavar="RANK", help="Train adapters of this rank alone.", rich_help_panel=_TRAINER),
+    ] = 0,
     prompts: Annotated[int, typer.Option("--prompts", help="Prompts of a step.", rich_help_panel=BATCH)] = 128,
     samples: Samples = 8,
     prompt: PromptLengths = "512:1024",
     response: ResponseLengths = "1024:4096",
     overlaps: Annotated[
-        bool, typer.Option("--async", help="The trainer learns from one batch while engines make the next.")
+        bool,
+        typer.Option(
+            "--async",
+            help="The trainer learns from one batch while engines make the next.",
+            rich_help_panel=_TRAINER,
+        ),
     ] = False,
-    mfu: Annotated[float, typer.Option("--mfu", help="Share of the GPU's FLOP/s that training reaches.")] = 0.4,
+    mfu: Annotated[
+        float,
+        typer.Option("--mfu", help="Share of the GPU's FLOP/s that training reaches.", rich_help_panel=_TRAINER),
+    ] = 0.4,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of the table.")] = 12,
     show_all: Annotated[bool, typer.Option("--all", help="Every max_num_seqs, not the best of each split.")] = False,
     write: Annotated[
@@ -68,15 +95,23 @@ def plan_command(
     """Plan the GPUs of trainer and engines: splits that fit, and their expected speed. Starts nothing."""
     if model is None and not shape:
         raise ConfigError(
-            "nothing to plan for: give --model FOLDER, or --shape num_hidden_layers=28,hidden_size=3584,..."
+            f"nothing to plan for: give --model FOLDER, or numbers of its config.json: --shape {EXAMPLE_SHAPE}"
+        )
+    if write is not None and colocated:
+        raise ConfigError(
+            "--write with --colocated: colocated engines are the trainer's own and take no file of ours; leave out "
+            "--write, and give verl the overrides that are printed"
         )
     question = Question(
         shape=read_shape(model, shape.split(",") if shape else ()),
         gpu=gpu_of(gpu),
         gpus=gpus,
+        nodes=nodes,
         work=step_of(prompts, samples, prompt, response),
         speeds=fitted(),
         trainer_gpus=trainer_gpus,
+        is_colocated=colocated,
+        lora_rank=lora,
         overlaps=overlaps,
         mfu=mfu,
         cpu_factor=cpu_factor,
@@ -87,7 +122,18 @@ def plan_command(
     else:
         print_plan(Console(), question, (choices if show_all else best_of_each(choices))[:top])
     if write is not None:
-        _write(write, configuration(question, choices[0], _checkpoint(model)))
+        _write(write, configuration(question, _deployable(question, choices), _checkpoint(model)))
+
+
+def _deployable(question: Question, choices: Sequence[Choice]) -> Choice:
+    """The first choice whose replicas Ray Serve can place."""
+    for choice in choices:
+        if not choice.layout.spans_nodes(question.gpus):
+            return choice
+    raise ConfigError(
+        f"--write: every engine that fits spans nodes of {question.gpus} GPUs, and a replica is on one; start such an "
+        "engine yourself, and give its URL to a group of kind: external"
+    )
 
 
 def _checkpoint(model: Path | None) -> str:

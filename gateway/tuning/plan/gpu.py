@@ -27,6 +27,8 @@ _KNOWN = (
     Gpu("A100", 80.0, 2.039, 312, 300, "NVIDIA A100 data sheet (SXM4 80 GB)"),
     Gpu("H100", 79.6, 3.35, 989, 450, "NVIDIA H100 data sheet (SXM5)"),
     Gpu("H200", 140.4, 4.8, 989, 450, "NVIDIA H200 data sheet (SXM5)"),
+    Gpu("H800", 79.6, 3.35, 989, 200, "NVIDIA H800 data sheet (SXM5)"),
+    Gpu("H20", 95.6, 4.0, 148, 450, "NVIDIA H20 data sheet"),
     Gpu("B200", 179.0, 7.7, 2250, 900, "NVIDIA DGX B200 data sheet, an eighth of it"),
     Gpu("L40S", 45.0, 0.864, 362, 32, "NVIDIA L40S data sheet (PCIe 4)"),
     Gpu("L4", 22.5, 0.3, 121, 16, "NVIDIA L4 data sheet (PCIe 4 x8)"),

@@ -77,6 +77,8 @@ class ModelShape:
     """The share of the KV cache in layers that look at `window` tokens alone."""
     window: int
     positions: int | None
+    block: int = 1
+    """Weights of a row that share a scale: the inputs of a matrix on each GPU are a multiple of it."""
 
     @property
     def parameters(self) -> float:
@@ -93,10 +95,23 @@ class ModelShape:
     def weight_bytes(self) -> float:
         return self._dense_bytes + self.embedding_parameters * self._head_bytes + self._routed_bytes
 
-    def read_bytes(self, tokens: float) -> float:
-        """Bytes of weights that a step of so many tokens reads."""
-        routed = self.experts.touched(tokens) if self.experts else 0.0
-        return self._dense_bytes + routed * self.expert_bytes_each
+    def bytes_on_gpu(self, tensor_parallel: int, data_parallel: int = 1) -> float:
+        """Bytes of weights on each GPU. Data parallel ranks share the routed experts and hold the rest themselves."""
+        rest = self.weight_bytes - self._routed_bytes
+        return rest / tensor_parallel + self._routed_bytes / (tensor_parallel * data_parallel)
+
+    def read_bytes(self, tokens: float, tensor_parallel: int = 1, data_parallel: int = 1) -> float:
+        """Bytes of weights that each GPU reads for a step of so many tokens of each data parallel rank."""
+        routed = self.experts.touched(tokens * data_parallel) if self.experts else 0.0
+        shared = routed * self.expert_bytes_each / data_parallel
+        return (self._dense_bytes + shared) / tensor_parallel
+
+    def lora_parameters(self, rank: int) -> float:
+        """Parameters of an adapter of all matrices of a layer but its routed experts."""
+        queries, keys = self.attention_width / self.layers, self.kv_values / self.layers / 2
+        attention = 4 * self.hidden + 2 * queries + 2 * keys
+        feed_forward = 0 if self.experts else 3 * (self.hidden + self.intermediate)
+        return rank * self.layers * (attention + feed_forward)
 
     def kv_bytes(self, tensor_parallel: int, length: float = 0) -> float:
         """Bytes of one token on each GPU of a tensor parallel group, in a sequence of `length` tokens, whose sliding
@@ -118,10 +133,13 @@ class ModelShape:
     def _routed_bytes(self) -> float:
         return self.experts.all_parameters * self.expert_bytes_each if self.experts else 0.0
 
-    def fits_heads(self, tensor_parallel: int) -> bool:
-        """True if heads can be split evenly; the engines' own rule."""
+    def splits_into(self, tensor_parallel: int) -> bool:
+        """True if heads and blocks of quantized weights can be split evenly; the engines' own rule."""
         kv = self.kv_heads
-        return self.heads % tensor_parallel == 0 and (kv % tensor_parallel == 0 or tensor_parallel % kv == 0)
+        heads = self.heads % tensor_parallel == 0 and (kv % tensor_parallel == 0 or tensor_parallel % kv == 0)
+        expert = self.experts.parameters / (3 * self.hidden) if self.experts else self.intermediate
+        blocks = all(width % (tensor_parallel * self.block) == 0 for width in (self.intermediate, expert))
+        return tensor_parallel == 1 or (heads and blocks)
 
 
 def read_shape(model: Path | None, given: Sequence[str] = ()) -> ModelShape:
@@ -176,6 +194,7 @@ def shape_of(config: Mapping[str, Any], name: str, *, quantization: Mapping[str,
         sliding_share=sliding_share,
         window=window,
         positions=config.get("max_position_embeddings"),
+        block=_block(quantization or {}),
     )
 
 
@@ -238,6 +257,15 @@ def _weight_bytes(config: Mapping[str, Any], quantization: Mapping[str, Any] | N
     return each, each
 
 
+def _block(quantization: Mapping[str, Any]) -> int:
+    """Inputs of a matrix that share a scale: FP8's blocks of columns, groups of AWQ and GPTQ; 1 where engines pad."""
+    blocks = quantization.get("weight_block_size")
+    if isinstance(blocks, Sequence) and blocks:
+        return int(blocks[-1])
+    size = quantization.get("group_size")
+    return size if isinstance(size, int) and size > 0 else 1
+
+
 def _bits(quantization: Mapping[str, Any]) -> float:
     """Bits of a quantized weight, in the words of AWQ, GPTQ, bitsandbytes, compressed-tensors and FP8."""
     groups = quantization.get("config_groups") or {}
@@ -254,8 +282,7 @@ def _read(model: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"--model {str(model)!r}: {path} cannot be read: {error.strerror}; give a folder with config.json, "
-            "a Hugging Face id whose files are in the cache, or numbers: "
-            "--shape num_hidden_layers=28,hidden_size=3584,..."
+            "a Hugging Face id whose files are in the cache, or its numbers alone with --shape (plan --help has some)"
         ) from error
     except ValueError as error:
         raise ConfigError(f"--model {str(model)!r}: {path} is no JSON: {error}") from error

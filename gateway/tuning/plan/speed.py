@@ -57,15 +57,18 @@ def fitted() -> Speeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineModel:
-    """One replica. `cpu_factor` is how much slower its CPU cores are than those the constants were measured with."""
+    """One data parallel rank of a replica, which is all of it without data parallelism. `cpu_factor` is how much slower
+    its CPU cores are than those the constants were measured with."""
 
     shape: ModelShape
     gpu: Gpu
     tensor_parallel: int
+    data_parallel: int = 1
+    """Ranks that share the routed experts, and have sequences of their own."""
     max_num_seqs: int
     kv_tokens: float
     """Tokens that its KV cache holds."""
-    api_servers: int = 1
+    api_servers: float = 1
     graph_seqs: int = LARGEST_GRAPH
     """Sequences of the largest step that has a CUDA graph; 0 where none has."""
     cpu_factor: float = 1.0
@@ -75,10 +78,10 @@ class EngineModel:
         """Seconds of a decode step of so many sequences, which hold so many tokens together."""
         shape, share = self.shape, self.tensor_parallel
         bandwidth = self.gpu.tb_per_s * 1e12 * self.speeds.bandwidth
-        weights = shape.read_bytes(sequences) / share / bandwidth
+        weights = shape.read_bytes(sequences, share, self.data_parallel) / bandwidth
         product = 2 * shape.active_parameters * sequences / share / self._flops
-        cache = kv_tokens * shape.kv_bytes(share) / bandwidth
-        on_gpu = overlapped(weights, product) + cache + self._all_reduce_s(sequences)
+        cache = kv_tokens * shape.kv_bytes(share, kv_tokens / sequences) / bandwidth
+        on_gpu = overlapped(weights, product) + cache + self._all_reduce_s(sequences) + self._exchange_s(sequences)
         launch_s = self.speeds.step_s if sequences <= self.graph_seqs else self.speeds.eager_layer_s * shape.layers
         launched = overlapped(on_gpu, launch_s * self.cpu_factor)
         return launched + self.speeds.sequence_s * self.cpu_factor * sequences
@@ -103,6 +106,14 @@ class EngineModel:
             return 0.0
         moved = sequences * self.shape.hidden * 2 / (self.gpu.link_gb_per_s * 1e9)
         return _ALL_REDUCES * self.shape.layers * (_ALL_REDUCE_S + moved)
+
+    def _exchange_s(self, sequences: float) -> float:
+        """Seconds in which tokens go to the ranks of their experts and back."""
+        experts = self.shape.experts
+        if self.data_parallel == 1 or experts is None:
+            return 0.0
+        moved = sequences * min(experts.used, self.data_parallel) * self.shape.hidden * 2
+        return _ALL_REDUCES * experts.layers * (_ALL_REDUCE_S + moved / (self.gpu.link_gb_per_s * 1e9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from engines.config import EngineConfig
 from engines.types import EngineKind
 from gateway.tuning.doctor.engine_view import EngineView
 from gateway.tuning.doctor.finding import Found, consider, fine, hurts
+from gateway.tuning.doctor.kv_room import whole_sequences
 from gateway.tuning.doctor.rules.rule import (
     LEVERS,
     TRL_CODE,
@@ -21,6 +22,8 @@ from gateway.tuning.doctor.subject import Subject
 
 # Memory of an engine beside weights and KV cache: activations, CUDA graphs, the buffers of a weight transfer.
 _BESIDE_KV_GIB = 5.0
+# Full sequences beside the weights of one GPU that make a second one worth its cost in each layer.
+_FEW_ALONE = 64
 _GRAPHS = "CUDA graphs: 1.53 times the tokens/s at 64 streams and 1.01 at 512; with slow CPU cores 2.5 and 1.13"
 _FEW_SEQS = "max_num_seqs 64 under 512 streams: 0.64 of the tokens/s, 0.57 for groups of 8; 256: 1.09 and 1.04"
 
@@ -131,6 +134,10 @@ def _tensor_parallel(engine: EngineView, subject: Subject) -> Iterator[Found]:
         needed = next((n for n in (2, 4, 8, 16) if weights < 0.6 * subject.gpu_gib * n), 16)
         message = f"weights of about {weights:.0f} GiB do not fit {tp} x {subject.gpu_gib:g} GiB"
         yield hurts(setting, message, f"{needed}")
+    elif tp > 1 and (alone := whole_sequences(engine, subject.gpu_gib, 1)) is not None and alone < _FEW_ALONE:
+        yield fine(setting, f"one GPU would hold {alone} sequences of full length beside the weights")
+    elif tp > 1 and (engine.number("api_server_count") or 1) > 1 and not subject.samples_per_replica(engine):
+        yield fine(setting, f"{tp} GPUs; replicas of fewer do more where a batch keeps them busy (plan)")
     elif tp > 1 and weights is not None and weights < 0.5 * subject.gpu_gib * _share_of_gpu(engine):
         message = (
             f"weights of about {weights:.0f} GiB fit one GPU of {subject.gpu_gib:g} GiB: {tp} replicas of one GPU "
@@ -212,11 +219,13 @@ def _whole_prompts(engine: EngineView, subject: Subject, tokens: float) -> Itera
 )
 def _max_num_seqs(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, most = engine.at("max_num_seqs"), engine.number("max_num_seqs")
-    load = subject.samples_per_replica(engine)
+    load, room = subject.samples_per_replica(engine), whole_sequences(engine, subject.gpu_gib)
     if engine.on_cpu:
         return
     if most is None:
         yield fine(setting, "the engine's own choice")
+    elif room is not None and room <= most:
+        yield fine(setting, f"{most:.0f}; the KV cache holds {room} sequences of full length")
     elif load and most < min(load, 128) and load >= 2 * most:
         message = f"{most:.0f} run at a time, and a step brings {load} completions to a replica"
         yield hurts(setting, message, f"{min(load, 256)}", _FEW_SEQS)
@@ -456,7 +465,9 @@ def _api_servers(engine: EngineView, subject: Subject) -> Iterator[Found]:
 )
 def _copies(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, copies = engine.at("data_parallel_size"), engine.number("data_parallel_size")
-    if copies and copies > 1:
+    if copies and copies > 1 and engine.has_expert_parallelism:
+        yield fine(setting, f"{copies:.0f} ranks with attention of their own share the experts")
+    elif copies and copies > 1:
         message = f"{copies:.0f} copies in one server start, fail and take weights together"
         yield consider(setting, message, f"data_parallel_size: 1 and {copies:.0f} times the replicas")
 

@@ -2,14 +2,16 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engines.errors import ConfigError
 from gateway.config.load import load
-from gateway.tuning.plan.choices import Choice, Question, best_of_each, ranked
+from gateway.tuning.plan.choices import Choice, best_of_each, ranked
 from gateway.tuning.plan.gpu import GPUS, gpu_of
 from gateway.tuning.plan.memory import engine_memory
+from gateway.tuning.plan.question import Question
 from gateway.tuning.plan.report import configuration
 from gateway.tuning.plan.shape import shape_of
 from gateway.tuning.plan.speed import fitted
@@ -81,10 +83,10 @@ def test_the_table_has_the_best_of_each_split_and_tensor_parallel_size(found: li
 
 
 def test_what_fits_nowhere_is_refused_with_the_reason() -> None:
-    small = dataclasses.replace(QUESTION, gpu=gpu_of("L4"), gpus=2)
+    small = dataclasses.replace(QUESTION, gpu=gpu_of("L4,memory_gib=6"), gpus=2)
     with pytest.raises(ConfigError, match=r"--gpus 2: training all of 7\.6 billion parameters fits no split of 2 x L4"):
         ranked(small)
-    with pytest.raises(ConfigError, match=r"14 GiB of weights and the KV cache of 5120 tokens fit no tensor parallel"):
+    with pytest.raises(ConfigError, match=r"14 GiB of weights and the KV cache of 5120 tokens fit no engine on 1 x L4"):
         ranked(dataclasses.replace(small, gpus=1, gpu=gpu_of("L4,memory_gib=12"), trainer_gpus=0))
     with pytest.raises(ConfigError, match="--trainer-gpus 8: from 0"):
         dataclasses.replace(QUESTION, trainer_gpus=8)
@@ -123,3 +125,66 @@ def test_the_configuration_is_one_that_up_takes(found: list[Choice], tmp_path: P
 def test_a_gpu_that_is_not_known_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         gpu_of(text)
+
+
+def test_a_colocated_trainer_has_all_gpus_and_leaves_room_for_engines() -> None:
+    found = ranked(dataclasses.replace(QUESTION, is_colocated=True))
+    assert {choice.trainer_gpus for choice in found} == {8}
+    assert all(choice.replicas * choice.layout.gpus_of_replica <= 8 for choice in found)
+    parked = {choice.layout.is_parked: choice.memory.share for choice in found if choice.tensor_parallel == 1}
+    assert parked[True] == 0.9
+    assert parked[False] == pytest.approx(0.9 - 16 * 7.6e9 / 8 / 2**30 / 140.4, abs=0.01)
+
+
+def test_nodes_add_gpus_and_no_replica_is_on_two() -> None:
+    found = ranked(dataclasses.replace(QUESTION, nodes=2, trainer_gpus=8))
+    assert {choice.tensor_parallel: choice.replicas for choice in found}[4] == 2
+    assert not any(choice.layout.spans_nodes(8) for choice in found)
+    assert found[0].step_s < ranked(QUESTION)[0].step_s
+
+
+def test_adapters_are_sent_and_served_alone() -> None:
+    full, lora = (ranked(dataclasses.replace(QUESTION, lora_rank=rank))[0] for rank in (0, 20))
+    assert lora.sync_s == 0.1
+    assert lora.train_s < full.train_s
+    text = configuration(dataclasses.replace(QUESTION, lora_rank=20), lora, "m")
+    assert "enable_lora: true" in text
+    assert "max_lora_rank: 32" in text
+    assert "api_server_count" not in text
+
+
+def test_ranks_with_their_own_attention_share_the_experts() -> None:
+    mixture = dataclasses.replace(
+        QUESTION, shape=shape_of(SHAPES["qwen3-30b-a3b"], "moe"), gpu=gpu_of("L40S"), trainer_gpus=0
+    )
+    found = [choice for choice in ranked(mixture) if choice.data_parallel == 8]
+    assert found[0].memory.weights < 61 / 8 + 6
+    text = configuration(mixture, found[0], "m")
+    assert "data_parallel_size: 8" in text
+    assert "enable_expert_parallel: true" in text
+    assert not any(choice.data_parallel > 1 for choice in ranked(dataclasses.replace(mixture, lora_rank=8)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"nodes": 0}, "--nodes 0: at least 1"),
+        ({"is_colocated": True, "trainer_gpus": 4}, "--trainer-gpus with --colocated"),
+        ({"is_colocated": True, "overlaps": True}, "--async with --colocated"),
+        ({"lora_rank": -1}, "--lora -1: a rank"),
+        ({"gpus": 0}, "--gpus 0: at least 1"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(QUESTION, **given)
+
+
+def test_what_does_not_fit_names_each_change_that_does() -> None:
+    config = {**SHAPES["qwen2-7b"], "num_hidden_layers": 280}  # about 66 billion parameters
+    large = dataclasses.replace(QUESTION, shape=shape_of(config, "large"), gpu=GPUS["L40S"], gpus=4)
+    with pytest.raises(ConfigError) as refused:
+        ranked(large)
+    offered = str(refused.value).partition("possible with ")[2]
+    assert offered == "--colocated; or --nodes 2; or --gpu H100; or --trainer-gpus 0 (the engines alone)"
+    assert ranked(dataclasses.replace(large, nodes=2))

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from engines.errors import ConfigError
 from gateway.cli.main import app
 from gateway.config.load import load
+from gateway.tuning.plan.command import EXAMPLE_SHAPE
 
 TINY = Path(__file__).parents[4] / "examples" / "tiny_model" / "digit-sort"
 SHORT = ("--prompt", "16:32", "--response", "16:64", "--gpu", "L4", "--gpus", "4")
@@ -28,7 +29,7 @@ def test_json_has_every_choice_and_what_it_rests_on() -> None:
     done = CliRunner().invoke(app, ["plan", "-m", str(TINY), *SHORT, "--json"])
     found = json.loads(done.stdout)
     assert {"model", "gpu", "workload", "speeds", "choices"} <= set(found)
-    assert found["choices"][0]["on_replica"]["tokens"] > 0
+    assert found["choices"][0]["on_rank"]["tokens"] > 0
 
 
 def test_a_folder_without_weights_is_said_to_be_not_ready_yet(tmp_path: Path) -> None:
@@ -40,5 +41,24 @@ def test_a_folder_without_weights_is_said_to_be_not_ready_yet(tmp_path: Path) ->
 
 
 def test_without_a_model_it_says_what_to_give() -> None:
-    with pytest.raises(ConfigError, match=r"give --model FOLDER, or --shape"):
+    with pytest.raises(
+        ConfigError, match=r"give --model FOLDER, or numbers of its config\.json: --shape num_hidden_layers=28"
+    ):
         CliRunner().invoke(app, ["plan"], catch_exceptions=False)
+
+
+def test_the_example_shape_runs_anywhere() -> None:
+    done = CliRunner().invoke(app, ["plan", "--shape", EXAMPLE_SHAPE])
+    assert done.exit_code == 0, done.output
+    assert "7.62 billion parameters" in done.stdout
+    shown = CliRunner().invoke(app, ["plan", "--help"], terminal_width=400)
+    assert EXAMPLE_SHAPE in shown.stdout.replace("\n", "").replace(" ", "")
+
+
+def test_a_colocated_plan_has_overrides_for_verl_and_no_file(tmp_path: Path) -> None:
+    asked = ["plan", "--shape", EXAMPLE_SHAPE, "--colocated", "--nodes", "2", "--gpu", "H100"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    assert "trainer.nnodes=2 trainer.n_gpus_per_node=8 data.train_batch_size=128" in done.stdout
+    with pytest.raises(ConfigError, match="--write with --colocated"):
+        CliRunner().invoke(app, [*asked, "--write", str(tmp_path / "plan.yaml")], catch_exceptions=False)

@@ -524,7 +524,7 @@ class Fleet:
             if failure is None:
                 failure = await self._standstill.look(replica)
             elif replica.brake.holders:
-                replica.saw_progress()  # it is held, and so are its tokens; the holder bounds its own calls
+                replica.excuse()  # it is held, and so are its tokens; the holder bounds its own calls
             if failure is not None and replica.load_samples and replica.quiet_s > self._moves_after_s(replica):
                 self.suspect(replica, str(failure))
                 replica.drop_calls()  # its rollouts continue elsewhere
@@ -532,7 +532,7 @@ class Fleet:
                 self._vouched(replica)
             elif failure is None and replica.is_leaving:
                 self.settle(replica, "")
-            else:
+            elif failure is None or self._is_evidence(replica, failure):
                 self.suspect(replica, str(failure) if failure else "Serve no longer lists it")
             if self._is_lost(replica, failure):
                 self.set_state(replica, ReplicaState.LOST, replica.reason)
@@ -551,7 +551,7 @@ class Fleet:
                 task.add_done_callback(lambda _: self._examined.pop(replica, None))
                 self._examined[replica] = task
             failure = await asyncio.shield(self._examined[replica])
-        if failure is not None and replica.can_serve:
+        if failure is not None and replica.can_serve and self._is_evidence(replica, failure):
             self.suspect(replica, str(failure))
         return isinstance(failure, EngineGone)
 
@@ -569,11 +569,16 @@ class Fleet:
         is_awaited = replica.state is ReplicaState.SUSPECT and replica.load_samples and left_s > 0
         return min(self._config.probe_timeout_s, left_s) if is_awaited else self._config.probe_timeout_s
 
-    def _moves_after_s(self, replica: Replica) -> float:
-        """Standstill after which the rollouts of a replica that misses its probes move to others.
+    def _is_evidence(self, replica: Replica, failure: EngineError | DeadlineExceeded) -> bool:
+        """True where a failed look speaks against a replica: a late answer does so after a silence without tokens."""
+        is_late = isinstance(failure, DeadlineExceeded)
+        return not is_late or time.monotonic() - replica.answered_at >= self._moves_after_s(replica)
 
-        Where most others answered within the time of a probe, this process and its host do not stand still, and that
-        time is enough.
+    def _moves_after_s(self, replica: Replica) -> float:
+        """Silence after which a replica is SUSPECT, and its rollouts move to others.
+
+        Where most others were heard of within the time of a probe, this process and its host do not stand still, and
+        that time is enough.
         """
         others = [other for other in self.serving(replica.info.model) if other is not replica]
         heard = sum(time.monotonic() - other.answered_at < self._config.probe_timeout_s for other in others)

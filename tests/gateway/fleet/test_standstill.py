@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engines.errors import DeadlineExceeded
+from engines.errors import DeadlineExceeded, EngineUnreachable
 from engines.types import PauseMode
 from gateway.fleet.brake import Holder
 from gateway.fleet.placement.routing import Rollout
@@ -73,6 +73,17 @@ async def test_a_silence_of_most_engines_at_once_moves_no_rollouts_before_the_bo
     assert rig.fleet._moves_after_s(first) == 2.0
     others[1].answered_at -= 5.0
     assert rig.fleet._moves_after_s(first) == 10.0
+
+
+async def test_a_late_answer_is_evidence_after_a_silence_without_tokens_alone(start_rig: StartRig) -> None:
+    rig = await start_rig(2, fleet=WATCH | {"stalled_after_s": 60.0, "probe_timeout_s": 60.0, "probe_interval_s": 60.0})
+    replica, _ = rig.fleet.replicas
+    late, broken = DeadlineExceeded("no answer to /health"), EngineUnreachable("reset", replica_id="engine-0")
+    replica.answered_at -= 120.0
+    assert rig.fleet._is_evidence(replica, late)
+    replica.saw_progress()  # a token came meanwhile
+    assert not rig.fleet._is_evidence(replica, late)
+    assert rig.fleet._is_evidence(replica, broken)
 
 
 async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: StartRig) -> None:

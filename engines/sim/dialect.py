@@ -26,7 +26,6 @@ from engines.sim.scheduler import Sample, block_hashes
 Json = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0)]
 
-_GREEDY_BELOW = 1e-5  # vLLM's bound
 _EVERY_TOKEN = -1
 
 
@@ -78,7 +77,8 @@ class SamplingBody(BaseModel):
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature is not None and self.temperature < _GREEDY_BELOW
+        """True at temperature 0 alone, as in vLLM, which draws at any other."""
+        return self.temperature == 0
 
 
 class CompletionBody(SamplingBody):

@@ -524,15 +524,15 @@ class Fleet:
             if failure is None:
                 failure = await self._standstill.look(replica)
             elif replica.brake.holders:
-                replica.saw_progress()  # it is held, and so are its tokens; the holder bounds its own calls
-            if failure is not None and replica.load_samples and replica.quiet_s > self._config.stalled_after_s:
+                replica.excuse()  # it is held, and so are its tokens; the holder bounds its own calls
+            if failure is not None and replica.load_samples and replica.quiet_s > self._moves_after_s(replica):
                 self.suspect(replica, str(failure))
                 replica.drop_calls()  # its rollouts continue elsewhere
             if failure is None and replica.listed:
                 self._vouched(replica)
             elif failure is None and replica.is_leaving:
                 self.settle(replica, "")
-            else:
+            elif failure is None or self._is_evidence(replica, failure):
                 self.suspect(replica, str(failure) if failure else "Serve no longer lists it")
             if self._is_lost(replica, failure):
                 self.set_state(replica, ReplicaState.LOST, replica.reason)
@@ -551,7 +551,7 @@ class Fleet:
                 task.add_done_callback(lambda _: self._examined.pop(replica, None))
                 self._examined[replica] = task
             failure = await asyncio.shield(self._examined[replica])
-        if failure is not None and replica.can_serve:
+        if failure is not None and replica.can_serve and self._is_evidence(replica, failure):
             self.suspect(replica, str(failure))
         return isinstance(failure, EngineGone)
 
@@ -565,9 +565,25 @@ class Fleet:
 
     def _patience_s(self, replica: Replica) -> float:
         """Longest wait for a probe: for a SUSPECT replica no longer than until its rollouts are to move."""
-        left_s = self._config.stalled_after_s - replica.quiet_s + _MARGIN_S
+        left_s = self._moves_after_s(replica) - replica.quiet_s + _MARGIN_S
         is_awaited = replica.state is ReplicaState.SUSPECT and replica.load_samples and left_s > 0
         return min(self._config.probe_timeout_s, left_s) if is_awaited else self._config.probe_timeout_s
+
+    def _is_evidence(self, replica: Replica, failure: EngineError | DeadlineExceeded) -> bool:
+        """True where a failed look speaks against a replica: a late answer does so after a silence without tokens."""
+        is_late = isinstance(failure, DeadlineExceeded)
+        return not is_late or time.monotonic() - replica.answered_at >= self._moves_after_s(replica)
+
+    def _moves_after_s(self, replica: Replica) -> float:
+        """Silence after which a replica is SUSPECT, and its rollouts move to others.
+
+        Where most others were heard of within the time of a probe, this process and its host do not stand still, and
+        that time is enough.
+        """
+        others = [other for other in self.serving(replica.info.model) if other is not replica]
+        heard = sum(time.monotonic() - other.answered_at < self._config.probe_timeout_s for other in others)
+        longest_s = self._config.stalled_after_s
+        return min(longest_s, self._config.probe_timeout_s) if 2 * heard > len(others) else longest_s
 
     def _is_lost(self, replica: Replica, failure: EngineError | DeadlineExceeded | None) -> bool:
         """True where Serve no longer lists it and it does not answer, or where its port is closed.

@@ -30,7 +30,8 @@ class Replica:
     `is_unproven` marks a version that the engine reported when it joined, without a record of it. `adapters` has the
     adapters of its engine by name; None marks an adapter that may be there and must not be used. `transport` is its
     engine's transfer backend, once known. `cuts_off` is True while an update ends all rollouts in flight.
-    `is_stalled` is True while its tokens stand still. `answered_at` is the monotonic time of its last good probe.
+    `is_stalled` is True while its tokens stand still. `answered_at` is the monotonic time of its last good probe or
+    token.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
@@ -98,6 +99,10 @@ class Replica:
 
     def saw_progress(self) -> None:
         """Note a chunk, a reply, or another sign that tokens are made."""
+        self._progress_at = self.answered_at = time.monotonic()
+
+    def excuse(self) -> None:
+        """Begin the time of a standstill again: there was nothing to make, or the engine is held."""
         self._progress_at = time.monotonic()
 
     def holds(self, adapter: Adapter) -> bool:
@@ -117,7 +122,7 @@ class Replica:
 
     def reserve(self, rollout: Rollout) -> None:
         if self.load_samples == 0:
-            self.saw_progress()
+            self.excuse()
         self._rollouts[id(rollout)] = rollout
         self.load_tokens += rollout.tokens
         self.load_samples += rollout.n

@@ -29,7 +29,7 @@ class Standstill:
         if replica.is_stalled:
             return await self._asked_for_a_token(replica)
         if replica.brake.holders or not (replica.can_serve and replica.load_samples):
-            replica.saw_progress()
+            replica.excuse()
         longest_s = self._config.stalled_after_s + replica.longest_prompt / _PREFILL_TOKENS_PER_S
         if replica.quiet_s < self._config.stalled_after_s / 2:
             self._counts.pop(replica, None)

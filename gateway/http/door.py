@@ -14,7 +14,7 @@ from gateway.http.json_body import reply
 log = structlog.get_logger()
 
 _HEAD_TIMEOUT_S = 30.0
-_KEEPALIVE_S = 900.0  # also bounds half a head that came with the request before it
+_KEEPALIVE_S = 900.0
 _BACKLOG = 2048
 _HTTP_2 = b"PRI * HTTP/2"
 
@@ -63,16 +63,25 @@ class Connection(RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        known, reads_body = self._request_count, self._body is not None and not self._body.is_eof()
+        known = self._request_count
         if known == 0 and data.startswith(_HTTP_2):
             self._refuse_http_2()
             return
+        # The last byte of a request completes it. A byte after that, also in the same packet, begins a head.
+        self._feed(data[:-1])
+        before_last, is_between = self._request_count, self._body is None or self._body.is_eof()
+        self._feed(data[-1:])
+        if self._request_count > known:
+            self._head_arrived()
+        if data and is_between and self._request_count == before_last and self._head_deadline is None:
+            self._await_head()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse bytes, and note the body of the last request that they begin. aiohttp itself feeds none, to go on."""
+        known = self._request_count
         super().data_received(data)
         if self._request_count > known:
             self._body = self._messages[-1][1]
-            self._head_arrived()
-        elif data and self._head_deadline is None and not reads_body:  # aiohttp itself calls this without data
-            self._await_head()
 
     def handle_error(
         self,

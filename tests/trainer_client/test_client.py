@@ -405,6 +405,15 @@ async def test_a_prompt_is_asked_for_again_under_the_same_id(status: int | None)
 
 
 @pytest.mark.usefixtures("quick")
+async def test_a_gateway_that_is_away_is_tried_for_longer_than_the_number_of_attempts() -> None:
+    async def eighth_time(call: int) -> web.Response:
+        return whole() if call == 8 else web.json_response(error_body("starts", 503), status=503)
+
+    async with Played(eighth_time) as gateway:
+        assert len((await rollout_of(gateway.url)).completions) == TOKENS.n
+
+
+@pytest.mark.usefixtures("quick")
 async def test_the_last_attempt_tells_its_error() -> None:
     async def never(call: int) -> web.Response:
         return web.json_response(error_body("replica a: died", 502, kind="EngineFailed"), status=502)

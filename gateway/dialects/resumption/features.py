@@ -15,8 +15,6 @@ from engines.engine import Json
 MARK = "resumed"
 """The field of a choice that names the request's fields with which its continuation is not exact."""
 
-_GREEDY_BELOW = 1e-5  # vLLM's own bound
-
 
 class Outcome(StrEnum):
     """The effect of a break."""
@@ -125,8 +123,8 @@ def later_seed(seed: int, made: Sequence[int]) -> int:
 
 
 def is_greedy(sampling: Json) -> bool:
-    temperature = sampling.get("temperature")
-    return temperature is not None and bool(temperature < _GREEDY_BELOW)
+    """True at temperature 0 alone: vLLM raises a smaller one than 0.01 to that, and draws."""
+    return bool(sampling.get("temperature") == 0)
 
 
 def _outcome(field: str, value: Any, body: Json) -> Outcome:

@@ -8,6 +8,7 @@ import pytest
 
 from engines.errors import EngineUnreachable
 from engines.sim.model import detokenize
+from gateway.dialects.sampling import check_sampling
 from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, StartRig
 
 COMPLETION: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
@@ -110,3 +111,17 @@ async def test_a_list_of_rendered_prompts_is_a_list(rig: Rig, monkeypatch: pytes
         monkeypatch.setattr(replica.engine, "ask", ask)
     async with rig.client.post(rig.url + path, json={"prompt": "a"}) as response:
         assert await response.json() == [{"token_ids": [5]}]
+
+
+async def test_the_tokenizer_of_an_engine_is_described(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for replica in rig.fleet.replicas:
+
+        async def ask(method: str, path: str, *_: object) -> Json:
+            return {"asked": f"{method} {path}"}
+
+        monkeypatch.setattr(replica.engine, "ask", ask)
+    assert await rig.get("/tokenizer_info") == (200, {"asked": "GET /tokenizer_info"})
+
+
+def test_several_beams_are_greedy() -> None:
+    assert check_sampling({"n": 2, "temperature": 0, "use_beam_search": True}, 8) == 2

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engines.errors import DeadlineExceeded
+from engines.errors import DeadlineExceeded, EngineUnreachable
 from engines.types import PauseMode
 from gateway.fleet.brake import Holder
 from gateway.fleet.placement.routing import Rollout
@@ -46,6 +46,44 @@ async def test_a_silent_engine_is_probed_no_longer_than_until_its_rollouts_are_t
     rig.fleet.settle(replica, "answers again")
     rig.hurry()
     await task
+
+
+async def test_rollouts_of_a_silent_engine_move_after_one_missed_probe_while_the_others_answer(
+    start_rig: StartRig,
+) -> None:
+    watch = WATCH | {"stalled_after_s": 600.0, "lost_after_s": 600.0, "probe_timeout_s": 0.5}
+    rig = await start_rig(3, fleet=watch)
+    tasks = [asyncio.create_task(rig.complete([[5, index]], max_tokens=60, ignore_eos=True)) for index in range(6)]
+    await rig.begun()
+    rig.replicas[0].inject(black_hole=True)
+    rig.go_on()
+    async with asyncio.timeout(60):
+        replies = await asyncio.gather(*tasks)
+    assert all(len(reply["choices"][0]["token_ids"]) == 60 for reply in replies)
+    assert (await rig.states())["engine-0"] == "SUSPECT"
+
+
+async def test_a_silence_of_most_engines_at_once_moves_no_rollouts_before_the_bound_of_a_standstill(
+    start_rig: StartRig,
+) -> None:
+    rig = await start_rig(4, fleet=WATCH | {"stalled_after_s": 10.0, "probe_timeout_s": 2.0, "probe_interval_s": 60.0})
+    first, *others = rig.fleet.replicas
+    assert rig.fleet._moves_after_s(first) == 2.0
+    others[0].answered_at -= 5.0
+    assert rig.fleet._moves_after_s(first) == 2.0
+    others[1].answered_at -= 5.0
+    assert rig.fleet._moves_after_s(first) == 10.0
+
+
+async def test_a_late_answer_is_evidence_after_a_silence_without_tokens_alone(start_rig: StartRig) -> None:
+    rig = await start_rig(2, fleet=WATCH | {"stalled_after_s": 60.0, "probe_timeout_s": 60.0, "probe_interval_s": 60.0})
+    replica, _ = rig.fleet.replicas
+    late, broken = DeadlineExceeded("no answer to /health"), EngineUnreachable("reset", replica_id="engine-0")
+    replica.answered_at -= 120.0
+    assert rig.fleet._is_evidence(replica, late)
+    replica.saw_progress()  # a token came meanwhile
+    assert not rig.fleet._is_evidence(replica, late)
+    assert rig.fleet._is_evidence(replica, broken)
 
 
 async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: StartRig) -> None:

@@ -40,6 +40,21 @@ async def test_a_later_head_has_its_deadline_too(rig: Rig, monkeypatch: pytest.M
     assert (await reply_to(rig, WHOLE, HEAD)).count(b"HTTP/1.1 200 OK") == 1
 
 
+@pytest.mark.parametrize("begun", [b"P", HEAD])
+async def test_a_head_that_begins_in_the_packet_of_the_request_before_has_its_deadline(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(door, "_HEAD_TIMEOUT_S", 0.2)
+    assert (await reply_to(rig, WHOLE + begun)).count(b"HTTP/1.1 200 OK") == 1
+    assert (await reply_to(rig, WHOLE, WHOLE + begun)).count(b"HTTP/1.1 200 OK") == 2
+
+
+@pytest.mark.parametrize("cut", [1, len(WHOLE) - len(BODY), len(WHOLE) - len(BODY) + 1, len(WHOLE) - 1])
+async def test_a_head_may_begin_in_the_packet_of_the_request_before(rig: Rig, cut: int) -> None:
+    last = WHOLE.replace(b"Host:", b"Connection: close\r\nHost:")
+    assert (await reply_to(rig, WHOLE + last[:cut], last[cut:])).count(b"HTTP/1.1 200 OK") == 2
+
+
 async def test_neither_a_request_that_runs_nor_an_idle_connection_has_a_deadline(start_rig: StartRig) -> None:
     rig = await start_rig(1)
     asked = asyncio.create_task(rig.complete([5], max_tokens=20, ignore_eos=True))

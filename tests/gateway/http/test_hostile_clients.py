@@ -1,6 +1,7 @@
 """Clients that are slow, careless or hostile get an error in JSON and harm nobody else."""
 
 import asyncio
+import gzip
 import resource
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientError, web
 
+from engines.types import ReplicaState
 from gateway.http.descriptors import raise_limit
 from gateway.http.json_body import event
 from gateway.http.supervisor import Supervisor
@@ -103,6 +105,15 @@ async def test_a_client_that_leaves_its_stream_is_no_error_of_the_server(
     assert "aiohttp.server" not in {record.name for record in caplog.records}
 
 
+async def test_a_body_that_inflates_beyond_the_limit_is_refused(rig: Rig) -> None:
+    body = gzip.compress(b" " * (65 << 20))
+    assert len(body) < 100_000
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with rig.client.post(f"{rig.url}/v1/completions", data=body, headers=headers) as response:
+        assert response.status == 413
+        assert "error" in await response.json()
+
+
 async def test_more_prompts_than_allowed_are_refused_at_once(start_rig: StartRig) -> None:
     rig = await start_rig(1, gateway={"max_prompts": 10})
     status, reply = await rig.post("/v1/completions", ASKED | {"prompt": ["a"] * 11})
@@ -164,6 +175,26 @@ async def test_abort_all_leaves_the_gate_open_where_a_replica_fails_under_it(
     assert (await rig.complete([[5]]))["choices"]
 
 
+async def test_abort_all_leaves_the_gate_open_where_its_client_leaves(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, begun = rig.fleet.replicas[0].engine, asyncio.Event()
+
+    async def hangs(*_: Any, **__: Any) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "pause", hangs)
+        call = asyncio.create_task(rig.client.post(f"{rig.url}/abort_request", json={"abort_all": True}))
+        async with asyncio.timeout(20):
+            await begun.wait()
+            call.cancel()
+            while (await rig.get("/status"))[1]["gate_closed_for"]:
+                await asyncio.sleep(0.02)
+    assert (await rig.complete([[5]]))["choices"]
+
+
 async def test_a_rid_ends_its_stream_with_the_tokens_it_has(start_rig: StartRig) -> None:
     rig = await start_rig(1, sim={"decode_step_s": 0.05})
     body = {"input_ids": [5], "rid": "one", "stream": True}
@@ -193,6 +224,27 @@ async def test_an_abort_reaches_a_request_that_waits_for_a_replica(rig: Rig, mon
         await rig.post("/inference/v1/abort_requests", {"request_ids": ["mine"]})
         status, reply = await task
     assert (status, reply["choices"][0]["finish_reason"], reply["choices"][0]["token_ids"]) == (200, "abort", [])
+
+
+@pytest.mark.parametrize("state", [ReplicaState.DRAINING, ReplicaState.SUSPECT])
+async def test_an_abort_reaches_a_replica_that_takes_no_rollouts(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, state: ReplicaState
+) -> None:
+    rig = await start_rig(1, fleet={"probe_interval_s": 60.0})
+    (replica,) = rig.fleet.replicas
+    asked: list[Any] = []
+
+    async def ask(method: str, path: str, body: Json, timeout_s: float) -> Json:
+        asked.append((path, body))
+        return {}
+
+    monkeypatch.setattr(replica, "info", _with_abort(replica.info))
+    monkeypatch.setattr(replica.engine, "ask", ask)
+    rig.fleet.set_state(replica, state, "for the test")
+    status, _ = await rig.post("/inference/v1/abort_requests", {"request_ids": ["mine"]})
+    assert status == 200
+    assert [path for path, _ in asked] == ["/inference/v1/abort_requests"]
+    assert asked[0][1]["request_ids"][0].endswith("mine")
 
 
 def _with_abort(info: Any) -> Any:

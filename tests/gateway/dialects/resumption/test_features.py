@@ -92,6 +92,10 @@ def test_a_completion_that_depends_on_its_tokens_alone_continues_exactly(asked: 
     assert inexact_fields({"prompt": [1], **asked}) == ()
 
 
+def test_a_seed_is_exact_at_temperature_0_alone_since_vllm_draws_at_any_other() -> None:
+    assert inexact_fields({"prompt": [1], "seed": 3, "temperature": 1e-6}) == ("seed",)
+
+
 @pytest.mark.parametrize(
     "asked", [{"stop": "x"}, {"structured_outputs": {"regex": "a+"}}, {"echo": True}, {"a_field_of_tomorrow": 1}]
 )

@@ -45,6 +45,8 @@ class SimConfig(BaseModel):
     """Weights held after that: those from before the update, or random ones."""
     corrupt_loads: bool = False
     """True if weights loaded from a folder differ from their label."""
+    stage_bytes: int = Field(0, ge=0)
+    """Free memory for the tensors of an update beside the weights."""
     load_s: float = Field(0.0, ge=0)
     """Seconds to load weights from a folder."""
     logprob_noise: float = Field(0.0, ge=0)

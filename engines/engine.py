@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
+from engines.errors import WeightUpdateConflict
 from engines.types import PauseMode
 
 Json = dict[str, Any]
@@ -93,6 +94,23 @@ class Engine(ABC):
     @abstractmethod
     async def abandon_weight_update(self, timeout_s: float) -> None:
         """End an update without a commit, so that the next can start. The weights are then mixed."""
+
+    # An engine stages where it has free memory beside its weights: a thread receives while the engine makes tokens.
+
+    async def room_to_stage(self, num_bytes: int, timeout_s: float) -> bool:
+        """Return True if tensors of so many bytes fit beside the weights."""
+        return False
+
+    async def stage_weights(self, update_info: Json, timeout_s: float) -> None:
+        """Receive the announced tensors beside the weights, after `open_receipt`; returns when all are there.
+
+        `drop_receipt` frees them.
+        """
+        raise WeightUpdateConflict(f"replica {self.replica_id} cannot stage weights")
+
+    async def load_staged(self, timeout_s: float) -> None:
+        """Load the staged tensors into the weights, between start and finish of an update."""
+        raise WeightUpdateConflict(f"replica {self.replica_id} cannot stage weights")
 
     async def plan_updates(self, timeout_s: float) -> str:
         """Prepare for updates, before the first. Returns why each will be a reload by the engine itself, which takes

@@ -12,6 +12,7 @@ from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
 
 _PACKED_AT_INIT = (0, 28)
+_FIRST_LOOK_S = 0.005
 _LOOK_S = 0.05
 MIXED = "mixed"
 """Label of weights that are being overwritten, so that a restarted gateway does not serve them."""
@@ -75,9 +76,7 @@ class VllmEngine(HttpEngine):
         await self.ask("POST", "/start_weight_update", {}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
-        rest = {key: value for key, value in update_info.items() if key != "packed"}
-        info = rest if self._wants_packed_at_init else {"packed": self._packed} | update_info
-        await self.ask("POST", "/update_weights", {"update_info": info}, timeout_s)
+        await self.ask("POST", "/update_weights", {"update_info": self._announced(update_info)}, timeout_s)
 
     async def finish_weight_update(self, version: int, timeout_s: float) -> None:
         await self.ask("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s)
@@ -95,6 +94,19 @@ class VllmEngine(HttpEngine):
     async def plan_updates(self, timeout_s: float) -> str:
         workers = await self._on_workers("plan_updates", {}, timeout_s) if self._has_tee else []
         return next((worker["obstacle"] for worker in workers if worker.get("obstacle")), "")
+
+    async def room_to_stage(self, num_bytes: int, timeout_s: float) -> bool:
+        if not self._has_tee:
+            return False
+        workers = await self._on_workers("room_to_stage", {"num_bytes": num_bytes}, timeout_s)
+        return all(worker["room"] for worker in workers)
+
+    async def stage_weights(self, update_info: Json, timeout_s: float) -> None:
+        await self._on_workers("stage_weights", {"update_info": self._announced(update_info)}, timeout_s)
+        await self._until_ready("staged", {}, timeout_s)
+
+    async def load_staged(self, timeout_s: float) -> None:
+        await self._on_workers("load_staged", {}, timeout_s)
 
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
         if self._has_tee:
@@ -120,13 +132,7 @@ class VllmEngine(HttpEngine):
     async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         if not self._has_our_worker:
             return
-        asked = self._snapshot(path, version, timeout_s)
-        while True:
-            # Polled, since a call that waits in the workers would block the engine's steps.
-            workers = await self._on_workers("prepare_snapshot", asked, timeout_s)
-            if all(worker["ready"] for worker in workers):
-                return
-            await asyncio.sleep(_LOOK_S)
+        await self._until_ready("prepare_snapshot", self._snapshot(path, version, timeout_s), timeout_s)
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         await self._label(MIXED, timeout_s)
@@ -166,6 +172,18 @@ class VllmEngine(HttpEngine):
         if self._peer is not None and version:
             arguments |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
         return arguments
+
+    def _announced(self, update_info: Json) -> Json:
+        """Return the announcement of tensors as this release takes it."""
+        rest = {key: value for key, value in update_info.items() if key != "packed"}
+        return rest if self._wants_packed_at_init else {"packed": self._packed} | update_info
+
+    async def _until_ready(self, method: str, arguments: Json, timeout_s: float) -> None:
+        """Poll the workers until all are ready: a call that waits there would block the engine's steps."""
+        look_s = _FIRST_LOOK_S
+        while not all(worker["ready"] for worker in await self._on_workers(method, arguments, timeout_s)):
+            await asyncio.sleep(look_s)
+            look_s = min(_LOOK_S, 2 * look_s)
 
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
         """Call a method of all workers; return their answers."""

@@ -74,7 +74,7 @@ class Prefetch:
         return sum(span.num_bytes for spans in read_spans(self._path).values() for span in spans)
 
     def _read(self) -> NamedTensors:
-        stream = _stream(self._device)
+        stream = copy_stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             tensors = list(read_tensors(self._path, self._device))
         stream.synchronize()
@@ -82,7 +82,7 @@ class Prefetch:
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for copies: the engine's own stream would make copies and steps wait for each other.
 
     It is always the same stream, since torch keeps freed memory for the stream that used it, and would allocate more

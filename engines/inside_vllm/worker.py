@@ -1,7 +1,7 @@
 """The extension of vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all workers."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
 from engines.inside_vllm.planned_load import Load, PlannedLoad, form_of
 from engines.inside_vllm.prefetch import Prefetch
 from engines.inside_vllm.snapshot_reader import pin_buffers, read_tensors
+from engines.inside_vllm.stage import Stage
 from engines.store.peer_store import PeerStore, fetched
 from engines.transfer.gloo import NamedTensor
 from engines.transfer.packed_streams import keep_streams
 from engines.transfer.packed_views import unpack_quickly
-from engines.transfer.tee import Scribe, WeightTee, prepare
+from engines.transfer.tee import Scribe, WeightTee, prepare, room_on
 from engines.types import TensorMeta
 
 _BATCH_BYTES = 512 << 20
@@ -31,6 +32,13 @@ class WeightWorker:
     tee: WeightTee | None = None
     scribe: Scribe | None = None
     prefetch: Prefetch | None = None
+    stage: Stage | None = None
+
+    def room_to_stage(self, num_bytes: int) -> dict[str, bool]:
+        """Report whether tensors of so many bytes fit beside the weights, without those that an update has left."""
+        worker: Any = self
+        self.drop_receipt()
+        return {"room": num_bytes <= room_on(worker.device)}
 
     def open_receipt(
         self, draft: str = "", model: str = "", base: str = "", names: Sequence[str] = (), wait_s: float = 0.0
@@ -46,11 +54,32 @@ class WeightWorker:
             pin_buffers(worker.device)
         if draft and worker.rank == 0 and worker.parallel_config.data_parallel_index == 0:
             self.scribe = _scribe_after(self.scribe, Path(draft), model, Path(base) if base else None, names, wait_s)
-        in_place = self._begin_in_place()
-        if in_place is not None:
+        if self._begin_in_place() is not None:
             load_in_place(worker.weight_transfer_engine)
-        load = in_place.load if in_place is not None else _loader(worker)
-        self.tee = WeightTee(worker.weight_transfer_engine.model, self.scribe if draft else None, load)
+        self.tee = WeightTee(worker.weight_transfer_engine.model, self.scribe if draft else None, self._load)
+
+    def stage_weights(self, update_info: dict[str, Any]) -> None:
+        """Begin to receive the announced tensors beside the weights, after `open_receipt`. The engine goes on."""
+        worker: Any = self
+        if self.tee is None:
+            raise RuntimeError("stage_weights without open_receipt")
+        if self.stage is None:
+            self.stage = Stage(worker.weight_transfer_engine, worker.device)
+            self.tee.load_by(self.stage.add)
+        self.stage.receive(update_info)
+
+    def staged(self) -> dict[str, bool]:
+        """Report whether the announced tensors are here. Raises the error of their receiver."""
+        return {"ready": self.stage is not None and self.stage.is_ready}
+
+    def load_staged(self) -> None:
+        """Load the staged tensors into the weights, inside an update."""
+        worker: Any = self
+        stage, self.stage = self.stage, None
+        if stage is None or not stage.is_ready:
+            raise RuntimeError("load_staged without staged tensors")
+        with _loading(worker):
+            stage.load_by(self._load)
 
     def close_receipt(self) -> dict[str, str]:
         """Return the digest of each received tensor. The copy is finished by `keep_receipt`."""
@@ -66,6 +95,9 @@ class WeightWorker:
         """Stop digesting and copying; the draft is discarded."""
         worker: Any = self
         load_layerwise(worker.weight_transfer_engine)
+        stage, self.stage = self.stage, None
+        if stage is not None:
+            stage.drop()
         tee, self.tee = self.tee, None
         if tee is not None:
             tee.drop()
@@ -160,6 +192,12 @@ class WeightWorker:
         worker: Any = self
         return None if self.obstacle else PlannedLoad(worker.get_model(), _loader(worker))
 
+    @property
+    def _load(self) -> Load:
+        """The loader of an update's tensors: in place, by the names of a checkpoint, or the model's own."""
+        worker: Any = self
+        return self.in_place.load if self.in_place is not None else _loader(worker) or worker.get_model().load_weights
+
     def _begin_in_place(self) -> PlannedLoad | None:
         """Return `in_place`, ready to load all or some weights."""
         if self.in_place is not None:
@@ -170,6 +208,19 @@ class WeightWorker:
 def _loader(worker: Any) -> Load | None:
     """Return a loader for a LoRA-enabled model, whose own loader does not know the checkpoint's names; else None."""
     return loader_of(worker.get_model()) if worker.vllm_config.lora_config is not None else None
+
+
+def _loading(worker: Any) -> ExitStack:
+    """Return a context as vLLM's own around its receivers: an update may lack tensors that a checkpoint has."""
+    from vllm.config import set_current_vllm_config
+
+    stack = ExitStack()
+    stack.enter_context(set_current_vllm_config(worker.vllm_config))
+    with suppress(ImportError):  # older vLLM makes no such check
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        stack.enter_context(disable_mtp_completeness_check())
+    return stack
 
 
 def _expected(model_config: Any) -> tuple[TensorMeta, ...]:

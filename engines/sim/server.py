@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 import uvloop
@@ -144,7 +144,7 @@ class SimServer:
             max_num_batched_tokens=max_num_batched_tokens,
             graph_seqs=graph_seqs,
         )
-        self.worker = SimWorker(model_name, sim.tensors)
+        self.worker = SimWorker(model_name, sim.tensors, sim.stage_bytes)
         self.injector = FaultInjector()
         self.scheduler.is_wedged = lambda: self.injector.faults.stops_tokens
         self.profiler = Profiler()
@@ -358,18 +358,28 @@ class SimServer:
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
         asked = await _body(request, RpcBody)
-        if asked.method == "corrupt_loads":  # as `SimConfig.corrupt_loads`, from now on
-            self.corrupt_loads = bool(asked.kwargs["on"])
-            return _json({"results": [None] * self._world_size})
-        if asked.method == "end_update":
-            self._weights.break_off()
-            return _json({"results": [None] * self._world_size})
-        answer = await self.worker.call(asked.method, asked.kwargs)
-        if asked.method == "load_snapshot":
-            await asyncio.sleep(self._load_s)
-            self._weights.break_off()
-            self._model.held.clear()  # the weights match the label again
-        return _json({"results": [answer] * self._world_size})
+        return _json({"results": [await self._on_workers(asked.method, asked.kwargs)] * self._world_size})
+
+    async def _on_workers(self, method: str, arguments: Json) -> Any:
+        match method:
+            case "corrupt_loads":  # as `SimConfig.corrupt_loads`, from now on
+                self.corrupt_loads = bool(arguments["on"])
+            case "end_update":
+                self._weights.break_off()
+            case "stage_weights":
+                self._weights.receive(arguments["update_info"])
+            case "staged":
+                return {"ready": True}
+            case "load_staged":
+                self._weights.load_staged()
+            case "load_snapshot":
+                await self.worker.call(method, arguments)
+                await asyncio.sleep(self._load_s)
+                self._weights.break_off()
+                self._model.held.clear()  # the weights match the label again
+            case _:
+                return await self.worker.call(method, arguments)
+        return None
 
     async def weight_info(self, _: web.Request) -> web.Response:
         return _json({"weight_version": self.scheduler.version})

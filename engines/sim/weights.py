@@ -73,13 +73,22 @@ class WeightSession:
         if not self._active:
             raise WeightUpdateConflict("start_weight_update must be called before update_weights.")
         try:
-            for info in update_info if isinstance(update_info, list) else [update_info]:
-                parsed = _info(UpdateInfo, info)
-                self._receive(parsed)
-                self._worker.see(parsed.names, parsed.shapes)
+            self.receive(update_info)
         except WeightUpdateConflict:
             self._active = False  # vLLM abandons the update on any error
             raise
+
+    def receive(self, update_info: Json | list[Json]) -> None:
+        """Receive announced tensors, into the weights or beside them."""
+        for info in update_info if isinstance(update_info, list) else [update_info]:
+            parsed = _info(UpdateInfo, info)
+            self._receive(parsed)
+            self._worker.see(parsed.names, parsed.shapes)
+
+    def load_staged(self) -> None:
+        """Have the weights take what was received beside them."""
+        if not self._active:
+            raise WeightUpdateConflict("start_weight_update must be called before load_staged.")
 
     def finish(self) -> None:
         if not self._active:

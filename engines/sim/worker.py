@@ -16,9 +16,10 @@ from engines.store.peer_store import PeerStore, fetched
 class SimWorker:
     """The methods that /collective_rpc reaches."""
 
-    def __init__(self, model_name: str, tensors: dict[str, list[int]]) -> None:
+    def __init__(self, model_name: str, tensors: dict[str, list[int]], stage_bytes: int = 0) -> None:
         self._name = model_name
         self._tensors = tensors
+        self._stage_bytes = stage_bytes
         self._damaged: set[str] = set()
         self._copy: ReceiptCopy | None = None
         self._received: dict[str, RawTensor] = {}
@@ -47,6 +48,8 @@ class SimWorker:
                     await asyncio.to_thread(_write, copy, list(self._received.values()))
             case "drop_receipt":
                 self._copy, self._receives = None, False
+            case "room_to_stage":
+                return {"room": arguments["num_bytes"] <= self._stage_bytes}
             case "damage":
                 self.damage(arguments["name"])
             case "heal":

@@ -54,7 +54,7 @@ class WeightGroup:
         try:
             self._store = self._open_store()
             self._store.add("joined", 1)
-            self._wait_for("joined", "for all ranks to join")
+            self._wait_for_all(self._store, "joined", "for all ranks to join")
             self._gloo = self._connect()
         except RuntimeError as error:
             raise self._broken(
@@ -63,7 +63,8 @@ class WeightGroup:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Fill `tensor` (contiguous, on CPU) on all receivers; WeightUpdateFailed after `timeout_s` or `give_up`."""
-        if self._gloo is None or self._store is None:
+        gloo, store = self._gloo, self._store  # another thread may close the group meanwhile
+        if gloo is None or store is None:
             raise WeightUpdateFailed(self._reason or "the weight group is not joined")
         self._num_broadcasts += 1
         ready = f"ready/{self._num_broadcasts}"
@@ -71,11 +72,11 @@ class WeightGroup:
         options.rootRank = SENDER_RANK
         options.timeout = timedelta(seconds=self._timeout_s)
         try:
-            self._agree_on_size(tensor.nbytes)
-            self._store.add(ready, 1)
+            self._agree_on_size(store, tensor.nbytes)
+            store.add(ready, 1)
             if self.rank == SENDER_RANK:
-                self._wait_for(ready, "for all ranks to receive")
-            self._gloo.broadcast([tensor], options).wait()
+                self._wait_for_all(store, ready, "for all ranks to receive")
+            gloo.broadcast([tensor], options).wait()
         except RuntimeError as error:
             raise self._broken(f"rank {self.rank} of {self.world_size} lost the group: {error}") from error
 
@@ -110,27 +111,34 @@ class WeightGroup:
             wait_for_workers=False,
         )
 
-    def _agree_on_size(self, num_bytes: int) -> None:
+    def _agree_on_size(self, store: dist.TCPStore, num_bytes: int) -> None:
         """Compare sizes first: gloo ends the process if it receives too much, and ignores a shortfall."""
-        assert self._store is not None
         key = f"bytes/{self._num_broadcasts}"
         if self.rank == SENDER_RANK:
-            self._store.set(key, str(num_bytes))
-        elif (sent := int(self._store.get(key))) != num_bytes:
+            store.set(key, str(num_bytes))
+            return
+        # Polled, since no other thread could leave the group under a call of the store that waits.
+        self._wait(store, lambda: store.check([key]), lambda: "for the sender")
+        if (sent := int(store.get(key))) != num_bytes:
             raise RuntimeError(f"{num_bytes} bytes were announced, but the sender sends {sent}")
 
-    def _wait_for(self, counter: str, purpose: str) -> None:
+    def _wait_for_all(self, store: dist.TCPStore, counter: str, purpose: str) -> None:
         """Return when all ranks have incremented `counter`."""
-        store = self._store
-        assert store is not None
+
+        def there() -> int:
+            return int(store.add(counter, 0))
+
+        self._wait(store, lambda: there() >= self.world_size, lambda: f"{purpose}: {there()} of {self.world_size} did")
+
+    def _wait(self, store: dist.TCPStore, is_done: Callable[[], bool], purpose: Callable[[], str]) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while (num_there := store.add(counter, 0)) < self.world_size:
+        while not is_done():
             if store.check(["left"]):
                 raise RuntimeError(f"a rank left: {store.get('left').decode()}")
             if self._given_up.is_set():
                 raise RuntimeError("the wait was cancelled")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"waited {self._timeout_s:g} s {purpose}: {num_there} of {self.world_size} did")
+                raise RuntimeError(f"waited {self._timeout_s:g} s {purpose()}")
             time.sleep(POLL_S)
 
     def _connect(self) -> dist.ProcessGroupGloo:

@@ -31,8 +31,8 @@ _Digested = tuple[str, torch.Tensor, str]
 
 _BUDGET_BYTES = 4 << 30
 """Host memory for tensors that wait for the disk."""
-_SPARE_BYTES = 4 << 30
-"""GPU memory kept free for the engine while tensors wait there."""
+_SPARE_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}
+"""Memory of a device that is kept free for the engine while tensors wait there."""
 
 
 class WeightTee:
@@ -46,6 +46,10 @@ class WeightTee:
         self._is_blind = False
         self._load: _Load = load or model.load_weights
         model.load_weights = self._load_and_see
+
+    def load_by(self, load: _Load) -> None:
+        """Hand tensors to `load` from now on."""
+        self._load = load
 
     def remove(self) -> None:
         """Restore the model's `load_weights`."""
@@ -313,10 +317,15 @@ def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def room_on(device: torch.device) -> int:
-    """Return GPU bytes available to copies: free memory plus torch's unused cache, less the reserve."""
+    """Return bytes of a device available to copies: free memory, on a GPU plus torch's unused cache, less the
+    reserve."""
+    if device.type == "cpu":
+        import psutil  # vLLM needs it too; a relay asks for no room
+
+        return int(psutil.virtual_memory().available - _SPARE_BYTES["cpu"])
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free + unused - _SPARE_BYTES)
+    return int(free + unused - _SPARE_BYTES["cuda"])
 
 
 def _hex(total: int) -> str:

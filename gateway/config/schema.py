@@ -186,6 +186,11 @@ class WeightsConfig(_Section):
     """GPU of the gateway's node on which the relay receives over NCCL, such as cuda:7. Not the trainer's own; a replica
     on the same GPU must leave 3 GB free. null receives over gloo, in host memory."""
 
+    stage: Literal["auto", "never"] = "auto"
+    """Place where engines receive tensors in a group with the trainer. auto is free memory of the engine's device, if
+    all replicas have room for the checkpoint there: rollouts go on during the transfer, and a refused transfer has
+    touched nothing. never, and auto without room, is the weights themselves."""
+
     init_timeout_s: float = Field(300.0, gt=0)
     """Rendezvous of the trainer and all engine workers, or the relay."""
     drain_timeout_s: float = Field(600.0, gt=0)

@@ -177,9 +177,8 @@ class Fleet:
     def overwrite(self, replicas: Iterable[Replica], version: int) -> None:
         """Engines are about to be overwritten: until the commit none of them holds a known version."""
         for replica in replicas:
-            if replica.state is not ReplicaState.LOST:  # the next call on a lost replica fails and names it
-                replica.overwrite()
-                self.set_state(replica, ReplicaState.UPDATING, f"update to version {version}")
+            replica.overwrite()  # the next call on a lost replica fails and names it
+            self.set_state(replica, ReplicaState.UPDATING, f"update to version {version}")
 
     def commit(
         self, version: int, members: Iterable[Replica], fenced: Mapping[Replica, str], *, keeps_kv: bool
@@ -313,7 +312,8 @@ class Fleet:
             log.warning("a replica stays SUSPECT", seconds=timeout_s)
 
     def set_state(self, replica: Replica, state: ReplicaState, reason: str) -> None:
-        if replica.state is state:
+        """Move a replica to a state. LOST is the last: its engine is another replica when it is back."""
+        if replica.state in (state, ReplicaState.LOST):
             return
         log.info(
             "replica state", replica=replica.replica_id, was=replica.state, now=state, version=replica.weight_version,

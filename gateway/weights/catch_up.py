@@ -59,7 +59,7 @@ class CatchUp:
                 self._look.clear()
                 for replica in self._fleet.trained:
                     if self._is_behind(replica) and self._given_up.get(replica) != self._fleet.version:
-                        self._start(replica, leaves_group=False)
+                        self._start(replica)
         finally:
             tasks = list(self._tasks.values())
             for task in tasks:
@@ -67,11 +67,12 @@ class CatchUp:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def restore(self, replicas: Iterable[Replica], *, leaves_group: bool) -> None:
-        """Take replicas of an aborted update back to the fleet's version, and out of their group."""
+        """Take replicas of an aborted update back to the fleet's version, and out of their group. Where nothing was
+        overwritten, they only drop what they received."""
         for replica in replicas:
             replica.brake.join(Holder.CATCH_UP)  # frozen until the engine has ended the update
             self._restored.add(replica)
-            self._start(replica, leaves_group=leaves_group)
+            self._start(replica, drops_receipt=True, leaves_group=leaves_group)
 
     def take_back(self, replicas: Iterable[Replica], width: int) -> None:
         """Take replicas that are ahead back to the fleet's version, `width` at a time."""
@@ -124,9 +125,9 @@ class CatchUp:
         is_behind = replica.state is ReplicaState.SYNCING and replica.weight_version != self._fleet.version
         return is_behind and replica.info.loads_snapshots
 
-    def _start(self, replica: Replica, *, leaves_group: bool) -> None:
+    def _start(self, replica: Replica, *, drops_receipt: bool = False, leaves_group: bool = False) -> None:
         if replica not in self._tasks:
-            self._own(replica, self._bring_back(replica, leaves_group=leaves_group))
+            self._own(replica, self._bring_back(replica, drops_receipt=drops_receipt, leaves_group=leaves_group))
 
     def _own(self, replica: Replica, work: Coroutine[None, None, None]) -> None:
         self._tasks[replica] = task = asyncio.create_task(work, name=f"catch up {replica.replica_id}")
@@ -156,11 +157,12 @@ class CatchUp:
                 log.warning("its rollouts are retried elsewhere", replica=replica.replica_id, reason=str(error))
             if replica.state is ReplicaState.UPDATING:
                 self._fleet.fence(replica, f"held version {version}, which was aborted")
-                await self._bring_back(replica, leaves_group=False)
+                await self._bring_back(replica)
 
-    async def _bring_back(self, replica: Replica, *, leaves_group: bool) -> None:
+    async def _bring_back(self, replica: Replica, *, drops_receipt: bool = False, leaves_group: bool = False) -> None:
         is_overwritten = replica.weight_version is None
-        await self._clear(replica, is_overwritten=is_overwritten, leaves_group=leaves_group)
+        drops_receipt = drops_receipt or is_overwritten
+        await self._clear(replica, drops_receipt=drops_receipt, ends_update=is_overwritten, leaves_group=leaves_group)
         if is_overwritten:
             # After a restart of the gateway in the middle of an update only the store knows the version before.
             self._fleet.learn(await self._snapshots.last_held_by(replica.info.incarnation))
@@ -231,13 +233,13 @@ class CatchUp:
         async with self._snapshots.reading(version, holders) as path:
             yield str(path)
 
-    async def _clear(self, replica: Replica, *, is_overwritten: bool, leaves_group: bool) -> None:
+    async def _clear(self, replica: Replica, *, drops_receipt: bool, ends_update: bool, leaves_group: bool) -> None:
         """End the update in the engine. An engine that does not answer is found by its probes."""
         engine = replica.engine
         calls: list[Callable[[float], Awaitable[None]]] = []
-        if is_overwritten or leaves_group:
+        if drops_receipt:
             calls.append(engine.drop_receipt)
-        if is_overwritten:
+        if ends_update:
             calls.append(engine.abandon_weight_update)
         if leaves_group:
             calls.append(engine.close_weight_group)

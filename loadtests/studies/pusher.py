@@ -2,16 +2,32 @@
 
 import multiprocessing
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from multiprocessing.connection import Connection
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from engines.errors import RolloutGatewayError
+from engines.errors import RolloutGatewayError, WeightUpdateFailed
 from engines.types import InFlight
 from trainer_client.transports.sender import TransportName
 
+if TYPE_CHECKING:
+    import torch
+
 _READY_S = 300.0
 _NO_LOGPROB = -1000.0
+
+
+class Flaw(StrEnum):
+    """The reason why a push is refused."""
+
+    NONE = "none"
+    LOGPROBS = "canary"
+    """The trainer's canary log-probs change, its weights do not: the canary refuses on all replicas."""
+    HALF = "half sent"
+    """The trainer gives up after a part of its tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +46,7 @@ class Pusher:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._timeout_s = timeout_s
+        self._transport = transport
         self._process = context.Process(target=_serve, args=(theirs, url, transport, device, timeout_s), daemon=True)
         self._process.start()
         theirs.close()
@@ -47,15 +64,20 @@ class Pusher:
 
     def push(self, in_flight: str) -> Pushed:
         """Push one update; return its result."""
-        return self._ask(in_flight, spoilt=False)
+        return self._ask(in_flight, Flaw.NONE)
 
-    def push_in_vain(self) -> Pushed:
-        """Push an update, then one that the canary refuses on all replicas: the trainer's canary log-probs change, its
-        weights do not."""
-        return self._ask(InFlight.KEEP, spoilt=True)
+    def push_in_vain(self, flaw: Flaw) -> Pushed:
+        """Push an update, then one with this flaw."""
+        return self._ask(InFlight.KEEP, flaw)
 
-    def _ask(self, in_flight: str, *, spoilt: bool) -> Pushed:
-        self._pipe.send((in_flight, spoilt))
+    def can_halve(self) -> bool:
+        """Return True if an update has more than one part, and the gateway hears of it before the last."""
+        from trainer_client.transports.tensors import PART_BYTES
+
+        return self._transport != "store" and self.num_bytes > 2 * PART_BYTES
+
+    def _ask(self, in_flight: str, flaw: Flaw) -> Pushed:
+        self._pipe.send((in_flight, flaw))
         pushed: Pushed = self._receive(10 * self._timeout_s)
         return pushed
 
@@ -81,20 +103,27 @@ def _serve(pipe: Connection, url: str, transport: TransportName, device: str, ti
         with WeightSender(client, transport=transport, device=device, timeout_s=timeout_s) as sender:
             while True:
                 try:
-                    in_flight, spoilt = pipe.recv()
+                    in_flight, flaw = pipe.recv()
                 except (EOFError, KeyboardInterrupt):
                     return
                 told: list[float] | None = None
                 began = time.perf_counter()
                 try:
-                    if spoilt:
+                    if flaw is not Flaw.NONE:
                         told = [-1.0] * (len(client.canary_token_ids()) - 1)
                         sender.push(tensors, in_flight=in_flight, canary_logprobs=told)
                         told, began = [_NO_LOGPROB] * len(told), time.perf_counter()
-                    version, error = sender.push(tensors, in_flight=in_flight, canary_logprobs=told), ""
+                    sent = given_up(tensors) if flaw is Flaw.HALF else tensors
+                    version, error = sender.push(sent, in_flight=in_flight, canary_logprobs=told), ""
                 except RolloutGatewayError as refused:
                     version, error = 0, f"{type(refused).__name__}: {refused}"
                 pipe.send(Pushed(seconds=time.perf_counter() - began, version=version, error=error))
+
+
+def given_up(tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield all tensors, then fail as a trainer without memory for the next."""
+    yield from tensors.items()
+    raise WeightUpdateFailed("the trainer gives up")
 
 
 def _drawn(name: str, shape, dtype, device: str):  # type: ignore[no-untyped-def]  # torch is loaded here alone

@@ -2,16 +2,19 @@
 
     python -m loadtests.studies.weight_cost -c FILE.yaml --transport nccl --device cuda:0 --streams 256 --json out.json
     python -m loadtests.studies.weight_cost -c FILE.yaml [KEY=VALUE ...] --transport store --in-flight keep drain
-    python -m loadtests.studies.weight_cost -c FILE.yaml --variant "flat: transport=nccl weights.relay=never" \
+    python -m loadtests.studies.weight_cost -c FILE.yaml --variant "staged: transport=nccl weights.relay=never" \
+        --variant "flat: transport=nccl weights.relay=never weights.stage=never" \
         --variant "relay: transport=nccl weights.relay=always weights.relay_device=cuda:1" --restores 2
 
 Starts the engines, a gateway over them, without Ray, and a trainer's process that pushes weights of the served model's
 shapes. Variants are settings of the gateway over the file's: one after the other has the same engines. A pair is one
 run of the load alone and one for each of `--in-flight`, with `--updates` spread over it. The extra time
 of a run with updates, by update, is the work that an update costs. The updates' own records have the time for which
-generation stood still, and the time of each step. `--restores` are updates refused by the canary: their figure is the
-time from the refusal to a completion of the version before. In the same run the media are measured alone: torch's
-own broadcast of the same bytes, a file written and read where the weight store is, a copy to the engine's GPU.
+generation stood still, and the time of each step. `--restores` are updates refused by the canary, and, of
+more than 2 GiB, updates that their trainer gives up half sent: their figures are the time for which they stopped
+generation, and the time from the refusal to a completion of the version before. In the same run the media are measured
+alone: torch's own broadcast of the same bytes, a file written and read where the weight store is, a copy to the
+engine's GPU.
 """
 
 import argparse
@@ -35,7 +38,7 @@ from engines.types import InFlight
 from gateway.config.load import load as load_config
 from loadtests.fleet import LocalFleet
 from loadtests.studies.clients import ClientPool, Stream, Totals, total
-from loadtests.studies.pusher import Pushed, Pusher
+from loadtests.studies.pusher import Flaw, Pushed, Pusher
 from loadtests.studies.raw_speed import broadcast_speed, copy_speeds, file_speeds
 from loadtests.workloads import LengthMix, Workload
 from trainer_client.transports.sender import TransportName
@@ -58,11 +61,22 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A refused update. `seconds` from its end to the first completion, made by `version`."""
+    """A refused update. `seconds` from its end to the first completion, made by `version`; `stopped_s` is the time
+    for which the update itself stopped generation."""
 
+    flaw: Flaw
     seconds: float
     version: int
+    staged: bool
+    stopped_s: float
     error: str
+
+    def told(self) -> str:
+        way = "staged, " if self.staged else ""
+        return (
+            f"refused ({way}{self.flaw}): generation stopped for {self.stopped_s:.3f} s, and back at version "
+            f"{self.version} after {self.seconds:.3f} s"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +137,12 @@ class Bench:
                 self.runs.append(run)
                 if kind == _QUIET:
                     expected_s = run.wall_s
-        for _ in range(self._num_restores):
-            self.restores.append(await self._restore())
+        flaws = [Flaw.LOGPROBS, *([Flaw.HALF] if self._pusher.can_halve() else [])]
+        for flaw in flaws * self._num_restores:
+            self.restores.append(await self._restore(flaw))
 
-    async def _restore(self) -> Restore:
-        pushed = await asyncio.to_thread(self._pusher.push_in_vain)
+    async def _restore(self, flaw: Flaw) -> Restore:
+        pushed = await asyncio.to_thread(self._pusher.push_in_vain, flaw)
         if not pushed.error:
             raise ConfigError("the canary let pass what it should not: weights.canary.enabled must be true")
         body = {"prompt": [1, 2, 3], "max_tokens": 1}
@@ -135,7 +150,8 @@ class Bench:
         served = time.time()
         [refused] = await self._records(1)
         ended = datetime.fromisoformat(refused["started"]).timestamp() + refused["age_s"]
-        return Restore(served - ended, answer["choices"][0]["weight_versions"][-1]["version"], pushed.error)
+        version = answer["choices"][0]["weight_versions"][-1]["version"]
+        return Restore(flaw, served - ended, version, refused["staged"], refused["stopped_s"], pushed.error)
 
     async def _run(self, pair: int, in_flight: str, expected_s: float) -> Run:
         count = 0 if in_flight == _QUIET else self._args.updates
@@ -207,6 +223,7 @@ def summarise(runs: Sequence[Run], num_bytes: int) -> list[dict[str, Any]]:
                 "stopped_s_max": max((record["stopped_s"] for record in records), default=None),
                 "push_s": _median(push.seconds for run in ours for push in run.pushed),
                 "moved_gb_per_s": num_bytes / moved / 1e9 if moved else None,
+                "staged": sum(record["staged"] for record in records),
                 "seconds": steps,
                 "errors": sum(len(run.errors) for run in ours),
             }
@@ -221,6 +238,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     cells = [head, *([_cell(row[key]) for key in (*keys, "errors")] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def steps_of(row: dict[str, Any]) -> str:
+    """Return the medians of the steps as text. A staged transfer takes place while rollouts go on."""
+    steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in row["seconds"].items())
+    return f"{row['in_flight']}: {row['staged']} of {row['updates']} staged; {steps} s"
 
 
 def media(transports: set[str], args: argparse.Namespace, store: Path, num_bytes: int) -> dict[str, float]:
@@ -342,8 +365,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for variant in report["variants"]:
         print(f"{variant['name']}, {variant['transport']}:", table(variant["summary"]), sep="\n")
-        for restore in variant["restores"]:
-            print(f"refused and back at version {restore['version']} after {restore['seconds']:.3f} s")
+        print(*map(steps_of, variant["summary"]), sep="\n")
+        print(*(Restore(**restore).told() for restore in variant["restores"]), sep="\n")
     speeds = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in report["media_gb_per_s"].items())
     print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas; alone: {speeds}")
     return 1 if any(row["errors"] for variant in report["variants"] for row in variant["summary"]) else 0

@@ -54,6 +54,7 @@ _START_S = 3.0
 LONGEST_HOLD_S = 45.0
 """An engine that nobody holds is never paused for longer: its brake retries a call that takes `control_timeout_s`."""
 SETTLE_S = 400.0
+_STAGE_BYTES = 1 << 20
 _WEIGHTS: Json = {
     "control_timeout_s": 8.0, "load_timeout_s": 12.0, "transfer_timeout_s": 10.0, "init_timeout_s": 10.0,
     "drain_timeout_s": 15.0, "idle_timeout_s": 20.0, "adapter_timeout_s": 6.0, "adapter_unload_timeout_s": 6.0,
@@ -85,6 +86,7 @@ class World:
     versions: dict[int, Content] = field(default_factory=lambda: {0: CHECKPOINT})
     pushes: list["Push"] = field(default_factory=list)
     wanted: int = 2
+    stage_bytes: int = 0
     leaving: set[str] = field(default_factory=set)
     adapters: dict[str, Path] = field(default_factory=dict)
     started: int = 0
@@ -99,7 +101,8 @@ class World:
 
     def start_engine(self, replica_id: str) -> PlayedEngine:
         self.started += 1
-        engine = PlayedEngine(replica_id, self.started, self.wires, self.latency, self.random.choice(_LOADS_S))
+        load_s = self.random.choice(_LOADS_S)
+        engine = PlayedEngine(replica_id, self.started, self.wires, self.latency, load_s, self.stage_bytes)
         self.engines[replica_id] = engine.start()
         self._look_for_a_new_run()
         return engine
@@ -533,14 +536,18 @@ def _owned_task(loop: asyncio.AbstractEventLoop, work: Any, **rest: Any) -> asyn
 
 
 @asynccontextmanager
-async def world_of(folder: Path, seed: int, *, relay: bool, replicas: int, **weights: Any) -> AsyncIterator[World]:
-    """Engines, Serve and a gateway. The checks of `look` run all the time, and raise at the end of the block."""
+async def world_of(
+    folder: Path, seed: int, *, relay: bool, replicas: int, stages: bool = True, **weights: Any
+) -> AsyncIterator[World]:
+    """Engines, which have room to stage where `stages`, Serve and a gateway. The checks of `look` run all the time, and
+    raise at the end of the block."""
     tree = {
         "engine": {"kind": "sim", "model": "sim", "num_replicas": replicas, "enable_lora": True, "max_loras": 2},
         **_FAST,
         "weights": _WEIGHTS | {"store": str(folder / "store"), "relay": "always" if relay else "never"} | weights,
     }
-    world = World(folder, Config.model_validate(tree), random.Random(seed), wanted=replicas)
+    stage_bytes = _STAGE_BYTES if stages else 0
+    world = World(folder, Config.model_validate(tree), random.Random(seed), wanted=replicas, stage_bytes=stage_bytes)
     loop = asyncio.get_running_loop()
     loop.set_task_factory(_owned_task)
     hold = Replica.hold

@@ -107,8 +107,8 @@ class _Held(dict[str, str]):
 
 
 class _Worker(SimWorker):
-    def __init__(self, engine: "PlayedEngine") -> None:
-        super().__init__("sim", SIM.tensors)
+    def __init__(self, engine: "PlayedEngine", stage_bytes: int) -> None:
+        super().__init__("sim", SIM.tensors, stage_bytes)
         self._engine = engine
 
     def _load(self, path: str) -> None:
@@ -118,13 +118,13 @@ class _Worker(SimWorker):
         engine.content = (engine.loaded[0], engine.content[1])  # tensor after tensor
 
     def _zeros(self, name: str, shape: list[int]) -> RawTensor:
-        value = self._engine.content[NAMES.index(name)]
+        value = self._engine.staged.get(name, self._engine.content[NAMES.index(name)])
         tensor = raw_tensor(name, value + 1024 * (name in self._damaged))
         return replace(tensor, digest=digest_of(tensor.bytes))
 
 
 class _Server(SimServer):
-    def __init__(self, engine: "PlayedEngine", seed: int, load_s: float) -> None:
+    def __init__(self, engine: "PlayedEngine", seed: int, load_s: float, stage_bytes: int) -> None:
         limits = Limits(max_model_len=256, seed=seed, stream_interval=4, shows_cached_tokens=False, logprob_noise=0.0)
         super().__init__(
             "sim",
@@ -136,7 +136,7 @@ class _Server(SimServer):
         )
         self._engine = engine
         object.__setattr__(self._model, "held", _Held(engine))
-        self.worker = self._weights._worker = _Worker(engine)
+        self.worker = self._weights._worker = _Worker(engine, stage_bytes)
 
     async def init_weight_transfer_engine(self, request: web.Request) -> web.Response:
         reply = await super().init_weight_transfer_engine(request)
@@ -153,12 +153,24 @@ class _Server(SimServer):
         await self._engine.receive(info["names"])
         return await super().update_weights(request)
 
-    async def collective_rpc(self, request: web.Request) -> web.Response:
-        if json.loads(await request.read())["method"] != "load_snapshot":
-            return await super().collective_rpc(request)
-        reply = await super().collective_rpc(request)
-        self._engine.take_loaded()
-        return reply
+    async def _on_workers(self, method: str, arguments: Any) -> Any:
+        if method == "stage_weights":
+            self._engine.begin_stage(self._stage(arguments))
+            return None
+        if method == "staged":
+            return {"ready": self._engine.is_staged}
+        if method in ("drop_receipt", "open_receipt", "room_to_stage", "load_snapshot"):
+            self._engine.drop_staged()
+        answer = await super()._on_workers(method, arguments)
+        if method == "load_snapshot":
+            self._engine.take_loaded()
+        if method == "load_staged":
+            await self._engine.take_staged()
+        return answer
+
+    async def _stage(self, arguments: Any) -> None:
+        await self._engine.receive(arguments["update_info"]["names"], beside=True)
+        await super()._on_workers("stage_weights", arguments)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         reply = await super().completions(request)
@@ -176,10 +188,18 @@ class PlayedEngine:
     """One engine process. `kill` ends it; `stop` and `go_on` are SIGSTOP and SIGCONT of its host."""
 
     def __init__(
-        self, replica_id: str, incarnation: int, wires: Mapping[int, Wire], latency: Callable[[], float], load_s: float
+        self,
+        replica_id: str,
+        incarnation: int,
+        wires: Mapping[int, Wire],
+        latency: Callable[[], float],
+        load_s: float,
+        stage_bytes: int = 0,
     ) -> None:
         self.content: Content = CHECKPOINT
         self.loaded: Content | None = None
+        self.staged: dict[str, float] = {}
+        self._staging: asyncio.Task[None] | None = None
         self._wires = wires
         self._wire: Wire | None = None
         self._left = asyncio.Event()
@@ -190,7 +210,7 @@ class PlayedEngine:
         self._runs.set()
         self._context = contextvars.Context()
         self._handlers: set[asyncio.Task[Any]] = set()
-        self.server = _Server(self, incarnation, load_s)
+        self.server = _Server(self, incarnation, load_s, stage_bytes)
         self.info = ReplicaInfo(
             replica_id=replica_id,
             incarnation=f"{replica_id}@{incarnation}",
@@ -228,6 +248,35 @@ class PlayedEngine:
         """Hold what was read from a folder."""
         self.content, self.loaded = self.loaded or self.content, None
 
+    def begin_stage(self, work: Coroutine[Any, Any, None]) -> None:
+        self._staging = self._spawn(work)
+
+    @property
+    def is_staged(self) -> bool:
+        """True once the announced tensors are here. Raises the error of their receiver."""
+        if self._staging is None or not self._staging.done():
+            return False
+        self._staging.result()
+        return True
+
+    def drop_staged(self) -> None:
+        if self._staging is not None:
+            self._staging.cancel()
+        self._staging, self.staged = None, {}
+
+    async def take_staged(self) -> None:
+        """Hold the staged tensors, one after the other."""
+        if not self.is_staged:
+            raise WeightUpdateConflict("load_staged without staged tensors")
+        for name, value in self.staged.items():
+            self._put(name, value)
+            await asyncio.sleep(self._latency())
+        self.drop_staged()
+
+    def _put(self, name: str, value: float) -> None:
+        values = dict(zip(NAMES, self.content, strict=True)) | {name: value}
+        self.content = tuple(values[one] for one in NAMES)
+
     def join(self, port: int) -> None:
         self._wire, self._left = self._wires.get(port), asyncio.Event()
 
@@ -235,8 +284,8 @@ class PlayedEngine:
         self._wire = None
         self._left.set()
 
-    async def receive(self, names: list[str]) -> None:
-        """Take tensors as they come; fails when the group is left meanwhile."""
+    async def receive(self, names: list[str], *, beside: bool = False) -> None:
+        """Take tensors as they come, `beside` the weights or into them; fails when the group is left meanwhile."""
         wire, left = self._wire, self._left
         if wire is None:
             raise WeightUpdateConflict("not in a group")
@@ -247,11 +296,14 @@ class PlayedEngine:
                 await asyncio.wait([arriving, leaving], return_when=asyncio.FIRST_COMPLETED)
                 if not arriving.done():
                     raise WeightUpdateConflict("the group was left")
-                values = dict(zip(NAMES, self.content, strict=True)) | {name: arriving.result()}
+                value = arriving.result()
             finally:
                 arriving.cancel()
                 leaving.cancel()
-            self.content = tuple(values[one] for one in NAMES)
+            if beside:
+                self.staged[name] = value
+            else:
+                self._put(name, value)
             await asyncio.sleep(self._latency())
 
     def kill(self) -> None:

@@ -334,3 +334,5 @@ class Story:
         for engine in self.world.engines.values():
             if engine.is_paused:
                 raise Violation(f"{engine.info.incarnation} is paused when its gateway has ended")
+            if engine.staged:
+                raise Violation(f"{engine.info.incarnation} still has {engine.staged} staged")

@@ -6,6 +6,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, currently_in_test_context, given, note, settings
 from hypothesis import seed as seeded
@@ -104,20 +105,24 @@ def search(examples: int, *, seed: int, shrinks: bool = True) -> Tally:
         relay=st.booleans(),
         replicas=st.integers(1, 3),
         rolling=st.booleans(),
+        stages=st.booleans(),
     )
-    def play(steps: list[Step], chance: int, relay: bool, replicas: int, rolling: bool) -> None:
-        played(steps, chance, tally, relay=relay, replicas=replicas, rolling=rolling)
+    def play(steps: list[Step], chance: int, relay: bool, replicas: int, rolling: bool, stages: bool) -> None:
+        played(steps, chance, tally, relay=relay, replicas=replicas, rolling=rolling, stages=stages)
 
     play()
     return tally
 
 
-def played(steps: list[Step], chance: int, tally: Tally, *, relay: bool, replicas: int, rolling: bool) -> None:
+def played(
+    steps: list[Step], chance: int, tally: Tally, *, relay: bool, replicas: int, rolling: bool, stages: bool = False
+) -> None:
     """Play one story in a world of its own; `chance` is the seed of its latencies."""
 
     async def main() -> None:
         with tempfile.TemporaryDirectory(dir=_FOLDER, prefix="story-") as folder:
-            async with world_of(Path(folder), chance, relay=relay, replicas=replicas, rolling=rolling) as world:
+            chosen: dict[str, Any] = {"relay": relay, "replicas": replicas, "rolling": rolling, "stages": stages}
+            async with world_of(Path(folder), chance, **chosen) as world:
                 await asyncio.sleep(1.5)
                 await Story(world).play(steps)
                 tally.stories += 1

@@ -62,11 +62,21 @@ class FlatUpdate:
         log.info("transfer group open", replicas=[member.replica_id for member in members])
 
     async def start(self, in_flight: InFlight | None) -> None:
-        """Open the next version. No engine is called yet; `in_flight: drain` waits for rollouts in flight."""
+        """Open the next version. No engine is touched yet. Unless it is staged, it is announced, and `in_flight: drain`
+        waits for rollouts in flight, before the trainer's broadcast."""
         group = await self._whole_group()
         self._machine.check_none_open()
         in_flight = self._parts.pauses.in_flight(group.members, in_flight)
-        await self._machine.open(WeightUpdate(self._parts.fleet.next_version, group.transport, in_flight))
+        staged = await self._may_stage(group)
+        version = self._parts.fleet.next_version
+        update = WeightUpdate(version, group.transport, in_flight, staged=staged, receivers=group.members)
+        if staged:
+            self._machine.register(update)
+            return
+        self._machine.open(update)
+        if in_flight is InFlight.DRAIN and not self._parts.pauses.is_paused:
+            async with self._machine.step(update, "drain"):
+                await self._parts.pauses.drain(update)
 
     async def receive(self, update_info: Json) -> None:
         """Have every replica receive the tensors that the trainer is about to send."""
@@ -83,11 +93,7 @@ class FlatUpdate:
             if update.phase is Phase.OPEN:
                 await self._begin(update, group)
             async with self._machine.step(update, "transfer", leaving=group.members):
-                await on_all(
-                    group.members,
-                    lambda replica: replica.engine.update_weights(update_info, self._parts.config.transfer_timeout_s),
-                    self._parts.config.transfer_timeout_s,
-                )
+                await self._transfer(update, group, update_info)
         except BaseException:
             self._group = None
             raise
@@ -100,14 +106,16 @@ class FlatUpdate:
             await self._machine.abort("no tensors were sent")
             return self._parts.fleet.version
         self._parts.canary.check_length(canary_logprobs, group.members)
-        update.phase = Phase.VERIFYING
         async with self._machine.step(update, "digests"):
             for replica in group.members:
                 if replica.info.dialect is Dialect.VLLM:
                     check_fused(update.names, replica.info)
             digests = await self._receipts(group)
+        if update.staged:
+            await self._swap(update, group)
+        update.phase = Phase.VERIFYING
+        timeout_s = self._parts.config.control_timeout_s
         async with self._machine.step(update, "commit"):
-            timeout_s = self._parts.config.control_timeout_s
             await on_all(
                 group.members,
                 lambda replica: replica.engine.finish_weight_update(update.version, timeout_s),
@@ -149,10 +157,8 @@ class FlatUpdate:
         return group
 
     async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
-        """Start the update on every engine, and the copy into the store on the scribe.
-
-        Draft and receipts are prepared before the engines are frozen.
-        """
+        """Prepare receipts on every engine, and the copy into the store on the scribe. Then, unless it is staged, start
+        the update on the engines, which are frozen for that."""
         timeout_s = self._parts.config.control_timeout_s
         scribe = group.scribe
         async with self._machine.step(update, "store", leaving=group.members):
@@ -167,10 +173,42 @@ class FlatUpdate:
                 lambda replica: replica.engine.open_receipt(copy if replica is scribe else None, timeout_s),
                 timeout_s,
             )
-        async with self._machine.step(update, "pause", leaving=group.members):
-            await self._machine.overwrite(update, group.members)
-        async with self._machine.step(update, "begin", leaving=group.members):
-            await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
+        update.phase = Phase.RECEIVING
+        if not update.staged:
+            await self._overwrite(update, leaving=group.members)
+
+    async def _may_stage(self, group: TransferGroup) -> bool:
+        """Return True where all replicas have room beside their weights. Under a trainer's pause no rollout gains."""
+        config, members = self._parts.config, group.members
+        if config.stage == "never" or self._parts.pauses.is_paused:
+            return False
+        size, timeout_s = max(map(checkpoint_bytes, members)), config.control_timeout_s
+        return all(await on_all(members, lambda replica: replica.engine.room_to_stage(size, timeout_s), timeout_s))
+
+    async def _transfer(self, update: WeightUpdate, group: TransferGroup, update_info: Json) -> None:
+        timeout_s = self._parts.config.transfer_timeout_s
+
+        async def receive(replica: Replica) -> None:
+            engine = replica.engine
+            await (engine.stage_weights if update.staged else engine.update_weights)(update_info, timeout_s)
+
+        await on_all(group.members, receive, timeout_s)
+
+    async def _swap(self, update: WeightUpdate, group: TransferGroup) -> None:
+        """Announce the staged version, and have the engines load it into their weights."""
+        self._machine.open(update)
+        await self._overwrite(update)
+        timeout_s = self._parts.config.load_timeout_s
+        async with self._machine.step(update, "load"):
+            await on_all(group.members, lambda replica: replica.engine.load_staged(timeout_s), timeout_s)
+
+    async def _overwrite(self, update: WeightUpdate, *, leaving: Sequence[Replica] = ()) -> None:
+        """Freeze the engines and start the update on them."""
+        timeout_s = self._parts.config.control_timeout_s
+        async with self._machine.step(update, "pause", leaving=leaving):
+            await self._machine.overwrite(update, update.receivers)
+        async with self._machine.step(update, "begin", leaving=leaving):
+            await on_all(update.receivers, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
 
     def _copy(self, update: WeightUpdate, scribe: Replica) -> ReceiptCopy:
         """Return the scribe's instructions."""

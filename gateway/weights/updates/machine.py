@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 import structlog
 
 from engines.errors import WeightUpdateConflict, WeightUpdateFailed
-from engines.types import InFlight, ReplicaState
+from engines.types import ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import Phase, WeightUpdate
@@ -60,14 +60,10 @@ class UpdateMachine:
         """Make an update the update in progress, before it is announced to the fleet."""
         self._update = update
 
-    async def open(self, update: WeightUpdate) -> None:
-        """Announce the version. With `drain`, close the gate and wait for rollouts in flight."""
+    def open(self, update: WeightUpdate) -> None:
+        """Announce the version."""
         self._update = update
         self._parts.fleet.begin(update.version)
-        # A paused engine makes no tokens, so a wait would not end; the pause decided about rollouts in flight.
-        if update.in_flight is InFlight.DRAIN and not self._parts.pauses.is_paused:
-            async with self.step(update, "drain"):
-                await self._parts.pauses.drain()
 
     def open_rolling(self, update: WeightUpdate) -> None:
         """Announce a rolling update; the gate stays open."""
@@ -144,7 +140,7 @@ class UpdateMachine:
             return
         fleet, catch_up = self._parts.fleet, self._parts.catch_up
         overwritten = fleet.abort(update.version, reason)
-        catch_up.restore(_living(leaving or overwritten), leaves_group=bool(leaving))
+        catch_up.restore(_living(leaving or overwritten or update.receivers), leaves_group=bool(leaving))
         update.go_on()
         ahead = [replica for replica in fleet.trained_alive if replica.weight_version == update.version]
         self._end(update, [*overwritten, *ahead], Phase.ABORTED, reason)

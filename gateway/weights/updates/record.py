@@ -14,6 +14,7 @@ from pathlib import Path
 from engines import tracing
 from engines.engine import Json
 from engines.types import InFlight
+from gateway.fleet.replica import Replica
 
 
 class Phase(StrEnum):
@@ -36,7 +37,8 @@ class WeightUpdate:
     set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its outcome by replica id.
     `draft` is the folder that its tensors are written to for the weight store, `lease` the trainer's lease, if it has
     taken one (`leases.py`). With `keeps_kv` requests in flight go on
-    over KV of the version before.
+    over KV of the version before. `receivers` are the replicas that receive its tensors in a group with the trainer:
+    beside their weights if it is `staged`, else into them.
     """
 
     version: int
@@ -54,6 +56,8 @@ class WeightUpdate:
     draft: Path | None = None
     lease: str | None = None
     rolling: bool = False
+    staged: bool = False
+    receivers: tuple[Replica, ...] = ()
     keeps_kv: bool = field(init=False)
     frozen_at: float | None = None
     stopped_s: float = 0.0
@@ -113,6 +117,7 @@ class WeightUpdate:
             "end": self.phase.value.lower() if self.ended_at is not None else None,
             "transport": self.transport,
             "rolling": self.rolling,
+            "staged": self.staged,
             "in_flight": self.in_flight.value,
             "started": self.opened.isoformat(timespec="milliseconds"),
             "age_s": round(self.age_s, 4),

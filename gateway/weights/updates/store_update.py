@@ -97,7 +97,7 @@ class StoreUpdate:
         canary_logprobs: Sequence[float] | None,
     ) -> tuple[Sequence[Replica], dict[Replica, Finding]]:
         """Return the replicas that hold the draft's weights then, and their canary findings."""
-        await self._machine.open(update)
+        self._machine.open(update)
         async with self._machine.step(update, "prepare"):
             path = await self._promote(update, members, snapshot)
             await prepare_all(members, str(path), update.version, self._parts.config.load_timeout_s)

@@ -1,5 +1,6 @@
 """Which models are loaded where their weights lie, and vLLM's worker after an update, however that ended."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -292,6 +293,27 @@ def update(one: Any, value: float) -> dict[str, str]:
     return digests
 
 
+def stage(one: Any, chunk: Tensors) -> None:
+    """Receive a chunk beside the weights."""
+    one.stage_weights(chunk)
+    deadline = time.monotonic() + SOON_S
+    while not one.staged()["ready"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def staged_update(one: Any, value: float) -> dict[str, str]:
+    assert one.room_to_stage(1)["room"]
+    one.open_receipt()
+    for chunk in in_two(sent(one, value)):
+        stage(one, chunk)
+    digests: dict[str, str] = one.close_receipt()
+    one.start_weight_update()
+    one.load_staged()
+    one.finish_weight_update()
+    return digests
+
+
 # Steps of an update that may be its last: each is one of the engine's calls, or what has the gateway make no more.
 
 
@@ -336,6 +358,28 @@ def opened_twice(one: Any) -> None:
         one.start_weight_update()
 
 
+def half_staged(one: Any) -> None:
+    one.open_receipt()
+    stage(one, in_two(sent(one, 7))[0])
+
+
+def staged(one: Any) -> None:
+    one.open_receipt()
+    for chunk in in_two(sent(one, 7)):
+        stage(one, chunk)
+    one.close_receipt()
+
+
+def staged_and_started(one: Any) -> None:
+    staged(one)
+    one.start_weight_update()
+
+
+def swapped_in(one: Any) -> None:
+    staged_and_started(one)
+    one.load_staged()
+
+
 def broken_load(one: Any) -> None:
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield from in_two(sent(one, 7))[0].items()
@@ -345,7 +389,9 @@ def broken_load(one: Any) -> None:
         one.reload_weights(weights_iterator=tensors())
 
 
+STAGED = [half_staged, staged]
 ENDS = [opened, started, half_sent, broken_in_the_middle, closed, started_twice, opened_twice, broken_load]
+ENDS += [*STAGED, staged_and_started, swapped_in]
 
 
 def clear(one: Any) -> None:
@@ -360,6 +406,38 @@ def test_an_update_loads_all_and_tells_what_it_received(updated: Any) -> None:
     check_holds(updated, 1, places)
     update(updated, 2)
     check_holds(updated, 2, places)
+
+
+def test_a_staged_update_is_equal_to_one_that_is_not(updated: Any) -> None:
+    places = where(updated)
+    for value in (1, 2):
+        assert staged_update(updated, value) == update(updated, value)
+        staged_update(updated, value + 10)
+        check_holds(updated, value + 10, places)
+        assert updated.stage is None
+
+
+@pytest.mark.parametrize("end", STAGED)
+def test_tensors_that_were_only_staged_have_touched_nothing(updated: Any, end: Callable[[Any], None]) -> None:
+    places = where(updated)
+    update(updated, 1)
+    end(updated)
+    updated.drop_receipt()
+    check_holds(updated, 1, places)
+    assert updated.stage is None
+
+
+def test_the_question_for_room_frees_what_an_update_has_left(updated: Any) -> None:
+    half_staged(updated)
+    assert not updated.room_to_stage(1 << 60)["room"]
+    assert (updated.stage, updated.tee) == (None, None)
+
+
+def test_nothing_is_staged_outside_an_update(updated: Any) -> None:
+    with pytest.raises(RuntimeError, match="without open_receipt"):
+        updated.stage_weights({})
+    with pytest.raises(RuntimeError, match="without staged tensors"):
+        updated.load_staged()
 
 
 def test_of_a_plain_model_some_tensors_may_come_and_the_rest_stays() -> None:

@@ -9,7 +9,7 @@ or on record; nothing leaks. 20,000 stories: `python -m tests.rigs.story_search 
 import pytest
 
 from engines.types import PauseMode
-from tests.rigs.story import Kill, Pause, PushStep, RestartGateway, Rollout
+from tests.rigs.story import Kill, Pause, PushStep, RestartGateway, Resume, Rollout
 from tests.rigs.story_search import Tally, played, search
 
 LEFT_DURING_THE_ABORT = [
@@ -27,6 +27,14 @@ ABORTED_WHEN_ROLLED_HALF = [
 ]
 """A replica has served version 1 when its trainer dies and the gateway is restarted: the number was used again."""
 
+SCRIBE_DIES_BEFORE_THE_VERDICT = [
+    PushStep(0.0, 0, False, False, False, False, False, None, 0.0, None),
+    Rollout(0.0, 3, False, False),
+    Resume(0.1),
+    Kill(0.3, 0),
+]
+"""The scribe of a flat update is lost before the commit fences it: it was SYNCING then, and its draft stayed."""
+
 
 def test_a_number_whose_tokens_were_delivered_is_not_used_again_after_a_restart() -> None:
     played(ABORTED_WHEN_ROLLED_HALF, 1, Tally(), relay=False, replicas=2, rolling=False)
@@ -34,6 +42,10 @@ def test_a_number_whose_tokens_were_delivered_is_not_used_again_after_a_restart(
 
 def test_a_draft_is_removed_though_its_trainer_leaves_while_the_update_is_aborted() -> None:
     played(LEFT_DURING_THE_ABORT, 159, Tally(), relay=True, replicas=1, rolling=False)
+
+
+def test_a_draft_is_removed_though_its_scribe_dies_before_the_verdict() -> None:
+    played(SCRIBE_DIES_BEFORE_THE_VERDICT, 0, Tally(), relay=False, replicas=2, rolling=False)
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.slow)])

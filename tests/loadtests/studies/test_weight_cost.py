@@ -7,14 +7,14 @@ import pytest
 
 from engines.errors import ConfigError
 from engines.types import InFlight
-from loadtests.studies.pusher import Pushed
+from loadtests.studies.pusher import Flaw, Pushed
 from loadtests.studies.raw_speed import broadcast_speed, file_speeds
-from loadtests.studies.weight_cost import Run, Variant, main, summarise
+from loadtests.studies.weight_cost import Restore, Run, Variant, main, steps_of, summarise
 
 
 def run(pair: int, in_flight: str, wall_s: float, stopped_s: float = 0.0, error: str = "") -> Run:
     is_quiet = in_flight == "none"
-    record = {"stopped_s": stopped_s, "seconds": {"transfer": 0.5, "canary": 0.1}}
+    record = {"stopped_s": stopped_s, "staged": in_flight == "keep", "seconds": {"transfer": 0.5, "canary": 0.1}}
     return Run(
         pair=pair, in_flight=in_flight, wall_s=wall_s, tokens=1000, errors=[error] if error else [],
         pushed=[] if is_quiet else [Pushed(seconds=0.7, version=1, error=error)] * 2,
@@ -30,6 +30,14 @@ def test_the_work_lost_is_what_the_run_beside_it_did_not_take_by_update() -> Non
     assert (row["updates"], row["stopped_s"], row["stopped_s_max"]) == (4, 0.25, 0.3)
     assert row["moved_gb_per_s"] == pytest.approx(4.0)
     assert row["seconds"] == {"transfer": 0.5, "canary": 0.1}
+    assert steps_of(row) == "keep: 4 of 4 staged; transfer 0.500, canary 0.100 s"
+
+
+def test_a_refused_update_is_reported_with_its_stop_and_the_way_back() -> None:
+    restore = Restore(Flaw.HALF, 0.004, 2, staged=True, stopped_s=0.0, error="WeightUpdateFailed: the trainer gives up")
+    assert restore.told() == (
+        "refused (staged, half sent): generation stopped for 0.000 s, and back at version 2 after 0.004 s"
+    )
 
 
 def test_each_way_with_rollouts_in_flight_has_a_row_and_failures_are_counted() -> None:

@@ -1,0 +1,83 @@
+"""Received tensors of an update in free memory beside the weights, so that the engine makes tokens meanwhile."""
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+
+from engines.inside_vllm.prefetch import copy_stream
+from engines.transfer.gloo import NamedTensor
+
+
+class Stage:
+    """The tensors of one update in one worker. A thread receives them, as a call in the worker stops the engine."""
+
+    def __init__(self, engine: Any, device: torch.device) -> None:
+        """`engine` is vLLM's weight transfer engine, whose model's `load_weights` must lead to `add`."""
+        self._engine = engine
+        self._device = device
+        self._tensors: list[NamedTensor] = []
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._is_dropped = False
+
+    def add(self, tensors: Iterable[NamedTensor]) -> None:
+        """Keep received tensors without a copy: receivers allocate new memory for each chunk."""
+        if not self._is_dropped:
+            self._tensors.extend(tensors)
+
+    def receive(self, update_info: dict[str, Any]) -> None:
+        """Begin to receive the announced tensors."""
+        self._thread = threading.Thread(target=self._receive, args=(update_info,), name="stage", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """True once the announced tensors are here. Raises the receiver's error."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def load_by(self, load: Callable[[Iterable[NamedTensor]], object]) -> None:
+        """Hand all tensors to a loader, and free them once its copies have ended."""
+        tensors, self._tensors = self._tensors, []
+        load(tensors)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def drop(self) -> None:
+        """Free the tensors, and break the group under a receive that still waits for its trainer."""
+        self._is_dropped = True
+        self._tensors = []
+        if self._thread is not None and self._thread.is_alive():
+            _break_group(self._engine)
+
+    def _receive(self, update_info: dict[str, Any]) -> None:
+        try:
+            with self._on_device():
+                self._engine.update_weights(update_info)
+        except Exception as error:  # `is_ready` raises it
+            self._error = error
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Return a context whose stream is not the engine's: a broadcast that waits would hold its steps up."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        torch.cuda.set_device(self._device)
+        context: AbstractContextManager[object] = torch.cuda.stream(copy_stream(self._device))
+        return context
+
+
+def _break_group(engine: Any) -> None:
+    """End a collective in another thread. NCCL's can only be aborted; vLLM before 0.27 just forgets its group."""
+    group = getattr(engine, "model_update_group", None)
+    if group is None:
+        engine.shutdown()
+        return
+    engine.model_update_group = None
+    with suppress(RuntimeError):  # of a communicator that is broken already
+        group.nccl.ncclCommAbort(group.comm)

@@ -1,0 +1,103 @@
+"""Staged tensors in a worker: received on a thread, handed out once, dropped with whatever still waits."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engines.inside_vllm.stage import Stage
+
+SOON_S = 20.0
+INFO = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}
+
+
+class Receiver:
+    """Stands where vLLM's weight transfer engine does."""
+
+    def __init__(self) -> None:
+        self.stage: Stage
+        self.may_end = threading.Event()
+        self.error: Exception | None = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        assert self.may_end.wait(SOON_S)
+        if self.error is not None:
+            raise self.error
+        self.stage.add([(name, torch.ones(2)) for name in update_info["names"]])
+
+    def shutdown(self) -> None:
+        self.error = RuntimeError("the group was closed")
+        self.may_end.set()
+
+
+@pytest.fixture
+def receiver() -> Receiver:
+    receiver = Receiver()
+    receiver.stage = Stage(receiver, torch.device("cpu"))
+    return receiver
+
+
+def until_ready(stage: Stage) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not stage.is_ready:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def loaded(stage: Stage) -> list[str]:
+    names: list[str] = []
+    stage.load_by(lambda tensors: names.extend(name for name, _ in tensors))
+    return names
+
+
+def test_a_receive_does_not_wait_for_its_tensors(receiver: Receiver) -> None:
+    receiver.stage.receive(INFO)
+    assert not receiver.stage.is_ready
+    receiver.may_end.set()
+    until_ready(receiver.stage)
+    assert loaded(receiver.stage) == ["w"]
+    assert loaded(receiver.stage) == []
+
+
+def test_a_failed_receive_is_reported(receiver: Receiver) -> None:
+    receiver.error = RuntimeError("lost")
+    receiver.may_end.set()
+    receiver.stage.receive(INFO)
+    with pytest.raises(RuntimeError, match="lost"):
+        until_ready(receiver.stage)
+
+
+def test_a_drop_ends_a_receive_that_waits_and_keeps_nothing(receiver: Receiver) -> None:
+    receiver.stage.receive(INFO)
+    receiver.stage.drop()
+    with pytest.raises(RuntimeError, match="the group was closed"):
+        until_ready(receiver.stage)
+    assert loaded(receiver.stage) == []
+
+
+def test_tensors_that_arrive_after_the_drop_are_not_kept(receiver: Receiver) -> None:
+    receiver.stage.receive(INFO)
+    receiver.stage.drop()
+    receiver.stage.add([("w", torch.ones(2))])
+    assert loaded(receiver.stage) == []
+
+
+def test_an_ncclcommunicator_under_a_broadcast_is_aborted(receiver: Receiver) -> None:
+    aborted: list[Any] = []
+
+    class Group:
+        comm = "the communicator"
+
+        class nccl:  # noqa: N801
+            @staticmethod
+            def ncclCommAbort(comm: Any) -> None:  # noqa: N802
+                aborted.append(comm)
+
+    receiver.model_update_group = Group()  # type: ignore[attr-defined]
+    receiver.stage.receive(INFO)
+    receiver.stage.drop()
+    assert aborted == ["the communicator"]
+    receiver.may_end.set()

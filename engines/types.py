@@ -115,6 +115,11 @@ class ReplicaInfo:
         return bool(self.key)
 
     @property
+    def takes_packed(self) -> bool:
+        """True if it joins vLLM's kind of transfer group. SGLang does with our plugin."""
+        return self.dialect is Dialect.VLLM or (self.dialect is Dialect.SGLANG and (self.has_tee or self.fetches))
+
+    @property
     def speaks_vllm(self) -> bool:
         """True if it takes vLLM's fields, such as token ids, itself or through its client."""
         return self.dialect is not Dialect.OPENAI

@@ -18,5 +18,5 @@ def connect(
 ) -> Engine:
     """Return the client of one engine server; a vLLM without `engine_version` counts as the latest."""
     if kind is EngineKind.SGLANG:
-        return SglangEngine(replica_id, url, api_key)
+        return SglangEngine(replica_id, url, api_key, has_tee=has_tee, peer=peer if has_tee else None)
     return VllmEngine(replica_id, url, engine_version, api_key, has_tee=has_tee, peer=peer if has_tee else None)

@@ -61,8 +61,9 @@ class _External(HttpEngine):
 class ExternalSglangEngine(_External, SglangEngine):
     """Client of an SGLang server."""
 
-    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
-        super().__init__(info.replica_id, info.url, api_key)
+    def __init__(self, info: ReplicaInfo, api_key: str = "", peer: Peer | None = None) -> None:
+        peer = peer if info.fetches else None
+        super().__init__(info.replica_id, info.url, api_key, has_tee=info.fetches, peer=peer)
         self._info = info
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
@@ -114,7 +115,7 @@ def external_engine(
 ) -> ExternalEngine | ExternalSglangEngine:
     """Return the client of the server that `info` describes."""
     if info.dialect is Dialect.SGLANG:
-        return ExternalSglangEngine(info, api_key)
+        return ExternalSglangEngine(info, api_key, peer)
     return ExternalEngine(info, api_key, peer)
 
 
@@ -236,7 +237,16 @@ async def _ask_sglang(probe: SglangEngine) -> _Found | None:
     routes = frozenset(openapi["paths"])
     # SGLang takes distributed updates only with one copy of the model.
     takes_weights = routes >= _SGLANG_WEIGHT_ROUTES and parallel["data_parallel_size"] == 1
-    return _Found(Dialect.SGLANG, routes, version["version"], parallel["world_size"] if takes_weights else 0)
+    world_size = parallel["world_size"] if takes_weights else 0
+    return _Found(Dialect.SGLANG, routes, version["version"], world_size, takes_weights and await _has_plugin(probe))
+
+
+async def _has_plugin(probe: SglangEngine) -> bool:
+    """Return True if the server's workers run our plugin."""
+    try:
+        return await probe.find_plugin((), _PROBE_TIMEOUT_S)
+    except (EngineError, DeadlineExceeded):
+        return False
 
 
 async def _ask_others(probe: VllmEngine, model: str, *, says_vllm: bool) -> _Found:

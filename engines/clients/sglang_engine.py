@@ -15,7 +15,7 @@
                 mode=wait                 poll /v1/loads until nothing runs, then in_place
     POST /resume                          /continue_generation
     POST /reset_prefix_cache              /flush_cache, which answers 400 while requests run
-    POST /init_weight_transfer_engine     /init_weights_update_group
+    POST /init_weight_transfer_engine     /init_weights_update_group; with packed = true our plugin joins vLLM's group
     POST /shutdown_weight_transfer_engine /destroy_weights_update_group
     POST /start_weight_update             /begin_weight_update if available (0.5.23)
     POST /update_weights                  /update_weights_from_distributed, one broadcast a tensor, in the order named,
@@ -26,14 +26,20 @@
     POST /v1/unload_lora_adapter          /unload_lora_adapter
     model = an adapter's name             lora_path = that name
 
-SGLang supports neither vLLM's packed chunks nor its rendezvous: a sender joins as rank 0 of a torch process group named
-"rollout_gateway", with `packed: false`. SGLang takes distributed updates only without data parallelism.
+SGLang by itself supports neither vLLM's packed chunks nor its rendezvous. With our plugin in its workers
+(`engines/inside_sglang`) it takes both, with digests and a copy for the store. With `packed: false`, and without the
+plugin, a sender joins as rank 0 of a torch process group named "rollout_gateway". SGLang takes distributed updates only
+without data parallelism.
 """
 
 import asyncio
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import orjson
 
 from engines.clients.cumulative import LatestEvents
 from engines.clients.http import HttpEngine, message_of
@@ -49,16 +55,20 @@ from engines.clients.sglang_dialect import (
     world_size,
 )
 from engines.clients.vllm_engine import MIXED, version_held
-from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineRefused, InvalidRequest
-from engines.types import PauseMode
+from engines.engine import Json, Peer, ReceiptCopy
+from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, InvalidRequest
+from engines.transfer.worker_calls import call_text
+from engines.types import PauseMode, TensorMeta
 
 _GROUP = "rollout_gateway"
 _POLL_S = 0.05
+_PACKING = {"chunk_bytes": "packed_buffer_size_bytes", "buffers": "packed_num_buffers"}
+"""Our plugin's and vLLM's names."""
 _NO_TOKEN = 2**31 - 1
 _BEGIN = "/begin_weight_update"
 _UPDATE_ROUTE = "/update_weights_from_distributed"
 _LOAD_ROUTE = "/update_weights_from_disk"
+_WORKERS = "/weights_checker"
 
 # vLLM's routes that this client answers, and the SGLang route that each needs.
 _ROUTES = {
@@ -87,10 +97,20 @@ _ROUTES = {
 
 
 class SglangEngine(HttpEngine):
-    """One SGLang server. Opening a group detects support for update sessions."""
+    """One SGLang server. Opening a group detects support for update sessions.
 
-    def __init__(self, replica_id: str, url: str, api_key: str = "") -> None:
+    has_tee: its workers run our plugin (`engines/inside_sglang`), as with `peer`.
+    peer: source of weight versions that are not on the engine's machine.
+    """
+
+    def __init__(
+        self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False, peer: Peer | None = None
+    ) -> None:
         super().__init__(replica_id, url, api_key)
+        self._has_tee = has_tee
+        self._peer = peer
+        self._obstacle = ""
+        self._is_packed = False
         self._has_sessions = False
         self._load_format: str | None = None
         self._vocab_size: int | None = None
@@ -150,20 +170,39 @@ class SglangEngine(HttpEngine):
         return version_held(str((await self._call("GET", "/model_info", None, timeout_s))["weight_version"]))
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
-        if init_info.get("packed", True):
-            raise self._refusal(
-                "SGLang cannot receive packed chunks, which TRL's client sends: send one broadcast per tensor "
-                "over a torch process group with packed = false, or use the store, as "
-                "WeightSender(transport='store') does",
-                "packed",
-            )
+        self._is_packed = bool(init_info.get("packed", True))
+        if self._is_packed:
+            await self._open_packed_group(init_info, timeout_s)
+            return
         self._has_sessions = _BEGIN in (await self._call("GET", "/openapi.json", None, timeout_s))["paths"]
         self._load_format = init_info.get("load_format")
         group = {key: init_info[key] for key in ("master_address", "master_port", "rank_offset", "world_size")}
         body = group | {"group_name": _GROUP, "backend": init_info.get("backend", "nccl")}
         await self._call("POST", "/init_weights_update_group", body, timeout_s)
 
+    async def _open_packed_group(self, init_info: Json, timeout_s: float) -> None:
+        if not self._has_tee:
+            raise self._refusal(
+                "this SGLang server runs without our plugin, and then cannot receive packed chunks, which TRL's client "
+                "sends: start it with rollout-gateway importable in its Python, send one broadcast per tensor over a "
+                "torch process group with packed = false, or use the store, as WeightSender(transport='store') does",
+                "packed",
+            )
+        self._has_sessions = False
+        group = {
+            "address": init_info["master_address"],
+            "port": init_info["master_port"],
+            "rank_offset": init_info["rank_offset"],
+            "world_size": init_info["world_size"],
+            "timeout_s": timeout_s,
+            **{ours: init_info[theirs] for ours, theirs in _PACKING.items() if theirs in init_info},
+        }
+        await self._on_workers("open_group", group, timeout_s)
+
     async def close_weight_group(self, timeout_s: float) -> None:
+        if self._is_packed:
+            await self._on_workers("close_group", {}, timeout_s)
+            return
         await self._call("POST", "/destroy_weights_update_group", {"group_name": _GROUP}, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
@@ -172,6 +211,10 @@ class SglangEngine(HttpEngine):
             await self._call("POST", _BEGIN, {"selector": "all"}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
+        if self._is_packed:
+            announced = {key: update_info[key] for key in ("names", "dtype_names", "shapes")}
+            await self._on_workers("receive", announced | {"timeout_s": timeout_s}, timeout_s)
+            return
         # No flush: prefixes are salted by weight version, and SGLang refuses to flush under requests it has paused.
         body = {
             "names": update_info["names"],
@@ -193,12 +236,63 @@ class SglangEngine(HttpEngine):
             with contextlib.suppress(EngineRefused):  # a failed transfer may have ended the session
                 await self._call("POST", "/end_weight_update", {}, timeout_s)
 
+    async def find_plugin(self, tensors: tuple[TensorMeta, ...], timeout_s: float) -> bool:
+        """Return True if our plugin runs in the server's workers and can update their model.
+
+        It plans loads of `tensors`, so that the first update takes no longer than the next.
+        """
+        try:
+            found = await self._on_workers("plan_updates", {"tensors": [*map(asdict, tensors)]}, timeout_s)
+        except EngineRefused:  # SGLang without the plugin knows no such action
+            return False
+        self._obstacle = next(filter(None, found), "")
+        self._has_tee = not self._obstacle
+        return self._has_tee
+
+    async def plan_updates(self, timeout_s: float) -> str:
+        return self._obstacle
+
+    async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
+        if self._has_tee:
+            await self._on_workers("open_receipt", asdict(copy) if copy else {}, timeout_s)
+
+    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
+        if not self._has_tee:
+            return {}
+        first, *others = await self._on_workers("close_receipt", {}, timeout_s)
+        for rank, digests in enumerate(others, 1):
+            if digests != first:
+                raise EngineFailed(f"workers 0 and {rank} received different bytes", replica_id=self.replica_id)
+        return dict(first)
+
+    async def keep_receipt(self, timeout_s: float) -> None:
+        if self._has_tee:
+            await self._on_workers("keep_receipt", {}, timeout_s)
+
+    async def drop_receipt(self, timeout_s: float) -> None:
+        if self._has_tee:
+            await self._on_workers("drop_receipt", {}, timeout_s)
+
+    async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        if not self._has_tee:
+            return
+        asked = self._snapshot(path, version, timeout_s)
+        while True:
+            # Polled, since a call that waits in the workers would block the engine's steps.
+            if all(await self._on_workers("prepare_snapshot", asked, timeout_s)):
+                return
+            await asyncio.sleep(_POLL_S)
+
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         await self.abandon_weight_update(timeout_s)
         await self._label(MIXED, timeout_s)
-        # No flush and no abort: prefixes are salted by weight version, and no request runs.
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": False, "abort_all_requests": False}
-        await self._call("POST", _LOAD_ROUTE, body, timeout_s)
+        asked = self._snapshot(path, version, timeout_s)
+        if not self._has_tee or not all(await self._on_workers("load_snapshot", asked, timeout_s)):
+            # No flush and no abort: prefixes are salted by weight version, and no request runs. The format is named,
+            # as that of a server started with dummy weights loads nothing.
+            body = {"model_path": path, "load_format": "auto", "flush_cache": False, "abort_all_requests": False}
+            await self._call("POST", _LOAD_ROUTE, body, timeout_s)
+        await self._label(str(version), timeout_s)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         if mode is PauseMode.WAIT:
@@ -273,6 +367,19 @@ class SglangEngine(HttpEngine):
 
     async def _server_info(self, timeout_s: float) -> Json:
         return await self._call("GET", "/server_info", None, timeout_s)
+
+    def _snapshot(self, path: str, version: int, timeout_s: float) -> Json:
+        """Return the workers' arguments for a version and its source."""
+        arguments: Json = {"path": path, "version": version}
+        if self._peer is not None and version:
+            arguments |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
+        return arguments
+
+    async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
+        """Call a method of our plugin in all workers; return their answers."""
+        answer = await self._call("POST", _WORKERS, {"action": call_text(method, arguments)}, timeout_s)
+        answers: list[Any] = orjson.loads(answer["message"])
+        return answers
 
     async def _label(self, label: str, timeout_s: float) -> None:
         # SGLang's default here aborts all requests.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engines.checkpoint import read_tensors, served_in
 from engines.clients.connect import connect
+from engines.clients.sglang_engine import SglangEngine
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
@@ -152,6 +153,9 @@ class EngineServer:
                 for path in ("/v1/models", "/version", "/get_world_size", "/openapi.json")
             )
         )
+        tensors = expected_tensors(self._config)
+        if isinstance(engine, SglangEngine) and not self._config.frozen:
+            self._has_tee = await engine.find_plugin(tensors or (), _WARM_UP_TIMEOUT_S)
         reload_reason = await engine.plan_updates(_WARM_UP_TIMEOUT_S)
         visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return ReplicaInfo(
@@ -176,7 +180,7 @@ class EngineServer:
             pid=process.engine_pid,
             started=time.time(),
             log_path=str(process.log_path),
-            tensors=expected_tensors(self._config),
+            tensors=tensors,
         )
 
 

@@ -1,8 +1,10 @@
 """Command lines of engines, built from `EngineConfig`."""
 
 import json
+import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engines.clients.vllm_engine import release
@@ -20,6 +22,8 @@ from engines.types import EngineKind
 _CLI = ("vllm.entrypoints.cli.main", "serve")
 _SERVER = ("vllm.entrypoints.launchers.api_server.entry", "--model")
 _SPANS = "engines.inside_vllm.spans.VersionSpans"
+
+_SGLANG_ENTRY = Path(__file__).resolve().parents[1] / "inside_sglang" / "entry"
 
 VLLM_WORKER = "engines.inside_vllm.worker.WeightWorker"
 """The extension of vLLM's workers, used if rollout-gateway is installed beside vLLM."""
@@ -74,10 +78,11 @@ def gpus_per_replica(config: EngineConfig) -> int:
 def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
     """Return SGLang's command. It runs on CUDA unless `engine.device` is cpu: its build is not checked."""
     on_cpu = config.device == "cpu"
-    # SGLang and vLLM turn NCCL's cuMem off by default; a trainer in the same weight group must do the same.
-    env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if on_cpu else {"NCCL_CUMEM_ENABLE": "0"}
+    env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if on_cpu else _nccl_as_trainers_have_it()
     # Seconds between checks for a disconnected client of a whole reply; SGLang's default is 4.
     env |= {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
+    # /health shall answer while a load or a pause keeps tokens from being made; the gateway watches the tokens itself.
+    env |= {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
     interpreter = interpreter_of(config, env)
     version = _installed_sglang(interpreter)
     _refuse_vllms_levers(config)
@@ -96,7 +101,23 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
         # False leaves a switch out: SGLang's have no off form.
         *(_argument(name, None if value is False else value, f"extra.{name}") for name, value in config.extra.items()),
     ]
-    return _command([interpreter.path, "-m", "sglang.launch_server"], arguments, env, config)
+    env |= config.env | {"PYTHONPATH": _with_plugin(config)}
+    return _command([interpreter.path, "-m", "sglang.launch_server"], arguments, env)
+
+
+def _nccl_as_trainers_have_it() -> dict[str, str]:
+    """Return NCCL's settings that all ranks of a group must share.
+
+    SGLang turns both off unless they are in its environment. Empty, NCCL takes its defaults, as in a trainer that does
+    not set them; where this process has them set, trainers of the host probably have them too.
+    """
+    return {name: os.environ.get(name, "") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
+
+
+def _with_plugin(config: EngineConfig) -> str:
+    """Return the engine's PYTHONPATH with the folder of our plugin's entry point."""
+    found = config.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return os.pathsep.join(filter(None, (str(_SGLANG_ENTRY), found)))
 
 
 def _levers(config: EngineConfig) -> list[Lever]:
@@ -160,7 +181,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         if config.world_size == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process: a third less start time
             env[FORK_CORE] = "1"  # a further third
-    return _command(entry, arguments, env, config)
+    return _command(entry, arguments, env | config.env)
 
 
 def _torch_profiler(config: EngineConfig, port: int) -> dict[str, str] | None:
@@ -180,14 +201,14 @@ def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("sim", config.sim.model_dump(), "sim"),
         *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
     ]
-    return _command([sys.executable, "-m", "engines.sim.server"], arguments, {}, config)
+    return _command([sys.executable, "-m", "engines.sim.server"], arguments, config.env)
 
 
-def _command(entry: list[str], given: list[Argument], env: dict[str, str], config: EngineConfig) -> Command:
+def _command(entry: list[str], given: list[Argument], env: dict[str, str]) -> Command:
     """Return the command. The last argument of a name counts, so `extra` wins; null removes an argument."""
     arguments = [one for one in {_bare(argument): argument for argument in given}.values() if one.words]
     argv = [*entry, *(word for argument in arguments for word in argument.words)]
-    return Command(argv, env | config.env, arguments)
+    return Command(argv, env, arguments)
 
 
 def _argument(name: str, value: Any, key: str = "", lever: Lever | None = None) -> Argument:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from engines.engine import Json
 from engines.errors import EngineRefused, WeightUpdateConflict
-from engines.types import Dialect, ReplicaState
+from engines.types import Dialect, ReplicaInfo, ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names
 from gateway.weights.updates.record import num_bytes
@@ -76,16 +76,23 @@ def check_capable(members: Sequence[Replica]) -> None:
             )
 
 
-def check_one_protocol(members: Sequence[Replica]) -> None:
-    """Raise for SGLang beside vLLM: SGLang opens torch's process group, vLLM its own communicators, and both hang."""
-    sglang = [replica for replica in members if replica.info.dialect is Dialect.SGLANG]
-    others = [replica for replica in members if replica not in sglang]
-    if sglang and others:
+def check_one_protocol(members: Sequence[Replica], init_info: Json) -> None:
+    """Raise where SGLang would open torch's process group and others vLLM's communicators: both would hang."""
+    is_packed = init_info.get("packed", True)
+    torchs = [replica for replica in members if _opens_torchs_group(replica.info, is_packed)]
+    others = [replica for replica in members if replica not in torchs]
+    if torchs and others:
+        why = "runs without our plugin" if is_packed else "is asked for one broadcast a tensor (packed: false)"
         raise WeightUpdateConflict(
-            f"replicas of SGLang ({sglang[0].replica_id}) and of vLLM ({others[0].replica_id}) cannot be in one "
-            "transfer group: let the relay receive for both (weights.relay: always; weights.relay_device where the "
+            f"replicas of SGLang ({torchs[0].replica_id}, which {why}) and of {others[0].info.kind} "
+            f"({others[0].replica_id}) cannot be in one transfer group: send packed chunks to engines that this "
+            "gateway starts, let the relay receive for all (weights.relay: always; weights.relay_device where the "
             "trainer sends over NCCL), or serve the policy with engines of one kind"
         )
+
+
+def _opens_torchs_group(info: ReplicaInfo, is_packed: bool) -> bool:
+    return info.dialect is Dialect.SGLANG and not (is_packed and info.takes_packed)
 
 
 def check_reachable(members: Sequence[Replica], init_info: Json) -> None:

@@ -3,18 +3,23 @@
 import multiprocessing
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from engines.errors import RolloutGatewayError, WeightUpdateFailed
+from engines.process.engine_server import free_port
 from engines.types import InFlight
+from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client.transports.sender import TransportName
 
 if TYPE_CHECKING:
     import torch
+Way = TransportName | Literal["trl"]
+"""A transport of `WeightSender`, or TRL's unmodified client."""
 
 _READY_S = 300.0
 _NO_LOGPROB = -1000.0
@@ -40,9 +45,9 @@ class Pushed:
 
 
 class Pusher:
-    """Pushes on request. `transport` and `device` are those of `WeightSender`."""
+    """Pushes on request. `device` is that of `WeightSender`."""
 
-    def __init__(self, url: str, transport: TransportName, device: str, timeout_s: float) -> None:
+    def __init__(self, url: str, transport: Way, device: str, timeout_s: float) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._timeout_s = timeout_s
@@ -87,11 +92,44 @@ class Pusher:
         return self._pipe.recv()
 
 
-def _serve(pipe: Connection, url: str, transport: TransportName, device: str, timeout_s: float) -> None:
+class TrlsClient(AbstractContextManager["TrlsClient"]):
+    """Pushes as TRL's trainers do. It joins the group at the first push; options of a push are left out."""
+
+    def __init__(self, url: str, device: str) -> None:
+        from trl.generation.vllm_client import VLLMClient
+
+        self._client = VLLMClient(url, group_port=free_port())
+        self._device = device
+        self._version = 0
+
+    def push(self, named_tensors: dict[str, Any], **_: Any) -> int:
+        """Return the number of pushes. Raise `WeightUpdateFailed`."""
+        try:
+            if not self._version:
+                self._client.init_communicator(self._device)
+            described = [
+                (name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in named_tensors.items()
+            ]
+            self._client.update_named_params(described, iter(named_tensors.items()))
+        except Exception as error:  # TRL raises no narrower one
+            raise WeightUpdateFailed(str(error)) from error
+        self._version += 1
+        return self._version
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close_communicator()
+
+
+def sender_of(client: BlockingRolloutClient, transport: Way, device: str, timeout_s: float) -> Any:
+    """Return the sender of a way: a context with a method `push`."""
+    if transport == "trl":
+        return TrlsClient(client.url, device)
+    return WeightSender(client, transport=transport, device=device, timeout_s=timeout_s)
+
+
+def _serve(pipe: Connection, url: str, transport: Way, device: str, timeout_s: float) -> None:
     """Run the process until the other end of the pipe closes."""
     import torch
-
-    from trainer_client import BlockingRolloutClient, WeightSender
 
     with BlockingRolloutClient(url) as client:
         served = client.served_weights()
@@ -100,7 +138,7 @@ def _serve(pipe: Connection, url: str, transport: TransportName, device: str, ti
         torch.manual_seed(0)
         tensors = {one.name: _drawn(one.name, one.shape, getattr(torch, one.dtype), device) for one in served.tensors}
         pipe.send(sum(tensor.nbytes for tensor in tensors.values()))
-        with WeightSender(client, transport=transport, device=device, timeout_s=timeout_s) as sender:
+        with sender_of(client, transport, device, timeout_s) as sender:
             while True:
                 try:
                     in_flight, flaw = pipe.recv()

@@ -52,7 +52,7 @@ class Checked:
     farthest: float
     distance_before: float
     """From the weights of the version before: what an update that came to nothing would leave."""
-    near: float
+    near: float = _NEAR
     """The mean distance that is the engine's own arithmetic."""
 
     @property

@@ -38,11 +38,12 @@ from engines.types import InFlight
 from gateway.config.load import load as load_config
 from loadtests.fleet import LocalFleet
 from loadtests.studies.clients import ClientPool, Stream, Totals, total
-from loadtests.studies.pusher import Flaw, Pushed, Pusher
+from loadtests.studies.pusher import Flaw, Pushed, Pusher, Way
 from loadtests.studies.raw_speed import broadcast_speed, copy_speeds, file_speeds
 from loadtests.workloads import LengthMix, Workload
 from trainer_client.transports.sender import TransportName
 
+_WAYS: tuple[Way, ...] = (*get_args(TransportName), "trl")
 _QUIET = "none"
 
 
@@ -84,19 +85,19 @@ class Variant:
     """Settings of the gateway, the trainer's transport, and the treatment of rollouts in flight."""
 
     name: str
-    transport: TransportName
+    transport: Way
     in_flight: tuple[InFlight, ...]
     overrides: tuple[str, ...]
 
     @classmethod
-    def parse(cls, text: str, transport: TransportName | None, in_flight: Sequence[InFlight]) -> "Variant":
+    def parse(cls, text: str, transport: Way | None, in_flight: Sequence[InFlight]) -> "Variant":
         """Parse `NAME: transport=nccl in_flight=keep,drain KEY=VALUE`. Raise `ConfigError` without a transport."""
         name, _, settings = text.partition(":")
         told = dict(word.partition("=")[::2] for word in shlex.split(settings))
         asked = told.pop("transport", transport)
-        chosen = next((known for known in get_args(TransportName) if known == asked), None)
+        chosen = next((known for known in _WAYS if known == asked), None)
         if chosen is None:
-            raise ConfigError(f"variant {name!r} names no transport: say transport=store, gloo or nccl")
+            raise ConfigError(f"variant {name!r} names no transport: say transport=store, gloo, nccl or trl")
         ways = told.pop("in_flight", None)
         kinds = tuple(map(InFlight, ways.split(","))) if ways else tuple(in_flight)
         return cls(name.strip(), chosen, kinds, tuple(f"{key}={value}" for key, value in told.items()))
@@ -250,7 +251,7 @@ def media(transports: set[str], args: argparse.Namespace, store: Path, num_bytes
     """Return GB/s of the variants' media alone."""
     speeds: dict[str, float] = {}
     receiver = args.receiver or args.device
-    for backend in sorted(transports - {"store"}):
+    for backend in sorted({"nccl" if one == "trl" else one for one in transports} - {"store"}):
         try:
             speeds[f"{backend} broadcast"] = broadcast_speed(backend, (args.device, receiver), num_bytes)
         except TimeoutError as error:
@@ -333,7 +334,7 @@ async def _measured(args: argparse.Namespace) -> dict[str, Any]:
                 settings = load_config(args.config, [*args.overrides, *variant.overrides])
                 async with fleet.gateway(settings, infos) as gateway:
                     # Without a store there is no rollback.
-                    restores = args.restores if settings.weights.store else 0
+                    restores = args.restores if settings.weights.store and variant.transport != "trl" else 0
                     bench, num_bytes = await _benched(variant, gateway.url, pool, args, len(infos), restores)
                 report.note(bytes=num_bytes)
                 report.add(variant, bench)
@@ -378,7 +379,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("-c", "--config", type=Path, metavar="FILE")
-    add("--transport", choices=["store", "gloo", "nccl"], help="transport of variants without their own")
+    add("--transport", choices=_WAYS, help="of variants without their own; trl: TRL's own client")
     add("--variant", action="append", metavar="NAME: KEY=VALUE ...", help="a variant; repeatable")
     add("--device", default="cpu", help="device of the trainer's tensors, such as cuda:1")
     add("--receiver", default="", help="receiving device of the raw medium; default: --device")

@@ -42,7 +42,7 @@ class FlatUpdate:
         await self._parts.catch_up.settled(members, self._parts.config.init_timeout_s)
         check_some_take_weights(members, self._parts.fleet.updatable())
         check_capable(members)
-        check_one_protocol(members)
+        check_one_protocol(members, init_info)
         check_reachable(members, init_info)
         ranks = rank_offsets(members, init_info)
         await self._machine.remember_canary(members)

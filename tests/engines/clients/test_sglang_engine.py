@@ -8,8 +8,10 @@ import pytest
 from aiohttp import web
 
 from engines.clients.sglang_engine import SglangEngine
+from engines.engine import ReceiptCopy
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused
-from engines.types import PauseMode
+from engines.transfer.worker_calls import call_of
+from engines.types import PauseMode, TensorMeta
 
 TIMEOUT_S = 60.0
 COMPLETIONS = "/v1/completions"
@@ -49,6 +51,7 @@ class FakeSglang:
         self.has_sessions = True
         self.own_ids = "response_token_ids"
         self.flush_status = 200
+        self.workers: dict[str, list[Any]] | None = None  # answers of our plugin's methods; None without it
         self.knows_v1 = False
         self.app = web.Application()
         self.app.router.add_route("*", "/{path:.*}", self._handle)
@@ -91,12 +94,26 @@ class FakeSglang:
                 return web.json_response({"loads": [load]})
             case "/flush_cache":
                 return web.Response(text="Cache flushed.", status=self.flush_status)
+            case "/weights_checker":
+                return self._answer_of_workers(body["action"])
             case "/v1/detokenize":
                 return web.json_response({"text": "hi"})
             case "/v1/chat/completions":
                 choice = {"index": 0, self.own_ids: [5], "prompt_token_ids": [1, 2]}
                 return web.json_response({"choices": [choice]})
         return web.json_response({"success": True})
+
+    def called(self) -> list[tuple[str, Json]]:
+        """The calls of our plugin in the workers."""
+        texts = [body["action"] for path, body in self.asked if path == "/weights_checker"]
+        return [call for text in texts if (call := call_of(text)) is not None]
+
+    def _answer_of_workers(self, action: str) -> web.Response:
+        call = call_of(action)
+        if self.workers is None or call is None:
+            return web.json_response({"success": False, "message": f"Unsupported action={action!r}"}, status=400)
+        answers = self.workers.get(call[0], [None, None])
+        return web.json_response({"success": True, "message": json.dumps(answers)})
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -413,9 +430,71 @@ async def test_an_update_is_a_session_where_the_version_has_them(
 async def test_packed_chunks_are_refused_before_anybody_waits(
     engine: SglangEngine, server: FakeSglang, said: Json
 ) -> None:
-    with pytest.raises(EngineRefused, match="SGLang cannot receive packed chunks"):
+    with pytest.raises(EngineRefused, match="runs without our plugin, and then cannot receive packed chunks"):
         await engine.open_weight_group({**GROUP, **said}, TIMEOUT_S)
     assert server.asked == []
+
+
+async def test_the_plugin_is_found_by_its_answer_and_not_used_where_it_cannot_update(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    tensors = (TensorMeta(name="w", dtype="bfloat16", shape=(2, 3)),)
+    assert not await engine.find_plugin(tensors, TIMEOUT_S)
+    server.workers = {"plan_updates": ["", "enable_lora: elsewhere"]}
+    assert not await engine.find_plugin(tensors, TIMEOUT_S)
+    assert await engine.plan_updates(TIMEOUT_S) == "enable_lora: elsewhere"
+    server.workers = {"plan_updates": ["", ""]}
+    assert await engine.find_plugin(tensors, TIMEOUT_S)
+    assert await engine.plan_updates(TIMEOUT_S) == ""
+    assert server.called()[-1] == ("plan_updates", {"tensors": [{"name": "w", "dtype": "bfloat16", "shape": [2, 3]}]})
+
+
+async def test_with_the_plugin_workers_join_receive_and_report_digests(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.workers = {"plan_updates": ["", ""], "close_receipt": [{"w": "1"}, {"w": "1"}]}
+    await engine.find_plugin((), TIMEOUT_S)
+    server.asked.clear()
+    await engine.open_weight_group(
+        GROUP | {"packed": True, "packed_buffer_size_bytes": 9, "packed_num_buffers": 4}, TIMEOUT_S
+    )
+    copy = ReceiptCopy(draft="/d", model="m", base="/m", names=("w",), wait_s=1.0)
+    await engine.open_receipt(copy, TIMEOUT_S)
+    await engine.start_weight_update(TIMEOUT_S)
+    await engine.update_weights({"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}, TIMEOUT_S)
+    assert await engine.close_receipt(TIMEOUT_S) == {"w": "1"}
+    await engine.finish_weight_update(4, TIMEOUT_S)
+    await engine.keep_receipt(TIMEOUT_S)
+    await engine.close_weight_group(TIMEOUT_S)
+    update = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]], "timeout_s": TIMEOUT_S}
+    group = {"address": "h", "port": 1, "rank_offset": 1, "world_size": 2, "chunk_bytes": 9, "buffers": 4}
+    assert server.called() == [
+        ("open_group", group | {"timeout_s": TIMEOUT_S}),
+        ("open_receipt", {"draft": "/d", "model": "m", "base": "/m", "names": ["w"], "wait_s": 1.0}),
+        ("receive", update),
+        ("close_receipt", {}),
+        ("keep_receipt", {}),
+        ("close_group", {}),
+    ]
+    labels = [body["new_version"] for path, body in server.asked if path == "/update_weight_version"]
+    assert (labels, server.paths().count("/begin_weight_update")) == (["mixed", "4"], 0)
+    server.workers["close_receipt"] = [{"w": "1"}, {"w": "2"}]
+    with pytest.raises(EngineFailed, match="workers 0 and 1 received different bytes"):
+        await engine.close_receipt(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+async def test_a_version_is_loaded_by_the_plugin_or_else_by_sglang_whatever_it_was_started_with(
+    engine: SglangEngine, server: FakeSglang, loaded: bool
+) -> None:
+    server.workers = {"plan_updates": [""], "load_snapshot": [loaded], "prepare_snapshot": [True]}
+    await engine.find_plugin((), TIMEOUT_S)
+    await engine.prepare_snapshot("/store/v3", 3, TIMEOUT_S)
+    await engine.load_snapshot("/store/v3", 3, TIMEOUT_S)
+    loads = [body for path, body in server.asked if path == "/update_weights_from_disk"]
+    own = {"model_path": "/store/v3", "load_format": "auto", "flush_cache": False, "abort_all_requests": False}
+    assert loads == ([] if loaded else [own])
+    assert server.asked[-1] == ("/update_weight_version", {"new_version": "3", "abort_all_requests": False})
 
 
 async def test_an_adapter_is_chosen_by_the_model_that_names_it(server: FakeSglang, engine: SglangEngine) -> None:

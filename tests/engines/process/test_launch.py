@@ -396,8 +396,26 @@ def test_sglang_is_launched_with_its_own_names_of_our_levers() -> None:
         "port": "8123",
         "enable-metrics": "",
     }
-    assert run.env == {"NCCL_CUMEM_ENABLE": "0", "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
     assert gpus_per_replica(config(kind="sglang", tensor_parallel_size=2)) == 2
+
+
+@pytest.mark.usefixtures("sglang")
+def test_sglang_finds_our_plugin_and_shares_nccls_settings_with_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    env = command(kind="sglang").env
+    entry, theirs = env["PYTHONPATH"].split(":")
+    assert theirs == "/theirs"
+    (found,) = importlib.metadata.distributions(path=[entry])
+    (plugin,) = found.entry_points
+    assert (plugin.group, plugin.name) == ("sglang.srt.plugins", "rollout_gateway")
+    assert {name: env[name] for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")} == {
+        "NCCL_CUMEM_ENABLE": "",  # NCCL's default
+        "NCCL_NVLS_ENABLE": "1",
+    }
+    assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert command(kind="sglang", env={"NCCL_CUMEM_ENABLE": "0"}).env["NCCL_CUMEM_ENABLE"] == "0"
 
 
 @pytest.mark.usefixtures("sglang")

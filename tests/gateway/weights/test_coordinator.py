@@ -437,7 +437,11 @@ async def test_engines_whose_receivers_cannot_join_each_other_are_refused_at_ini
     info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "packed": False}
     status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
     assert status == 409
-    assert "SGLang (engine-1) and of vLLM (engine-0)" in reply["error"]["message"]
+    assert "SGLang (engine-1, which is asked for one broadcast a tensor" in reply["error"]["message"]
+    replica.info = dataclasses.replace(replica.info, has_tee=False, fetches=False)
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info | {"packed": True}})
+    assert status == 409
+    assert "SGLang (engine-1, which runs without our plugin) and of sim (engine-0)" in reply["error"]["message"]
 
 
 async def test_an_engine_without_weight_routes_is_named_at_init(rig: Rig) -> None:

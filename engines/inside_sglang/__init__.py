@@ -1,0 +1,1 @@
+"""Code that runs inside SGLang's processes: plugin, workers' part of weight updates, NCCL group."""

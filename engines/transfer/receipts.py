@@ -1,0 +1,56 @@
+"""Receipts of a worker's updates: the tee of the update under way, and the scribe of its copy."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engines.transfer.tee import Scribe, WeightTee
+
+
+class Receipts:
+    """Opens one receipt after the other in one worker."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._tee: WeightTee | None = None
+        self._scribe: Scribe | None = None
+
+    def open(
+        self, load: Callable[..., Any], draft: str, model: str, base: str, names: Sequence[str], wait_s: float
+    ) -> None:
+        """Digest the tensors that the model's `load_weights` gets from now on, and load them by `load`.
+
+        With `draft`, also copy them into that folder.
+        """
+        self.drop()
+        scribe = _scribe_after(self._scribe, Path(draft), model, base, names, wait_s) if draft else None
+        self._scribe = scribe or self._scribe
+        self._tee = WeightTee(self._model, scribe, load)
+
+    def close(self) -> dict[str, str]:
+        """Return the digest of each received tensor. The copy is finished by `keep`."""
+        tee, self._tee = self._tee, None
+        return tee.close() if tee is not None else {}
+
+    def keep(self) -> None:
+        """Finish the draft in the background, or note there why it failed."""
+        if self._scribe is not None:
+            self._scribe.keep()
+
+    def drop(self) -> None:
+        """Stop digesting and copying; the draft is discarded unless it is kept."""
+        tee, self._tee = self._tee, None
+        if tee is not None:
+            tee.drop()
+        if self._scribe is not None and not self._scribe.is_kept:
+            self._scribe.give_up("the update was aborted")
+
+
+def _scribe_after(
+    before: Scribe | None, draft: Path, model: str, base: str, names: Sequence[str], wait_s: float
+) -> Scribe:
+    """Return the next scribe, once the scribe before has ended: two would need twice the memory."""
+    scribe = Scribe(draft, model, Path(base) if base else None, names, wait_s)
+    if before is not None and not before.join(wait_s):
+        scribe.give_up("the version before is still being written (weights.store_wait_s)")
+    return scribe

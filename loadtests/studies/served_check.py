@@ -1,0 +1,198 @@
+"""Whether updates leave the weights that were sent: small random models behind a gateway, judged by transformers.
+
+    python -m loadtests.studies.served_check -c FILE.yaml dense "tied head" experts --transport nccl --device cuda:0
+    python -m loadtests.studies.served_check -c FILE.yaml dense --transport trl --device cuda:0 --json out.json
+
+The file names the engines, of any kind; their model is replaced. After each update log-probabilities of prompts and of
+tokens that the engines have made are compared with those of transformers on the weights that were sent, and with those
+on the weights before, which are far away. Then an update is refused by the canary (not with TRL's client, which sends
+no log-probs), and the version before has to be back. `update_check` looks at one vLLM worker more closely.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from engines.errors import WeightUpdateFailed
+from examples.tiny_model.task import COMMITTED
+from gateway.config.load import load
+from loadtests.fleet import LocalFleet
+from loadtests.studies.pusher import Way, sender_of
+from loadtests.studies.update_check import Checked
+from trainer_client import BlockingRolloutClient
+
+_EXPERTS = {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "decoder_sparse_step": 1}
+_KEPT = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "intermediate_size", "max_position_embeddings", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+_PROMPTS, _PROMPT_TOKENS, _MADE_TOKENS = 32, 24, 8
+_TIMEOUT_S = 120.0
+KINDS = ("dense", "tied head", "experts")
+
+
+class Models:
+    """The versions of one kind of model, each with random weights of its number."""
+
+    def __init__(self, kind: str, folder: Path, device: str) -> None:
+        from transformers import AutoTokenizer
+
+        self._kind = kind
+        self._device = device
+        self.version(0).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(COMMITTED).save_pretrained(folder)
+
+    def version(self, number: int) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(number)
+        return AutoModelForCausalLM.from_config(self._config(), dtype=torch.bfloat16).to(self._device).eval()
+
+    def sent(self, number: int) -> dict[str, Any]:
+        """The tensors by the names of the checkpoint."""
+        from safetensors.torch import load_file
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.version(number).save_pretrained(folder)
+            files = sorted(Path(folder).glob("*.safetensors"))
+            return {name: one.to(self._device) for file in files for name, one in load_file(file).items()}
+
+    def _config(self) -> Any:
+        from transformers import AutoConfig, Qwen3MoeConfig
+
+        config = AutoConfig.from_pretrained(COMMITTED)
+        more = {"tie_word_embeddings": self._kind == "tied head", "initializer_range": 0.08, "dtype": "bfloat16"}
+        if self._kind != "experts":
+            config.update(more)
+            return config
+        return Qwen3MoeConfig(**{name: getattr(config, name) for name in _KEPT}, **_EXPERTS, **more)
+
+
+class Subject:
+    """The gateway under test."""
+
+    def __init__(self, url: str, models: Models) -> None:
+        self._url = url
+        self._models = models
+
+    def judged(self, version: int, way: str, before: int) -> Checked:
+        answers = self._complete()
+        whole = [[*ids, *choice["token_ids"]] for ids, choice in zip(_prompts(), answers, strict=True)]
+        told = [_told(choice, ids) for choice, ids in zip(answers, whole, strict=True)]
+        right, wrong = (_differences(self._models.version(one), whole, told) for one in (version, before))
+        means = [sum(found) / len(found) for found in (right, wrong)]
+        return Checked(version=version, way=way, distance=means[0], farthest=max(right), distance_before=means[1])
+
+    def _complete(self) -> list[Any]:
+        body = {"prompt": _prompts(), "max_tokens": _MADE_TOKENS, "temperature": 0, "ignore_eos": True}
+        asked = body | {"logprobs": 0, "prompt_logprobs": 0, "return_token_ids": True}
+        request = urllib.request.Request(f"{self._url}/v1/completions", json.dumps(asked).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            return list(json.load(response)["choices"])
+
+
+async def check(kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All versions of one kind, with engines of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = Models(kind, Path(folder), args.device)
+        config = load(args.config, [*args.overrides, f"engine.model={folder}", "gateway.port=0"])
+        fleet = LocalFleet(config, [])
+        try:
+            _, (gateway,) = await fleet.start()
+            return await asyncio.to_thread(_checked, gateway.url, models, kind, args)
+        finally:
+            await fleet.stop()
+
+
+def _checked(url: str, models: Models, kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    subject, seconds, transport = Subject(url, models), [], args.transport
+    with BlockingRolloutClient(url) as client, sender_of(client, transport, args.device, _TIMEOUT_S) as sender:
+        found = [subject.judged(0, "the checkpoint", 1)]
+        for version in range(1, args.updates + 1):
+            tensors, began = models.sent(version), time.perf_counter()
+            sender.push(tensors)
+            seconds.append(time.perf_counter() - began)
+            found.append(subject.judged(version, transport, version - 1))
+        if transport != "trl":
+            _refuse(client, sender, models, args.updates)
+            found.append(subject.judged(args.updates, "after a refused update", args.updates + 1))
+    right = all(one.is_right for one in found)
+    versions = [asdict(one) for one in found]
+    return {"kind": kind, "transport": transport, "is_right": right, "push_s": seconds, "versions": versions}
+
+
+def _refuse(client: BlockingRolloutClient, sender: Any, models: Models, served: int) -> None:
+    """Push the version `served` again, then the next with log-probs of the trainer's that are far from those before."""
+    count = len(client.canary_token_ids()) - 1
+    sender.push(models.sent(served), canary_logprobs=[-1.0] * count)
+    try:
+        sender.push(models.sent(served + 1), canary_logprobs=[-1000.0] * count)
+    except WeightUpdateFailed:
+        client.wait_ready(_TIMEOUT_S)
+        return
+    raise SystemExit("the canary let pass what it should not: weights.canary.enabled must be true")
+
+
+def _prompts() -> list[list[int]]:
+    return [
+        [5 + (7 * row + 13 * place * (row + 1)) % 100 for place in range(_PROMPT_TOKENS)] for row in range(_PROMPTS)
+    ]
+
+
+def _told(choice: Any, ids: Sequence[int]) -> list[float]:
+    """Log-probabilities of all tokens but the first."""
+    scored = zip(choice["prompt_logprobs"][1:], ids[1:_PROMPT_TOKENS], strict=True)
+    made: list[float] = choice["logprobs"]["token_logprobs"]
+    return [*(entry[str(token)]["logprob"] for entry, token in scored), *made]
+
+
+def _differences(model: Any, whole: Sequence[Sequence[int]], told: Sequence[Sequence[float]]) -> list[float]:
+    import torch
+
+    ids = torch.tensor(whole, device=model.device)
+    with torch.no_grad():
+        said = model.float()(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0].tolist()
+    return [abs(x - y) for row, other in zip(said, told, strict=True) for x, y in zip(row, other, strict=True)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 where a version is not what was sent."""
+    ways: tuple[Way, ...] = ("nccl", "gloo", "store", "trl")
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.studies.served_check", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("kinds", nargs="+", choices=KINDS)
+    parser.add_argument("-c", "--config", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--transport", choices=ways, default="nccl")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--updates", type=int, default=10)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    reports = []
+    for kind in args.kinds:
+        reports.append(report := asyncio.run(check(kind, args)))
+        far = [max(one[key] for one in report["versions"]) for key in ("distance", "farthest")]
+        nearest = min(one["distance_before"] for one in report["versions"])
+        print(
+            f"{kind}, {args.transport}: {'right' if report['is_right'] else 'WRONG'}; mean distance at most "
+            f"{far[0]:.4f}, of one token {far[1]:.3f}, from the version before {nearest:.2f}",
+            flush=True,
+        )
+        if args.json:
+            args.json.write_text(json.dumps(reports, indent=2))
+    return 0 if all(report["is_right"] for report in reports) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

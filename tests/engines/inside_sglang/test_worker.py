@@ -1,0 +1,206 @@
+"""The part of a worker, with a small model of torch's in the place of SGLang's, and a trainer over gloo."""
+
+import json
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+from engines.errors import WeightUpdateFailed
+from engines.inside_sglang import worker
+from engines.inside_sglang.worker import WeightWorker
+from engines.process.engine_server import free_port
+from engines.transfer.gloo import SENDER_RANK, WeightGroup, send
+from engines.transfer.tensor_bytes import digest_on_host
+
+TIMEOUT_S = 30.0
+
+
+class Model(torch.nn.Module):  # type: ignore[name-defined]
+    """Two parameters of the checkpoint in one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = torch.nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        for name, tensor in weights:
+            self.both.data.narrow(0, {"up": 0, "down": 2}[name], 2).copy_(tensor)
+
+
+def manager_of(model: Any, **settings: Any) -> Any:
+    server_args = SimpleNamespace(pp_size=1, dp_size=1, **settings)
+    runner = SimpleNamespace(
+        model=model,
+        server_args=server_args,
+        model_config=SimpleNamespace(quantization=None),
+        weight_updater=SimpleNamespace(tp_rank=0),
+    )
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), draft_worker=None)
+
+
+@pytest.fixture(autouse=True)
+def unquant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names that are looked for in SGLang's layers."""
+    found: Any = ModuleType("sglang.srt.layers.quantization.unquant")
+    for name in ("UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "UnquantizedLinearMethod"):
+        setattr(found, name, type(name, (), {}))
+    monkeypatch.setitem(sys.modules, found.__name__, found)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def own(model: Model) -> WeightWorker:
+    return WeightWorker(manager_of(model))
+
+
+@dataclass
+class Trainer:
+    """The sending end, on a thread of its own."""
+
+    group: WeightGroup
+    port: int
+
+    def join(self) -> threading.Thread:
+        return self._run(self.group.join)
+
+    def send(self, tensors: dict[str, Any]) -> threading.Thread:
+        return self._run(lambda: send(iter(tensors.items()), self.group))
+
+    def _run(self, work: Any) -> threading.Thread:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return thread
+
+
+@pytest.fixture
+def trainer(own: WeightWorker) -> Iterator[Trainer]:
+    port = free_port()
+    found = Trainer(WeightGroup("127.0.0.1", port, SENDER_RANK, 2, TIMEOUT_S), port)
+    joining = found.join()
+    own.open_group("127.0.0.1", port, 1, 2, TIMEOUT_S)
+    joining.join(TIMEOUT_S)
+    yield found
+    own.close_group()
+    found.group.close()
+
+
+def tensors(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(2, 3, generator=generator) for name in ("up", "down")}
+
+
+def holds(model: Model, sent: dict[str, Any]) -> bool:
+    return torch.equal(model.both.data, torch.cat([sent["up"], sent["down"]]))
+
+
+def received(own: WeightWorker, trainer: Trainer, sent: dict[str, Any]) -> None:
+    sending = trainer.send(sent)
+    own.receive(list(sent), ["float32"] * 2, [[2, 3]] * 2, TIMEOUT_S)
+    sending.join(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_it_receives_loads_and_digests(own: WeightWorker, model: Model, trainer: Trainer, inference: bool) -> None:
+    with torch.inference_mode(inference):  # SGLang's event loop runs in it
+        for seed in (1, 2):
+            sent = tensors(seed)
+            own.open_receipt()
+            received(own, trainer, sent)
+            assert own.close_receipt() == {name: digest_on_host(tensor) for name, tensor in sent.items()}
+            assert holds(model, sent)
+
+
+def test_without_a_receipt_it_loads_without_digests(own: WeightWorker, model: Model, trainer: Trainer) -> None:
+    received(own, trainer, tensors(3))
+    assert holds(model, tensors(3))
+    assert own.close_receipt() == {}
+
+
+def test_a_tensor_that_cannot_be_loaded_breaks_the_group(own: WeightWorker, trainer: Trainer) -> None:
+    sending = trainer.send({"sideways": torch.zeros(2, 3)})
+    with pytest.raises(KeyError):
+        own.receive(["sideways"], ["float32"], [[2, 3]], TIMEOUT_S)
+    sending.join(TIMEOUT_S)
+    with pytest.raises(WeightUpdateFailed, match="no weight group"):
+        own.receive(["up"], ["float32"], [[2, 3]], TIMEOUT_S)
+
+
+def test_it_loads_a_folder(own: WeightWorker, model: Model, tmp_path: Path) -> None:
+    safetensors_torch.save_file(tensors(4), tmp_path / "model.safetensors")
+    assert own.prepare_snapshot(str(tmp_path), 4)
+    with torch.inference_mode():
+        assert own.load_snapshot(str(tmp_path), 4)
+    assert holds(model, tensors(4))
+
+
+def test_a_name_of_a_hub_is_left_to_sglang_and_a_missing_version_is_an_error(own: WeightWorker) -> None:
+    assert not own.load_snapshot("org/model", 0)
+    with pytest.raises(FileNotFoundError, match=r"weights\.peer_url"):
+        own.load_snapshot("/nowhere/v3", 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"pp_size": 2}, "pipeline or data parallelism"),
+        ({"dp_size": 2}, "pipeline or data parallelism"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"weight_cache_mode": "client"}, "weight_cache_mode"),
+    ],
+)
+def test_what_it_cannot_update_is_refused_with_the_reason(
+    model: Model, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    manager = manager_of(model)
+    vars(manager.tp_worker.model_runner.server_args).update(settings)
+    own = WeightWorker(manager)
+    assert reason in own.plan_updates([])
+    with pytest.raises(WeightUpdateFailed, match=reason):
+        own.open_group("127.0.0.1", 1, 1, 2, TIMEOUT_S)
+    assert not own.load_snapshot(str(tmp_path), 1), "SGLang's own route loads it"
+
+
+def test_a_model_with_a_draft_or_derived_tensors_is_refused(model: Model) -> None:
+    manager = manager_of(model)
+    manager.draft_worker = object()
+    assert "draft model" in WeightWorker(manager).obstacle
+    deriving: Any = Model()
+    deriving.post_load_weights = lambda: None
+    assert "derives tensors" in WeightWorker(manager_of(deriving)).obstacle
+    quantized = manager_of(model)
+    quantized.tp_worker.model_runner.model_config.quantization = "fp8"
+    assert "quantization fp8" in WeightWorker(quantized).obstacle
+
+
+def test_answers_and_errors_are_those_of_all_workers(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reply(**fields: Any) -> Any:
+        return SimpleNamespace(**fields)
+
+    structs: Any = ModuleType("sglang.srt.managers.io_struct")
+    structs.CheckWeightsReqOutput = reply
+    monkeypatch.setitem(sys.modules, structs.__name__, structs)
+    monkeypatch.setattr(worker, "_workers", [])
+    others: list[dict[str, Any]] = [{"answer": "sideways"}]
+    monkeypatch.setattr(worker, "_gathered", lambda own, group: [own, *others])
+    manager = manager_of(model)
+    manager.tp_cpu_group = None
+    told = worker.answer(manager, "plan_updates", {})
+    assert (told.success, json.loads(told.message)) == (True, ["", "sideways"])
+    others[:] = [{"error": "RuntimeError: no memory"}]
+    told = worker.answer(manager, "load_snapshot", {"path": "/nowhere", "version": 1})
+    assert not told.success
+    assert "worker 0: FileNotFoundError" in told.message
+    assert "worker 1: RuntimeError: no memory" in told.message

@@ -64,6 +64,8 @@ _GROUP = "rollout_gateway"
 _POLL_S = 0.05
 _PACKING = {"chunk_bytes": "packed_buffer_size_bytes", "buffers": "packed_num_buffers"}
 """Our plugin's and vLLM's names."""
+_SHARE = 0.9
+"""Share of a call's time after which a worker gives up a collective, so that its answer is heard."""
 _NO_TOKEN = 2**31 - 1
 _BEGIN = "/begin_weight_update"
 _UPDATE_ROUTE = "/update_weights_from_distributed"
@@ -194,7 +196,7 @@ class SglangEngine(HttpEngine):
             "port": init_info["master_port"],
             "rank_offset": init_info["rank_offset"],
             "world_size": init_info["world_size"],
-            "timeout_s": timeout_s,
+            "timeout_s": _SHARE * timeout_s,
             **{ours: init_info[theirs] for ours, theirs in _PACKING.items() if theirs in init_info},
         }
         await self._on_workers("open_group", group, timeout_s)
@@ -213,7 +215,7 @@ class SglangEngine(HttpEngine):
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
         if self._is_packed:
             announced = {key: update_info[key] for key in ("names", "dtype_names", "shapes")}
-            await self._on_workers("receive", announced | {"timeout_s": timeout_s}, timeout_s)
+            await self._on_workers("receive", announced | {"timeout_s": _SHARE * timeout_s}, timeout_s)
             return
         # No flush: prefixes are salted by weight version, and SGLang refuses to flush under requests it has paused.
         body = {

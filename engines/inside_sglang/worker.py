@@ -47,8 +47,14 @@ class WeightWorker:
         self._prefetch: Prefetch | None = None
 
     def plan_updates(self, tensors: Sequence[dict[str, Any]] = ()) -> str:
-        """Plan loads of these tensors. Return why updates are left to SGLang's own routes; "" where they are ours."""
+        """Prepare for updates of these tensors: the first is then as fast as the next.
+
+        Return why updates are left to SGLang's own routes; "" where they are ours.
+        """
         if not self.obstacle:
+            prepare(self._device)
+            if self._device.type == "cuda":
+                pin_buffers(self._device)
             self._in_place.begin()
             self._in_place.plan(form_of(TensorMeta(**{**one, "shape": tuple(one["shape"])})) for one in tensors)
         return self.obstacle
@@ -86,9 +92,6 @@ class WeightWorker:
     ) -> None:
         """Digest received tensors from now on. With `draft`, the first worker also copies them into that folder."""
         self._check_takes_updates()
-        prepare(self._device)
-        if self._device.type == "cuda":
-            pin_buffers(self._device)
         is_first = self._runner.weight_updater.tp_rank == 0
         self._in_place.begin()
         self._receipts.open(self._in_place.load, draft if is_first else "", model, base, names, wait_s)

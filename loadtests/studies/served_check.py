@@ -36,6 +36,8 @@ _KEPT = (
 )  # fmt: skip
 _PROMPTS, _PROMPT_TOKENS, _MADE_TOKENS = 32, 24, 8
 _TIMEOUT_S = 120.0
+_NEAR = 0.02
+"""Nats between two computations in bfloat16, on average."""
 KINDS = ("dense", "tied head", "experts")
 
 
@@ -90,7 +92,9 @@ class Subject:
         told = [_told(choice, ids) for choice, ids in zip(answers, whole, strict=True)]
         right, wrong = (_differences(self._models.version(one), whole, told) for one in (version, before))
         means = [sum(found) / len(found) for found in (right, wrong)]
-        return Checked(version=version, way=way, distance=means[0], farthest=max(right), distance_before=means[1])
+        return Checked(
+            version=version, way=way, distance=means[0], farthest=max(right), distance_before=means[1], near=_NEAR
+        )
 
     def _complete(self) -> list[Any]:
         body = {"prompt": _prompts(), "max_tokens": _MADE_TOKENS, "temperature": 0, "ignore_eos": True}

@@ -466,10 +466,10 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
     await engine.finish_weight_update(4, TIMEOUT_S)
     await engine.keep_receipt(TIMEOUT_S)
     await engine.close_weight_group(TIMEOUT_S)
-    update = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]], "timeout_s": TIMEOUT_S}
+    update = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]], "timeout_s": 0.9 * TIMEOUT_S}
     group = {"address": "h", "port": 1, "rank_offset": 1, "world_size": 2, "chunk_bytes": 9, "buffers": 4}
     assert server.called() == [
-        ("open_group", group | {"timeout_s": TIMEOUT_S}),
+        ("open_group", group | {"timeout_s": 0.9 * TIMEOUT_S}),
         ("open_receipt", {"draft": "/d", "model": "m", "base": "/m", "names": ["w"], "wait_s": 1.0}),
         ("receive", update),
         ("close_receipt", {}),

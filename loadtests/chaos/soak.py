@@ -1,9 +1,10 @@
-"""A soak of a fleet of simulated engines: rollouts, weight updates and deaths for an hour. Does anything drift or leak?
+"""A soak of a fleet: rollouts, weight updates and deaths for an hour. Does anything drift or leak?
 
-    python -m loadtests.chaos.soak [--minutes 60] [--replicas 4] [--clients 4] [--update-every 10] [--kill-every 30]
-                                   [--json out.json]
+    python -m loadtests.chaos.soak [--minutes 60] [--replicas 4] [--vllm 2] [--clients 4] [--update-every 10]
+                                   [--kill-every 30] [--json out.json]
 
-Every token is checked (`witness.py`). The gateway's process is measured twice a second and compared between the second
+Engines are simulated; `--vllm 2` soaks a second fleet beside it, of real vLLM replicas on CPU. Every token is checked
+(`witness.py`, `real_engines.py`). Each gateway's process is measured twice a second and compared between the second
 quarter of the run and the last: memory, descriptors, threads, and the bytes of its weight store in /dev/shm. The exit
 status is 1 if a rollout was lost, duplicated, stale, wrong or failed, or if something grew.
 """
@@ -15,9 +16,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -25,10 +27,15 @@ import orjson
 import psutil
 
 from engines.config import SimConfig
+from engines.errors import RolloutGatewayError
+from gateway.config.schema import Config
 from gateway.weights.snapshots import in_memory
 from loadtests.chaos.faults import CallFailed, Trainer
 from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, started, stopped
+from loadtests.chaos.real_engines import GreedyWitness, real_config, store_trainer
 from loadtests.chaos.witness import Tally, Witness
+
+Push = Callable[[], Awaitable[None]]
 
 _SIM = SimConfig(load_s=0.1, decode_step_s=0.01)
 _BOUND_S = 120.0
@@ -58,6 +65,10 @@ class Soak:
     updates_failed: int = 0
     kills: int = 0
 
+    @property
+    def is_clean(self) -> bool:
+        return self.tally.is_clean and not self.tally.failed and not self.grown()
+
     def quarters(self, name: str) -> tuple[float, float]:
         """Return the median of a figure in the second quarter of the run and in the last."""
         end = self.looks[-1].at_s
@@ -75,36 +86,68 @@ class Soak:
         return lines
 
 
-async def soak(
-    seconds: float, *, replicas: int, clients: int, update_every_s: float, kill_every_s: float, folder: Path
-) -> Soak:
-    """Run a soak in processes of its own."""
+@dataclass(frozen=True, slots=True)
+class Soaked:
+    """A fleet under soak. `trainer` gives the call that pushes its next version."""
+
+    name: str
+    config: Config
+    fleet: ProcessFleet
+    witness: Witness
+    trainer: Callable[[], AbstractAsyncContextManager[Push]]
+    result: Soak
+
+
+def simulated(replicas: int, clients: int, folder: Path) -> Soaked:
+    """Return a fleet of simulated engines."""
     config = fleet_config("soak", replicas, _SIM, folder)
     fleet = ProcessFleet(config, folder)
-    await started([fleet])
     witness = Witness(fleet.url, _SIM, num_clients=clients, bound_s=_BOUND_S)
-    result = Soak([], Tally())
+    return Soaked("simulated", config, fleet, witness, lambda: _sim_trainer(fleet.url, witness), Soak([], Tally()))
+
+
+def real(replicas: int, clients: int, folder: Path) -> Soaked:
+    """Return a fleet of vLLM engines on CPU."""
+    config = real_config(replicas, folder)
+    fleet = ProcessFleet(config, folder)
+    witness = GreedyWitness(fleet.url, num_clients=clients, bound_s=_BOUND_S)
+    trainer = partial(store_trainer, fleet.url, witness, config.engine.model)
+    return Soaked("vllm", config, fleet, witness, trainer, Soak([], Tally()))
+
+
+async def soak(seconds: float, soaked: Sequence[Soaked], *, update_every_s: float, kill_every_s: float) -> None:
+    """Run fleets in processes of their own, and fill their results."""
+    fleets = [one.fleet for one in soaked]
+    await started(fleets)
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
-            await _ready(session, fleet.url)
-            witness.start()
-            trainer = Trainer(fleet.url, witness, session)
-            work = [_updates(trainer, result, update_every_s), _kills(fleet, result, kill_every_s)]
-            tasks = [asyncio.create_task(one) for one in (*work, _looks(fleet, in_memory(config.name), result))]
+        async with AsyncExitStack() as stack:
+            work = []
+            for one in soaked:
+                await _ready(one.fleet.url)
+                push = await stack.enter_async_context(one.trainer())
+                one.witness.start()
+                work += [_updates(push, one, update_every_s), _kills(one, kill_every_s), _looks(one)]
+            tasks = [asyncio.create_task(one) for one in work]
             ended, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             for task in ended:
                 task.result()  # raises: none of them ends by itself
-            result.tally = await witness.stop()
+            for one in soaked:
+                one.result.tally = await one.witness.stop()
     finally:
-        await stopped([fleet])
-    return result
+        await stopped(fleets)
 
 
-async def _ready(session: aiohttp.ClientSession, url: str) -> None:
-    async with asyncio.timeout(_BOUND_S):
+@asynccontextmanager
+async def _sim_trainer(url: str, witness: Witness) -> AsyncIterator[Push]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
+        yield Trainer(url, witness, session).push
+
+
+async def _ready(url: str) -> None:
+    async with asyncio.timeout(_BOUND_S), aiohttp.ClientSession() as session:
         while True:
             with suppress(aiohttp.ClientError):
                 async with session.get(url + "/health") as response:
@@ -113,19 +156,20 @@ async def _ready(session: aiohttp.ClientSession, url: str) -> None:
             await asyncio.sleep(_LOOK_S)
 
 
-async def _updates(trainer: Trainer, result: Soak, every_s: float) -> None:
+async def _updates(push: Push, soaked: Soaked, every_s: float) -> None:
     """Push versions. An update that a death falls into may be refused; the next one has to bring all replicas on."""
     while True:
         await asyncio.sleep(every_s)
         try:
-            await trainer.push()
-            result.updates += 1
-        except CallFailed as error:
-            result.updates_failed += 1
-            print(f"update refused: {error}", flush=True)
+            await push()
+            soaked.result.updates += 1
+        except (CallFailed, RolloutGatewayError) as error:
+            soaked.result.updates_failed += 1
+            print(f"{soaked.name}: update refused: {error}", flush=True)
 
 
-async def _kills(fleet: ProcessFleet, result: Soak, every_s: float) -> None:
+async def _kills(soaked: Soaked, every_s: float) -> None:
+    fleet, result = soaked.fleet, soaked.result
     while True:
         await asyncio.sleep(every_s)
         await fleet.complete()
@@ -133,14 +177,14 @@ async def _kills(fleet: ProcessFleet, result: Soak, every_s: float) -> None:
         result.kills += 1
 
 
-async def _looks(fleet: ProcessFleet, store: Path, result: Soak) -> None:
-    process, began = psutil.Process(fleet.gateway_pid), time.monotonic()
+async def _looks(soaked: Soaked) -> None:
+    process, began, store = psutil.Process(soaked.fleet.gateway_pid), time.monotonic(), in_memory(soaked.config.name)
     while True:
         await asyncio.sleep(_LOOK_S)
         with process.oneshot():
             rss, threads, descriptors = process.memory_info().rss, process.num_threads(), process.num_fds()
         size = await asyncio.to_thread(_bytes_in, store)
-        result.looks.append(Look(time.monotonic() - began, rss / 1e6, descriptors, threads, size / 1e6))
+        soaked.result.looks.append(Look(time.monotonic() - began, rss / 1e6, descriptors, threads, size / 1e6))
 
 
 def _bytes_in(folder: Path) -> int:
@@ -151,11 +195,11 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _print(result: Soak) -> None:
+def _print(name: str, result: Soak) -> None:
     tally = result.tally
     print(
-        f"{result.looks[-1].at_s:.0f} s: {tally.delivered} delivered, {tally.failed} failed, {result.updates} updates, "
-        f"{result.updates_failed} refused, {result.kills} engines killed"
+        f"{name}, {result.looks[-1].at_s:.0f} s: {tally.delivered} delivered, {tally.failed} failed, "
+        f"{result.updates} updates, {result.updates_failed} refused, {result.kills} engines killed"
     )
     for name in _MOST_GROWTH:
         before, after = result.quarters(name)
@@ -174,23 +218,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--update-every", type=float, default=10.0, metavar="SECONDS")
     parser.add_argument("--kill-every", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument("--vllm", type=int, default=0, metavar="N", help="N vLLM replicas on CPU beside them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        result = asyncio.run(
-            soak(
-                60 * args.minutes,
-                replicas=args.replicas,
-                clients=args.clients,
-                update_every_s=args.update_every,
-                kill_every_s=args.kill_every,
-                folder=Path(folder),
-            )
-        )
-    _print(result)
+    with ExitStack() as stack:
+        folders = (Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-"))) for _ in range(2))
+        soaked = [simulated(args.replicas, args.clients, next(folders))]
+        soaked += [real(args.vllm, args.clients, next(folders))] if args.vllm else []
+        work = soak(60 * args.minutes, soaked, update_every_s=args.update_every, kill_every_s=args.kill_every)
+        asyncio.run(work)
+    for one in soaked:
+        _print(one.name, one.result)
     if args.json:
-        args.json.write_bytes(orjson.dumps(dataclasses.asdict(result), option=orjson.OPT_INDENT_2))
-    return 0 if result.tally.is_clean and not result.tally.failed and not result.grown() else 1
+        figures = {one.name: dataclasses.asdict(one.result) for one in soaked}
+        args.json.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2))
+    return 0 if all(one.result.is_clean for one in soaked) else 1
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import aiohttp
 from engines.config import SimConfig
 from engines.sim.model import SimModel
 from gateway.dialects.resumption.features import MARK
-from loadtests.chaos.contents import Asked, Delivered, flaw
+from loadtests.chaos.contents import Asked, Delivered, Flaw, flaw
 
 Json = dict[str, Any]
 
@@ -105,7 +105,7 @@ class Witness:
 
     async def _ask(self, session: aiohttp.ClientSession, seed: int) -> None:
         """Send one batch; retry while the connection fails, since a dead gateway has reported nothing."""
-        body, floor, deadline = _body(seed), self.version, time.monotonic() + self._bound_s
+        body, floor, deadline = self._body(seed), self.version, time.monotonic() + self._bound_s
         tally = self._tally
         tally.submitted += _PROMPTS * _SAMPLES
         while True:
@@ -134,33 +134,39 @@ class Witness:
             return
 
     def _check(self, seed: int, floor: int, choices: list[Json]) -> None:
-        prompts = _prompts(seed)
         places = [choice["index"] for choice in choices]
         self._tally.duplicated += len(places) - len(set(places))
         self._tally.delivered += len(set(places) & set(range(_PROMPTS * _SAMPLES)))
         for choice in choices:
-            prompt, sample = prompts[choice["index"] // _SAMPLES], choice["index"] % _SAMPLES
-            spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
-            asked = Asked(prompt, _TOKENS, floor, is_greedy=False, seed=seed, sample=sample)
-            scores, is_redrawn = choice["logprobs"]["token_logprobs"], "seed" in choice.get(MARK, ())
-            got = Delivered(choice["token_ids"], spans, scores, is_redrawn=is_redrawn)
-            if (found := flaw(self._model, asked, got)) is not None:
+            if (found := self._flaw(seed, floor, choice)) is not None:
                 self._tally.stale += found.is_stale
                 self._tally.wrong += not found.is_stale
                 self._tally.note(f"batch {seed}, choice {choice['index']}: {found.reason}")
 
+    def _body(self, seed: int) -> Json:
+        """Return the request of a batch: 8 samples."""
+        return {
+            "prompt": _prompts(seed),
+            "n": _SAMPLES,
+            "seed": seed,
+            "max_tokens": _TOKENS,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": 0,
+        }
+
+    def _flaw(self, seed: int, floor: int, choice: Json) -> Flaw | None:
+        prompt, sample = _prompts(seed)[choice["index"] // _SAMPLES], choice["index"] % _SAMPLES
+        asked = Asked(prompt, _TOKENS, floor, is_greedy=False, seed=seed, sample=sample)
+        scores, is_redrawn = choice["logprobs"]["token_logprobs"], "seed" in choice.get(MARK, ())
+        got = Delivered(choice["token_ids"], spans_of(choice), scores, is_redrawn=is_redrawn)
+        return flaw(self._model, asked, got)
+
+
+def spans_of(choice: Json) -> list[tuple[int, int | None, int | None]]:
+    """Return version, start and end of each span of a choice."""
+    return [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
+
 
 def _prompts(seed: int) -> list[list[int]]:
     return [[3 + seed % 900, 3 + seed // 900 % 900, 3 + place] for place in range(_PROMPTS)]
-
-
-def _body(seed: int) -> Json:
-    return {
-        "prompt": _prompts(seed),
-        "n": _SAMPLES,
-        "seed": seed,
-        "max_tokens": _TOKENS,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "logprobs": 0,
-    }

@@ -1,7 +1,7 @@
 """An engine as rules see it, from a gateway's group, verl's rollout section or TRL's colocated vLLM."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engines.types import EngineKind
@@ -13,6 +13,7 @@ from gateway.tuning.doctor.known_keys import ROLLOUT
 from gateway.tuning.doctor.model_size import weight_gib
 from gateway.tuning.doctor.trainer_memory import gpus_of, is_offloaded, resident_gib
 from gateway.tuning.doctor.values import Values, as_number
+from gateway.tuning.doctor.workload import verl_workload
 
 # Our levers in verl's rollout section, and True where verl 0.9.1 passes them to SGLang as to vLLM
 # (workers/rollout/sglang_rollout/async_sglang_server.py).
@@ -137,6 +138,8 @@ def verl_engine(file: VerlFile) -> EngineView | None:
         # A lever that this release does not have is the engine's own choice.
         if file.keys.has(ROLLOUT + key) or values.has_any(ROLLOUT + key)
     }
+    if settings["max_model_len"].value is None and _sums_lengths(file.keys.release):
+        settings["max_model_len"] = replace(values.at(ROLLOUT + "max_model_len"), value=verl_workload(file).tokens)
     for key, lever in (("mem_fraction_static", "gpu_memory_utilization"), ("context_length", "max_model_len")):
         passed = values.at(f"{ROLLOUT}engine_kwargs.{name}.{key}")
         settings |= {lever: passed} if passed.value is not None else {}
@@ -153,6 +156,12 @@ def verl_engine(file: VerlFile) -> EngineView | None:
         on_cpu=values.text("trainer.device") not in ("", "cuda"),
         owner="verl",
     )
+
+
+def _sums_lengths(release: str) -> bool:
+    """True for releases that give an engine prompt and response as its max_model_len; later ones leave it the model's
+    context."""
+    return tuple(int(part) for part in release.split(".")[:2]) < (0, 7)
 
 
 def _is_colocated(file: VerlFile) -> bool:

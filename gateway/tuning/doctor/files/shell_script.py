@@ -44,6 +44,9 @@ trap 'set +eu -x' DEBUG
 """
 _OWN_COMMANDS = (["set", "+eu", "-x"], ["set", "-T"], ["trap", "set +eu -x", "DEBUG"])
 
+# Complaints of bash that concern no word.
+_HARMLESS = re.compile(r"restricted|not found|readonly|No such file|Permission denied|builtin|ulimit")
+
 _QUOTED = re.compile(
     r"""\$'((?:\\.|[^'\\])*)' | '([^']*)' | "((?:\\.|[^"\\])*)" | \\(.) | ([^\s'"\\$]+|\$) | (\s+)""",
     re.DOTALL | re.VERBOSE,
@@ -163,7 +166,7 @@ def _problems(errors: str) -> Iterator[str]:
     """Yield lines of stderr about words that were not expanded. Refused programs and files are no problem."""
     for line in errors.splitlines():
         found = re.search(r"line (\d+): (.*)", line)
-        if found and not re.search(r"restricted|not found|readonly|No such file|Permission denied|builtin", found[2]):
+        if found and not _HARMLESS.search(found[2]):
             yield f"line {found[1]}: {found[2]}"
 
 

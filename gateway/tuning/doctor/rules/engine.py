@@ -523,7 +523,7 @@ def _unreached(engine: EngineView, subject: Subject) -> Iterator[Found]:
             if lever == "max_model_len":
                 continue  # verl itself bounds max_tokens by it
             instead = f"engine_kwargs.sglang.{_SGLANG_NAMES[lever]}" if lever in _SGLANG_NAMES else "leave it out"
-            yield consider(setting, f"{VERL_CODE} does not pass it to SGLang: it changes nothing", instead)
+            yield consider(setting, "verl does not pass it to SGLang: it changes nothing", instead)
 
 
 _SGLANG_NAMES = {

@@ -442,6 +442,9 @@ def _entropy(values: Values, subject: Subject) -> Iterator[Found]:
     effect = "logits in pieces of 2,048 tokens: at most "
     effect += f"{2048 * (entries or USUAL_VOCABULARY) * _ENTROPY_BYTES / 2**30:.1f} GiB"
     chunking = values.at(ACTOR + "entropy_from_logits_with_chunking")
+    if values.is_true(MODEL + "use_fused_kernels"):
+        yield fine(values.at(MODEL + "use_fused_kernels"), "fused kernels compute entropy without the whole logits")
+        return
     if chunking.value is True:
         yield fine(chunking, "entropy is computed in pieces")
     else:
@@ -495,6 +498,8 @@ def _forward_prefetch(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at(ACTOR + "fsdp_config.forward_prefetch")
     if gpus_of(values) == 1:
         yield fine(setting, "one GPU has nothing to gather")
+    elif values.text(ACTOR + "strategy") == "fsdp2":
+        yield fine(setting, "FSDP2 gathers the next layer by itself; verl passes the key to FSDP1 alone")
     elif setting.value is True:
         yield fine(setting, "the next layer is gathered while one is computed")
     else:

@@ -104,6 +104,8 @@ def severities(findings: list[Finding], rule: str, key: str = "") -> list[Severi
         ("api-servers", {"enable_lora": True}, FINE),
         ("api-servers", {"model": "Qwen/Qwen2-0.5B", "api_server_count": 4}, FINE),
         ("data-parallel", {"data_parallel_size": 2}, CONSIDER),
+        ("data-parallel", {"data_parallel_size": 2, "extra": {"enable_expert_parallel": True}}, FINE),
+        ("tensor-parallel", {"tensor_parallel_size": 2, "api_server_count": 4}, FINE),
         ("dtype", {"dtype": "float32"}, HURTS),
         ("dtype", {"dtype": "float16"}, CONSIDER),
         ("external-engine", {"kind": "external", "url": "http://h:1"}, CONSIDER),
@@ -220,10 +222,12 @@ def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) ->
         ("verl-entropy-memory", "chunking", {A + "ppo_max_token_len_per_gpu": 98304}, CONSIDER),
         ("verl-entropy-memory", "chunking", {A + "entropy_from_logits_with_chunking": True}, FINE),
         ("verl-entropy-memory", "entropy_checkpointing", {A + "entropy_coeff": 0.001}, CONSIDER),
+        ("verl-entropy-memory", "use_fused_kernels", {M + "use_fused_kernels": True}, FINE),
         ("verl-fsdp2", "", {}, CONSIDER),
         ("verl-fsdp2", "", {A + "strategy": "fsdp2"}, FINE),
         ("verl-forward-prefetch", "", {}, CONSIDER),
         ("verl-forward-prefetch", "", {A + "fsdp_config.forward_prefetch": True}, FINE),
+        ("verl-forward-prefetch", "", {A + "strategy": "fsdp2"}, FINE),
         ("verl-liger", "", {}, CONSIDER),
         ("verl-liger", "", {M + "use_liger": True}, FINE),
         (
@@ -413,6 +417,14 @@ def test_a_lever_that_a_release_does_not_have_is_not_judged(tmp_path: Path) -> N
     path.write_text(f"python -m verl.trainer.main_ppo {R}name=vllm\n", encoding="utf-8")
     assert severities(examine(subject_of(verl=path)), "logprobs-mode") == [FINE]
     assert not severities(examine(subject_of(verl=path, verl_version="0.6.1")), "logprobs-mode")
+
+
+def test_an_older_release_sums_the_lengths_for_its_engine(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"python -m verl.trainer.main_ppo {R}name=vllm\n", encoding="utf-8")
+    assert severities(examine(subject_of(verl=path)), "max-model-len") == [CONSIDER]
+    assert severities(examine(subject_of(verl=path, verl_version="0.7.0")), "max-model-len") == [CONSIDER]
+    assert severities(examine(subject_of(verl=path, verl_version="0.6.1")), "max-model-len") == [FINE]
 
 
 def test_an_npu_is_not_judged_by_cuda_graphs(tmp_path: Path) -> None:

@@ -118,3 +118,7 @@ def test_a_script_sees_the_folder_that_it_was_read_from(tmp_path: Path) -> None:
 
 def test_words_of_a_trace_have_the_quotes_of_bash() -> None:
     assert split_words("a 'b c'\\''d' $'\\t\\'' \"e \\$f\" ''") == ["a", "b c'd", "\t'", "e $f", ""]
+
+
+def test_a_limit_that_cannot_be_raised_is_no_problem(tmp_path: Path) -> None:
+    assert read_script(script(tmp_path, "ulimit -n 99999999999\nrun a=1\n")).problems == ()

@@ -564,10 +564,14 @@ class Fleet:
         return None
 
     def _patience_s(self, replica: Replica) -> float:
-        """Longest wait for a probe: for a SUSPECT replica no longer than until its rollouts are to move."""
-        left_s = self._moves_after_s(replica) - replica.quiet_s + _MARGIN_S
-        is_awaited = replica.state is ReplicaState.SUSPECT and replica.load_samples and left_s > 0
-        return min(self._config.probe_timeout_s, left_s) if is_awaited else self._config.probe_timeout_s
+        """Longest wait for a probe: after a missed one no longer than until the replica's rollouts are to move."""
+        longest_s, silent_s = self._config.probe_timeout_s, time.monotonic() - replica.answered_at
+        left_s = self._moves_after_s(replica) - silent_s + _MARGIN_S
+        if not replica.load_samples:
+            return longest_s
+        if replica.state is ReplicaState.SUSPECT:
+            return min(longest_s, left_s) if left_s > 0 else longest_s
+        return min(longest_s, max(left_s, _MARGIN_S)) if silent_s > longest_s else longest_s
 
     def _is_evidence(self, replica: Replica, failure: EngineError | DeadlineExceeded) -> bool:
         """True where a failed look speaks against a replica: a late answer does so after a silence without tokens."""

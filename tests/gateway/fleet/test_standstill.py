@@ -44,6 +44,9 @@ async def test_a_silent_engine_is_probed_no_longer_than_until_its_rollouts_are_t
     rig.fleet.suspect(replica, "no answer to a probe")
     assert rig.fleet._patience_s(replica) < 11.0
     rig.fleet.settle(replica, "answers again")
+    assert rig.fleet._patience_s(replica) == 30.0
+    replica.answered_at -= 31.0  # a probe was missed that had been sent before the last token came
+    assert rig.fleet._patience_s(replica) < 1.0
     rig.hurry()
     await task
 

@@ -119,7 +119,7 @@ def _first_child(pid: int) -> int:
 def _end_marked(mark: str) -> None:
     """Kill processes left by a killed guard: their GPU memory is needed by the successor."""
     sought = f"{MARK}={mark}".encode()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if sought in environ.read_bytes().split(b"\0"):
-                os.kill(int(environ.parent.name), signal.SIGKILL)
+            if sought in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)

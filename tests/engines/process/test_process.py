@@ -136,3 +136,18 @@ async def test_an_engine_inherits_its_owner_s_environment_without_keys(
     found = {line.partition("=")[0] for line in process.last_words(lines=1000).splitlines() if "=hunter2" in line}
     assert found == {"HF_TOKEN"}  # the engine downloads models with it
     assert "ROLLOUT_GATEWAY_FORK_CORE=1" in process.last_words(lines=1000)
+
+
+async def test_a_stop_passes_over_processes_of_others_that_end_meanwhile(
+    start_script: StartScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = start_script("exec sleep 300")
+
+    def gone(path: Path) -> bytes:
+        raise ProcessLookupError(f"No such process: {path}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", gone)  # pathlib asks this of each file that a pattern may mean
+        patch.setattr(Path, "read_bytes", gone)
+        await process.stop()
+    assert process.exit_code is not None

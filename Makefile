@@ -78,9 +78,12 @@ SCENARIO ?= trainer
 trainer_load := -u 1 --prompts 16 --samples 4
 agents_load := -u 16 -r 16
 open_loop_load := -u 2 --rate 2
-spike_load := -u 2 --rate 1
+spike_load := -u 2 --probe 8
 replay_load = -t 10m --trace $(TRACE)
 soak_load := -u 6 --prompts 8 --samples 4
+ifeq ($(SCENARIO)$(TRACE),replay)
+  $(error SCENARIO=replay needs TRACE=FILE, a file that gateway.trace.file recorded)
+endif
 LOAD_OUT := out/loadtest/$(SCENARIO)
 LOCUST := $(BIN)/locust -f loadtests/scenarios/$(SCENARIO).py --headless -t 30s --stop-timeout 600 --only-summary --master-bind-host 127.0.0.1 \
   --prompt-tokens 64 --max-tokens 64 $($(SCENARIO)_load) --csv $(LOAD_OUT) --html $(LOAD_OUT).html \

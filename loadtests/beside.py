@@ -1,4 +1,4 @@
-"""Background work of a run, in its master: periodic weight updates, and measurements of a process."""
+"""Background work of a run, in its master: the server's own figures, periodic weight updates, a watched process."""
 
 import os
 import subprocess
@@ -16,6 +16,7 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 
 from loadtests.run import Run, checked
+from loadtests.server_watch import ServerWatch
 
 _READY_S = 60.0
 _STOP_S = 60.0
@@ -132,7 +133,7 @@ def prepare(environment: Environment, runner: Any, **_: Any) -> None:
     if isinstance(runner, WorkerRunner):
         return
     run = Run.of(environment)
-    besides: list[Updates | Watch] = []
+    besides: list[Updates | Watch | ServerWatch] = [ServerWatch(run)]
     if run.settings.update_every:
         try:
             besides.append(Updates(run))

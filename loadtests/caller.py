@@ -21,6 +21,7 @@ PATH = "/v1/completions"
 # High enough to be no limit for batches sent prompt by prompt and for open-loop arrivals.
 _CONNECTIONS = 100_000
 _FAILURE_SHOWN = 300
+_AFTER_NO_ANSWER_S = 1.0
 
 
 class Caller(FastHttpUser):
@@ -80,6 +81,8 @@ class Caller(FastHttpUser):
                 response.failure(error)
         if error is not None:
             self.load_run.record("failed_s", seconds, at=arrived_at)
+            if isinstance(error, FAILURE_EXCEPTIONS):
+                gevent.sleep(_AFTER_NO_ANSWER_S)  # a server that is gone gets no storm of requests
             return None
         self._record(timeline, began, arrived_at)
         return timeline

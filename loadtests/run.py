@@ -1,20 +1,25 @@
 """One run of a scenario: options, and records of all its processes."""
 
+import math
+import socket
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import gevent
 from locust import events
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
+from locust.runners import WorkerRunner
 
 from loadtests.report.series import Measures, Phase
 from loadtests.workloads import LengthMix
 
 _ROW = "MEASURE"
 _SECONDS = "_s"
+_CONNECT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -36,9 +41,9 @@ class Run:
         assert settings is not None
         return settings
 
-    def record(self, name: str, value: float, at: float | None = None) -> None:
+    def record(self, name: str, value: float, at: float | None = None, *, is_beside: bool = False) -> None:
         """Record a value at its time. Seconds also get a row in Locust's tables, outside of its total of requests."""
-        self.measures.record(name, value, at)
+        self.measures.record(name, value, at, is_beside=is_beside)
         if name.endswith(_SECONDS):
             self.environment.stats.get(name.removesuffix(_SECONDS), _ROW).log(round(1000 * value), 0)
 
@@ -89,8 +94,35 @@ def add_options(parser: LocustArgumentParser) -> None:
     add("--api-key", default="", env_var="ROLLOUT_GATEWAY_KEY", is_secret=True, help="bearer key")
 
 
+def positive(text: str) -> float:
+    """Parse a number above 0."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ArgumentTypeError(f"{text}: a number above 0 is needed")
+    return number
+
+
+def unreachable(url: str) -> str:
+    """Return the reason that nothing answers at `url`; "" if a connection can be made."""
+    where = urlsplit(url)
+    if where.scheme not in ("http", "https") or not where.hostname:
+        return "expected http://host:port"
+    try:
+        port = where.port or (443 if where.scheme == "https" else 80)
+        socket.create_connection((where.hostname, port), timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 @events.init.add_listener
-def begin(environment: Environment, **_: Any) -> None:
+def begin(environment: Environment, runner: Any = None, **_: Any) -> None:
+    if not isinstance(runner, WorkerRunner) and environment.parsed_options is not None:
+        host = environment.parsed_options.host or ""
+        if reason := unreachable(host):
+            if runner is not None:
+                runner.quit()  # or workers would wait a minute for the master
+            raise SystemExit(f"--host {host!r}: no server to load: {reason}")
     run = Run(environment)
     vars(environment)["rollout_run"] = run
     run.share()

@@ -18,8 +18,10 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
+from loadtests.report.cause import causes
+from loadtests.report.comparison import compared, read_figures
 from loadtests.report.figures import figures
-from loadtests.report.page import Report, page
+from loadtests.report.page import MEASURES, Report, page
 from loadtests.report.thresholds import Threshold, ThresholdError, Verdict, load_thresholds
 from loadtests.run import Run, checked
 
@@ -33,6 +35,10 @@ def _read(path: str) -> list[Threshold]:
     return load_thresholds(Path(path))
 
 
+def _read_earlier(path: str) -> dict[str, float]:
+    return read_figures(Path(path)) if path else {}
+
+
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
@@ -41,6 +47,13 @@ def add_options(parser: LocustArgumentParser) -> None:
         type=checked(_read),
         metavar="FILE",
         help="YAML with bounds of figures; a missed bound exits with 3",
+    )
+    add(
+        "--against",
+        type=checked(_read_earlier),
+        default="",
+        metavar="FILE",
+        help="compare with an earlier run: the JSON that its --figures wrote",
     )
     add("--report", default="", metavar="FILE", help="write one page of HTML about the run")
     add("--figures", default="", metavar="FILE", help="write all figures as JSON")
@@ -53,6 +66,10 @@ def conclude(environment: Environment, **_: Any) -> None:
     run = Run.of(environment)
     found = figures(run.measures, run.phases)
     print(summary(found))
+    beside = compared(_read_earlier(run.settings.against), found, MEASURES)
+    reasons = causes(found)
+    for text in (*reasons, *beside):
+        print(text)
     problems = _problems(run, found)
     verdicts, unjudged = _judged(run, found)
     for line in (*verdicts, *unjudged):
@@ -72,6 +89,8 @@ def conclude(environment: Environment, **_: Any) -> None:
             phases=run.phases,
             verdicts=verdicts,
             problems=[*problems, *unjudged],
+            causes=reasons,
+            compared=beside,
         )
         _write(run.settings.report, page(report).encode())
     if run.settings.csv_prefix:

@@ -1,7 +1,9 @@
-"""The figures of a run by the names used in thresholds: `tokens_per_s`, `ttft_s.p99`, `spike.ttft_s.p99`."""
+"""The figures of a run by the names used in thresholds: `tokens_per_s`, `ttft_s.p99`, `spike.ttft_s.p99`,
+`recovery_s`."""
 
 from collections.abc import Mapping, Sequence
 
+from loadtests.report.recovery import recovery_s
 from loadtests.report.series import Measures, Phase, Series
 
 _COMPARED = ("p50", "p99", "mean")
@@ -15,6 +17,8 @@ def figures(measures: Measures, phases: Sequence[Phase] = ()) -> dict[str, float
         found |= {
             f"{phase.name}.{name}": value for name, value in _of_series(series, phase.ended - phase.began).items()
         }
+    if (recovered := recovery_s(measures, phases)) is not None:
+        found["recovery_s"] = recovered
     if phases and phases[0].name == "first":
         found |= _drift(found)
     return found

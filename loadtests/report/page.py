@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from html import escape
 
 from loadtests.report.charts import Band, Line, chart, short
+from loadtests.report.comparison import Compared
 from loadtests.report.series import Measures, Phase, Series
 from loadtests.report.thresholds import Verdict
 
-_ROWS = {
+MEASURES = {
     "makespan_s": "Makespan of a batch, s",
     "tail_ratio": "Tail: makespan / mean completion",
     "batch_speed": "Tokens/s of a batch",
@@ -26,6 +27,13 @@ _ROWS = {
     "update_s": "Weight update, s",
     "failed_s": "Failed after, s",
     "failed_update_s": "Failed weight update after, s",
+    "engine_running": "Requests that run in engines",
+    "engine_waiting": "Requests that wait in engines",
+    "engine_kv": "KV cache in use, share of the fullest",
+    "engine_preempted": "Sequences preempted, each second",
+    "gateway_queue": "Rollouts that wait in the gateway",
+    "replicas_serving": "Replicas that serve",
+    "weight_version": "Weight version",
     "watched_mib": "Memory of the watched process, MiB",
     "watched_cores": "Cores of the watched process",
 }
@@ -44,6 +52,9 @@ class Report:
     phases: Sequence[Phase] = ()
     verdicts: Sequence[Verdict] = ()
     problems: Sequence[str] = ()
+    causes: Sequence[str] = ()
+    compared: Sequence[Compared] = ()
+    """Beside an earlier run."""
     taken: float = field(default_factory=time.time)
 
     @property
@@ -59,6 +70,8 @@ def page(report: Report) -> str:
         f"<h1>{escape(report.title)}</h1><p class='quiet'>{taken}, {report.figures['seconds']:.1f} s</p>",
         _verdict(report),
         _tiles(report.figures),
+        _listed("What it waited for", report.causes),
+        _comparison(report.compared),
         _over_time(report, began),
         _table(report.measures.total()),
         *(_phase(report, phase) for phase in report.phases),
@@ -91,10 +104,28 @@ def _tiles(figures: Mapping[str, float]) -> str:
     ]
     for name in _TILES:
         if f"{name}.p50" in figures:
-            label = _ROWS[name].removesuffix(", s")
+            label = MEASURES[name].removesuffix(", s")
             tiles.append((label, _seconds(figures[f"{name}.p50"]), f"p99 {_seconds(figures[f'{name}.p99'])}"))
     drawn = (f"<div><b>{value}</b><span>{escape(label)}</span><i>{note}</i></div>" for label, value, note in tiles)
     return f"<section class='tiles'>{''.join(drawn)}</section>"
+
+
+def _listed(heading: str, lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    return f"<h2>{escape(heading)}</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
+
+
+def _comparison(compared: Sequence[Compared]) -> str:
+    if not compared:
+        return ""
+    rows = "".join(
+        f"<tr><th>{escape(row.figure)}</th><td>{short(row.earlier)}</td><td>{short(row.now)}</td>"
+        f"<td>{'' if row.ratio is None else f'{row.ratio:.2f}'}</td></tr>"
+        for row in compared
+    )
+    head = "<tr><th></th><th>earlier</th><th>now</th><th>ratio</th></tr>"
+    return f"<h2>Beside the earlier run</h2><div class='wide'><table>{head}{rows}</table></div>"
 
 
 def _over_time(report: Report, began: float) -> str:
@@ -118,9 +149,13 @@ def _over_time(report: Report, began: float) -> str:
     charts = [("Tokens/s", [line("tokens/s", "tokens", None, 0)])]
     for name in ("makespan_s", "ttft_s", "tpot_s", "completion_s", "lateness_s"):
         if name in total:
-            charts.append((_ROWS[name], [line("p99", name, 0.99, 1), line("p50", name, 0.5, 0)]))
-    if "watched_mib" in total:
-        charts.append((_ROWS["watched_mib"], [line("MiB", "watched_mib", 0.5, 0)]))
+            charts.append((MEASURES[name], [line("p99", name, 0.99, 1), line("p50", name, 0.5, 0)]))
+    if "engine_running" in total:
+        waiting = [line("waiting", "engine_waiting", 0.5, 1), line("running", "engine_running", 0.5, 0)]
+        charts.append(("Requests in engines", waiting))
+    for name in ("engine_kv", "gateway_queue", "replicas_serving", "weight_version", "watched_mib"):
+        if name in total:
+            charts.append((MEASURES[name], [line(name, name, 0.5, 0)]))
     note = " Dashed lines are weight updates." if marks else ""
     drawn = (
         f"<figure><figcaption>{escape(label)}{_legend(lines)}</figcaption>"
@@ -140,7 +175,7 @@ def _legend(lines: Sequence[Line]) -> str:
 def _table(named: Mapping[str, Series], heading: str = "All of it") -> str:
     head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
     rows = []
-    for name, label in _ROWS.items():
+    for name, label in MEASURES.items():
         if _count(named, name):
             found = named[name].summary()
             cells = "".join(f"<td>{short(found[column])}</td>" for column in _COLUMNS)
@@ -158,7 +193,7 @@ def _drift(figures: Mapping[str, float]) -> str:
     rows = "".join(
         f"<tr><th>{escape(label)}</th><td>{figures[f'drift.{name}.p50']:.3f}</td>"
         f"<td>{figures.get(f'drift.{name}.p99', 0):.3f}</td></tr>"
-        for name, label in _ROWS.items()
+        for name, label in MEASURES.items()
         if f"drift.{name}.p50" in figures
     )
     if not rows:

@@ -81,11 +81,13 @@ class Measures:
         self.began, self.ended = math.inf, -math.inf
         self._windows: defaultdict[int, defaultdict[str, Series]] = defaultdict(lambda: defaultdict(Series))
 
-    def record(self, name: str, value: float, at: float | None = None) -> None:
-        """Record a value; `at` is its time since the epoch, by default now."""
+    def record(self, name: str, value: float, at: float | None = None, *, is_beside: bool = False) -> None:
+        """Record a value; `at` is its time since the epoch, by default now. What `is_beside` the run makes it no
+        longer."""
         now = time.time()
         at = now if at is None else at
-        self.began, self.ended = min(self.began, at), max(self.ended, now)
+        if not is_beside:
+            self.began, self.ended = min(self.began, at), max(self.ended, now)
         self._windows[int(at // self.width_s)][name].add(value)
         if len(self._windows) > _MOST_WINDOWS:
             self._widen(2 * self.width_s)

@@ -18,12 +18,14 @@ from locust.env import Environment
 import loadtests.beside  # weight updates
 import loadtests.report.conclusion  # noqa: F401  # how it ends
 from loadtests.caller import Caller
+from loadtests.report.timeline import Timeline
+from loadtests.run import positive
 from loadtests.workloads import completion_request, random_tokens
 
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
-    parser.add_argument("--rate", type=float, default=1.0, help="arrivals a second from each user")
+    parser.add_argument("--rate", type=positive, default=1.0, help="arrivals a second from each user")
 
 
 class Arrivals(Caller):
@@ -44,7 +46,7 @@ class Arrivals(Caller):
         self._due += self.draw.expovariate(self.settings.rate)
         gevent.sleep(max(0.0, self._due - time.perf_counter()))
         if self.goes_on:
-            self._asked.spawn(self._request, self._due)
+            self._asked.spawn(self._arrived, self._due)
 
     def on_stop(self) -> None:
         """Let those that arrived have their answers, as long as Locust waits."""
@@ -53,11 +55,15 @@ class Arrivals(Caller):
         finally:
             self._asked.kill()
 
-    def _request(self, due: float) -> None:
+    def _arrived(self, due: float) -> None:
         self.load_run.record("lateness_s", time.perf_counter() - due)
+        self.request(due)
+
+    def request(self, due: float | None = None) -> Timeline | None:
+        """Send one request, timed from when it was due; return its reply, None if it failed."""
         [length] = self.prompt_lengths.drawn(self.draw, 1)
         [max_tokens] = self.completion_lengths.drawn(self.draw, 1)
         sampling = {"n": 1, "max_tokens": max_tokens, "ignore_eos": True}
         prompt = random_tokens(self.draw, length)
         body = completion_request(prompt, sampling, model=self.settings.model, stream=True)
-        self.ask(body, tokens=max_tokens, intended=due)
+        return self.ask(body, tokens=max_tokens, intended=due)

@@ -1,10 +1,12 @@
 """Every scenario, short, against a gateway over simulated engines."""
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
 
+from engines.process.engine_server import free_port
 from tests.loadtests.locust_runs import locust
 from tests.rigs.rig import Rig, StartRig
 
@@ -83,6 +85,63 @@ async def test_a_spike_is_told_of_by_itself(rig: Rig, tmp_path: Path) -> None:
     told = ended.figures
     assert told["spike.completions"] > max(told["calm.completions"], told["after.completions"])
     assert told["spike.ttft_s.p99"] > 0
+    assert told["recovery_s"] >= 0
+    assert "as soon as before the spike again within" in ended.said
+
+
+async def test_a_spike_without_a_rate_is_more_than_the_server_can_do(start_rig: StartRig, tmp_path: Path) -> None:
+    rig = await start_rig(1, sim={"decode_step_s": 0.02}, max_num_seqs=2)
+    ended = await locust("spike", rig.url, tmp_path, "-u", "1", "-t", "17s", "--probe", "4")
+    assert ended.code == 0, ended.said
+    assert "the server answers" in ended.said
+    told = ended.figures
+    assert told["spike.engine_waiting.max"] > 2  # the requests of the calm find a place at once
+    assert told["spike.ttft_s.p99"] > 2 * told["calm.ttft_s.p50"]
+    assert "max_num_seqs holds them back" in ended.said
+
+
+async def test_the_report_has_what_engines_and_gateway_did(rig: Rig, tmp_path: Path) -> None:
+    report, earlier = tmp_path / "report.html", tmp_path / "earlier.json"
+    options = ["-t", "3s", "--prompts", "4", "--samples", "4", "--max-tokens", "40", "--update-every", "1"]
+    first = await locust("trainer", rig.url, tmp_path, *options)
+    assert first.code == 0, first.said
+    earlier.write_text(json.dumps(first.figures))
+    ended = await locust("trainer", rig.url, tmp_path, *options, "--report", str(report), "--against", str(earlier))
+    assert ended.code == 0, ended.said
+    told = ended.figures
+    assert told["engine_running.max"] >= 1
+    assert told["weight_version.max"] >= 1
+    assert told["replicas_serving.max"] == 2
+    assert {"engine_waiting.mean", "engine_kv.max", "gateway_queue.mean"} <= set(told)
+    text = report.read_text()
+    for part in ("Requests in engines", "Weight version", "What it waited for", "Beside the earlier run"):
+        assert part in text
+    assert "tokens_per_s" in ended.said
+    refused = await locust("trainer", rig.url, tmp_path, *options, "--against", str(tmp_path / "none.json"))
+    assert refused.code == 2
+    assert "none.json: No such file" in refused.said
+
+
+@pytest.mark.parametrize("processes", [(), ("--processes", "2")])
+async def test_a_url_without_a_server_ends_the_run_at_once(tmp_path: Path, processes: tuple[str, ...]) -> None:
+    for url in (f"http://127.0.0.1:{free_port()}", "localhost:8100"):
+        ended = await locust("trainer", url, tmp_path, "-t", "60s", *processes)
+        assert ended.code != 0
+        assert ended.said.count("no server to load") == 1
+        assert not ended.figures
+
+
+async def test_a_replay_without_a_trace_is_refused(tmp_path: Path) -> None:
+    ended = await locust("replay", "http://127.0.0.1:1", tmp_path)
+    assert ended.code == 2
+    assert "--trace" in ended.said
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan"])
+async def test_arrivals_that_cannot_be_are_refused(tmp_path: Path, rate: str) -> None:
+    ended = await locust("open_loop", "http://127.0.0.1:1", tmp_path, "--rate", rate)
+    assert ended.code == 2
+    assert "a number above 0 is needed" in ended.said
 
 
 @pytest.mark.slow

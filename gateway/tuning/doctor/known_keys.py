@@ -178,9 +178,15 @@ def trl_defaults() -> dict[str, Any]:
     return table
 
 
+# Fields of the classes that TRL's scripts read from the same YAML or command line.
+_OF_MODEL_AND_DATA = re.compile(r"(lora|bnb|dataset|load_in|model|attn|use_(peft|dora|rslora|bnb))(_|$)|dtype$")
+
+
 def nearest_trl_field(name: str) -> str:
     """The field to write instead of a field that GRPOConfig does not have; "" where none is like it."""
     if name in _TRL_GONE:
         return _TRL_GONE[name]
+    if _OF_MODEL_AND_DATA.match(name):
+        return ""
     close = difflib.get_close_matches(name, trl_defaults(), n=1, cutoff=0.75)
     return close[0] if close else ""

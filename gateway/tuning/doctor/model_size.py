@@ -19,6 +19,7 @@ _BYTES_IN_NAME = (
     (re.compile(r"fp8|int8|w8a8", re.IGNORECASE), 1.05),
     (re.compile(r"awq|gptq|int4|4bit|w4a16|mxfp4|nvfp4|gpt-oss", re.IGNORECASE), 0.57),
 )
+_PLAIN_IN_NAME = re.compile(r"bf16|bfloat16|fp16", re.IGNORECASE)
 _MILLIONS_IN_NAME = re.compile(r"(?<![\w.])(\d+)\s*[mM](?![a-zA-Z0-9])")
 
 
@@ -29,7 +30,8 @@ def weight_gib(model: str) -> float | None:
         stored = sum(file.stat().st_size for file in checkpoint_files(folder) if file.is_file())
         if size := stored or _shaped(folder):
             return size / 2**30
-    each = next((size for sign, size in _BYTES_IN_NAME if sign.search(model)), BYTES_PER_PARAMETER)
+    signs = () if _PLAIN_IN_NAME.search(model) else _BYTES_IN_NAME
+    each = next((size for sign, size in signs if sign.search(model)), BYTES_PER_PARAMETER)
     name = model.rstrip("/").rpartition("/")[2].replace("-", " ").replace("_", " ")
     if found := _IN_NAME.search(name):
         return float(found[1]) * 1e9 * each / 2**30

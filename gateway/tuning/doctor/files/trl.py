@@ -19,6 +19,13 @@ from gateway.tuning.doctor.values import Values
 _CALL = "GRPOConfig"
 # Keys that `accelerate config` writes, and TRL does not read.
 _OF_ACCELERATE = ("compute_environment", "distributed_type", "num_machines")
+# Fields of GRPOConfig that neither transformers nor TRL's other trainers have; more begin with vllm_.
+_OF_GRPO = (
+    "num_generations", "max_completion_length", "use_vllm", "num_iterations", "scale_rewards", "reward_weights",
+    "steps_per_generation", "generation_batch_size", "generation_kwargs", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "epsilon", "epsilon_high", "importance_sampling_level", "mask_truncated_completions",
+    "log_completions",
+)  # fmt: skip
 _MOST_NAMES = 8  # that stand for each other
 
 
@@ -26,13 +33,15 @@ _MOST_NAMES = 8  # that stand for each other
 class TrlFile:
     """`values` are those of GRPOConfig; `is_call` where they stand in a call, which takes no other names: YAML and
     command lines may hold other classes' too. `server` are the options of a `trl vllm-serve`, with its line.
-    `processes` are those that `accelerate launch` starts, None where it does not say. `unread` says what was left out.
+    `processes` are those that `accelerate launch` starts, None where neither it nor its file says, or where nothing
+    `is_launched`. `unread` says what was left out.
     """
 
     values: Values
     is_call: bool
     server: Mapping[str, Setting] = field(default_factory=dict)
     processes: int | None = None
+    is_launched: bool = False
     has_trainer: bool = True
     unread: tuple[str, ...] = ()
 
@@ -49,9 +58,10 @@ def read_trl(path: Path) -> TrlFile:
     tree, lines = read_yaml(path, text)
     if any(name in tree for name in _OF_ACCELERATE):
         raise ConfigError(f"{path}: a configuration of accelerate, which has no field of {_CALL}")
-    if not any(name in trl_defaults() for name in tree):
+    if not any(name in _OF_GRPO or str(name).startswith("vllm_") for name in tree):
         raise ConfigError(
-            f"{path}: none of its keys is a field of {_CALL}: {', '.join(map(str, tree)) or 'it is empty'}"
+            f"{path}: none of its keys is a field of {_CALL} alone, such as num_generations: "
+            f"{', '.join(map(str, tree)) or 'it is empty'}"
         )
     given = {
         str(name): Setting(key=str(name), value=_plain(value), origin="file", place=f"{path}:{lines[(str(name),)]}")
@@ -60,8 +70,9 @@ def read_trl(path: Path) -> TrlFile:
     return TrlFile(_values(given), is_call=False)
 
 
-def _values(given: dict[str, Setting]) -> Values:
-    return Values("TRL", given, trl_defaults())
+def _values(given: dict[str, Setting], *, are_all: bool = True) -> Values:
+    """Without all that is given, a default may be another value in a run."""
+    return Values("TRL", given, trl_defaults() if are_all else {})
 
 
 def _plain(value: object) -> object:
@@ -88,7 +99,7 @@ def _from_script(path: Path) -> TrlFile:
         if not is_known(setting.value)
     ]
     server = _options(path, serve.words[2:], serve.line) if serve else {}
-    return TrlFile(_values(given), False, server, processes, trainer is not None, tuple(unread))
+    return TrlFile(_values(given), False, server, processes, trainer is not None, trainer is not None, tuple(unread))
 
 
 def _launched(path: Path, command: Command) -> tuple[dict[str, Setting], int | None]:
@@ -97,7 +108,17 @@ def _launched(path: Path, command: Command) -> tuple[dict[str, Setting], int | N
     program = next((index for index, word in enumerate(words) if word.endswith(".py")), 0)
     of_launcher = _options(path, words[:program], command.line)
     number = of_launcher["num_processes"].value if "num_processes" in of_launcher else None
+    if number is None and "config_file" in of_launcher:
+        number = _processes_of(path, str(of_launcher["config_file"].value))
     return _options(path, words[program:], command.line), number if isinstance(number, int) else None
+
+
+def _processes_of(script: Path, name: str) -> Any:
+    """The processes in accelerate's file, which is named from the script's folder or one above; None without it."""
+    for folder in (script.parent, *script.resolve().parents):
+        if (folder / name).is_file():
+            return read_yaml(folder / name, read_text(folder / name))[0].get("num_processes")
+    return None
 
 
 def _options(path: Path, words: Sequence[str], line: int) -> dict[str, Setting]:
@@ -125,31 +146,46 @@ def _from_python(path: Path, text: str) -> TrlFile:
         raise ConfigError(f"{path}: one call of {_CALL}(...) is expected, there is {found}")
     names = _constants(tree)
     keywords, unread = _keywords(path, calls[0], names)
-    settings, unknown = {}, []
-    for name, node in keywords.items():
+    are_all, added = not unread, _added(tree, calls[0])
+    settings = {}
+    for name, node in (keywords | added).items():
         place = f"{path}:{node.lineno}"
         try:
-            settings[name] = Setting(key=name, value=_computed(node, names), origin="file", place=place)
+            value = None if name in added else _computed(node, names)
         except ValueError:
-            unknown.append(f"{place}: {name}={ast.unparse(node)}: a run alone has its value")
-            settings[name] = Setting(key=name, value=None, origin="file", place=place)
-    return TrlFile(_values(settings), is_call=True, unread=(*unread, *unknown))
+            value = None
+        if name in added or (value is None and not isinstance(node, ast.Constant)):
+            unread.append(f"{place}: {name}={ast.unparse(node)}: a run alone has its value")
+        settings[name] = Setting(key=name, value=value, origin="file", place=place)
+    return TrlFile(_values(settings, are_all=are_all), is_call=True, unread=tuple(unread))
+
+
+def _added(tree: ast.Module, call: ast.Call) -> dict[str, ast.expr]:
+    """The fields that assignments such as `common["beta"] = 0.1` add to the dictionaries that the call spreads."""
+    spread = {keyword.value.id for keyword in call.keywords if isinstance(keyword.value, ast.Name) and not keyword.arg}
+    found = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Subscript):
+            continue
+        target = node.targets[0]
+        if isinstance(target.value, ast.Name) and target.value.id in spread and isinstance(target.slice, ast.Constant):
+            found[str(target.slice.value)] = node.value
+    return found
 
 
 def _constants(tree: ast.Module) -> dict[str, ast.expr]:
     """The expressions of names that the file assigns once."""
     found: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
-        targets = (
-            node.targets
-            if isinstance(node, ast.Assign)
-            else [node.target]
-            if isinstance(node, (ast.AugAssign, ast.For))
-            else []
-        )
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For)):
+            targets = [node.target]
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
         for target in targets:
             if isinstance(target, ast.Name):
-                found.setdefault(target.id, []).append(node.value if isinstance(node, ast.Assign) else target)
+                found.setdefault(target.id, []).append(value or target)
     return {
         name: values[0] for name, values in found.items() if len(values) == 1 and not isinstance(values[0], ast.Name)
     }

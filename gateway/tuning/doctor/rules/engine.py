@@ -309,7 +309,7 @@ def _capture_sizes(engine: EngineView, subject: Subject) -> Iterator[Found]:
 )
 def _chunked_prefill(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, chunked = engine.at("enable_chunked_prefill"), engine.value("enable_chunked_prefill")
-    if not engine.reaches("enable_chunked_prefill"):
+    if not engine.reaches("enable_chunked_prefill") or engine.on_cpu:
         return
     if chunked is False or engine.number("chunked_prefill_size") == -1:
         setting = setting if chunked is False else engine.at("chunked_prefill_size")

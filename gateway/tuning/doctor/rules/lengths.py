@@ -63,7 +63,7 @@ def _responses(workload: Workload, subject: Subject) -> Iterator[Found]:
         yield hurts(setting, f"{tokens} tokens: no completion has a token", f"{_LONG_RESPONSE} or more")
     elif tokens <= _SHORT_RESPONSE:
         origin = "the default of verl and TRL" if setting.origin == "default" else "given"
-        message = f"{tokens} tokens, {origin}: step by step reasoning is cut before its answer"
+        message = f"{tokens} tokens, {origin}: reasoning that takes more is cut before its answer"
         yield consider(setting, message, f"{_LONG_RESPONSE} or more for reasoning; watch the {_WATCH}")
     elif tokens < _LONG_RESPONSE:
         yield consider(setting, f"{tokens} tokens may cut longer reasoning", f"watch the {_WATCH}")

@@ -519,6 +519,8 @@ def _liger(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at(MODEL + "use_liger")
     if setting.value is True:
         yield fine(setting, "fused RMSNorm, SwiGLU and RoPE")
+    elif not _is_on_cuda(values):
+        return
     else:
         message = "RMSNorm, SwiGLU and RoPE run unfused; it works beside use_fused_kernels"
         yield consider(setting, message, "True, where liger-kernel is installed; measure it")

@@ -38,6 +38,7 @@ def test_a_name_tells_where_there_are_no_files(cache: Path, model: str, gib: flo
         ("Qwen/Qwen2.5-7B-Instruct-AWQ", 7e9 * 0.57),
         ("neuralmagic/Llama-70B-FP8", 70e9 * 1.05),
         ("openai/gpt-oss-120b", 120e9 * 0.57),
+        ("lmsys/gpt-oss-20b-bf16", 20e9 * 2),
     ],
 )
 def test_a_quantized_model_is_smaller_by_its_name(cache: Path, model: str, gib: float) -> None:

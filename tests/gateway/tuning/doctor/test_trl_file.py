@@ -6,6 +6,9 @@ import pytest
 
 from engines.errors import ConfigError
 from gateway.tuning.doctor.files.trl import read_trl
+from gateway.tuning.doctor.finding import Severity
+from gateway.tuning.doctor.rules.all import examine
+from gateway.tuning.doctor.subject import subject_of
 
 CALL = """
 import os
@@ -64,6 +67,7 @@ def test_data_files_give_fields_and_the_rest_is_default(tmp_path: Path, name: st
         ("t.py", "GRPOConfig()\nGRPOConfig()\n", "there is line 1, line 2"),
         ("t.py", "def (", "not Python"),
         ("t.yaml", "colour: red", "none of its keys"),
+        ("sft.yaml", "learning_rate: 0.1\nmodel_name_or_path: m\n", "none of its keys is a field of GRPOConfig alone"),
         ("t.txt", "", "must end in"),
         ("t.yaml", "compute_environment: LOCAL_MACHINE\nbf16: true\n", "a configuration of accelerate"),
         ("t.sh", "echo a", "no `accelerate launch`"),
@@ -72,3 +76,37 @@ def test_data_files_give_fields_and_the_rest_is_default(tmp_path: Path, name: st
 def test_what_is_no_configuration_is_refused_with_its_file(tmp_path: Path, name: str, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}.*{says}"):
         read_trl(write(tmp_path, name, text))
+
+
+def test_fields_that_a_dictionary_gets_later_are_not_known_and_not_default(tmp_path: Path) -> None:
+    text = "more: dict = dict(beta=0.1)\nif x:\n    more['use_vllm'] = True\nGRPOConfig(**more)\n"
+    file = read_trl(write(tmp_path, "train.py", text))
+    assert file.values.number("beta") == 0.1
+    assert file.values.at("use_vllm").value is None
+    assert "use_vllm=True: a run alone has its value" in file.unread[0]
+
+
+def test_without_all_fields_no_default_is_believed(tmp_path: Path) -> None:
+    file = read_trl(write(tmp_path, "train.py", "GRPOConfig(beta=0.1, **fields())\n"))
+    assert file.values.at("use_vllm").value is None
+    assert file.values.number("beta") == 0.1
+
+
+def test_a_constant_that_fails_to_be_computed_is_listed(tmp_path: Path) -> None:
+    file = read_trl(write(tmp_path, "train.py", "GRPOConfig(beta=1 // 0, run_name=None, seed=len(x))\n"))
+    assert [line.partition(": ")[2] for line in file.unread] == [
+        "beta=1 // 0: a run alone has its value",
+        "seed=len(x): a run alone has its value",
+    ]
+
+
+def test_processes_are_those_of_accelerates_file_and_unknown_without_it(tmp_path: Path) -> None:
+    launch = "accelerate launch --config_file zero3.yaml train.py --num_generations 32 --lora_target_modules q_proj\n"
+    path = write(tmp_path, "run.sh", launch)
+    assert (read_trl(path).processes, read_trl(path).is_launched) == (None, True)
+    found = examine(subject_of(trl=path))
+    assert [one.severity for one in found if one.rule == "trl-prompt-batch"] == [Severity.CONSIDER]
+    assert not [one for one in found if one.rule == "trl-fields"]
+    write(tmp_path, "zero3.yaml", "compute_environment: LOCAL_MACHINE\nnum_processes: 8\n")
+    assert read_trl(path).processes == 8
+    assert [one.severity for one in examine(subject_of(trl=path)) if one.rule == "trl-prompt-batch"] == [Severity.FINE]

@@ -1,0 +1,85 @@
+"""The server's own figures during a run: its engines' load from /metrics, and a gateway's from /status."""
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from typing import Any
+
+import gevent
+from gevent import Greenlet
+
+from gateway.fleet.engine_page import read_load, read_total
+from loadtests.run import Run
+
+_EVERY_S = 1.0
+_TIMEOUT_S = 5.0
+_PREEMPTIONS = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
+
+
+class ServerWatch:
+    """Records both pages each second, until its end. A server without them, or one that is busy, leaves gaps."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._url = str(run.settings.host).rstrip("/")
+        self._preemptions: float | None = None
+        self._watcher: Greenlet | None = None
+
+    def start(self, **_: Any) -> None:
+        self._watcher = gevent.spawn(self._watch)
+
+    def stop(self, **_: Any) -> None:
+        """Do nothing: replies that are read to their end belong to the run."""
+
+    def end(self, **_: Any) -> None:
+        if self._watcher is not None:
+            self._watcher.kill()
+
+    def _watch(self) -> None:
+        readers = {"/metrics": self._read_metrics, "/status": self._read_status}
+        while readers:
+            for path, reader in list(readers.items()):
+                try:
+                    reader(self._get(path))
+                except urllib.error.HTTPError as error:
+                    error.close()
+                    del readers[path]
+                    print(f"{self._url}{path} answered {error.code}: the report lacks its figures", file=sys.stderr)
+                except (OSError, ValueError):
+                    continue  # no answer in time, or half of one
+            gevent.sleep(_EVERY_S)
+
+    def _get(self, path: str) -> str:
+        key = self._run.settings.api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        request = urllib.request.Request(self._url + path, headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as page:
+            body: bytes = page.read()
+        return body.decode("utf-8", errors="replace")
+
+    def _read_metrics(self, page: str) -> None:
+        load, preemptions = read_load(page), read_total(page, _PREEMPTIONS)
+        if read_total(page, ("vllm:num_requests_running", "sglang:num_running_reqs")) is None:
+            return
+        self._record("engine_running", load.running)
+        self._record("engine_waiting", load.waiting)
+        self._record("engine_kv", load.kv_usage)
+        if preemptions is not None:
+            before = preemptions if self._preemptions is None else self._preemptions
+            self._record("engine_preempted", max(0.0, preemptions - before))
+            self._preemptions = preemptions
+
+    def _record(self, name: str, value: float) -> None:
+        self._run.record(name, value, is_beside=True)
+
+    def _read_status(self, page: str) -> None:
+        status = json.loads(page)
+        replicas = status.get("replicas") if isinstance(status, dict) else None
+        if not isinstance(replicas, list):
+            return
+        serving = [replica for replica in replicas if replica.get("state") == "SERVING"]
+        self._record("gateway_queue", status.get("queue_length", 0))
+        self._record("replicas_serving", len(serving))
+        if versions := [replica.get("weight_version") or 0 for replica in serving]:
+            self._record("weight_version", max(versions))

@@ -105,6 +105,7 @@ compare: setup ## Gateway, routers and one server side by side; VLLM_ROUTER=... 
 chaos: setup ## Hurt a fleet of simulated engines in every known way and count what its clients lost
 	@mkdir -p out
 	@$(BIN)/python -m loadtests.chaos.campaign --json out/chaos.json
+	@$(BIN)/python -m loadtests.chaos.update_table --json out/update-table.json
 
 lock: setup ## Resolve what pyproject.toml asks for, keeping pins that fit (UPGRADE=--upgrade renews all)
 	@$(BIN)/python -m scripts.lock $(EXTRAS) $(UPGRADE)

@@ -39,6 +39,8 @@ class Faults(BaseModel):
     """True to make no token, while /health and /metrics answer."""
     black_hole: bool = False
     """True to make no token and to answer no request, /health included, while connections stay open."""
+    held: str | None = None
+    """Text of a path or a body: requests with it wait while this is set. PUT /faults answers with their number."""
     deadly_prompt: str | None = None
     """Text whose request ends the process."""
 
@@ -53,16 +55,20 @@ class FaultInjector:
 
     def __init__(self) -> None:
         self.faults = Faults()
+        self._num_held = 0
         self.die: Callable[[], Awaitable[None]] = _exit
 
     async def put(self, request: web.Request) -> web.Response:
         self.faults = Faults.model_validate(orjson.loads(await request.read()))
-        return web.Response(body=self.faults.model_dump_json().encode(), content_type="application/json")
+        answer = self.faults.model_dump() | {"num_held": self._num_held}
+        return web.Response(body=orjson.dumps(answer), content_type="application/json")
 
     @web.middleware
     async def inject(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         while self.faults.black_hole and request.path != _CONTROL:  # noqa: ASYNC110 tests set the faults themselves
             await asyncio.sleep(_LOOK_S)
+        if self.faults.held is not None and request.path != _CONTROL:
+            await self._hold(request.path.encode() + await request.read())
         if request.path not in _GENERATION:
             return await handler(request)
         faults = self.faults
@@ -81,6 +87,15 @@ class FaultInjector:
         if faults.contradicting_spans and isinstance(reply, web.Response) and reply.status == 200:
             reply.body = orjson.dumps(_contradicting(orjson.loads(_content(reply))))
         return reply
+
+    async def _hold(self, content: bytes) -> None:
+        """Wait while a fault holds requests of this content."""
+        self._num_held += 1
+        try:
+            while self.faults.held is not None and self.faults.held.encode() in content:  # noqa: ASYNC110 tests set it
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self._num_held -= 1
 
     def events(self, chunk: Json) -> bytes:
         """Return a chunk with the faults of streams."""

@@ -73,7 +73,7 @@ class ProcessFleet:
 
     async def start(self) -> None:
         await asyncio.gather(*map(self._start_engine, range(self.size)))
-        (self._folder / "config.json").write_bytes(orjson.dumps(_plain(self._config.model_dump())))
+        self._write(self._config)
         await self._start_gateway()
         keepers = [self._keep_engine(index) for index in range(self.size)]
         self._tasks = [asyncio.create_task(keeper) for keeper in (self._keep_gateway(), *keepers)]
@@ -126,8 +126,16 @@ class ProcessFleet:
     def signal(self, index: int, number: signal.Signals) -> None:
         os.kill(self.infos[index].pid, number)
 
+    def restart_gateway(self, config: Config) -> None:
+        """Kill the gateway; its successor has this configuration, for the same engines."""
+        self._write(config)
+        self.kill_gateway()
+
     def kill_gateway(self) -> None:
         os.kill(self.gateway_pid, signal.SIGKILL)
+
+    def _write(self, config: Config) -> None:
+        (self._folder / "config.json").write_bytes(orjson.dumps(_plain(config.model_dump())))
 
     async def _start_engine(self, index: int) -> None:
         async with self._starting:

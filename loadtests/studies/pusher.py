@@ -67,6 +67,10 @@ class Pusher:
         self._process.join(self._timeout_s)
         self._process.terminate()
 
+    def kill(self) -> None:
+        """Kill the process with SIGKILL; a push that waits for it raises `EOFError`."""
+        self._process.kill()
+
     def push(self, in_flight: str) -> Pushed:
         """Push one update; return its result."""
         return self._ask(in_flight, Flaw.NONE)

@@ -188,6 +188,7 @@ class World:
             engine = self.engines.get(replica.replica_id)
             if engine is None or engine.is_dead or engine.info.incarnation != replica.info.incarnation:
                 continue
+            self._look_for_refused_kv(engine)
             if replica.can_serve and replica.weight_version is not None:
                 engine.has_served = engine.has_served or replica.weight_version > 0
                 self.bind(replica.weight_version, engine.content, f"{engine.info.incarnation} serves")
@@ -197,6 +198,15 @@ class World:
                 self.unheld.pop(engine.info.incarnation, None)
             elif since is not None and now - since > LONGEST_HOLD_S:
                 raise Violation(f"{engine.info.incarnation} is paused, and nobody has held it for {now - since:.0f} s")
+
+    def _is_refused(self, content: Content) -> bool:
+        """True for content that no version may name: a canary refuses it, or it is a mixture."""
+        return is_bad(content) or self._is_mixture(content)
+
+    def _look_for_refused_kv(self, engine: PlayedEngine) -> None:
+        for wrote, reads in engine.foreign_kv():
+            if self._is_refused(wrote) and not self._is_refused(reads):
+                raise Violation(f"{engine.info.incarnation} reads KV of refused weights {wrote} with {reads}")
 
     async def watch(self) -> None:
         while True:

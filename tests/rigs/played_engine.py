@@ -8,7 +8,7 @@ import asyncio
 import contextvars
 import json
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from engines.sim import server as sim_server
 from engines.sim.adapters import SimAdapters
 from engines.sim.dialect import Limits
 from engines.sim.model import SimModel
+from engines.sim.scheduler import BLOCK_TOKENS, PrefixCache, Sample
 from engines.sim.server import SimServer
 from engines.sim.worker import SimWorker
 from engines.store.draft import RawTensor, raw
@@ -106,6 +107,28 @@ class _Held(dict[str, str]):
         return key(self._engine.content)
 
 
+class _Cache(PrefixCache):
+    """A prefix cache that knows the weights that wrote each block. `foreign` has (wrote, reads) of each hit on a block
+    of other weights."""
+
+    def __init__(self, engine: "PlayedEngine") -> None:
+        super().__init__(SIM.kv_tokens)
+        self._engine = engine
+        self._wrote: dict[int, Content] = {}
+        self.foreign: list[tuple[Content, Content]] = []
+
+    def remember(self, blocks: Iterable[int]) -> None:
+        blocks = list(blocks)
+        self._wrote |= {block: self._engine.content for block in blocks if block not in self._blocks}
+        super().remember(blocks)
+
+    def lookup(self, sample: Sample) -> int:
+        hit, reads = super().lookup(sample), self._engine.content
+        wrote = [self._wrote[block] for block in sample.prompt_blocks[: hit // BLOCK_TOKENS]]
+        self.foreign.extend((one, reads) for one in wrote if one != reads)
+        return hit
+
+
 class _Worker(SimWorker):
     def __init__(self, engine: "PlayedEngine", stage_bytes: int) -> None:
         super().__init__("sim", SIM.tensors, stage_bytes)
@@ -137,6 +160,7 @@ class _Server(SimServer):
         self._engine = engine
         object.__setattr__(self._model, "held", _Held(engine))
         self.worker = self._weights._worker = _Worker(engine, stage_bytes)
+        self.scheduler.cache = self.cache = _Cache(engine)
 
     async def init_weight_transfer_engine(self, request: web.Request) -> web.Response:
         reply = await super().init_weight_transfer_engine(request)
@@ -243,6 +267,11 @@ class PlayedEngine:
     @property
     def model(self) -> SimModel:
         return self.server._model
+
+    def foreign_kv(self) -> list[tuple[Content, Content]]:
+        """Return, once, the weights (wrote, reads) of each hit on KV of other weights."""
+        found, self.server.cache.foreign = self.server.cache.foreign, []
+        return found
 
     def take_loaded(self) -> None:
         """Hold what was read from a folder."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engines.types import InFlight
 from gateway.fleet.brake import Brake, Holder
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
@@ -87,6 +88,13 @@ def a_dead_trainer_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leases, "has_ended", lambda self, update: False)
 
 
+def kv_of_refused_weights_is_kept(patch: pytest.MonkeyPatch) -> None:
+    async def broken(self: CatchUp, replica: Replica) -> None:
+        return
+
+    patch.setattr(CatchUp, "_forget_kv", broken)
+
+
 def an_aborted_update_leaves_its_replicas_alone(patch: pytest.MonkeyPatch) -> None:
     def broken(self: Fleet, version: int, reason: str) -> list[Replica]:
         self.update_to = None
@@ -98,6 +106,9 @@ def an_aborted_update_leaves_its_replicas_alone(patch: pytest.MonkeyPatch) -> No
 def push(after: float = 0.0, *, bad: bool = False, slow_s: float = 0.0, dies_after: float | None = None) -> PushStep:
     """A push of all tensors over a flat group."""
     return PushStep(after, 0, False, False, bad, False, False, None, slow_s, dies_after)
+
+
+RECOMPUTED_BY_REFUSED = PushStep(0.5, 0, False, False, True, False, False, InFlight.RECOMPUTE, 0.0, None)
 
 
 WAYS: list[Break] = [
@@ -115,6 +126,7 @@ RARE: dict[Break, list[Step]] = {
     a_resume_ends_the_updates_hold_too: [Rollout(0.0, 90, False, False), push(slow_s=0.5), Resume(2.3)],
     labels_without_a_record_are_believed: [push(), push(3.0, bad=True), RestartGateway(0.35, True, 0.1)],
     commits_are_not_recorded: [push(), RestartGateway(5.0, True, 0.1)],
+    kv_of_refused_weights_is_kept: [Rollout(0.0, 90, False, False), RECOMPUTED_BY_REFUSED],
 }
 """Ways that few random stories meet, with a story that does."""
 

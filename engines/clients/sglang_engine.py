@@ -61,6 +61,7 @@ from engines.transfer.worker_calls import call_text
 from engines.types import PauseMode, TensorMeta
 
 _GROUP = "rollout_gateway"
+_FIRST_LOOK_S = 0.005
 _POLL_S = 0.05
 _PACKING = {"chunk_bytes": "packed_buffer_size_bytes", "buffers": "packed_num_buffers"}
 """Our plugin's and vLLM's names."""
@@ -214,8 +215,7 @@ class SglangEngine(HttpEngine):
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
         if self._is_packed:
-            announced = {key: update_info[key] for key in ("names", "dtype_names", "shapes")}
-            await self._on_workers("receive", announced | {"timeout_s": _SHARE * timeout_s}, timeout_s)
+            await self._on_workers("receive", _announced(update_info, timeout_s), timeout_s)
             return
         # No flush: prefixes are salted by weight version, and SGLang refuses to flush under requests it has paused.
         body = {
@@ -254,6 +254,16 @@ class SglangEngine(HttpEngine):
     async def plan_updates(self, timeout_s: float) -> str:
         return self._obstacle
 
+    async def room_to_stage(self, num_bytes: int, timeout_s: float) -> bool:
+        return self._is_packed and all(await self._on_workers("room_to_stage", {"num_bytes": num_bytes}, timeout_s))
+
+    async def stage_weights(self, update_info: Json, timeout_s: float) -> None:
+        await self._on_workers("stage_weights", _announced(update_info, timeout_s), timeout_s)
+        await self._until_ready("staged", {}, timeout_s)
+
+    async def load_staged(self, timeout_s: float) -> None:
+        await self._on_workers("load_staged", {}, timeout_s)
+
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
         if self._has_tee:
             await self._on_workers("open_receipt", asdict(copy) if copy else {}, timeout_s)
@@ -278,12 +288,7 @@ class SglangEngine(HttpEngine):
     async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         if not self._has_tee:
             return
-        asked = self._snapshot(path, version, timeout_s)
-        while True:
-            # Polled, since a call that waits in the workers would block the engine's steps.
-            if all(await self._on_workers("prepare_snapshot", asked, timeout_s)):
-                return
-            await asyncio.sleep(_POLL_S)
+        await self._until_ready("prepare_snapshot", self._snapshot(path, version, timeout_s), timeout_s)
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         await self.abandon_weight_update(timeout_s)
@@ -377,6 +382,13 @@ class SglangEngine(HttpEngine):
             arguments |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
         return arguments
 
+    async def _until_ready(self, method: str, arguments: Json, timeout_s: float) -> None:
+        """Poll the workers until all are ready: a call that waits there would block the engine's steps."""
+        look_s = _FIRST_LOOK_S
+        while not all(await self._on_workers(method, arguments, timeout_s)):
+            await asyncio.sleep(look_s)
+            look_s = min(_POLL_S, 2 * look_s)
+
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
         """Call a method of our plugin in all workers; return their answers."""
         answer = await self._call("POST", _WORKERS, {"action": call_text(method, arguments)}, timeout_s)
@@ -413,3 +425,9 @@ class SglangEngine(HttpEngine):
 
     def _refusal(self, message: str, param: str | None) -> EngineRefused:
         return EngineRefused(message, status=400, body=error_body(message, 400, param), replica_id=self.replica_id)
+
+
+def _announced(update_info: Json, timeout_s: float) -> Json:
+    """Return our workers' arguments for a receive."""
+    info = {key: update_info[key] for key in ("names", "dtype_names", "shapes")}
+    return {"update_info": info, "timeout_s": _SHARE * timeout_s}

@@ -181,6 +181,8 @@ class NcclGroup:
 
     def _wait(self, done: Any, deadline: float) -> None:
         self._until(done.query, deadline, "for all ranks to receive")
+        if self._comm is None:  # what an aborted broadcast has left is no tensor
+            raise RuntimeError("the group was left meanwhile")
 
     def _until(self, condition: Callable[[], bool], deadline: float, purpose: str) -> None:
         """Return when `condition` holds. Raise `RuntimeError` at `deadline`, or when the trainer's store is gone."""

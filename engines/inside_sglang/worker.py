@@ -15,10 +15,11 @@ from engines.inside_sglang.obstacles import obstacle_to_updates
 from engines.inside_vllm.planned_load import PlannedLoad, form_of
 from engines.inside_vllm.prefetch import Prefetch
 from engines.inside_vllm.snapshot_reader import pin_buffers, read_tensors
+from engines.inside_vllm.stage import Stage
 from engines.store.peer_store import PeerStore, fetched
 from engines.transfer.gloo import CHUNK_BYTES, Announced, NamedTensor, WeightGroup, receive
 from engines.transfer.receipts import Receipts
-from engines.transfer.tee import prepare
+from engines.transfer.tee import prepare, room_on
 from engines.types import TensorMeta
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class WeightWorker:
         self._group: _Group | None = None
         self._chunk_bytes = CHUNK_BYTES
         self._prefetch: Prefetch | None = None
+        self._stage: Stage | None = None
 
     def plan_updates(self, tensors: Sequence[dict[str, Any]] = ()) -> str:
         """Prepare for updates of these tensors: the first is then as fast as the next.
@@ -96,28 +98,37 @@ class WeightWorker:
         self._in_place.begin()
         self._receipts.open(self._in_place.load, draft if is_first else "", model, base, names, wait_s)
 
-    def receive(
-        self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[list[int]], timeout_s: float
-    ) -> None:
-        """Receive and load all tensors announced. On any error the group is left, which frees the trainer."""
-        group = self._group
-        if group is None:
-            raise WeightUpdateFailed("no weight group: call init_weight_transfer_engine first")
-        dtypes = [getattr(torch, name) for name in dtype_names]
-        announced: list[Announced] = list(zip(names, dtypes, shapes, strict=True))
+    def receive(self, update_info: dict[str, Any], timeout_s: float) -> None:
+        """Receive and load all tensors announced."""
         self._in_place.begin()
         self._synchronize()  # a step may still read the weights
-        load = self._model.load_weights if "load_weights" in vars(self._model) else self._in_place.load
-        try:
-            if isinstance(group, NcclGroup):
-                group.receive(announced, load, self._chunk_bytes, timeout_s)
-            elif isinstance(group, WeightGroup):
-                receive(announced, group, load, self._chunk_bytes)
-        except Exception as error:
-            group.close(f"{type(error).__name__}: {error}")
-            self._group = None
-            raise
+        self._receive(update_info, timeout_s)
         self._synchronize()
+
+    def room_to_stage(self, num_bytes: int) -> bool:
+        """Return True if tensors of so many bytes fit beside the weights, without those that an update has left."""
+        self.drop_receipt()
+        return num_bytes <= room_on(self._device)
+
+    def stage_weights(self, update_info: dict[str, Any], timeout_s: float) -> None:
+        """Begin to receive the announced tensors beside the weights, after `open_receipt`. The engine goes on."""
+        if self._stage is None:
+            self._stage = Stage(_Receiver(self, timeout_s), self._device)
+            self._receipts.load_by(self._stage.add)
+        self._stage.receive(update_info)
+
+    def staged(self) -> bool:
+        """Return True once the announced tensors are here. Raises the error of their receiver."""
+        return self._stage is not None and self._stage.is_ready
+
+    def load_staged(self) -> None:
+        """Load the staged tensors into the weights."""
+        stage, self._stage = self._stage, None
+        if stage is None or not stage.is_ready:
+            raise WeightUpdateFailed("load_staged without staged tensors")
+        self._in_place.begin()
+        self._synchronize()
+        stage.load_by(self._in_place.load)
 
     def close_receipt(self) -> dict[str, str]:
         """Return the digest of each received tensor. The copy is finished by `keep_receipt`."""
@@ -128,7 +139,10 @@ class WeightWorker:
         self._receipts.keep()
 
     def drop_receipt(self) -> None:
-        """Stop digesting and copying; the draft is discarded."""
+        """Stop digesting and copying; the draft and staged tensors are discarded."""
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            stage.drop()
         self._receipts.drop()
 
     def prepare_snapshot(
@@ -163,7 +177,7 @@ class WeightWorker:
                 f"this machine has no folder {path}: bind gateway.host to an address that it reaches, set "
                 "weights.peer_url, or have weights.store name a folder that all machines share"
             )
-        self._receipts.drop()
+        self.drop_receipt()
         if self.obstacle or not folder.is_dir():
             return False
         self._synchronize()
@@ -171,6 +185,29 @@ class WeightWorker:
         self._in_place.load_all(self._tensors_of(folder), _BATCH_BYTES)
         self._synchronize()
         return True
+
+    def leave(self, reason: str) -> None:
+        """Leave the group from another thread than that of a receive, which ends."""
+        if self._group is not None:
+            self._group.close(reason)
+
+    def _receive(self, update_info: dict[str, Any], timeout_s: float) -> None:
+        """Hand all tensors announced to the tee. On any error the group is left, which frees the trainer."""
+        group = self._group
+        if group is None:
+            raise WeightUpdateFailed("no weight group: call init_weight_transfer_engine first")
+        dtypes = [getattr(torch, name) for name in update_info["dtype_names"]]
+        announced: list[Announced] = list(zip(update_info["names"], dtypes, update_info["shapes"], strict=True))
+        load = self._model.load_weights if "load_weights" in vars(self._model) else self._in_place.load
+        try:
+            if isinstance(group, NcclGroup):
+                group.receive(announced, load, self._chunk_bytes, timeout_s)
+            elif isinstance(group, WeightGroup):
+                receive(announced, group, load, self._chunk_bytes)
+        except Exception as error:
+            group.close(f"{type(error).__name__}: {error}")
+            self._group = None
+            raise
 
     @cached_property
     def obstacle(self) -> str:
@@ -205,6 +242,20 @@ class WeightWorker:
         """Wait for all work on the device: steps overlap with SGLang's scheduler, whose thread this is."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class _Receiver:
+    """Plays vLLM's transfer engine to `Stage`, which knows no more of it."""
+
+    def __init__(self, worker: WeightWorker, timeout_s: float) -> None:
+        self._worker = worker
+        self._timeout_s = timeout_s
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._worker._receive(update_info, self._timeout_s)
+
+    def shutdown(self) -> None:
+        self._worker.leave("the update was dropped")
 
 
 _workers: list[WeightWorker] = []  # of this process: one, made at the first call

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engines.errors import WeightUpdateFailed
 from engines.transfer.tee import Scribe, WeightTee
 
 
@@ -26,6 +27,12 @@ class Receipts:
         scribe = _scribe_after(self._scribe, Path(draft), model, base, names, wait_s) if draft else None
         self._scribe = scribe or self._scribe
         self._tee = WeightTee(self._model, scribe, load)
+
+    def load_by(self, load: Callable[..., Any]) -> None:
+        """Hand tensors to `load` from now on."""
+        if self._tee is None:
+            raise WeightUpdateFailed("there is no open receipt")
+        self._tee.load_by(load)
 
     def close(self) -> dict[str, str]:
         """Return the digest of each received tensor. The copy is finished by `keep`."""

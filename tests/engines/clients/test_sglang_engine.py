@@ -466,7 +466,8 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
     await engine.finish_weight_update(4, TIMEOUT_S)
     await engine.keep_receipt(TIMEOUT_S)
     await engine.close_weight_group(TIMEOUT_S)
-    update = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]], "timeout_s": 0.9 * TIMEOUT_S}
+    info = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+    update = {"update_info": info, "timeout_s": 0.9 * TIMEOUT_S}
     group = {"address": "h", "port": 1, "rank_offset": 1, "world_size": 2, "chunk_bytes": 9, "buffers": 4}
     assert server.called() == [
         ("open_group", group | {"timeout_s": 0.9 * TIMEOUT_S}),
@@ -478,6 +479,14 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
     ]
     labels = [body["new_version"] for path, body in server.asked if path == "/update_weight_version"]
     assert (labels, server.paths().count("/begin_weight_update")) == (["mixed", "4"], 0)
+    server.asked.clear()
+    server.workers |= {"room_to_stage": [True, True], "staged": [True, True]}
+    assert await engine.room_to_stage(7, TIMEOUT_S)
+    await engine.stage_weights(info, TIMEOUT_S)
+    await engine.load_staged(TIMEOUT_S)
+    assert server.called() == [
+        ("room_to_stage", {"num_bytes": 7}), ("stage_weights", update), ("staged", {}), ("load_staged", {}),
+    ]  # fmt: skip
     server.workers["close_receipt"] = [{"w": "1"}, {"w": "2"}]
     with pytest.raises(EngineFailed, match="workers 0 and 1 received different bytes"):
         await engine.close_receipt(TIMEOUT_S)

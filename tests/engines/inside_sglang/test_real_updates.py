@@ -115,12 +115,10 @@ def announced(model: Any) -> dict[str, Any]:
     return {"names": [name for name, _ in tensors], "dtype_names": ["float32"] * len(tensors), "shapes": shapes}
 
 
-def test_the_plugin_is_found(started: real_vllm.Engines) -> None:
-    assert {info.kind: (info.has_tee, info.fetches, info.reload_reason) for info in started[2]}[EngineKind.SGLANG] == (
-        True,
-        True,
-        "",
-    )
+def test_the_plugin_is_found_and_plans_every_load(started: real_vllm.Engines) -> None:
+    (info,) = (info for info in started[2] if info.kind is EngineKind.SGLANG)
+    assert (info.has_tee, info.fetches, info.reload_reason) == (True, True, "")
+    assert "own loader each time" not in Path(info.log_path).read_text()
 
 
 def test_one_group_updates_vllm_and_sglang(groups: dict[str, EngineConfig], started: real_vllm.Engines) -> None:
@@ -136,6 +134,8 @@ def test_one_group_updates_vllm_and_sglang(groups: dict[str, EngineConfig], star
         placed = {one["replica_id"]: one["samples_placed"] for one in mixed.call("/status")[1]["replicas"]}
         assert min(placed.values()) > 0, "each kind has answered some"
         (sglang,) = (replica for replica in mixed.replicas if replica.kind is EngineKind.SGLANG)
+        # Another gateway begins with version 1 again, by which prefixes are salted.
+        assert mixed.call("/reset_prefix_cache", {})[0] == 200
     label = {"new_version": "default", "abort_all_requests": False}
     assert replace(mixed, url=sglang.url).call("/update_weight_version", label)[0] == 200
 

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,8 +109,12 @@ def holds(model: Model, sent: dict[str, Any]) -> bool:
 
 def received(own: WeightWorker, trainer: Trainer, sent: dict[str, Any]) -> None:
     sending = trainer.send(sent)
-    own.receive(list(sent), ["float32"] * 2, [[2, 3]] * 2, TIMEOUT_S)
+    own.receive(info(*sent), TIMEOUT_S)
     sending.join(TIMEOUT_S)
+
+
+def info(*names: str) -> dict[str, Any]:
+    return {"names": list(names), "dtype_names": ["float32"] * len(names), "shapes": [[2, 3]] * len(names)}
 
 
 @pytest.mark.parametrize("inference", [True, False])
@@ -132,10 +137,54 @@ def test_without_a_receipt_it_loads_without_digests(own: WeightWorker, model: Mo
 def test_a_tensor_that_cannot_be_loaded_breaks_the_group(own: WeightWorker, trainer: Trainer) -> None:
     sending = trainer.send({"sideways": torch.zeros(2, 3)})
     with pytest.raises(KeyError):
-        own.receive(["sideways"], ["float32"], [[2, 3]], TIMEOUT_S)
+        own.receive(info("sideways"), TIMEOUT_S)
     sending.join(TIMEOUT_S)
     with pytest.raises(WeightUpdateFailed, match="no weight group"):
-        own.receive(["up"], ["float32"], [[2, 3]], TIMEOUT_S)
+        own.receive(info("up"), TIMEOUT_S)
+
+
+def test_staged_tensors_are_received_beside_the_weights_and_loaded_later(
+    own: WeightWorker, model: Model, trainer: Trainer
+) -> None:
+    assert own.room_to_stage(1)
+    assert not own.room_to_stage(1 << 60)
+    own.open_receipt()
+    sent = tensors(5)
+    sending = trainer.send(sent)
+    own.stage_weights(info(*sent), TIMEOUT_S)
+    sending.join(TIMEOUT_S)
+    until_staged(own)
+    assert not model.both.any()
+    assert own.close_receipt() == {name: digest_on_host(tensor) for name, tensor in sent.items()}
+    with torch.inference_mode():
+        own.load_staged()
+    assert holds(model, sent)
+    with pytest.raises(WeightUpdateFailed, match="without staged tensors"):
+        own.load_staged()
+
+
+def test_a_dropped_update_leaves_its_trainer(own: WeightWorker, model: Model, trainer: Trainer) -> None:
+    own.open_receipt()
+    own.stage_weights(info("up", "down"), TIMEOUT_S)
+    own.drop_receipt()
+    with pytest.raises(WeightUpdateFailed, match="the update was dropped"):
+        list(map(trainer.group.broadcast, [torch.zeros(48, dtype=torch.uint8)] * 2))
+    assert not model.both.any()
+
+
+def test_the_error_of_a_receiver_is_that_of_its_update(own: WeightWorker, trainer: Trainer) -> None:
+    own.open_receipt()
+    own.stage_weights(info("up", "down"), TIMEOUT_S)
+    trainer.group.close("the trainer is gone")
+    with pytest.raises(WeightUpdateFailed, match="lost the group"):
+        until_staged(own)
+
+
+def until_staged(own: WeightWorker) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not own.staged():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_it_loads_a_folder(own: WeightWorker, model: Model, tmp_path: Path) -> None:

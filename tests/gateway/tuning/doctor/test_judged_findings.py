@@ -3,8 +3,8 @@
 `verl_trial/judged_hurts.json` has the findings that hurt in two releases of verl, judged by themselves.
 `judged_consider.json` has those to consider in verl 0.7.0, and `judged_trl.json` all in four releases of TRL (0.24.0,
 1.0.0, 1.9.0, July 2026; the commands of docstrings too): each is in the group of the criterion that judged it. Criteria
-were read in the trainers' code and guides. The scripts are not kept here. With VERL_CHECKOUTS naming a folder that holds
-a checkout of each release, such as FOLDER/v0.7.0, the findings are made again and have to be those of the tables.
+were read in the trainers' code and guides. The scripts are not kept here. With VERL_CHECKOUTS naming a folder that
+holds a checkout of each release, such as FOLDER/v0.7.0, the findings are made again and have to be those of the tables.
 """
 
 import json

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.load, pytest.mark.slow]
 
 REQUESTS, TOKENS, REPLICAS = 4096, 16, 2
 SIM = SimConfig(decode_step_s=0.3)  # 5 s a request
-BOUND_S = 90.0
+BOUND_S = 600.0  # a hang; it takes 25 s where nothing else runs
 
 
 @contextmanager

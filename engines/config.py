@@ -53,6 +53,10 @@ class SimConfig(BaseModel):
     """Nats by which a prompt's log-probs vary with the batch, as rounding does on real engines."""
 
 
+REPLACED_BY = "ROLLOUT_ENGINE_GROUP"
+"""Variable of a replica whose group `up` has changed alone: the group's configuration as JSON."""
+
+
 class EngineConfig(BaseModel):
     """One group of identical engine replicas."""
 

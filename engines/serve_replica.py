@@ -1,6 +1,7 @@
 """The Serve replica: owns one engine server and its GPUs, and describes it to the gateway. It carries no tokens."""
 
 import asyncio
+import os
 import time
 import zlib
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from engines.clients.external import ExternalServer
-from engines.config import EngineConfig
+from engines.config import REPLACED_BY, EngineConfig
 from engines.errors import DeadlineExceeded, EngineError
 from engines.process.engine_server import EngineServer
 from engines.process.forwarder import Forwarder
@@ -36,6 +37,8 @@ class EngineReplica:
     ) -> None:
         # Serve's replica tag, not its rank: Serve reuses ranks, and two replicas with the same name or seed would be
         # confused and would draw the same samples.
+        if changed := os.environ.get(REPLACED_BY):
+            config = EngineConfig.model_validate_json(changed)
         context = serve.get_replica_context()
         index = zlib.crc32(context.replica_tag.encode()) % _SEEDS
         self._app_name = context.app_name

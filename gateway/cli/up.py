@@ -16,7 +16,7 @@ from gateway.cli.cluster.application import (
     wait_for_gateway,
     wait_for_serve,
 )
-from gateway.cli.cluster.changes import changes, has_running_engine, scaled
+from gateway.cli.cluster.changes import changes, has_running_engine, replaced, scaled
 from gateway.cli.cluster.lock import changing
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import check_gpus, start_ray
@@ -118,9 +118,12 @@ def _deploy(api: ServeApi, config: Config, before: Mapping[str, Any] | None, rep
     if found is not None:
         report.note(str(found))
     report.step("deploying")
-    if deployed is None or found is None or found.keys:
+    if before is None or deployed is None or found is None or found.groups is None:
         api.deploy(document)
         return
+    for group in found.groups:
+        options = before["deployments"][group]["deployment_config"]["ray_actor_options"]
+        deployed = replaced(deployed, group, config.groups[group], options)
     for group, (_, number) in found.replicas.items():
         deployed = scaled(deployed, group, number)
     api.redeploy(config.name, deployed)

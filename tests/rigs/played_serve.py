@@ -36,7 +36,8 @@ class PlayedServe:
     def running(self, application: Json, engine_state: str = "RUNNING", status: str = "RUNNING") -> Json:
         self._clock += 1
         replica = {"replica_id": "r1", "state": engine_state, "start_time_s": 0.0}
-        deployment = {"replicas": [replica], "status": "HEALTHY", "message": ""}
+        config = {"ray_actor_options": {"num_cpus": 0.1, "num_gpus": 0}}
+        deployment = {"replicas": [replica], "status": "HEALTHY", "message": "", "deployment_config": config}
         return {
             "status": status,
             "message": "",

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import threading
+import time
 import urllib.request
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,13 +172,12 @@ class Load:
 def up(cluster_shell: Shell) -> tuple[Shell, str]:  # noqa: F811
     """An application of two slow simulated engines, and its rollout URL."""
     sim = "sim: {decode_step_s: 0.02, mean_tokens: 100000}"
+    port = free_port()
     (cluster_shell.folder / "sim.yaml").write_text(
         f"engine: {{kind: sim, model: sim, num_replicas: 2, num_cpus: 0.1, stop_timeout_s: 1, {sim}}}\n"
+        f"gateway: {{port: {port}}}\nserve: {{http_port: {free_port()}}}\n"
     )
-    port = free_port()
-    done = cluster_shell.run(
-        "up", "-c", "sim.yaml", f"serve.http_port={free_port()}", f"gateway.port={port}", timeout_s=300
-    )
+    done = cluster_shell.run("up", "-c", "sim.yaml", timeout_s=300)
     assert done.returncode == 0, done.stderr
     return cluster_shell, f"http://127.0.0.1:{port}"
 
@@ -215,3 +216,34 @@ def test_scaling_from_two_to_four_and_one_under_load_loses_and_repeats_no_rollou
     assert retries
     assert all(line.endswith(" 0.0") for line in retries)
     assert "4 replicas" in grown.stderr
+
+
+@pytest.mark.ray
+def test_a_change_of_the_engines_alone_under_load_loses_no_rollout_and_restarts_no_gateway(
+    up: tuple[Shell, str],
+) -> None:
+    shell, url = up  # noqa: F811
+
+    def found(path: str) -> Any:
+        with urllib.request.urlopen(url + path, timeout=10) as response:
+            return json.load(response)
+
+    def serving() -> dict[str, int]:
+        return {one["replica_id"]: one["pid"] for one in found("/status")["replicas"] if one["state"] == "SERVING"}
+
+    before, began = serving(), time.monotonic()
+    assert len(before) == 2
+    with Load(url, workers=8) as load:
+        done = shell.run("up", "-c", "sim.yaml", "engine.max_num_seqs=33", timeout_s=300)
+        assert done.returncode == 0, done.stderr
+    after = serving()
+    assert "replicas of engine restart one after the other; the gateway and its rollouts go on" in done.stderr
+    assert len(after) == 2
+    assert not before.keys() & after.keys()
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in after.values()]
+    assert [command[command.index(b"--max-num-seqs") + 1] for command in commands] == [b"33", b"33"]
+    assert found("/dashboard.json")["uptime_s"] > time.monotonic() - began
+    assert load.sent > 2 * load.workers
+    assert not load.failed
+    assert set(load.delivered.values()) == {1}
+    assert len(load.delivered) == load.sent

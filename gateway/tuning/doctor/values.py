@@ -11,6 +11,7 @@ from gateway.tuning.doctor.files.hydra_override import hydra_value
 _SELECT = re.compile(r"\$\{oc\.select:\s*([\w.]+)\s*(?:,\s*(.*))?\}", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
 _MOST_HOPS = 8
+_MOST = 1e18  # no setting is larger
 
 
 class Values:
@@ -74,8 +75,10 @@ class Values:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a value as a number; None for anything else, such as an unknown shell variable."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """Return a value as a finite number; None for anything else, such as an unknown shell variable."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not -_MOST < value < _MOST:
+        return None
+    return float(value)
 
 
 def _absolute(target: str, key: str) -> str:

@@ -1,6 +1,7 @@
 """The limits of GPUs, by their makers' data sheets."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from engines.errors import ConfigError
@@ -66,6 +67,6 @@ def _number(part: str) -> tuple[str, float]:
         number = float(value)
     except ValueError:
         number = 0.0
-    if number <= 0:
+    if not 0 < number < math.inf:
         raise ConfigError(f"--gpu {key}: {value!r} is no positive number")
     return key, number

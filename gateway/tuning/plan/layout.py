@@ -10,6 +10,7 @@ from gateway.tuning.plan.trainer import Training
 _SIZES = (1, 2, 4, 8, 16, 32)
 # Nodes whose splits between trainer and engines are tried GPU by GPU; more nodes are dealt out whole.
 _SPLIT_NODES = 2
+_MOST_SPLITS = 16
 _FEWEST_SEQUENCES = 16
 
 
@@ -98,7 +99,8 @@ def _splits(question: Question) -> Iterator[int]:
     elif question.all_gpus == 1:
         yield 0
     else:
-        step = 1 if question.nodes <= _SPLIT_NODES else question.gpus
+        nodes = max(1, question.nodes // _MOST_SPLITS)
+        step = 1 if question.nodes <= _SPLIT_NODES else question.gpus * nodes
         yield from range(step, question.all_gpus, step)
 
 

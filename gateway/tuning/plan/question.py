@@ -1,5 +1,6 @@
 """The question that a plan answers."""
 
+import math
 from dataclasses import dataclass
 
 from engines.errors import ConfigError
@@ -8,6 +9,9 @@ from gateway.tuning.plan.shape import ModelShape
 from gateway.tuning.plan.speed import Speeds
 from gateway.tuning.plan.trainer import Training, cheapest_training
 from gateway.tuning.plan.workload import StepWorkload
+
+# GPUs of the largest machines with links between all of them, and nodes of the largest published runs.
+_MOST_GPUS, _MOST_NODES = 72, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +34,9 @@ class Question:
     cpu_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        for option, count in (("--gpus", self.gpus), ("--nodes", self.nodes)):
-            if count < 1:
-                raise ConfigError(f"{option} {count}: at least 1")
+        for option, count, most in (("--gpus", self.gpus, _MOST_GPUS), ("--nodes", self.nodes, _MOST_NODES)):
+            if not 1 <= count <= most:
+                raise ConfigError(f"{option} {count}: from 1 to {most}")
         if self.trainer_gpus is not None and not 0 <= self.trainer_gpus < self.all_gpus:
             raise ConfigError(
                 f"--trainer-gpus {self.trainer_gpus}: from 0 (somebody else trains) to {self.all_gpus - 1}, which "
@@ -47,7 +51,7 @@ class Question:
                 )
         if not 0 < self.mfu <= 1:
             raise ConfigError(f"--mfu {self.mfu:g}: above 0 and at most 1")
-        if self.cpu_factor <= 0:
+        if not 0 < self.cpu_factor < math.inf:
             raise ConfigError(f"--cpu-factor {self.cpu_factor:g}: above 0")
 
     @property

@@ -16,6 +16,7 @@ from gateway.tuning.plan.question import Question
 from gateway.tuning.plan.trainer import Offload, Training
 
 _WIDTH_OF_A_PIPE = 180
+_USUAL_GPUS = 8
 # vLLM's choices of the largest rank.
 _SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -189,6 +190,11 @@ def _notes(question: Question, first: Choice) -> list[str]:
         f"{memory.graphs:.1f} of CUDA and its graphs, {memory.kv_cache:.1f} of KV cache; "
         f"{'a rank' if first.data_parallel > 1 else 'a replica'}'s holds {memory.kv_tokens:,.0f} tokens"
     ]
+    if question.gpus > _USUAL_GPUS:
+        lines.append(
+            f"--gpus {question.gpus} is one node with links between all of them; several nodes of 8 are --gpus 8 "
+            f"--nodes {-(-question.gpus // _USUAL_GPUS)}"
+        )
     if first.training:
         lines += _training_notes(question, first, first.training)
     lines.append("tokens/s are predicted by a model that was fitted to vLLM 0.26 on H200 (docs/plan.md)")

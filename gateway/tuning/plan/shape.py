@@ -22,6 +22,17 @@ _STATEFUL = (
 # One layer in so many has full attention, where config.json has no layer_types.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
 _ALL_SLIDE = ("mistral", "mixtral")  # where config.json has a window
+# Keys that are whole numbers where a model has them, from 1 and from 0 on. No model has more of anything.
+_FROM_ONE = (
+    "num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts_per_tok", "sliding_window_pattern",
+    "q_lora_rank", "kv_lora_rank", "max_position_embeddings",
+)  # fmt: skip
+_FROM_ZERO = (
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "shared_expert_intermediate_size",
+    "first_k_dense_replace", "sliding_window",
+)  # fmt: skip
+_LISTS = ("layer_types", "mlp_only_layers")
+_MOST = 10**8
 # Bytes a weight with the scales of its group: 4 bits in groups of 128 with zeros, MXFP4 in groups of 32.
 _FOUR_BITS, _MXFP4 = 0.52, 0.53125
 _PLAIN = 2.0  # bfloat16, which embeddings and head keep
@@ -154,7 +165,9 @@ def read_shape(model: Path | None, given: Sequence[str] = ()) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], name: str, *, quantization: Mapping[str, Any] | None = None) -> ModelShape:
-    """The shape that the keys of a config.json describe."""
+    """The shape that the keys of a config.json describe. Raises `ConfigError` naming a key that cannot be."""
+    _check(config, name)
+    _check_quantization(quantization, name)
     if others := sorted({str(kind) for kind in config.get("layer_types") or ()} - set(_ATTENTION)):
         raise ConfigError(f"{name}: layers of {', '.join(others)} keep no KV cache that is known here")
     if state := [key for key in _STATEFUL if config.get(key)]:
@@ -165,6 +178,8 @@ def shape_of(config: Mapping[str, Any], name: str, *, quantization: Mapping[str,
     vocabulary, intermediate = (_whole(config, key, name) for key in ("vocab_size", "intermediate_size"))
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head = int(config.get("head_dim") or hidden // heads)
+    if not head:
+        raise ConfigError(f"{name}: hidden_size = {hidden} is less than num_attention_heads = {heads}")
     if config.get("kv_lora_rank"):
         attention, kv_values, width = _latent(config, name, hidden, heads)
         kv_heads = 1
@@ -172,7 +187,7 @@ def shape_of(config: Mapping[str, Any], name: str, *, quantization: Mapping[str,
         bias = (heads + 2 * kv_heads) * head if _has_bias(config) else 0
         attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head + bias
         kv_values, width = 2 * kv_heads * head, heads * head
-    experts, dense_mlp = _feed_forward(config, layers, hidden, intermediate)
+    experts, dense_mlp = _feed_forward(config, name, layers, hidden, intermediate)
     dense_bytes, expert_bytes = _weight_bytes(config, quantization)
     sliding_share, window = _sliding(config, layers)
     tied = config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith(_TIED))
@@ -212,7 +227,7 @@ def _latent(config: Mapping[str, Any], name: str, hidden: int, heads: int) -> tu
 
 
 def _feed_forward(
-    config: Mapping[str, Any], layers: int, hidden: int, intermediate: int
+    config: Mapping[str, Any], name: str, layers: int, hidden: int, intermediate: int
 ) -> tuple[Experts | None, float]:
     """The routed experts, and the parameters that every token uses, of all layers."""
     count = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
@@ -223,8 +238,14 @@ def _feed_forward(
     shared = int(config.get("shared_expert_intermediate_size") or 0)
     shared += int(config.get("n_shared_experts") or 0) * expert
     mixed = layers - plain
+    if mixed < 1:
+        raise ConfigError(
+            f"{name}: {plain} of {layers} layers without experts (first_k_dense_replace, mlp_only_layers)"
+        )
     dense = 3.0 * hidden * (plain * intermediate + mixed * shared) + mixed * hidden * int(count)
     used = int(config.get("num_experts_per_tok") or 1)
+    if used > count:
+        raise ConfigError(f"{name}: num_experts_per_tok = {used}, and there are {count} experts")
     return Experts(count=int(count), used=used, layers=mixed, parameters=3.0 * hidden * expert), dense
 
 
@@ -235,7 +256,7 @@ def _has_bias(config: Mapping[str, Any]) -> bool:
 def _sliding(config: Mapping[str, Any], layers: int) -> tuple[float, int]:
     """The share of layers that look at a window of tokens alone, and the window."""
     window, kind = config.get("sliding_window"), str(config.get("model_type", ""))
-    if not isinstance(window, int) or config.get("use_sliding_window") is False:
+    if not window or config.get("use_sliding_window") is False:
         return 0.0, 0
     if kinds := config.get("layer_types"):
         return list(kinds).count("sliding_attention") / len(kinds), window
@@ -260,10 +281,10 @@ def _weight_bytes(config: Mapping[str, Any], quantization: Mapping[str, Any] | N
 def _block(quantization: Mapping[str, Any]) -> int:
     """Inputs of a matrix that share a scale: FP8's blocks of columns, groups of AWQ and GPTQ; 1 where engines pad."""
     blocks = quantization.get("weight_block_size")
-    if isinstance(blocks, Sequence) and blocks:
+    if blocks:
         return int(blocks[-1])
     size = quantization.get("group_size")
-    return size if isinstance(size, int) and size > 0 else 1
+    return size if type(size) is int and size > 0 else 1
 
 
 def _bits(quantization: Mapping[str, Any]) -> float:
@@ -301,9 +322,40 @@ def _pair(part: str) -> tuple[str, Any]:
         return key.strip(), value
 
 
+def _check(config: Mapping[str, Any], name: str) -> None:
+    for keys, least in ((_FROM_ONE, 1), (_FROM_ZERO, 0)):
+        for key in keys:
+            value = config.get(key)
+            if value is not None and not (type(value) is int and least <= value <= _MOST):
+                raise ConfigError(f"{name}: {key} = {value!r} is no whole number from {least} to {_MOST}")
+    for key in _LISTS:
+        if not isinstance(config.get(key) or [], list):
+            raise ConfigError(f"{name}: {key} = {config[key]!r} is no list")
+
+
+def _check_quantization(found: Mapping[str, Any] | None, name: str) -> None:
+    """Raises `ConfigError` for a quantization whose bytes cannot be counted."""
+    quantization = found or {}
+    where = f"{name}: cannot size this: quantization_config"
+    if not isinstance(quantization, Mapping):
+        raise ConfigError(f"{where} = {found!r} is no mapping")
+    for key in ("bits", "weight_bits"):
+        value = quantization.get(key)
+        if value is not None and not (type(value) is int and 1 <= value <= 16):
+            raise ConfigError(f"{where}.{key} = {value!r} is no number of bits from 1 to 16")
+    groups = quantization.get("config_groups") or {}
+    described = isinstance(groups, Mapping) and all(isinstance(group, Mapping) for group in groups.values())
+    weights = [group.get("weights") or {} for group in groups.values()] if described else [None]
+    if not all(isinstance(one, Mapping) and one.get("num_bits", 8) in range(1, 17) for one in weights):
+        raise ConfigError(f"{where}.config_groups = {groups!r} has no weights with num_bits")
+    blocks = quantization.get("weight_block_size") or []
+    if not isinstance(blocks, list) or not all(type(block) is int and block >= 1 for block in blocks):
+        raise ConfigError(f"{where}.weight_block_size = {blocks!r} is no list of whole numbers")
+
+
 def _whole(config: Mapping[str, Any], key: str, name: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        problem = "is missing" if value is None else f"= {value!r} is no positive whole number"
+    if type(value) is not int or not 1 <= value <= _MOST:
+        problem = "is missing" if value is None else f"= {value!r} is no whole number from 1 to {_MOST}"
         raise ConfigError(f"{name}: {key} {problem}; give it with --shape {key}=NUMBER")
     return value

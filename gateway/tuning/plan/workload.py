@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from engines.errors import ConfigError
 
+_MOST_COMPLETIONS = 200_000
+
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
@@ -62,6 +64,11 @@ class StepWorkload:
         for name, value in (("prompts", self.prompts), ("samples", self.samples)):
             if value < 1:
                 raise ConfigError(f"--{name} {value}: at least 1")
+        if self.completions > _MOST_COMPLETIONS:
+            raise ConfigError(
+                f"--prompts {self.prompts}, --samples {self.samples}: {self.completions} completions of a step, and at "
+                f"most {_MOST_COMPLETIONS} are planned; plan a part of it"
+            )
 
     @property
     def completions(self) -> int:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import time
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError
 from gateway.config.load import load
 from gateway.config.node_gpus import read_gpus, visible_gpus
+from gateway.tuning.duration import seconds_of
 from gateway.tuning.plan.options import BATCH, PromptLengths, ResponseLengths, Samples, step_of
 from gateway.tuning.tune.batch import Batch, drawn, recorded
 from gateway.tuning.tune.bench import EngineBench
@@ -23,7 +23,6 @@ from gateway.tuning.tune.report import as_json, configuration, page, print_outco
 from gateway.tuning.tune.search import Outcome, Tuner
 
 _PROMPTS = 64
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def tune_command(
@@ -71,7 +70,7 @@ def tune_command(
     levers = levers_of(engine, lever or (), batch.completions, len(gpus))
     for value in next((found.values for found in levers if found.name == "tensor_parallel_size"), ()):
         replicas_for(engine, engine.model_copy(update={"tensor_parallel_size": value}))
-    budget_s = _seconds(budget)
+    budget_s = seconds_of(budget, "--budget")
     journal = Journal(out / "journal.jsonl", _subject(engine, levers, batch))
     known = _known(against, name, engine) if against else None
     outcome = asyncio.run(_tune(engine, levers, batch, EngineBench(batch, gpus), journal, budget_s, pairs, known))
@@ -127,9 +126,3 @@ def _known(file: Path, name: str, engine: EngineConfig) -> EngineConfig:
             f"{engine.model!r}; compare engines of the same kind and model"
         )
     return known
-
-
-def _seconds(text: str) -> float:
-    if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())) or float(found[1]) <= 0:
-        raise ConfigError(f"--budget {text!r}: expected a number of seconds, or such as 90s, 45m or 2h")
-    return float(found[1]) * _UNITS[found[2] or "s"]

@@ -172,7 +172,7 @@ def _mini_batch_per_gpu(values: Values) -> float | None:
     """verl's own normalisation: samples of a mini batch over the groups of GPUs that share sequences."""
     mini, group, gpus = values.number(ACTOR + "ppo_mini_batch_size"), values.number(ROLLOUT + "n"), gpus_of(values)
     shards = values.number(ACTOR + "ulysses_sequence_parallel_size") or 1
-    return mini * group / (gpus / shards) if mini and group and gpus else None
+    return mini * group * shards / gpus if mini and group and gpus else None
 
 
 @verl_trainer_rule(

@@ -10,6 +10,7 @@ from engines.errors import ConfigError
 from gateway.config.load import load
 from gateway.tuning.plan.choices import Choice, best_of_each, ranked
 from gateway.tuning.plan.gpu import GPUS, gpu_of
+from gateway.tuning.plan.layout import layouts
 from gateway.tuning.plan.memory import engine_memory
 from gateway.tuning.plan.question import Question
 from gateway.tuning.plan.report import configuration
@@ -119,6 +120,7 @@ def test_the_configuration_is_one_that_up_takes(found: list[Choice], tmp_path: P
         ("X100", "unknown; it can be A100-40, "),
         ("H200,memory=3", "expected one of memory_gib="),
         ("H200,tflops=fast", "'fast' is no positive number"),
+        ("H200,tb_per_s=nan", "'nan' is no positive number"),
         ("memory_gib=10", "tb_per_s, tflops, link_gb_per_s missing"),
     ],
 )
@@ -168,11 +170,14 @@ def test_ranks_with_their_own_attention_share_the_experts() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"nodes": 0}, "--nodes 0: at least 1"),
+        ({"nodes": 0}, "--nodes 0: from 1 to 1024"),
+        ({"nodes": 10**6}, "--nodes 1000000: from 1 to 1024"),
+        ({"cpu_factor": float("nan")}, "--cpu-factor nan: above 0"),
+        ({"mfu": float("nan")}, "--mfu nan: above 0"),
         ({"is_colocated": True, "trainer_gpus": 4}, "--trainer-gpus with --colocated"),
         ({"is_colocated": True, "overlaps": True}, "--async with --colocated"),
         ({"lora_rank": -1}, "--lora -1: a rank"),
-        ({"gpus": 0}, "--gpus 0: at least 1"),
+        ({"gpus": 0}, "--gpus 0: from 1 to 72"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], message: str) -> None:
@@ -188,3 +193,15 @@ def test_what_does_not_fit_names_each_change_that_does() -> None:
     offered = str(refused.value).partition("possible with ")[2]
     assert offered == "--colocated; or --nodes 2; or --gpu H100; or --trainer-gpus 0 (the engines alone)"
     assert ranked(dataclasses.replace(large, nodes=2))
+
+
+def test_a_step_beyond_what_can_be_played_is_refused() -> None:
+    with pytest.raises(ConfigError, match="1000000 completions of a step, and at most 200000 are planned"):
+        dataclasses.replace(QUESTION.work, prompts=125_000)
+
+
+def test_many_nodes_are_planned_by_whole_nodes() -> None:
+    large = dataclasses.replace(QUESTION, nodes=256, work=dataclasses.replace(QUESTION.work, prompts=16))
+    trainers = {layout.trainer_gpus for layout in layouts(large)}
+    assert len(trainers) <= 16
+    assert all(gpus % 8 == 0 for gpus in trainers)

@@ -62,3 +62,10 @@ def test_a_colocated_plan_has_overrides_for_verl_and_no_file(tmp_path: Path) -> 
     assert "trainer.nnodes=2 trainer.n_gpus_per_node=8 data.train_batch_size=128" in done.stdout
     with pytest.raises(ConfigError, match="--write with --colocated"):
         CliRunner().invoke(app, [*asked, "--write", str(tmp_path / "plan.yaml")], catch_exceptions=False)
+
+
+def test_more_gpus_than_a_node_usually_has_are_said_to_be_one_node() -> None:
+    options = ["--gpus", "16", "--trainer-gpus", "0", "--prompts", "16"]
+    done = CliRunner().invoke(app, ["plan", "--shape", EXAMPLE_SHAPE, *options])
+    assert "--gpus 16 is one node with links between all of them" in done.stdout
+    assert "--gpus 8 --nodes 2" in done.stdout

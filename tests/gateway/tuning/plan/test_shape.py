@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,47 @@ def test_linear_attention_without_layer_types_cannot_be_sized() -> None:
     config = QWEN3_30B_A3B | {"linear_num_key_heads": 16, "full_attention_interval": 4}
     with pytest.raises(ConfigError, match="cannot size this"):
         shape_of(config, "Qwen3-Next")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_key_value_heads": "x"}, "num_key_value_heads = 'x' is no whole number from 1"),
+        ({"head_dim": 0}, "head_dim = 0 is no whole number"),
+        ({"hidden_size": 7}, "hidden_size = 7 is less than num_attention_heads = 32"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True is no whole number"),
+        ({"vocab_size": 10**18}, "vocab_size = 1000000000000000000 is no whole number"),
+        ({"num_experts": float("nan")}, "num_experts = nan is no whole number from 0"),
+        ({"num_experts": 4, "num_experts_per_tok": 8}, "num_experts_per_tok = 8, and there are 4 experts"),
+        ({"num_experts": 4, "first_k_dense_replace": 99}, "99 of 32 layers without experts"),
+        ({"layer_types": 1}, "layer_types = 1 is no list"),
+        ({"max_position_embeddings": {}}, "max_position_embeddings = {} is no whole number"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_with_their_key(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        shape_of(LLAMA_8B | changes, "model")
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"bits": "x"},
+        {"bits": 0},
+        {"config_groups": True},
+        {"config_groups": {"a": 1}},
+        {"config_groups": {"a": {"weights": {"num_bits": "x"}}}},
+        {"weight_block_size": "x"},
+        [1],
+    ],
+)
+def test_a_quantization_that_cannot_be_counted_is_refused(quantization: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot size this: quantization_config"):
+        shape_of(LLAMA_8B, "model", quantization=quantization)
+
+
+def test_blocks_of_quantized_weights_bound_the_tensor_parallel_size() -> None:
+    """Qwen3-30B-A3B-FP8: experts of 768 are six blocks of 128."""
+    shape = shape_of(QWEN3_30B_A3B, "model", quantization=FP8)
+    assert [size for size in (1, 2, 4, 8) if shape.splits_into(size)] == [1, 2]
+    assert shape_of(QWEN3_30B_A3B, "model").splits_into(8)

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.errors import ConfigError
 from gateway.config.load import load
-from gateway.tuning.tune.command import _seconds
 from tests.rigs.shell import NearShell, Shell
 
 # Two sequences at a time take eight times the steps of sixteen; a batch of 8,192 tokens leaves no memory.
@@ -73,14 +71,3 @@ def test_sequences_that_the_engine_does_not_hold_are_refused(tmp_path: Path) -> 
     done = tune(Shell(tmp_path), "--engine.max_model_len=12")
     assert done.returncode == 1
     assert "the workload has sequences of 16 tokens, and the engine's max_model_len is 12" in done.stderr
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("45m", 2700), ("1.5h", 5400)])
-def test_budgets_have_units(text: str, seconds: float) -> None:
-    assert _seconds(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "soon", "0s", "-3m", "3d"])
-def test_a_budget_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--budget"):
-        _seconds(text)

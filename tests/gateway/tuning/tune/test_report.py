@@ -25,7 +25,7 @@ def outcome(best: Setting = BEST, start: Setting = START) -> Outcome:
     }
     return Outcome(
         start=start, best=best, fastest=best, pairs=[(10.0, 20.0)], against=[(25.0, 20.0)],
-        reason="2.000 of the start's tokens/s", records=records, spent_s=5.0, settings=3,
+        reason="2.000 times the tokens/s of the start", records=records, spent_s=5.0, settings=3,
     )  # fmt: skip
 
 

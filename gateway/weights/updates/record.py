@@ -37,8 +37,9 @@ class WeightUpdate:
     set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its outcome by replica id.
     `draft` is the folder that its tensors are written to for the weight store, `lease` the trainer's lease, if it has
     taken one (`leases.py`). With `keeps_kv` requests in flight go on
-    over KV of the version before. `receivers` are the replicas that receive its tensors in a group with the trainer:
-    beside their weights if it is `staged`, else into them. It `overwrites` engines from their stop on.
+    over KV of the version before. `receivers` are the replicas that have tensors of it, and drop them at an abort:
+    received in a group with the trainer, beside their weights if it is `staged`, or read ahead from the store. It
+    `overwrites` engines from their stop on.
     """
 
     version: int

@@ -100,6 +100,7 @@ class StoreUpdate:
         self._machine.open(update)
         async with self._machine.step(update, "prepare"):
             path = await self._promote(update, members, snapshot)
+            update.receivers = tuple(members)
             await prepare_all(members, str(path), update.version, self._parts.config.load_timeout_s)
         timeout_s = self._parts.config.load_timeout_s
 

@@ -295,6 +295,9 @@ class Gateway:
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
         """A client's request: ends with the gateway, and with its client."""
+        if self.has_ended:
+            work.close()
+            raise GatewayDied
         try:
             return await self._within(work)
         except asyncio.CancelledError:

@@ -134,7 +134,7 @@ class Engine(ABC):
         so that a rollback has the GPU and the store to itself."""
 
     async def drop_receipt(self, timeout_s: float) -> None:
-        """Discard the receipt and its draft."""
+        """Discard the receipt, its draft, and weights that wait in memory for a load."""
 
     async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         """Prepare for `load_snapshot` during generation, as far as the engine can.

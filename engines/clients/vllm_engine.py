@@ -126,7 +126,7 @@ class VllmEngine(HttpEngine):
             await self._on_workers("keep_receipt", {}, timeout_s)
 
     async def drop_receipt(self, timeout_s: float) -> None:
-        if self._has_tee:
+        if self._has_our_worker:
             await self._on_workers("drop_receipt", {}, timeout_s)
 
     async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:

@@ -8,6 +8,7 @@ nothing. Tensors whose loaders do more than copy are loaded by these loaders eac
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy as shallow
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +126,7 @@ class PlannedLoad:
         stand_ins = {form: torch.empty(form[1], dtype=form[2], device="meta") for form in forms}
         recorder = _Recorder(stand_ins)
         held = [(parameter, parameter.data) for parameter in self._model.parameters()]
+        kept = [(found, shallow(found)) for found in _containers(self._model)]
         try:
             with recorder:
                 self._load([(form[0], tensor) for form, tensor in stand_ins.items()])
@@ -132,9 +134,29 @@ class PlannedLoad:
             moved = [(parameter, data) for parameter, data in held if parameter.data_ptr() != data.data_ptr()]
             for parameter, data in moved:
                 parameter.data = data
+            for found, before in kept:
+                _restore(found, before)
         if moved:
             raise _DoesMore("a parameter that is put elsewhere")
         return recorder.plans
+
+
+def _containers(model: Any) -> list[Any]:
+    """Return the collections in which a model's loaders may keep a tensor until its partner comes."""
+    return [
+        found
+        for module in model.modules()
+        for name, found in vars(module).items()
+        if isinstance(found, dict | list | set) and not name.startswith("_")
+    ]
+
+
+def _restore(found: Any, before: Any) -> None:
+    """Give a collection its content of before, if a tensor without content was put there."""
+    held = found.values() if isinstance(found, dict) else found
+    if any(isinstance(one, torch.Tensor) and one.is_meta for one in held):
+        found.clear()
+        found.extend(before) if isinstance(found, list) else found.update(before)
 
 
 def form_of(tensor: TensorMeta) -> Form:

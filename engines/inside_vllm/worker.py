@@ -92,9 +92,10 @@ class WeightWorker:
             self.scribe.keep()
 
     def drop_receipt(self) -> None:
-        """Stop digesting and copying; the draft is discarded."""
+        """Stop digesting and copying; the draft is discarded, and so is what waits in memory for a load."""
         worker: Any = self
         load_layerwise(worker.weight_transfer_engine)
+        self.prefetch = None
         stage, self.stage = self.stage, None
         if stage is not None:
             stage.drop()
@@ -135,6 +136,7 @@ class WeightWorker:
         if fetch is None and worker.device.type == "cpu":
             return {"ready": True}
         if self.prefetch is None or not self.prefetch.is_of(folder):
+            self.prefetch = None  # its memory is room for the next
             self.prefetch = Prefetch(folder, worker.device, fetch)
         try:
             return {"ready": self.prefetch.is_ready}
@@ -158,10 +160,10 @@ class WeightWorker:
                 f"this machine has no folder {path}: bind gateway.host to an address that it reaches, set "
                 "weights.peer_url, or have weights.store name a folder that all machines share"
             )
+        prefetch = self.prefetch
         self.drop_receipt()
         _end_reload(worker)
         if Path(path).is_dir():
-            prefetch, self.prefetch = self.prefetch, None
             prefetched = prefetch.take(Path(path)) if prefetch is not None else None
             self._load_folder(iter(prefetched or read_tensors(Path(path), worker.device)))
         else:

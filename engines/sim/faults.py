@@ -55,12 +55,12 @@ class FaultInjector:
 
     def __init__(self) -> None:
         self.faults = Faults()
-        self._num_held = 0
+        self.num_held = 0
         self.die: Callable[[], Awaitable[None]] = _exit
 
     async def put(self, request: web.Request) -> web.Response:
         self.faults = Faults.model_validate(orjson.loads(await request.read()))
-        answer = self.faults.model_dump() | {"num_held": self._num_held}
+        answer = self.faults.model_dump() | {"num_held": self.num_held}
         return web.Response(body=orjson.dumps(answer), content_type="application/json")
 
     @web.middleware
@@ -90,12 +90,12 @@ class FaultInjector:
 
     async def _hold(self, content: bytes) -> None:
         """Wait while a fault holds requests of this content."""
-        self._num_held += 1
+        self.num_held += 1
         try:
             while self.faults.held is not None and self.faults.held.encode() in content:  # noqa: ASYNC110 tests set it
                 await asyncio.sleep(_LOOK_S)
         finally:
-            self._num_held -= 1
+            self.num_held -= 1
 
     def events(self, chunk: Json) -> bytes:
         """Return a chunk with the faults of streams."""

@@ -89,11 +89,10 @@ class Pauses:
             )
         return InFlight.DRAIN
 
-    async def drain(self, update: WeightUpdate) -> None:
+    async def drain(self) -> None:
         """Close the gate and wait for the end of rollouts in flight."""
         self._scheduler.close_gate(Holder.UPDATE)
-        with update.timed("drain"):
-            await self._scheduler.drained(self._config.drain_timeout_s)
+        await self._scheduler.drained(self._config.drain_timeout_s)
 
     async def freeze(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
         """Stop these replicas for an update, until `thaw` or `end`. Under a trainer's pause its mode has decided about
@@ -103,7 +102,6 @@ class Pauses:
         if self._is_paused:
             update.keeps_kv, in_flight = not self._cleared, InFlight.KEEP
         elif in_flight is InFlight.DRAIN:
-            await self.drain(update)
             return
         else:
             update.frozen_at = time.monotonic()

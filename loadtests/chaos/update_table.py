@@ -48,8 +48,8 @@ _BOUND_S = 60.0
 _MOMENT_S = 60.0
 _WHOLE_S = 60.0
 _LOOK_S = 0.05
-_UNAIDED_S = 10.0
-"""A replica whose version died with its scribe waits for the next update, which comes after so long."""
+_WAITS = "waits for the next update"
+"""A part of the reason of a replica whose version has died with its scribe."""
 _LEASE = "the trainer of the table"
 
 
@@ -141,18 +141,25 @@ class Scene:
             await self.fleet.complete()
             while await self._status() is None:  # noqa: ASYNC110 it is another process
                 await asyncio.sleep(_LOOK_S)
-        try:
-            await self._whole_within(_UNAIDED_S)
-            return False
-        except TimeoutError:
-            await self.trainer.push()
-            await self._whole_within(_WHOLE_S)
-            return True
+            while not await self._is_whole():
+                if await self._waits_for_an_update():
+                    break
+                await asyncio.sleep(_LOOK_S)
+            else:
+                return False
+        await self.trainer.push()
+        await self._whole_within(_WHOLE_S)
+        return True
 
     async def _whole_within(self, seconds: float) -> None:
         async with asyncio.timeout(seconds):
             while not await self._is_whole():  # noqa: ASYNC110 it is another process
                 await asyncio.sleep(_LOOK_S)
+
+    async def _waits_for_an_update(self) -> bool:
+        """Return True if a replica's version has died with its scribe."""
+        status = await self._status()
+        return any(_WAITS in replica["reason"] for replica in (status or {"replicas": []})["replicas"])
 
     async def _is_whole(self) -> bool:
         if (status := await self._status()) is None:

@@ -295,12 +295,18 @@ class Gateway:
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
         """A client's request: ends with the gateway, and with its client."""
+        self._check_there(work)
         try:
             return await self._within(work)
         except asyncio.CancelledError:
             if self.has_ended and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise GatewayDied from None
             raise
+
+    def _check_there(self, work: Coroutine[Any, Any, T]) -> None:
+        if self.has_ended:
+            work.close()
+            raise GatewayDied
 
     async def _within(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.get_running_loop().create_task(work, context=self._context.copy())

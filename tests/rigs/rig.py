@@ -95,6 +95,11 @@ class SimReplica:
         self._server.injector.faults = Faults(**faults)
 
     @property
+    def num_held(self) -> int:
+        """Requests that a fault holds."""
+        return self._server.injector.num_held
+
+    @property
     def generated_tokens(self) -> int:
         """Tokens that it has made so far."""
         return self._server.scheduler.generated_tokens

@@ -1,6 +1,6 @@
 """Updates over a transfer group of the trainer and all engines' workers."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -74,9 +74,7 @@ class FlatUpdate:
             self._machine.register(update)
             return
         self._machine.open(update)
-        if in_flight is InFlight.DRAIN and not self._parts.pauses.is_paused:
-            async with self._machine.step(update, "drain"):
-                await self._parts.pauses.drain(update)
+        await self._machine.drain(update)
 
     async def receive(self, update_info: Json) -> None:
         """Have every replica receive the tensors that the trainer is about to send."""
@@ -112,22 +110,14 @@ class FlatUpdate:
                     check_fused(update.names, replica.info)
             digests = await self._receipts(group)
         if update.staged:
-            await self._swap(update, group)
-        update.phase = Phase.VERIFYING
-        timeout_s = self._parts.config.control_timeout_s
-        async with self._machine.step(update, "commit"):
-            await on_all(
-                group.members,
-                lambda replica: replica.engine.finish_weight_update(update.version, timeout_s),
-                timeout_s,
-            )
-            await self._parts.pauses.thaw(update)
-        async with self._machine.step(update, "canary"):
-            findings = await self._machine.verify(update, group.members, canary_logprobs)
-            if update.draft is not None:
+            self._machine.open(update)
+        members, findings = await self._machine.take(update, group.members, self._load(update), canary_logprobs)
+        if update.draft is not None:
+            timeout_s = self._parts.config.control_timeout_s
+            async with self._machine.step(update, "keep"):
                 # Before the commit, which restores a replica that failed: that replica may have the copy.
-                await try_on_all(group.members, lambda engine: engine.keep_receipt(timeout_s))
-        await self._machine.commit(update, group.members, findings)
+                await try_on_all(members, lambda engine: engine.keep_receipt(timeout_s))
+        await self._machine.commit(update, members, findings)
         await self._keep(update, group.scribe, digests)
         return update.version
 
@@ -174,8 +164,12 @@ class FlatUpdate:
                 timeout_s,
             )
         update.phase = Phase.RECEIVING
-        if not update.staged:
-            await self._overwrite(update, leaving=group.members)
+        if update.staged:
+            return
+        async with self._machine.step(update, "pause", leaving=group.members):
+            await self._machine.overwrite(update, group.members)
+        async with self._machine.step(update, "begin", leaving=group.members):
+            await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
 
     async def _may_stage(self, group: TransferGroup) -> bool:
         """Return True where all replicas have room beside their weights. Under a trainer's pause no rollout gains."""
@@ -194,21 +188,17 @@ class FlatUpdate:
 
         await on_all(group.members, receive, timeout_s)
 
-    async def _swap(self, update: WeightUpdate, group: TransferGroup) -> None:
-        """Announce the staged version, and have the engines load it into their weights."""
-        self._machine.open(update)
-        await self._overwrite(update)
-        timeout_s = self._parts.config.load_timeout_s
-        async with self._machine.step(update, "load"):
-            await on_all(group.members, lambda replica: replica.engine.load_staged(timeout_s), timeout_s)
+    def _load(self, update: WeightUpdate) -> Callable[[Replica], Awaitable[None]]:
+        """Return the call that ends the update on a replica: the swap where it is staged."""
+        config = self._parts.config
 
-    async def _overwrite(self, update: WeightUpdate, *, leaving: Sequence[Replica] = ()) -> None:
-        """Freeze the engines and start the update on them."""
-        timeout_s = self._parts.config.control_timeout_s
-        async with self._machine.step(update, "pause", leaving=leaving):
-            await self._machine.overwrite(update, update.receivers)
-        async with self._machine.step(update, "begin", leaving=leaving):
-            await on_all(update.receivers, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
+        async def load(replica: Replica) -> None:
+            if update.staged:
+                await replica.engine.start_weight_update(config.control_timeout_s)
+                await replica.engine.load_staged(config.load_timeout_s)
+            await replica.engine.finish_weight_update(update.version, config.control_timeout_s)
+
+        return load
 
     def _copy(self, update: WeightUpdate, scribe: Replica) -> ReceiptCopy:
         """Return the scribe's instructions."""

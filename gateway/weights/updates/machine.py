@@ -15,8 +15,9 @@ from contextlib import asynccontextmanager
 import structlog
 
 from engines.errors import WeightUpdateConflict, WeightUpdateFailed
-from engines.types import ReplicaState
+from engines.types import InFlight, ReplicaState
 from gateway.fleet.replica import Replica
+from gateway.fleet.replica_calls import on_living
 from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import Phase, WeightUpdate
 from gateway.weights.updates.update_log import UpdateLog
@@ -80,13 +81,42 @@ class UpdateMachine:
             await self.abort(str(error) or type(error).__name__, leaving=leaving)
             raise
 
+    async def drain(self, update: WeightUpdate) -> None:
+        """With `in_flight: drain`, close the gate and wait for rollouts in flight, once."""
+        # A paused engine makes no tokens, so a wait would not end; the pause decided about rollouts in flight.
+        if update.in_flight is InFlight.DRAIN and not (update.overwrites or self._parts.pauses.is_paused):
+            async with self.step(update, "drain"):
+                await self._parts.pauses.drain()
+
     async def overwrite(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
         """Freeze the engines and forget their versions, until the commit."""
         await self._parts.catch_up.settled(members, self._parts.config.control_timeout_s)
         await self._parts.pauses.freeze(update, members)
-        update.phase = Phase.RECEIVING
+        update.phase, update.overwrites = Phase.RECEIVING, True
         self._parts.fleet.overwrite(members, update.version)
         await self._parts.snapshots.note_overwritten(members)
+
+    async def take(
+        self,
+        update: WeightUpdate,
+        members: Sequence[Replica],
+        load: Callable[[Replica], Awaitable[None]],
+        canary_logprobs: Sequence[float] | None,
+    ) -> tuple[tuple[Replica, ...], dict[Replica, Finding]]:
+        """Have these replicas load the version together, generate, and answer the canary. They are stopped for it,
+        unless they are overwritten already.
+
+        Return those that hold it then, and their findings: a death delays no other replica.
+        """
+        await self.drain(update)
+        async with self.step(update, "load"):
+            if not update.overwrites:
+                await self.overwrite(update, members)
+            living = await on_living(members, load, self._parts.config.load_timeout_s)
+            await self._parts.pauses.thaw(update)
+        update.phase = Phase.VERIFYING
+        async with self.step(update, "canary"):
+            return living, await self.verify(update, living, canary_logprobs)
 
     async def remember_canary(self, members: Sequence[Replica]) -> None:
         """Read the canary before an update. A paused engine cannot answer and is read at a later update."""

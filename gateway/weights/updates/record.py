@@ -32,13 +32,14 @@ class Phase(StrEnum):
 class WeightUpdate:
     """An update in progress, and its record afterwards.
 
-    `seconds` are by step (drain, abort, store, receipt, pause, begin, transfer, load, digests, commit, canary); the
+    `seconds` are by step (drain, abort, store, receipt, pause, begin, transfer, digests, load, canary, keep); the
     rest of `age_s` is the trainer's time between its calls. A `rolling` update sums them over replicas. `frozen_at` is
     set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its outcome by replica id.
     `draft` is the folder that its tensors are written to for the weight store, `lease` the trainer's lease, if it has
     taken one (`leases.py`). With `keeps_kv` requests in flight go on
-    over KV of the version before. `receivers` are the replicas that receive its tensors in a group with the trainer:
-    beside their weights if it is `staged`, else into them.
+    over KV of the version before. `receivers` are the replicas that have tensors of it, and drop them at an abort:
+    received in a group with the trainer, beside their weights if it is `staged`, or read ahead from the store. It
+    `overwrites` engines from their stop on.
     """
 
     version: int
@@ -58,6 +59,7 @@ class WeightUpdate:
     rolling: bool = False
     staged: bool = False
     receivers: tuple[Replica, ...] = ()
+    overwrites: bool = False
     keeps_kv: bool = field(init=False)
     frozen_at: float | None = None
     stopped_s: float = 0.0

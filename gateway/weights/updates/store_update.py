@@ -8,10 +8,10 @@ from engines.engine import Json
 from engines.errors import WeightUpdateConflict
 from engines.types import InFlight
 from gateway.fleet.replica import Replica
-from gateway.fleet.replica_calls import names, on_living, prepare_all
+from gateway.fleet.replica_calls import names, prepare_all
 from gateway.weights.updates.machine import UpdateMachine
 from gateway.weights.updates.parts import Parts
-from gateway.weights.updates.record import Phase, WeightUpdate
+from gateway.weights.updates.record import WeightUpdate
 from gateway.weights.updates.rolling import Rolling
 from gateway.weights.verdicts import Finding, Result
 
@@ -100,14 +100,14 @@ class StoreUpdate:
         self._machine.open(update)
         async with self._machine.step(update, "prepare"):
             path = await self._promote(update, members, snapshot)
+            update.receivers = tuple(members)
             await prepare_all(members, str(path), update.version, self._parts.config.load_timeout_s)
-        async with self._machine.step(update, "load"):
-            members = await self._load_all(update, members, path)
-            await self._parts.pauses.thaw(update)
-        update.phase = Phase.VERIFYING
-        async with self._machine.step(update, "canary"):
-            findings = await self._machine.verify(update, members, canary_logprobs)
-        return members, findings
+        timeout_s = self._parts.config.load_timeout_s
+
+        async def load(replica: Replica) -> None:
+            await replica.engine.load_snapshot(str(path), update.version, timeout_s)
+
+        return await self._machine.take(update, members, load, canary_logprobs)
 
     async def _roll(
         self,
@@ -133,16 +133,6 @@ class StoreUpdate:
             raise
         there = {replica: finding for replica, finding in findings.items() if finding.result is not Result.LOST}
         return list(there), there
-
-    async def _load_all(self, update: WeightUpdate, members: Sequence[Replica], path: Path) -> tuple[Replica, ...]:
-        """Return the replicas that hold the version in folder `path` then. A death does not delay the others."""
-        await self._machine.overwrite(update, members)
-        timeout_s = self._parts.config.load_timeout_s
-
-        async def load(replica: Replica) -> None:
-            await replica.engine.load_snapshot(str(path), update.version, timeout_s)
-
-        return await on_living(members, load, timeout_s)
 
     async def _promote(self, update: WeightUpdate, members: Sequence[Replica], snapshot: str) -> Path:
         names = {tensor.name for replica in members for tensor in replica.info.tensors or ()}

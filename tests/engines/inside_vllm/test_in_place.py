@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from engines.errors import StoreFailed
 from engines.inside_vllm import in_place as vllm_in_place
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
+from engines.inside_vllm.prefetch import Prefetch
 from engines.inside_vllm.worker import WeightWorker
 from engines.store.draft import is_whole
 from engines.transfer.tee import Scribe
@@ -477,6 +478,24 @@ def test_however_an_update_ended_a_version_is_loaded_over_it(
     check_holds(updated, 1, places)
     update(updated, 2)
     check_holds(updated, 2, places)
+
+
+def test_an_update_that_ends_before_its_load_frees_what_was_read_ahead(tmp_path: Path) -> None:
+    one = worker(model())
+    save_file(sent(one, 1), tmp_path / "model.safetensors")
+    one.prefetch = Prefetch(tmp_path, one.device)
+    one.drop_receipt()
+    assert one.prefetch is None
+
+
+def test_what_was_read_ahead_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = worker(model())
+    save_file(sent(one, 1), tmp_path / "model.safetensors")
+    monkeypatch.setattr(Prefetch, "take", lambda self, path: list(sent(one, 2).items()))
+    one.prefetch = Prefetch(tmp_path, one.device)
+    one.load_snapshot(str(tmp_path))
+    check_holds(one, 2, where(one))
+    assert one.prefetch is None
 
 
 def test_a_worker_that_receives_no_updates_loads_a_version(tmp_path: Path) -> None:

@@ -303,3 +303,32 @@ def test_of_nothing_nothing_is_loaded(model: PlayedModel, planned: PlannedLoad) 
     planned.load([])
     planned.load_all(iter([]), batch_bytes=1)
     check_same(content(model), loaded())
+
+
+class Stashing(torch.nn.Module):
+    """Its loader keeps a half until the other comes, and forgets it once both are loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = Parameter(torch.zeros(4), requires_grad=False)
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.kept[name] = tensor
+            if len(self.kept) == 2:
+                self.whole.data.copy_(torch.cat([self.kept["a"], self.kept["b"]]))
+                self.kept.clear()
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_tensor_that_a_loader_keeps_for_its_partner_is_never_one_without_content(order: str) -> None:
+    model = Stashing()
+    planned = PlannedLoad(model)
+    planned.begin()
+    planned.plan((name, torch.Size([2]), torch.float32) for name in "ab")
+    assert model.kept == {}
+    sent = {"a": torch.ones(2), "b": torch.full((2,), 2.0)}
+    for name in order:
+        planned.load([(name, sent[name])])
+    assert model.whole.tolist() == [1, 1, 2, 2]

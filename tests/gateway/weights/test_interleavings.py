@@ -35,6 +35,15 @@ SCRIBE_DIES_BEFORE_THE_VERDICT = [
 ]
 """The scribe of a flat update is lost before the commit fences it: it was SYNCING then, and its draft stayed."""
 
+ENDED_DURING_A_PUSH = [
+    PushStep(0.0, 0, True, False, False, False, False, None, 0.5, None),
+    RestartGateway(0.02, False, 0.1),
+    PushStep(0.0, 0, False, False, False, False, False, None, 0.0, None),
+    Rollout(1.0, 3, False, False),
+    PushStep(0.0, 0, False, False, True, False, False, None, 0.0, None),
+]
+"""A trainer writes its draft while the gateway ends: its call must not reach the gateway that is gone."""
+
 
 def test_a_number_whose_tokens_were_delivered_is_not_used_again_after_a_restart() -> None:
     played(ABORTED_WHEN_ROLLED_HALF, 1, Tally(), relay=False, replicas=2, rolling=False)
@@ -46,6 +55,10 @@ def test_a_draft_is_removed_though_its_trainer_leaves_while_the_update_is_aborte
 
 def test_a_draft_is_removed_though_its_scribe_dies_before_the_verdict() -> None:
     played(SCRIBE_DIES_BEFORE_THE_VERDICT, 0, Tally(), relay=False, replicas=2, rolling=False)
+
+
+def test_a_trainer_finds_nobody_where_its_gateway_has_ended() -> None:
+    played(ENDED_DURING_A_PUSH, 0, Tally(), relay=False, replicas=1, rolling=False)
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.slow)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engines.clients.vllm_engine import VllmEngine
 from engines.sim.scheduler import PrefixCache, Sample
 from engines.store.draft import Draft, claim_draft, raw
 from tests.rigs.rig import Rig, SimReplica, StartRig
@@ -135,3 +136,25 @@ async def test_the_version_before_reads_no_kv_that_refused_weights_have_written(
     await running
     await rig.complete([prompt] * 8, max_tokens=2)
     assert stale == [[], []]
+
+
+async def test_a_trainer_that_leaves_before_the_load_has_replicas_drop_what_they_have_read_ahead(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(2, weights={"store": str(folder)})
+    dropped: list[str] = []
+    drop = VllmEngine.drop_receipt
+
+    async def noted(self: VllmEngine, timeout_s: float) -> None:
+        await drop(self, timeout_s)
+        dropped.append(self.replica_id)
+
+    monkeypatch.setattr(VllmEngine, "drop_receipt", noted)
+    rig.replicas[1].inject(held="prepare_snapshot")
+    pushing = asyncio.create_task(push(rig, folder))
+    await until(lambda: rig.replicas[1].num_held > 0)
+    pushing.cancel()
+    await until(lambda: len(dropped) == 2)
+    assert set(dropped) == {"engine-0", "engine-1"}
+    rig.replicas[1].inject()
+    assert (await push(rig, folder))[0] == 200

@@ -59,7 +59,7 @@ async def test_rollouts_are_placed_and_served_between_the_calls_of_an_update(rig
     assert (await rig.complete([[5]]))["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": 8}]
     assert calls == []
     assert (await rig.post("/finish_weight_update", {}))[0] == 200
-    assert calls == ["pause"] * 2 + ["start_weight_update"] * 2 + ["load_staged"] * 2
+    assert sorted(calls) == ["load_staged"] * 2 + ["pause"] * 2 + ["start_weight_update"] * 2
     assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
 
 
@@ -68,9 +68,7 @@ async def test_status_and_record_report_a_staged_update(rig: Rig) -> None:
     assert (await rig.get("/status"))[1]["weight_update"]["staged"] is True
     await rig.post("/finish_weight_update", {})
     assert (await record(rig))["staged"] is True
-    assert {"receipt", "transfer", "digests", "pause", "begin", "load", "commit"} <= (await record(rig))[
-        "seconds"
-    ].keys()
+    assert {"receipt", "transfer", "digests", "load", "canary"} <= (await record(rig))["seconds"].keys()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,16 @@ async def test_an_update_leaves_a_record_with_steps_bytes_and_what_each_replica_
     await rig.update()
     newest, oldest = await records(rig)
     assert (newest["version"], oldest["version"]) == (2, 1)
-    assert set(newest["seconds"]) == {"store", "receipt", "pause", "begin", "transfer", "digests", "commit", "canary"}
+    assert set(newest["seconds"]) == {
+        "store",
+        "receipt",
+        "pause",
+        "begin",
+        "transfer",
+        "digests",
+        "load",
+        "canary",
+    }
     assert sum(newest["seconds"].values()) <= newest["age_s"]
     assert (newest["end"], newest["transport"], newest["tensors"], newest["bytes"]) == ("committed", "sim", 1, 64)
     assert newest["error"] is None
@@ -87,7 +96,7 @@ async def test_metrics_count_ends_seconds_of_steps_and_canaries(rig: Rig) -> Non
     assert 'rollout_gateway_weight_updates_total{end="committed"} 1.0' in page
     assert 'rollout_gateway_canaries_total{result="verified"} 2.0' in page
     assert "rollout_gateway_weight_update_bytes_total 64.0" in page
-    for step in ("receipt", "pause", "begin", "transfer", "digests", "commit", "canary", "whole"):
+    for step in ("receipt", "pause", "begin", "transfer", "digests", "load", "canary", "whole"):
         assert f'rollout_gateway_weight_update_seconds_count{{step="{step}"}} 1.0' in page
 
 

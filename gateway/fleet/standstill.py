@@ -1,7 +1,7 @@
 """Finds engines whose tokens stand still although they answer /health.
 
-Evidence, in this order: chunks and replies that arrive here, then the token counters of the engine's own metrics page.
-An engine without those counters is not judged: a long whole reply looks the same as a standstill.
+Evidence, in this order: chunks and replies that arrive here, then signs of tokens on the engine's own metrics page. An
+engine without those signs is not judged: a long whole reply looks the same as a standstill.
 """
 
 from weakref import WeakKeyDictionary
@@ -11,7 +11,12 @@ from gateway.config.schema import FleetConfig
 from gateway.fleet.engine_page import read_total
 from gateway.fleet.replica import Replica
 
-_COUNTERS = tuple(f"{engine}:{kind}_tokens_total" for engine in ("vllm", "sglang") for kind in ("generation", "prompt"))
+_SIGNS = (
+    "vllm:generation_tokens_total", "vllm:prompt_tokens_total", "sglang:generation_tokens_total",
+    "sglang:prompt_tokens_total", "sglang:num_used_tokens", "sglang:gen_throughput",
+)  # fmt: skip
+"""Their sum differs from look to look while tokens are made. SGLang counts those of finished requests alone, but says
+every 40 steps how many tokens its KV cache holds, and how many it makes a second."""
 # A reader slower than this would not be used; tokens may stand still while a prompt is read.
 _PREFILL_TOKENS_PER_S = 1000.0
 _PROBE = {"prompt": [1], "max_tokens": 1, "temperature": 0.0}
@@ -22,7 +27,7 @@ class Standstill:
 
     def __init__(self, config: FleetConfig) -> None:
         self._config = config
-        self._counts: WeakKeyDictionary[Replica, float] = WeakKeyDictionary()
+        self._sums: WeakKeyDictionary[Replica, float] = WeakKeyDictionary()
 
     async def look(self, replica: Replica) -> EngineError | DeadlineExceeded | None:
         """The failure if tokens stand still while nobody holds the engine, else None."""
@@ -32,21 +37,21 @@ class Standstill:
             replica.excuse()
         longest_s = self._config.stalled_after_s + replica.longest_prompt / _PREFILL_TOKENS_PER_S
         if replica.quiet_s < self._config.stalled_after_s / 2:
-            self._counts.pop(replica, None)
+            self._sums.pop(replica, None)
             return None
-        count = await self._token_count(replica)
-        if count is None or count != self._counts.get(replica, count):
+        before, total = self._sums.get(replica), await self._sum_of_signs(replica)
+        if total is None or before not in (None, total):
             replica.saw_progress()
-        elif replica.quiet_s >= longest_s:
+        elif before is not None and replica.quiet_s >= longest_s:
             replica.is_stalled = True
-            self._counts.pop(replica, None)
+            self._sums.pop(replica)
             return EngineFailed(
                 f"its tokens stand still for {replica.quiet_s:.1f} s (fleet.stalled_after_s), with "
                 f"{replica.load_samples} samples in flight",
                 replica_id=replica.replica_id,
             )
-        else:
-            self._counts[replica] = count
+        if total is not None:
+            self._sums[replica] = total
         return None
 
     async def _asked_for_a_token(self, replica: Replica) -> EngineError | DeadlineExceeded | None:
@@ -59,10 +64,10 @@ class Standstill:
         replica.saw_progress()
         return None
 
-    async def _token_count(self, replica: Replica) -> float | None:
-        """Tokens read and made since the engine's start; None if it does not report them."""
+    async def _sum_of_signs(self, replica: Replica) -> float | None:
+        """The sum of the signs that tokens are made; None if the engine reports none of them."""
         try:
             page = await replica.engine.metrics(self._config.probe_timeout_s)
         except (EngineError, DeadlineExceeded):
             return None
-        return read_total(page, _COUNTERS)
+        return read_total(page, _SIGNS)

@@ -6,9 +6,11 @@ import pytest
 
 from engines.errors import DeadlineExceeded, EngineUnreachable
 from engines.types import PauseMode
+from gateway.config.schema import FleetConfig
 from gateway.fleet.brake import Holder
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
+from gateway.fleet.standstill import Standstill
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
 
 WATCH: Json = FAST_WATCH | {"stalled_after_s": 1.0, "lost_after_s": 60.0}
@@ -174,3 +176,33 @@ async def test_a_watch_that_fails_makes_the_gateway_unhealthy(rig: Rig, monkeypa
     async with asyncio.timeout(20):
         while (await rig.get("/health"))[0] != 503:
             await asyncio.sleep(0.01)
+
+
+async def test_tokens_of_an_engine_that_counts_finished_requests_alone_are_seen_in_its_memory(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(1, fleet=WATCH | {"stalled_after_s": 600.0})
+    task = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
+    await rig.begun()
+    (replica,) = rig.fleet.replicas
+    used = 100
+
+    async def page(_: float) -> str:
+        return f"sglang:generation_tokens_total 5.0\nsglang:num_used_tokens{{rank=\"0\"}} {used}\n"
+
+    monkeypatch.setattr(replica.engine, "metrics", page)
+    standstill = Standstill(FleetConfig(stalled_after_s=60.0))
+    replica._progress_at -= 50.0
+    assert await standstill.look(replica) is None
+    replica._progress_at -= 50.0
+    used += 40
+    assert await standstill.look(replica) is None
+    replica._progress_at -= 50.0
+    assert await standstill.look(replica) is None
+    replica._progress_at -= 50.0
+    failed = await standstill.look(replica)
+    assert failed is not None
+    assert "stand still" in str(failed)
+    replica.is_stalled = False
+    rig.hurry()
+    await task

@@ -11,7 +11,9 @@ from gateway.config.schema import FleetConfig
 from gateway.fleet.engine_page import read_total
 from gateway.fleet.replica import Replica
 
-_COUNTERS = tuple(f"{engine}:{kind}_tokens_total" for engine in ("vllm", "sglang") for kind in ("generation", "prompt"))
+# SGLang counts a request's tokens in the first two when it ends, and the tokens of each step in the third.
+_SGLANG_COUNTERS = ("sglang:generation_tokens_total", "sglang:prompt_tokens_total", "sglang:realtime_tokens_total")
+_COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", *_SGLANG_COUNTERS)
 # A reader slower than this would not be used; tokens may stand still while a prompt is read.
 _PREFILL_TOKENS_PER_S = 1000.0
 _PROBE = {"prompt": [1], "max_tokens": 1, "temperature": 0.0}

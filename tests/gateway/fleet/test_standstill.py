@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from engines.clients.vllm_engine import VllmEngine
 from engines.errors import DeadlineExceeded, EngineUnreachable
 from engines.types import PauseMode
 from gateway.fleet.brake import Holder
@@ -32,6 +33,30 @@ async def test_rollouts_of_a_wedged_engine_move_to_another(start_rig: StartRig) 
     assert all(len(reply["choices"][0]["token_ids"]) == 60 for reply in replies)
     assert await rig.states() == {"engine-0": "SUSPECT", "engine-1": "SERVING"}
     assert "stand still" in rig.fleet.replicas[0].reason or "no answer" in rig.fleet.replicas[0].reason
+
+
+async def test_tokens_of_sglangs_unfinished_requests_are_progress(start_rig: StartRig, rig_page: list[str]) -> None:
+    """SGLang's totals of prompt and generation move at a request's end alone."""
+    rig = await start_rig(1, fleet=WATCH)
+    (replica,) = rig.fleet.replicas
+    counts = []
+    for made in (40, 80):
+        ended, step = "sglang:generation_tokens_total 7.0", f'sglang:realtime_tokens_total{{mode="decode"}} {made}'
+        rig_page[0] = f"{ended}\n{step}\n"
+        counts.append(await rig.fleet._standstill._token_count(replica))
+    assert counts == [47.0, 87.0]
+
+
+@pytest.fixture
+def rig_page(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The metrics page of every engine."""
+    page = [""]
+
+    async def metrics(self: VllmEngine, timeout_s: float) -> str:
+        return page[0]
+
+    monkeypatch.setattr(VllmEngine, "metrics", metrics)
+    return page
 
 
 async def test_a_silent_engine_is_probed_no_longer_than_until_its_rollouts_are_to_move(start_rig: StartRig) -> None:

@@ -188,8 +188,8 @@ class WeightsConfig(_Section):
 
     stage: Literal["auto", "never"] = "auto"
     """Place where engines receive tensors in a group with the trainer. auto is free memory of the engine's device, if
-    all replicas have room for the checkpoint there: rollouts go on during the transfer, and a refused transfer has
-    touched nothing. never, and auto without room, is the weights themselves."""
+    all replicas are of one worker and have room for the checkpoint there: rollouts go on during the transfer, and a
+    refused transfer has touched nothing. never, and auto without room, is the weights themselves."""
 
     init_timeout_s: float = Field(300.0, gt=0)
     """Rendezvous of the trainer and all engine workers, or the relay."""

@@ -13,10 +13,10 @@ from gateway.fleet.replica import Replica
 
 _SIGNS = (
     "vllm:generation_tokens_total", "vllm:prompt_tokens_total", "sglang:generation_tokens_total",
-    "sglang:prompt_tokens_total", "sglang:num_used_tokens", "sglang:gen_throughput",
+    "sglang:prompt_tokens_total", "sglang:realtime_tokens_total",
 )  # fmt: skip
-"""Their sum differs from look to look while tokens are made. SGLang counts those of finished requests alone, but says
-every 40 steps how many tokens its KV cache holds, and how many it makes a second."""
+"""Their sum grows while tokens are made. SGLang counts a request's tokens in its first two when the request ends, and
+the tokens of steps in the third."""
 # A reader slower than this would not be used; tokens may stand still while a prompt is read.
 _PREFILL_TOKENS_PER_S = 1000.0
 _PROBE = {"prompt": [1], "max_tokens": 1, "temperature": 0.0}

@@ -172,9 +172,12 @@ class FlatUpdate:
             await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
 
     async def _may_stage(self, group: TransferGroup) -> bool:
-        """Return True where all replicas have room beside their weights. Under a trainer's pause no rollout gains."""
+        """Return True where all replicas have room beside their weights. Under a trainer's pause no rollout gains.
+
+        A replica of several workers generates with collectives of its own, beside which a broadcast may deadlock.
+        """
         config, members = self._parts.config, group.members
-        if config.stage == "never" or self._parts.pauses.is_paused:
+        if config.stage == "never" or self._parts.pauses.is_paused or any(one.info.world_size > 1 for one in members):
             return False
         size, timeout_s = max(map(checkpoint_bytes, members)), config.control_timeout_s
         return all(await on_all(members, lambda replica: replica.engine.room_to_stage(size, timeout_s), timeout_s))

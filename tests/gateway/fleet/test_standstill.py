@@ -178,24 +178,24 @@ async def test_a_watch_that_fails_makes_the_gateway_unhealthy(rig: Rig, monkeypa
             await asyncio.sleep(0.01)
 
 
-async def test_tokens_of_an_engine_that_counts_finished_requests_alone_are_seen_in_its_memory(
+async def test_tokens_of_sglangs_unfinished_requests_are_progress(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = await start_rig(1, fleet=WATCH | {"stalled_after_s": 600.0})
     task = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
     await rig.begun()
     (replica,) = rig.fleet.replicas
-    used = 100
+    made = 100
 
     async def page(_: float) -> str:
-        return f"sglang:generation_tokens_total 5.0\nsglang:num_used_tokens{{rank=\"0\"}} {used}\n"
+        return f'sglang:generation_tokens_total 5.0\nsglang:realtime_tokens_total{{mode="decode"}} {made}\n'
 
     monkeypatch.setattr(replica.engine, "metrics", page)
     standstill = Standstill(FleetConfig(stalled_after_s=60.0))
     replica._progress_at -= 50.0
     assert await standstill.look(replica) is None
     replica._progress_at -= 50.0
-    used += 40
+    made += 40
     assert await standstill.look(replica) is None
     replica._progress_at -= 50.0
     assert await standstill.look(replica) is None

@@ -1,6 +1,7 @@
 """Flat updates that are staged: rollouts go on until the swap, and a refused transfer has touched nothing."""
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -84,6 +85,13 @@ async def test_all_replicas_stage_or_none(
     await rig.update()
     assert (await record(rig))["staged"] is False
     assert calls == ["pause"] * 2 + ["start_weight_update"] * 2 + ["update_weights"] * 2
+
+
+async def test_replicas_of_several_workers_do_not_stage(rig: Rig) -> None:
+    replica = rig.fleet.replicas[0]
+    replica.info = dataclasses.replace(replica.info, world_size=2)
+    assert (await rig.post("/start_weight_update", {}))[0] == 200
+    assert (await rig.get("/status"))[1]["weight_update"]["staged"] is False
 
 
 async def test_an_update_under_a_trainers_pause_is_not_staged(rig: Rig) -> None:

@@ -12,7 +12,6 @@ import gevent
 from locust import events
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
-from locust.runners import WorkerRunner
 
 from loadtests.report.series import Measures, Phase
 from loadtests.workloads import LengthMix
@@ -102,27 +101,28 @@ def positive(text: str) -> float:
     return number
 
 
-def unreachable(url: str) -> str:
-    """Return the reason that nothing answers at `url`; "" if a connection can be made."""
+def answering(url: str) -> None:
+    """Raise `ValueError` if no connection can be made to `url`."""
     where = urlsplit(url)
     if where.scheme not in ("http", "https") or not where.hostname:
-        return "expected http://host:port"
+        raise ValueError(f"{url!r}: no server to load: expected http://host:port")
     try:
         port = where.port or (443 if where.scheme == "https" else 80)
         socket.create_connection((where.hostname, port), timeout=_CONNECT_S).close()
     except (OSError, ValueError) as error:
-        return str(error)
-    return ""
+        raise ValueError(f"{url!r}: no server to load: {error}") from error
+
+
+@events.init_command_line_parser.add_listener
+def check_host(parser: LocustArgumentParser) -> None:
+    """Have Locust's own --host refused where nothing listens, before processes are forked."""
+    for action in parser._actions:
+        if action.dest == "host":
+            action.type = checked(answering)
 
 
 @events.init.add_listener
-def begin(environment: Environment, runner: Any = None, **_: Any) -> None:
-    if not isinstance(runner, WorkerRunner) and environment.parsed_options is not None:
-        host = environment.parsed_options.host or ""
-        if reason := unreachable(host):
-            if runner is not None:
-                runner.quit()  # or workers would wait a minute for the master
-            raise SystemExit(f"--host {host!r}: no server to load: {reason}")
+def begin(environment: Environment, **_: Any) -> None:
     run = Run(environment)
     vars(environment)["rollout_run"] = run
     run.share()

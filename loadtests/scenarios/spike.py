@@ -39,6 +39,7 @@ def add_options(parser: LocustArgumentParser) -> None:
 def _speed(environment: Environment) -> float:
     """Requests a second with so many at a time, of which nothing stays in the run's figures."""
     run = Run.of(environment)
+    Arrivals.host = Arrivals.host or run.settings.host  # Locust sets it with the first users
     user, probes = Arrivals(environment), Group()
     began = time.perf_counter()
 

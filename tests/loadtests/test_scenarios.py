@@ -89,14 +89,14 @@ async def test_a_spike_is_told_of_by_itself(rig: Rig, tmp_path: Path) -> None:
 
 
 async def test_a_spike_without_a_rate_is_more_than_the_server_can_do(start_rig: StartRig, tmp_path: Path) -> None:
-    rig = await start_rig(1, sim={"decode_step_s": 0.02}, max_num_seqs=2)
-    ended = await locust("spike", rig.url, tmp_path, "-u", "1", "-t", "17s", "--probe", "4")
+    rig = await start_rig(1, sim={"decode_step_s": 0.1})
+    ended = await locust("spike", rig.url, tmp_path, "-u", "1", "-t", "17s", "--probe", "32")
     assert ended.code == 0, ended.said
     assert "the server answers" in ended.said
     told = ended.figures
-    assert told["spike.engine_waiting.max"] > 2  # the requests of the calm find a place at once
+    assert told["spike.engine_waiting.max"] + told["spike.gateway_queue.max"] > 2
     assert told["spike.ttft_s.p99"] > 2 * told["calm.ttft_s.p50"]
-    assert "max_num_seqs holds them back" in ended.said
+    assert "waited in" in ended.said
 
 
 async def test_the_report_has_what_engines_and_gateway_did(rig: Rig, tmp_path: Path) -> None:
@@ -125,20 +125,20 @@ async def test_the_report_has_what_engines_and_gateway_did(rig: Rig, tmp_path: P
 async def test_a_url_without_a_server_ends_the_run_at_once(tmp_path: Path, processes: tuple[str, ...]) -> None:
     for url in (f"http://127.0.0.1:{free_port()}", "localhost:8100"):
         ended = await locust("trainer", url, tmp_path, "-t", "60s", *processes)
-        assert ended.code != 0
+        assert ended.code == 2
         assert ended.said.count("no server to load") == 1
         assert not ended.figures
 
 
-async def test_a_replay_without_a_trace_is_refused(tmp_path: Path) -> None:
-    ended = await locust("replay", "http://127.0.0.1:1", tmp_path)
+async def test_a_replay_without_a_trace_is_refused(rig: Rig, tmp_path: Path) -> None:
+    ended = await locust("replay", rig.url, tmp_path)
     assert ended.code == 2
     assert "--trace" in ended.said
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "nan"])
-async def test_arrivals_that_cannot_be_are_refused(tmp_path: Path, rate: str) -> None:
-    ended = await locust("open_loop", "http://127.0.0.1:1", tmp_path, "--rate", rate)
+async def test_arrivals_that_cannot_be_are_refused(rig: Rig, tmp_path: Path, rate: str) -> None:
+    ended = await locust("open_loop", rig.url, tmp_path, "--rate", rate)
     assert ended.code == 2
     assert "a number above 0 is needed" in ended.said
 

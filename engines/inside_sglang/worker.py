@@ -12,13 +12,13 @@ import torch
 from engines.errors import WeightUpdateFailed
 from engines.inside_sglang.nccl_group import NcclGroup
 from engines.inside_sglang.obstacles import obstacle_to_updates
-from engines.inside_vllm.planned_load import PlannedLoad, form_of
-from engines.inside_vllm.prefetch import Prefetch
-from engines.inside_vllm.snapshot_reader import pin_buffers, read_tensors
-from engines.inside_vllm.stage import Stage
+from engines.loading.planned_load import PlannedLoad, form_of
+from engines.loading.prefetch import Prefetch
+from engines.loading.receipts import Receipts
+from engines.loading.snapshot_reader import pin_buffers, read_tensors
+from engines.loading.stage import Stage
 from engines.store.peer_store import PeerStore, fetched
 from engines.transfer.gloo import CHUNK_BYTES, Announced, NamedTensor, WeightGroup, receive
-from engines.transfer.receipts import Receipts
 from engines.transfer.tee import prepare, room_on
 from engines.types import TensorMeta
 

@@ -1,1 +1,1 @@
-"""Code that runs inside vLLM's processes: plugin, worker extension, middleware, loaders."""
+"""Code that runs inside vLLM's processes: plugin, worker extension, middleware, loads in place."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from engines.inside_vllm.planned_load import Load
+from engines.loading.planned_load import Load
 from engines.transfer.gloo import NamedTensor
 
 _PREFIX = "lora_base_layer_prefix"

@@ -11,10 +11,10 @@ from engines.checkpoint import served_in
 from engines.inside_vllm.base_layers import base_layers, loader_of
 from engines.inside_vllm.gloo_receiver import rebuild_tied_head
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
-from engines.inside_vllm.planned_load import Load, PlannedLoad, form_of
-from engines.inside_vllm.prefetch import Prefetch
-from engines.inside_vllm.snapshot_reader import pin_buffers, read_tensors
-from engines.inside_vllm.stage import Stage
+from engines.loading.planned_load import Load, PlannedLoad, form_of
+from engines.loading.prefetch import Prefetch
+from engines.loading.snapshot_reader import pin_buffers, read_tensors
+from engines.loading.stage import Stage
 from engines.store.peer_store import PeerStore, fetched
 from engines.transfer.gloo import NamedTensor
 from engines.transfer.packed_streams import keep_streams

@@ -18,8 +18,8 @@ from torch.nn import Module, Parameter
 from engines.errors import StoreFailed
 from engines.inside_vllm import in_place as vllm_in_place
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
-from engines.inside_vllm.prefetch import Prefetch
 from engines.inside_vllm.worker import WeightWorker
+from engines.loading.prefetch import Prefetch
 from engines.store.draft import is_whole
 from engines.transfer.tee import Scribe
 from engines.transfer.tensor_bytes import digest_on_host

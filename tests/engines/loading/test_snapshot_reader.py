@@ -10,8 +10,8 @@ pytest.importorskip("torch")
 import torch
 from safetensors.torch import save_file
 
-from engines.inside_vllm import snapshot_reader
-from engines.inside_vllm.snapshot_reader import read_tensors
+from engines.loading import snapshot_reader
+from engines.loading.snapshot_reader import read_tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 

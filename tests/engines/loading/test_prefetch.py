@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 import torch
 from safetensors.torch import save_file
 
-from engines.inside_vllm import prefetch
-from engines.inside_vllm.prefetch import Prefetch
-from engines.inside_vllm.snapshot_reader import read_tensors
+from engines.loading import prefetch
+from engines.loading.prefetch import Prefetch
+from engines.loading.snapshot_reader import read_tensors
 
 SOON_S = 30.0
 GPU = torch.device("cuda", 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engines.inside_vllm.prefetch import copy_stream
+from engines.loading.prefetch import copy_stream
 from engines.transfer.gloo import NamedTensor
 
 

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engines.inside_vllm.stage import Stage
+from engines.loading.stage import Stage
 
 SOON_S = 20.0
 INFO = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}

@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 from torch.nn import Module, Parameter
 
-from engines.inside_vllm.planned_load import PlannedLoad
+from engines.loading.planned_load import PlannedLoad
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from engines.checkpoint import read_spans
-from engines.inside_vllm.snapshot_reader import read_tensors
+from engines.loading.snapshot_reader import read_tensors
 from engines.transfer.gloo import NamedTensor
 from engines.transfer.tee import room_on
 

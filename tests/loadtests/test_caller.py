@@ -120,6 +120,7 @@ async def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
 async def test_an_option_that_cannot_be_is_refused_before_the_run(
     tmp_path: Path, scenario: str, options: list[str], says: str
 ) -> None:
-    ended = await locust(scenario, "http://127.0.0.1:1", tmp_path, *options, "--processes", "2")
+    async with server(streamed) as url:
+        ended = await locust(scenario, url, tmp_path, *options, "--processes", "2")
     assert ended.code == 2
     assert says in ended.said

@@ -115,8 +115,8 @@ async def test_a_recorded_run_is_asked_again(rig: Rig, path: Path, tmp_path: Pat
 
 
 @pytest.mark.load
-async def test_a_replay_without_a_trace_says_so(tmp_path: Path) -> None:
-    ended = await locust("replay", "http://127.0.0.1:1", tmp_path, "--trace", str(tmp_path / "none"))
+async def test_a_replay_without_a_trace_says_so(rig: Rig, tmp_path: Path) -> None:
+    ended = await locust("replay", rig.url, tmp_path, "--trace", str(tmp_path / "none"))
     assert ended.code == 2
     assert "argument --trace: " in ended.said
     assert "No such file" in ended.said

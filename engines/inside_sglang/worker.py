@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from engines.loading.receipts import Receipts
 from engines.loading.snapshot_reader import pin_buffers, read_tensors
 from engines.loading.stage import Stage
 from engines.store.peer_store import PeerStore, fetched
-from engines.transfer.gloo import CHUNK_BYTES, Announced, NamedTensor, WeightGroup, receive
+from engines.transfer.gloo import CHUNK_BYTES, Announced, WeightGroup, receive
 from engines.transfer.tee import prepare, room_on
 from engines.types import TensorMeta
 
@@ -42,7 +42,7 @@ class WeightWorker:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._runner = manager.tp_worker.model_runner
-        self._receipts = Receipts(self._model)
+        self._receipts = Receipts()
         self._group: _Group | None = None
         self._chunk_bytes = CHUNK_BYTES
         self._prefetch: Prefetch | None = None
@@ -96,7 +96,15 @@ class WeightWorker:
         self._check_takes_updates()
         is_first = self._runner.weight_updater.tp_rank == 0
         self._in_place.begin()
-        self._receipts.open(self._in_place.load, draft if is_first else "", model, base, names, wait_s)
+        self._receipts.open(
+            self._model,
+            self._in_place.load,
+            draft=draft if is_first else "",
+            checkpoint=model,
+            base=base,
+            names=names,
+            wait_s=wait_s,
+        )
 
     def receive(self, update_info: dict[str, Any], timeout_s: float) -> None:
         """Receive and load all tensors announced."""
@@ -113,8 +121,9 @@ class WeightWorker:
     def stage_weights(self, update_info: dict[str, Any], timeout_s: float) -> None:
         """Begin to receive the announced tensors beside the weights, after `open_receipt`. The engine goes on."""
         if self._stage is None:
-            self._stage = Stage(_Receiver(self, timeout_s), self._device)
-            self._receipts.load_by(self._stage.add)
+            stage = Stage(_Receiver(self, timeout_s), self._device)
+            self._receipts.load_by(stage.add)
+            self._stage = stage
         self._stage.receive(update_info)
 
     def staged(self) -> bool:
@@ -140,6 +149,7 @@ class WeightWorker:
 
     def drop_receipt(self) -> None:
         """Stop digesting and copying; the draft and staged tensors are discarded."""
+        self._prefetch = None
         stage, self._stage = self._stage, None
         if stage is not None:
             stage.drop()
@@ -177,12 +187,14 @@ class WeightWorker:
                 f"this machine has no folder {path}: bind gateway.host to an address that it reaches, set "
                 "weights.peer_url, or have weights.store name a folder that all machines share"
             )
+        prefetch = self._prefetch
         self.drop_receipt()
         if self.obstacle or not folder.is_dir():
             return False
         self._synchronize()
         self._in_place.begin()
-        self._in_place.load_all(self._tensors_of(folder), _BATCH_BYTES)
+        prefetched = prefetch.take(folder) if prefetch is not None else None
+        self._in_place.load_all(iter(prefetched or read_tensors(folder, self._device)), _BATCH_BYTES)
         self._synchronize()
         return True
 
@@ -232,11 +244,6 @@ class WeightWorker:
                 f"this SGLang server receives no updates ({self.obstacle}): have it load them from the store "
                 "(WeightSender(transport='store'), or weights.relay: always)"
             )
-
-    def _tensors_of(self, folder: Path) -> Iterator[NamedTensor]:
-        prefetch, self._prefetch = self._prefetch, None
-        prefetched = prefetch.take(folder) if prefetch is not None else None
-        return iter(prefetched or read_tensors(folder, self._device))
 
     def _synchronize(self) -> None:
         """Wait for all work on the device: steps overlap with SGLang's scheduler, whose thread this is."""

@@ -13,13 +13,14 @@ from engines.inside_vllm.gloo_receiver import rebuild_tied_head
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
 from engines.loading.planned_load import Load, PlannedLoad, form_of
 from engines.loading.prefetch import Prefetch
+from engines.loading.receipts import Receipts
 from engines.loading.snapshot_reader import pin_buffers, read_tensors
 from engines.loading.stage import Stage
 from engines.store.peer_store import PeerStore, fetched
 from engines.transfer.gloo import NamedTensor
 from engines.transfer.packed_streams import keep_streams
 from engines.transfer.packed_views import unpack_quickly
-from engines.transfer.tee import Scribe, WeightTee, prepare, room_on
+from engines.transfer.tee import prepare, room_on
 from engines.types import TensorMeta
 
 _BATCH_BYTES = 512 << 20
@@ -29,8 +30,6 @@ _BATCH_BYTES = 512 << 20
 class WeightWorker:
     """Mixed into vLLM's worker class, so that `self` is the worker. Names here must differ from the worker's own."""
 
-    tee: WeightTee | None = None
-    scribe: Scribe | None = None
     prefetch: Prefetch | None = None
     stage: Stage | None = None
 
@@ -52,20 +51,26 @@ class WeightWorker:
             keep_streams()
             unpack_quickly()
             pin_buffers(worker.device)
-        if draft and worker.rank == 0 and worker.parallel_config.data_parallel_index == 0:
-            self.scribe = _scribe_after(self.scribe, Path(draft), model, Path(base) if base else None, names, wait_s)
         if self._begin_in_place() is not None:
             load_in_place(worker.weight_transfer_engine)
-        self.tee = WeightTee(worker.weight_transfer_engine.model, self.scribe if draft else None, self._load)
+        is_first = worker.rank == 0 and worker.parallel_config.data_parallel_index == 0
+        self.receipts.open(
+            worker.weight_transfer_engine.model,
+            self._load,
+            draft=draft if is_first else "",
+            checkpoint=model,
+            base=base,
+            names=names,
+            wait_s=wait_s,
+        )
 
     def stage_weights(self, update_info: dict[str, Any]) -> None:
         """Begin to receive the announced tensors beside the weights, after `open_receipt`. The engine goes on."""
         worker: Any = self
-        if self.tee is None:
-            raise RuntimeError("stage_weights without open_receipt")
         if self.stage is None:
-            self.stage = Stage(worker.weight_transfer_engine, worker.device)
-            self.tee.load_by(self.stage.add)
+            stage = Stage(worker.weight_transfer_engine, worker.device)
+            self.receipts.load_by(stage.add)
+            self.stage = stage
         self.stage.receive(update_info)
 
     def staged(self) -> dict[str, bool]:
@@ -83,13 +88,11 @@ class WeightWorker:
 
     def close_receipt(self) -> dict[str, str]:
         """Return the digest of each received tensor. The copy is finished by `keep_receipt`."""
-        tee, self.tee = self.tee, None
-        return tee.close() if tee is not None else {}
+        return self.receipts.close()
 
     def keep_receipt(self) -> None:
         """Finish the draft in the background, or note there why it failed: the update is committed."""
-        if self.scribe is not None:
-            self.scribe.keep()
+        self.receipts.keep()
 
     def drop_receipt(self) -> None:
         """Stop digesting and copying; the draft is discarded, and so is what waits in memory for a load."""
@@ -99,11 +102,7 @@ class WeightWorker:
         stage, self.stage = self.stage, None
         if stage is not None:
             stage.drop()
-        tee, self.tee = self.tee, None
-        if tee is not None:
-            tee.drop()
-        if self.scribe is not None and not self.scribe.is_kept:
-            self.scribe.give_up("the update was aborted")
+        self.receipts.drop()
 
     def end_update(self) -> None:
         """Finish an open update, if any, whatever its weights are: vLLM refuses to finish twice."""
@@ -184,6 +183,10 @@ class WeightWorker:
         worker.model_runner.reset_mm_cache()
 
     @cached_property
+    def receipts(self) -> Receipts:
+        return Receipts()
+
+    @cached_property
     def obstacle(self) -> str:
         """The reason why weights are not loaded in place; "" where they are."""
         return obstacle(self)
@@ -245,13 +248,3 @@ def _end_reload(worker: Any) -> None:
     if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
         with set_current_vllm_config(worker.vllm_config):
             finalize_layerwise_reload(model, worker.vllm_config.model_config)
-
-
-def _scribe_after(
-    before: Scribe | None, draft: Path, model: str, base: Path | None, names: Sequence[str], wait_s: float
-) -> Scribe:
-    """Return the next scribe, once the scribe before has ended: two would need twice the memory."""
-    scribe = Scribe(draft, model, base, names, wait_s)
-    if before is not None and not before.join(wait_s):
-        scribe.give_up("the version before is still being written (weights.store_wait_s)")
-    return scribe

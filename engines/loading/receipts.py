@@ -11,22 +11,29 @@ from engines.transfer.tee import Scribe, WeightTee
 class Receipts:
     """Opens one receipt after the other in one worker."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._tee: WeightTee | None = None
         self._scribe: Scribe | None = None
 
     def open(
-        self, load: Callable[..., Any], draft: str, model: str, base: str, names: Sequence[str], wait_s: float
+        self,
+        model: Any,
+        load: Callable[..., Any],
+        *,
+        draft: str,
+        checkpoint: str,
+        base: str,
+        names: Sequence[str],
+        wait_s: float,
     ) -> None:
-        """Digest the tensors that the model's `load_weights` gets from now on, and load them by `load`.
+        """Digest the tensors that the `load_weights` of `model` gets from now on, and load them by `load`.
 
-        With `draft`, also copy them into that folder.
+        With `draft`, also copy them into that folder, as a version of `checkpoint`.
         """
         self.drop()
-        scribe = _scribe_after(self._scribe, Path(draft), model, base, names, wait_s) if draft else None
+        scribe = _scribe_after(self._scribe, Path(draft), checkpoint, base, names, wait_s) if draft else None
         self._scribe = scribe or self._scribe
-        self._tee = WeightTee(self._model, scribe, load)
+        self._tee = WeightTee(model, scribe, load)
 
     def load_by(self, load: Callable[..., Any]) -> None:
         """Hand tensors to `load` from now on."""
@@ -54,10 +61,10 @@ class Receipts:
 
 
 def _scribe_after(
-    before: Scribe | None, draft: Path, model: str, base: str, names: Sequence[str], wait_s: float
+    before: Scribe | None, draft: Path, checkpoint: str, base: str, names: Sequence[str], wait_s: float
 ) -> Scribe:
     """Return the next scribe, once the scribe before has ended: two would need twice the memory."""
-    scribe = Scribe(draft, model, Path(base) if base else None, names, wait_s)
+    scribe = Scribe(draft, checkpoint, Path(base) if base else None, names, wait_s)
     if before is not None and not before.join(wait_s):
         scribe.give_up("the version before is still being written (weights.store_wait_s)")
     return scribe

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import Module, Parameter
 
-from engines.errors import StoreFailed
+from engines.errors import StoreFailed, WeightUpdateFailed
 from engines.inside_vllm import in_place as vllm_in_place
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
 from engines.inside_vllm.worker import WeightWorker
@@ -281,7 +281,7 @@ def check_holds(one: Any, value: float, places: list[int]) -> None:
     assert "load_weights" not in vars(loaded)
     assert not any(get_layerwise_info(part).can_load() for part in loaded.modules())
     assert not vars(one.weight_transfer_engine).keys() & METHODS
-    assert (one.tee, one._weight_update_active) == (None, False)
+    assert (one.receipts._tee, one._weight_update_active) == (None, False)
 
 
 def update(one: Any, value: float) -> dict[str, str]:
@@ -431,11 +431,11 @@ def test_tensors_that_were_only_staged_have_touched_nothing(updated: Any, end: C
 def test_the_question_for_room_frees_what_an_update_has_left(updated: Any) -> None:
     half_staged(updated)
     assert not updated.room_to_stage(1 << 60)["room"]
-    assert (updated.stage, updated.tee) == (None, None)
+    assert (updated.stage, updated.receipts._tee) == (None, None)
 
 
 def test_nothing_is_staged_outside_an_update(updated: Any) -> None:
-    with pytest.raises(RuntimeError, match="without open_receipt"):
+    with pytest.raises(WeightUpdateFailed, match="no open receipt"):
         updated.stage_weights({})
     with pytest.raises(RuntimeError, match="without staged tensors"):
         updated.load_staged()
@@ -541,8 +541,8 @@ def copied(one: Any, draft: Path) -> Scribe:
     one.update_weights(sent(one, 1))
     one.close_receipt()
     one.finish_weight_update()
-    assert one.scribe is not None
-    found: Scribe = one.scribe
+    assert one.receipts._scribe is not None
+    found: Scribe = one.receipts._scribe
     return found
 
 
@@ -573,4 +573,4 @@ def test_where_nothing_is_copied_nothing_is_kept() -> None:
     one = worker(model())
     update(one, 1)
     one.keep_receipt()
-    assert one.scribe is None
+    assert one.receipts._scribe is None

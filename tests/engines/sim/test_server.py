@@ -269,13 +269,13 @@ async def test_a_completion_kept_across_an_update_has_a_span_of_each_version() -
 
 async def test_clearing_the_cache_recomputes_kept_requests_and_loses_no_token() -> None:
     async with engine(SLOW) as replica:
-        running = in_background(replica.complete(temperature=0, max_tokens=60, ignore_eos=True))
+        running = in_background(replica.complete(temperature=0, max_tokens=400, ignore_eos=True))
         await replica.until("generation_tokens_total", lambda count: count >= 4)
         await replica.ask("/pause?mode=keep")
         assert await replica.metric("num_requests_waiting") == 1
         await replica.ask("/resume")
         (choice,) = await running
-    assert choice["token_ids"] == MODEL.complete(PROMPT, max_tokens=60, ignore_eos=True)
+    assert choice["token_ids"] == MODEL.complete(PROMPT, max_tokens=400, ignore_eos=True)
 
 
 @pytest.mark.parametrize("order", ["/pause", "/abort_requests"])

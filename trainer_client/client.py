@@ -202,19 +202,26 @@ class RolloutClient:
         """Open the next version, which must be `version`, if given. `in_flight` (default: the gateway's
         `weights.in_flight`) decides on rollouts in flight; with `drain` the call returns after their end. The update is
         aborted when `lease` ends."""
-        asked = {"lease": lease, "version": version}
-        body: Json = {"in_flight": in_flight} | {key: value for key, value in asked.items() if value is not None}
+        body: Json = {"in_flight": in_flight} | _under(lease) | ({} if version is None else {"version": version})
         await self._call("POST", "/start_weight_update", body, timeout_s)
 
-    async def update_weights(self, update_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
-        """Let the engines receive the announced tensors; returns when they have."""
-        await self._call("POST", "/update_weights", {"update_info": update_info}, timeout_s)
+    async def update_weights(
+        self, update_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S, *, lease: str | None = None
+    ) -> None:
+        """Let the engines receive the announced tensors; returns when they have. `lease` is that of the start."""
+        await self._call("POST", "/update_weights", {"update_info": update_info} | _under(lease), timeout_s)
 
     async def finish_weight_update(
-        self, canary_logprobs: Sequence[float] | None = None, timeout_s: float = _WEIGHTS_TIMEOUT_S
+        self,
+        canary_logprobs: Sequence[float] | None = None,
+        timeout_s: float = _WEIGHTS_TIMEOUT_S,
+        *,
+        lease: str | None = None,
     ) -> int:
-        """Commit, and return the served version."""
-        body = {} if canary_logprobs is None else {"canary_logprobs": [float(value) for value in canary_logprobs]}
+        """Commit, and return the served version. `lease` is that of the start."""
+        body: Json = _under(lease)
+        if canary_logprobs is not None:
+            body["canary_logprobs"] = [float(value) for value in canary_logprobs]
         reply = await self._call("POST", "/finish_weight_update", body, timeout_s)
         if "weight_version" not in reply:
             raise RolloutGatewayError(f"{self.url} answered without weight_version: is it a rollout gateway?")
@@ -236,9 +243,11 @@ class RolloutClient:
             body["canary_logprobs"] = [float(value) for value in options.canary_logprobs]
         return int((await self._call("POST", "/v1/weight_updates", body, timeout_s))["weight_version"])
 
-    async def abandon_weight_update(self, reason: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> None:
-        """End an open update without a commit; the version before stays served."""
-        await self._call("DELETE", "/v1/weight_updates", {"reason": reason}, timeout_s)
+    async def abandon_weight_update(
+        self, reason: str, timeout_s: float = _CONTROL_TIMEOUT_S, *, lease: str | None = None
+    ) -> None:
+        """End an open update without a commit; the version before stays served. With `lease`, only its own update."""
+        await self._call("DELETE", "/v1/weight_updates", {"reason": reason} | _under(lease), timeout_s)
 
     async def canary_token_ids(self, timeout_s: float = _ASK_TIMEOUT_S) -> list[int]:
         """Return the canary tokens. Their log-probs by the trainer's new weights may be sent with
@@ -402,3 +411,8 @@ def _states(body: Any) -> str:
         for replica in body["replicas"]
     ]
     return f"{len(states)} of {body.get('replicas_expected')} replicas are there: {', '.join(states) or 'none'}"
+
+
+def _under(lease: str | None) -> Json:
+    """Return the part of a weight call's body that names its trainer."""
+    return {} if lease is None else {"lease": lease}

@@ -127,17 +127,19 @@ class WeightCoordinator:
             await self._way.start(in_flight)
             self._machine.opened("start_weight_update").lease = lease
 
-    async def receive(self, update_info: Json) -> None:
+    async def receive(self, update_info: Json, lease: str | None = None) -> None:
         """Receive the tensors that the trainer is about to send."""
         async with self._exclusively("update_weights"):
+            self.leases.check_own(self._machine.update, lease)
             await self._way.receive(update_info)
 
-    async def finish(self, canary_logprobs: Sequence[float] | None = None) -> int:
+    async def finish(self, canary_logprobs: Sequence[float] | None = None, lease: str | None = None) -> int:
         """Commit on every replica, verify, and serve again. Returns the version now served.
 
         `canary_logprobs` are the trainer's own of `canary_token_ids`, all but the first.
         """
         async with self._exclusively("finish_weight_update"):
+            self.leases.check_own(self._machine.update, lease)
             return await self._way.finish(canary_logprobs)
 
     async def load(
@@ -157,9 +159,11 @@ class WeightCoordinator:
         async with self._exclusively("v1/weight_updates"):
             return await self._by_store.load(snapshot, version, canary_logprobs, rolling=rolling, in_flight=in_flight)
 
-    async def abandon(self, reason: str) -> None:
-        """Abort the open update, if any, and close its group."""
+    async def abandon(self, reason: str, lease: str | None = None) -> None:
+        """Abort the open update, if any, and close its group. A trainer's `lease` keeps it from another's update."""
         async with self._exclusively("v1/weight_updates"):
+            if lease is not None:
+                self.leases.check_own(self._machine.update, lease)
             if self._machine.update is not None:
                 await self._machine.abort(reason)
                 await self._flat.close()

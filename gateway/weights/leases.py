@@ -35,6 +35,14 @@ class Leases:
                 f"lease = {lease!r} is not held: keep POST /v1/weight_lease open beside the update"
             )
 
+    def check_own(self, update: WeightUpdate | None, lease: str | None) -> None:
+        """Raise `WeightUpdateConflict` where the open update was begun under another lease than the caller's."""
+        if update is not None and update.lease != lease:
+            raise WeightUpdateConflict(
+                "the open update is another trainer's (its calls carry another lease): begin with "
+                "/init_weight_transfer_engine and /start_weight_update"
+            )
+
     def has_ended(self, update: WeightUpdate) -> bool:
         """Return True for an update under a lease that is held no more."""
         return update.lease is not None and update.lease not in self._held

@@ -57,6 +57,8 @@ class Trainer:
         self._url = url
         self._newest = newest
         self._session = session
+        self.lease: Json = {}
+        """What its calls say of its lease, if it holds one: `{"lease": NAME}`."""
 
     async def join(self) -> None:
         """Open a transfer group over the current fleet."""
@@ -65,14 +67,14 @@ class Trainer:
         await self.call("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     async def start(self) -> None:
-        await self.call("POST", "/start_weight_update", {})
+        await self.call("POST", "/start_weight_update", self.lease)
 
     async def send(self, **otherwise: Any) -> None:
         """Announce the tensors; `otherwise` overrides fields with wrong values."""
-        await self.call("POST", "/update_weights", {"update_info": {**_TENSORS, **otherwise}})
+        await self.call("POST", "/update_weights", {"update_info": {**_TENSORS, **otherwise}} | self.lease)
 
     async def finish(self) -> None:
-        reply = await self.call("POST", "/finish_weight_update", {})
+        reply = await self.call("POST", "/finish_weight_update", self.lease)
         self._newest.version = max(self._newest.version, reply["weight_version"])
 
     async def update(self) -> None:

@@ -232,7 +232,8 @@ class Scene:
     async def _push_group(self) -> None:
         await self.trainer.join()
         async with self.session.post(f"{self.fleet.url}/v1/weight_lease", json={"lease": _LEASE}):
-            await self.trainer.call("POST", "/start_weight_update", {"lease": _LEASE})
+            self.trainer.lease = {"lease": _LEASE}
+            await self.trainer.start()
             await self.trainer.send()
             await self.trainer.finish()
 

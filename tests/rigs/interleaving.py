@@ -465,6 +465,7 @@ class Trainer:
             await asyncio.sleep(slow_s)
             return await self._send(gateway, wire, push.lease, values, in_flight, slow_s)
         finally:
+            wire.announce()  # its trainer sends no more
             holding.cancel()
 
     async def _send(
@@ -479,7 +480,7 @@ class Trainer:
                 await asyncio.sleep(slow_s)
                 wire.announce()
                 told = {"names": [name], "dtype_names": ["float32"], "shapes": [[ELEMENTS]]}
-                receiving = asyncio.ensure_future(gateway.call(weights.receive(told)))
+                receiving = asyncio.ensure_future(gateway.call(weights.receive(told, lease)))
                 try:
                     await asyncio.sleep(slow_s)
                     wire.send({name: value})
@@ -489,10 +490,10 @@ class Trainer:
                     with suppress(BaseException):
                         await receiving
             await asyncio.sleep(slow_s)
-            return await gateway.call(weights.finish())
+            return await gateway.call(weights.finish(lease=lease))
         except RolloutGatewayError as error:
             with suppress(RolloutGatewayError, GatewayDied):
-                await gateway.call(weights.abandon(str(error)))
+                await gateway.call(weights.abandon(str(error), lease))
             raise
 
     async def _push_store(

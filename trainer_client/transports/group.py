@@ -48,6 +48,7 @@ class GroupTransport:
         self._address = address
         self._port = port
         self._channel: Channel | None = None
+        self._lease: str | None = None
 
     def push(self, parts: Iterable[Part], options: PushOptions) -> int:
         """Send all parts in one update. Raise `WeightUpdateConflict` unless `version` is the next one or None."""
@@ -58,11 +59,11 @@ class GroupTransport:
             )
         self._check_version(options.version)
         try:
-            with self._client.weight_lease() as lease:
-                channel = self._start(options, lease)
+            with self._client.weight_lease() as self._lease:
+                channel = self._start(options)
                 for part in parts:
                     self._send(channel, part)
-                return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s)
+                return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s, lease=self._lease)
         except BaseException as error:
             self._give_up(f"{type(error).__name__}: {error}")
             raise
@@ -80,23 +81,23 @@ class GroupTransport:
         if had_group:
             # The trainer needs the first error; an unreachable gateway ends the update by itself.
             with contextlib.suppress(RolloutGatewayError):
-                self._client.abandon_weight_update(reason)
+                self._client.abandon_weight_update(reason, lease=self._lease)
 
     def _send(self, channel: Channel, part: Part) -> None:
         self._beside(
             channel,
-            lambda: self._client.update_weights(part.announced, self._timeout_s),
+            lambda: self._client.update_weights(part.announced, self._timeout_s, lease=self._lease),
             lambda: channel.send(iter(part.tensors)),
         )
 
-    def _start(self, options: PushOptions, lease: str) -> Channel:
+    def _start(self, options: PushOptions) -> Channel:
         """Open the update, in a new group if there is none. A refused start changes nothing, so that it can be retried
         in a new group after a replica has left."""
         start = partial(
             self._client.start_weight_update,
             self._timeout_s,
             in_flight=options.in_flight,
-            lease=lease,
+            lease=self._lease,
             version=options.version,
         )
         if self._channel is not None:

@@ -63,8 +63,7 @@ class WeightRoutes:
     async def _start(self, request: web.Request) -> web.Response:
         """Begin a weight update."""
         body = await read_object(request, required=False)
-        lease = _lease_of(body) if "lease" in body else None
-        await self._weights.start(_in_flight(body), lease, _version(body))
+        await self._weights.start(_in_flight(body), _lease(body), _version(body))
         return reply({"message": "Weight update started"})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
@@ -79,13 +78,14 @@ class WeightRoutes:
 
     async def _update(self, request: web.Request) -> web.Response:
         """Receive tensors, which the trainer broadcasts at the same time."""
-        await self._weights.receive(_section(await read_object(request), "update_info"))
+        body = await read_object(request)
+        await self._weights.receive(_section(body, "update_info"), _lease(body))
         return reply({"message": "Weights updated"})
 
     async def _finish(self, request: web.Request) -> web.Response:
         """Verify the update on all replicas, and serve the new version."""
         body = await read_object(request, required=False)
-        version = await self._weights.finish(_canary_logprobs(body))
+        version = await self._weights.finish(_canary_logprobs(body), _lease(body))
         return reply({"message": "Weight update finished", "weight_version": version})
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -113,8 +113,9 @@ class WeightRoutes:
 
     async def _abandon(self, request: web.Request) -> web.Response:
         """Abort the open update, for a trainer that failed in the middle of it."""
-        reason = (await read_object(request, required=False)).get("reason")
-        await self._weights.abandon(f"the trainer gave it up: {reason}" if reason else "the trainer gave it up")
+        body = await read_object(request, required=False)
+        reason = f": {body['reason']}" if body.get("reason") else ""
+        await self._weights.abandon(f"the trainer gave it up{reason}", _lease(body))
         return reply({"weight_version": self._fleet.version})
 
     async def _info(self, request: web.Request) -> web.Response:
@@ -190,6 +191,11 @@ def _version(body: Json) -> int | None:
             f"version = {version!r} is not a version: send an integer from 1, or leave it out", param="version"
         )
     return version
+
+
+def _lease(body: Json) -> str | None:
+    """Return the lease that a trainer's call is made under, if any."""
+    return _lease_of(body) if "lease" in body else None
 
 
 def _lease_of(body: Json) -> str:

@@ -44,6 +44,15 @@ ENDED_DURING_A_PUSH = [
 ]
 """A trainer writes its draft while the gateway ends: its call must not reach the gateway that is gone."""
 
+REPLACED_GROUP = [
+    PushStep(0.0, 0, False, True, False, False, False, None, 2.0, None),
+    PushStep(0.0, 0, False, False, False, False, False, None, 0.0, None),
+    PushStep(0.0, 0, False, False, False, False, False, None, 0.0, None),
+    Resume(0.02),
+    PushStep(0.0, 0, False, False, False, False, False, None, 0.0, None),
+]
+"""A slow trainer begins an update after another has replaced its group: nothing may arrive for it."""
+
 
 def test_a_number_whose_tokens_were_delivered_is_not_used_again_after_a_restart() -> None:
     played(ABORTED_WHEN_ROLLED_HALF, 1, Tally(), relay=False, replicas=2, rolling=False)
@@ -59,6 +68,10 @@ def test_a_draft_is_removed_though_its_scribe_dies_before_the_verdict() -> None:
 
 def test_a_trainer_finds_nobody_where_its_gateway_has_ended() -> None:
     played(ENDED_DURING_A_PUSH, 0, Tally(), relay=False, replicas=1, rolling=False)
+
+
+def test_a_trainer_whose_group_was_replaced_commits_nothing() -> None:
+    played(REPLACED_GROUP, 1, Tally(), relay=True, replicas=1, rolling=False)
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.slow)])

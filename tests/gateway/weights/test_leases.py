@@ -21,7 +21,7 @@ with client.weight_lease() as lease:
     client.init_weight_transfer(init_info)
     client.start_weight_update(lease=lease)
     if received:
-        client.update_weights(tensors)
+        client.update_weights(tensors, lease=lease)
     print("open", flush=True)
     sys.stdin.read()
 """
@@ -105,3 +105,27 @@ def test_a_name_is_held_by_one_connection() -> None:
         leases.check("a")
     with pytest.raises(WeightUpdateConflict, match="is not held"):
         leases.check("a")
+
+
+async def test_calls_under_another_lease_leave_an_update_as_it_is(rig: Rig) -> None:
+    await rig.open_group()
+    async with rig.client.post(f"{rig.url}/v1/weight_lease", json={"lease": "mine"}):
+        assert (await rig.post("/start_weight_update", {"lease": "mine"}))[0] == 200
+        tensors = {"update_info": rig.tensors}
+        for other in ({}, {"lease": "another"}):
+            for path, body in (("/update_weights", tensors), ("/finish_weight_update", {})):
+                status, reply = await rig.post(path, body | other)
+                assert (status, "another trainer's" in reply["error"]["message"]) == (409, True)
+        async with rig.client.delete(f"{rig.url}/v1/weight_updates", json={"lease": "another"}) as refused:
+            assert refused.status == 409
+        assert (await rig.post("/update_weights", tensors | {"lease": "mine"}))[0] == 200
+        assert (await rig.post("/finish_weight_update", {"lease": "mine"}))[1]["weight_version"] == 1
+
+
+async def test_a_person_ends_an_update_without_its_lease(rig: Rig) -> None:
+    await rig.open_group()
+    async with rig.client.post(f"{rig.url}/v1/weight_lease", json={"lease": "mine"}):
+        assert (await rig.post("/start_weight_update", {"lease": "mine"}))[0] == 200
+        async with rig.client.delete(f"{rig.url}/v1/weight_updates") as ended:
+            assert ended.status == 200
+        assert (await rig.get("/status"))[1]["weight_update"] is None

@@ -94,6 +94,20 @@ def until_generating(real: RealFleet, samples: int = 1, tokens: int = 20) -> Non
     _until(lambda: tokens_made(real) >= wanted)
 
 
+@contextmanager
+def gathered(real: RealFleet, samples: int) -> Iterator[None]:
+    """Hold the engines still while requests of so many samples come in, which so begin together."""
+    engines = [replace(real, url=replica.url) for replica in real.replicas]
+    for engine in engines:
+        assert engine.call("/pause?mode=keep", {})[0] == 200
+    try:
+        yield
+        _until(lambda: sum(one["samples_in_flight"] for one in real.call("/status")[1]["replicas"]) >= samples)
+    finally:
+        for engine in engines:
+            assert engine.call("/resume", {})[0] == 200
+
+
 def _metric(real: RealFleet, name: str) -> float:
     """The sum over all replicas."""
     texts = [replace(real, url=replica.url).text("/metrics")[1] for replica in real.replicas]

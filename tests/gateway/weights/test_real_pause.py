@@ -22,7 +22,15 @@ from trl.generation import vllm_client
 from engines.process import launch
 from engines.process.engine_server import free_port
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.real_vllm import REQUEST_TIMEOUT_S, RealFleet, app, engine_config, tokens_made, until_generating
+from tests.rigs.real_vllm import (
+    REQUEST_TIMEOUT_S,
+    RealFleet,
+    app,
+    engine_config,
+    gathered,
+    tokens_made,
+    until_generating,
+)
 from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.vllm
@@ -219,11 +227,12 @@ def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
     chat = CHAT | greedy | {"seed": None, "max_tokens": LONG - 30, "logprobs": True, "top_logprobs": 2}
     before, chat_before = choices(), real.call("/v1/chat/completions", chat)[1]
     with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(6) as pool:
-        whole, stream = pool.submit(choices), pool.submit(streamed, real, COMPLETION | greedy | {"seed": None})
-        group = pool.submit(real.call, "/v1/completions", body | {"n": 2, "temperature": 1.0})
-        ids = pool.submit(real.call, "/inference/v1/generate", tokens)
-        chats = pool.submit(real.call, "/v1/chat/completions", chat)
-        chat_stream = pool.submit(real.stream, "/v1/chat/completions", chat)
+        with gathered(real, 10):
+            whole, stream = pool.submit(choices), pool.submit(streamed, real, COMPLETION | greedy | {"seed": None})
+            group = pool.submit(real.call, "/v1/completions", body | {"n": 2, "temperature": 1.0})
+            ids = pool.submit(real.call, "/inference/v1/generate", tokens)
+            chats = pool.submit(real.call, "/v1/chat/completions", chat)
+            chat_stream = pool.submit(real.stream, "/v1/chat/completions", chat)
         until_generating(real, 10)
         client.update_model_params(trained())
         after, (last,), (status, sampled) = whole.result(), stream.result(), group.result()

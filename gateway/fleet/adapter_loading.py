@@ -136,7 +136,14 @@ class AdapterCoordinator:
             await self._on_all(holders, lambda replica: self._take(replica, adapter.name), "unload")
         finally:
             self._changing = ""
+            self._settle_those_that_lacked_it()
         log.info("adapter unloaded", adapter=adapter.name)
+
+    def _settle_those_that_lacked_it(self) -> None:
+        """A replica that could not load an adapter serves when the adapter is no longer wanted."""
+        for replica in self._fleet.trained_alive:
+            if replica.state is ReplicaState.SYNCING:
+                self._fleet.settle(replica, "holds all LoRA adapters")
 
     def _begin_to_catch_up(self, replica: Replica) -> None:
         task = asyncio.create_task(self._catch_up(replica), name=f"adapters of {replica.replica_id}")

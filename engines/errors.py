@@ -8,7 +8,7 @@ RolloutGatewayError
 │   ├── UnknownRoute          no replica's engine has what the route needs
 │   ├── BodyTooLarge          the body is over the limit in bytes
 │   └── DeadlyPrompt          engines die under it
-├── Withdrawn                 its client aborted the rollout before a replica had it
+├── Withdrawn                 its client aborted the rollout while no replica had it
 ├── NotAllowed                the key is missing, wrong, or not an admin key
 ├── TooManyRequests           the key is over one of its limits; `retry_after_s` says when to retry
 ├── StoreFailed               the weight store cannot write or read a version: disk full, folder gone

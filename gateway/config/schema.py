@@ -101,7 +101,7 @@ class GatewayConfig(_Section):
     generate_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a replica's completions of one prompt; later than that no further attempt begins."""
     write_timeout_s: float = Field(60.0, gt=0)
-    """Longest wait for a client to take the next chunk of its stream; later than that it is cut off."""
+    """Longest wait for a client to take the next chunk of a stream or more of a reply; later it is cut off."""
     max_prompts: int = Field(16_384, gt=0)
     """Most prompts of one request."""
     trl_legacy: bool = False

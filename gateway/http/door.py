@@ -1,4 +1,5 @@
-"""The gateway's own port: a deadline for the head of each request, and JSON for a head that cannot be read."""
+"""The gateway's own port: deadlines for the head of each request and for a client that does not read, and JSON for a
+head that cannot be read."""
 
 import asyncio
 from ssl import SSLContext
@@ -22,9 +23,12 @@ _HTTP_2 = b"PRI * HTTP/2"
 class Door(web.BaseSite):
     """Listens for the clients of an application, with TLS where it has a context."""
 
-    def __init__(self, runner: web.AppRunner, host: str, port: int, context: SSLContext | None = None) -> None:
+    def __init__(
+        self, runner: web.AppRunner, host: str, port: int, context: SSLContext | None = None, *, write_timeout_s: float
+    ) -> None:
         super().__init__(runner, ssl_context=context, backlog=_BACKLOG)
         self._address = host, port
+        self._write_timeout_s = write_timeout_s
 
     @property
     def name(self) -> str:
@@ -41,16 +45,25 @@ class Door(web.BaseSite):
     def _connection(self) -> "Connection":
         assert self._runner.server is not None
         loop = asyncio.get_running_loop()
-        return Connection(self._runner.server, loop=loop, access_log=None, keepalive_timeout=_KEEPALIVE_S)
+        return Connection(
+            self._runner.server,
+            loop=loop,
+            access_log=None,
+            keepalive_timeout=_KEEPALIVE_S,
+            write_timeout_s=self._write_timeout_s,
+        )
 
 
 class Connection(RequestHandler):
-    """One client's connection. It is closed where the first head, or a later one that has begun, is late."""
+    """One client's connection. It is closed where the first head, or a later one that has begun, is late, and where the
+    client reads nothing for `write_timeout_s` of a reply that fills the buffer."""
 
-    __slots__ = ("_body", "_head_deadline")
+    __slots__ = ("_body", "_head_deadline", "_read_deadline", "_write_timeout_s")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, write_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._write_timeout_s = write_timeout_s
+        self._read_deadline: asyncio.TimerHandle | None = None
         self._body: StreamReader | None = None
         self._head_deadline: asyncio.TimerHandle | None = None
 
@@ -60,7 +73,16 @@ class Connection(RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._head_arrived()
+        self._has_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        self._has_read()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         known = self._request_count
@@ -115,6 +137,26 @@ class Connection(RequestHandler):
             self._await_head()  # it came early; its time begins with the end of the request before it
         else:
             self.force_close()
+
+    def _await_reader(self) -> None:
+        assert self.transport is not None
+        unread = self.transport.get_write_buffer_size()
+        self._read_deadline = asyncio.get_running_loop().call_later(self._write_timeout_s, self._reader_is_late, unread)
+
+    def _has_read(self) -> None:
+        if self._read_deadline is not None:
+            self._read_deadline.cancel()
+            self._read_deadline = None
+
+    def _reader_is_late(self, unread: int) -> None:
+        """Close the connection unless the client has read some of the `unread` bytes, however slowly."""
+        assert self.transport is not None
+        if self.transport.get_write_buffer_size() < unread:
+            self._await_reader()
+            return
+        self._read_deadline = None
+        log.warning("a client does not read its reply and is cut off", seconds=self._write_timeout_s)
+        self.transport.abort()
 
     def _refuse_http_2(self) -> None:
         body = reply(error_body("HTTP/2 is not spoken here: send HTTP/1.1", 505), 505).body

@@ -131,7 +131,8 @@ class Listener:
 async def _listen(runner: web.AppRunner, gateway: GatewayConfig) -> None:
     context = Certificate(gateway.tls).context if gateway.tls.is_on else None
     try:
-        await Door(runner, gateway.host, gateway.port, context).start()
+        door = Door(runner, gateway.host, gateway.port, context, write_timeout_s=gateway.write_timeout_s)
+        await door.start()
     except OSError as error:
         reason = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(

@@ -188,7 +188,7 @@ class Rig:
 
     async def listen(self) -> "Rig":
         await self._runner.setup()
-        await Door(self._runner, "127.0.0.1", 0).start()
+        await Door(self._runner, "127.0.0.1", 0, write_timeout_s=self.config.gateway.write_timeout_s).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
@@ -206,6 +206,11 @@ class Rig:
     def router(self) -> web.UrlDispatcher:
         """The gateway's table of routes."""
         return self._runner.app.router
+
+    @property
+    def num_connections(self) -> int:
+        """Connections of clients that the gateway holds."""
+        return len(self._runner.server.connections) if self._runner.server else 0
 
     async def stop_gateway(self) -> None:
         """End the gateway; its replicas go on."""

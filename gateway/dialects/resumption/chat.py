@@ -17,11 +17,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakSet
 
 import structlog
 
 from engines.engine import Json
-from engines.errors import EngineError, EngineFailed
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed
 from gateway.dialects.parallel import gathered
 from gateway.dialects.resumption.delivered_chat import DeliveredChat, DeliveredSample
 from gateway.dialects.resumption.features import inexact_fields, marked
@@ -37,7 +38,7 @@ log = structlog.get_logger()
 RENDER = "/v1/chat/completions/render"
 DERENDER = "/v1/chat/completions/derender"
 
-_ASK_TIMEOUT_S = 60.0
+_ASK_TIMEOUT_S = 15.0
 # vLLM leaves defaults out of rendered sampling parameters.
 _DEFAULTS = {"max_tokens": 16, "n": 1}
 _OF_STREAMS = ("prompt_token_ids", "delta")  # a reply has the prompt once, beside its choices
@@ -76,6 +77,7 @@ class ChatContinuation:
     def __init__(self, fleet: Fleet, tokens: TokenGeneration) -> None:
         self._fleet = fleet
         self._tokens = tokens
+        self._silent: WeakSet[Replica] = WeakSet()  # did not answer the last time
 
     def inexact(self, rollout: Rollout, body: Json) -> tuple[str, ...] | None:
         """The fields with which a conversation that continues is marked; None if it may not continue from its tokens,
@@ -224,14 +226,22 @@ class ChatContinuation:
         return {first["index"]: _as_chat(first, choice, parsed, body) for first, choice, parsed in triples}
 
     async def _ask(self, path: str, rollout: Rollout, body: Json) -> Json | None:
-        """The answer of the first replica that gives one, which they do in an update too; None where all fail."""
-        for replica in self._able(path, rollout):
+        """The answer of the first replica that gives one, which they do in an update too; None where all fail.
+
+        The replica that was heard last is first, often the one that made the reply; those that failed here are last.
+        """
+        able = self._able(path, rollout)
+        for replica in sorted(able, key=lambda one: (one in self._silent, -one.answered_at)):
             try:
-                return await replica.engine.ask("POST", path, body, _ASK_TIMEOUT_S)
-            except EngineError as error:
+                answer = await replica.unless_lost(replica.engine.ask("POST", path, body, _ASK_TIMEOUT_S))
+            except (EngineError, DeadlineExceeded) as error:
+                self._silent.add(replica)
                 log.warning(
                     "a replica does not help to continue a conversation", request=rollout.request_id, error=str(error)
                 )
+            else:
+                self._silent.discard(replica)
+                return answer
         return None
 
     def _able(self, path: str, rollout: Rollout) -> list[Replica]:

@@ -8,8 +8,8 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from typing import TypeVar
 
 import structlog
@@ -43,6 +43,10 @@ def using(rollout: Rollout) -> AbstractContextManager[None]:
     return rollout.adapter.used(rollout.request_id, goes_on=rollout.goes_on)
 
 
+def _withdrawn(rollout: Rollout) -> Withdrawn:
+    return Withdrawn(f"{rollout.request_id} was aborted")
+
+
 def _nothing_kept() -> None:
     return None
 
@@ -58,6 +62,7 @@ class Scheduler:
         self._fleet = fleet
         self._metrics = metrics
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
+        self._between: dict[int, Rollout] = {}
         self._closed_for: set[str] = set()
         self._sessions = Sessions()
         self.lives = Lives()
@@ -67,15 +72,16 @@ class Scheduler:
         return len(self._lines[model])
 
     def waits(self, rollout: Rollout) -> bool:
-        """True if it has no replica yet."""
-        return self._lines[rollout.model].waits(rollout)
+        """True if it has no replica now."""
+        return self._lines[rollout.model].waits(rollout) or id(rollout) in self._between
 
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
-        """End rollouts that wait for a replica with `Withdrawn`."""
+        """End rollouts that wait for a replica, or are between two attempts, with `Withdrawn`."""
+        self._between = {key: rollout for key, rollout in self._between.items() if not picks(rollout)}
         for line in self._lines.values():
             for waiter in line.waiters():
                 if picks(waiter.rollout):
-                    waiter.placed.set_exception(Withdrawn(f"{waiter.rollout.request_id} was aborted"))
+                    waiter.placed.set_exception(_withdrawn(waiter.rollout))
                     line.done(waiter)
 
     @property
@@ -123,7 +129,8 @@ class Scheduler:
                         return result
                 except EngineError as error:
                     part = kept()
-                    await self._failed(rollout, replica, error, progressed=part is not None)
+                    with self._between_attempts(rollout):
+                        await self._failed(rollout, replica, error, progressed=part is not None)
                     if part is not None:
                         return part
 
@@ -145,9 +152,21 @@ class Scheduler:
                         replica.backoff.succeeded()
                         return
                 except EngineError as error:
-                    await self._failed(rollout, replica, error, progressed=begun)
+                    with self._between_attempts(rollout):
+                        await self._failed(rollout, replica, error, progressed=begun)
                     if begun:
                         raise
+
+    @contextmanager
+    def _between_attempts(self, rollout: Rollout) -> Iterator[None]:
+        """Raises `Withdrawn` at the end of the block where the rollout was withdrawn in it."""
+        self._between[id(rollout)] = rollout
+        try:
+            yield
+            if id(rollout) not in self._between:
+                raise _withdrawn(rollout)
+        finally:
+            self._between.pop(id(rollout), None)
 
     async def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, *, progressed: bool) -> None:
         """Record the end of an attempt. Raises if there may be no further attempt."""

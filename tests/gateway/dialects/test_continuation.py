@@ -6,9 +6,10 @@ from typing import Any
 import orjson
 import pytest
 
-from engines.errors import InvalidRequest
+from engines.errors import DeadlineExceeded, InvalidRequest
 from engines.sim import server as sim_server
 from engines.sim.model import detokenize
+from gateway.dialects.resumption import chat
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 
 LENGTH = 100
@@ -215,3 +216,36 @@ async def test_where_no_engine_words_its_tokens_a_conversation_is_read_whole(
     status, reply = await rig.post(CHAT, ASKED | {"messages": HELLO, "max_tokens": 80, "return_token_ids": True})
     (told,) = reply["choices"]
     assert (status, told["message"]["content"]) == (200, detokenize(told["token_ids"]))
+
+
+async def test_a_replica_that_does_not_parse_in_time_is_passed_over_and_then_tried_last(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = rig.fleet.replicas[0].engine
+    asked = []
+
+    async def late(method: str, path: str, *_: Any) -> Json:
+        asked.append(path)
+        raise DeadlineExceeded(f"no answer to {path}")
+
+    monkeypatch.setattr(silent, "ask", late)
+    replies = [await rig.post(CHAT, ASKED | {"messages": HELLO, "max_tokens": 80}) for _ in range(4)]
+    assert [status for status, _ in replies] == [200] * 4
+    assert len(asked) <= 1
+
+
+async def test_a_conversation_leaves_a_replica_that_is_lost_before_it_parses(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "_ASK_TIMEOUT_S", 600.0)
+    for replica in rig.replicas:
+        replica.inject(held=chat.DERENDER)
+    task = asyncio.create_task(rig.post(CHAT, ASKED | {"messages": HELLO, "max_tokens": 80}))
+    async with asyncio.timeout(20):
+        while not (asked := [replica for replica in rig.replicas if replica.num_held]):
+            await asyncio.sleep(0.01)
+        (other,) = (replica for replica in rig.replicas if replica is not asked[0])
+        other.inject()
+        next(one for one in rig.fleet.replicas if one.replica_id == asked[0].info.replica_id).drop_calls()
+        status, _ = await task
+    assert status == 200

@@ -1,8 +1,13 @@
 """A client that is slow with its head or its body, or speaks no HTTP/1.1, holds nothing for ever."""
 
 import asyncio
+import socket
+from types import SimpleNamespace
+from typing import Any, cast
 
+import orjson
 import pytest
+from aiohttp import web
 
 from gateway.http import door, json_body
 from tests.rigs.rig import Rig, StartRig
@@ -104,3 +109,31 @@ async def test_a_head_that_cannot_be_read_is_answered_in_json_and_leaves_no_trac
     assert b"application/json" in reply
     assert b"cannot be read" in reply
     assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_client_that_reads_nothing_of_a_large_reply_is_cut_off(start_rig: StartRig) -> None:
+    rig = await start_rig(1, gateway={"write_timeout_s": 0.2})
+    asked = {"prompt": [[5]] * 300, "max_tokens": 100, "ignore_eos": True, "logprobs": 5, "return_token_ids": True}
+    body, loop = orjson.dumps(asked), asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", int(rig.url.rpartition(":")[2])))
+        async with asyncio.timeout(SOON_S):
+            await loop.sock_sendall(client, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            while rig.fleet.replicas[0].placed < 300 or rig.num_connections:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_reads_slowly_is_cut_off_only_where_it_stops() -> None:
+    # At the start, then at the end of each timer and for the next.
+    sizes, is_cut_off = [90, 80, 80, 70, 70, 70], asyncio.Event()
+    transport: Any = SimpleNamespace(get_write_buffer_size=lambda: sizes.pop(0), abort=is_cut_off.set)
+    connection = door.Connection(
+        web.Server(cast(Any, None)), loop=asyncio.get_running_loop(), access_log=None, write_timeout_s=0.001
+    )
+    connection.transport = transport
+    connection.pause_writing()
+    async with asyncio.timeout(SOON_S):
+        await is_cut_off.wait()
+    assert sizes == []

@@ -102,7 +102,8 @@ class CompletionPrompt(Exchange):
         limit = self.limit
         read: list[int] = choice["prompt_token_ids"]
         kept = len(read) - len(self.body["prompt"]) if self.made else 0
-        body = rest_body(self.body | {"max_tokens": limit, "return_token_ids": True}, read, kept)
+        sample = choice["index"] if index is None else index - self.indexes.start
+        body = rest_body(self.body | {"max_tokens": limit, "return_token_ids": True}, read, kept, sample)
         rollout = replace(
             self.rollout, n=1, tokens=len(read) + limit - kept, goes_on=True, attempts=self.rollout.attempts.branch()
         )

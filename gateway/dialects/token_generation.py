@@ -129,7 +129,7 @@ class TokenGeneration:
         made = cut.cut_off()
         with self.rests_of(prompt.rollout, list(made)) as rollouts:
             rests = [
-                self._stream_rest(rest_of(rollout, prompt.body, made[index]), index, cut)
+                self._stream_rest(rest_of(rollout, prompt.body, made[index], index), index, cut)
                 for index, rollout in zip(made, rollouts, strict=True)
             ]
             async with aclosing(merged(rests)) as chunks:
@@ -238,7 +238,7 @@ class _TokenPrompt(Exchange):
         choices = list(answer["choices"])
         with self.tokens.rests_of(self.rollout, [choices[place]["index"] for place in cut]) as rollouts:
             rests = await gathered(
-                self.tokens.generate(*rest_of(rollout, self.body, choices[place]))
+                self.tokens.generate(*rest_of(rollout, self.body, choices[place], choices[place]["index"]))
                 for place, rollout in zip(cut, rollouts, strict=True)
             )
         for place, rest in zip(cut, rests, strict=True):
@@ -275,10 +275,10 @@ def _aborted(rollout: Rollout, fleet: Fleet) -> Json:
     return {"request_id": rollout.request_id, "choices": choices, "prompt_token_ids": None}
 
 
-def rest_of(rollout: Rollout, body: Json, choice: Json) -> tuple[Rollout, Json]:
-    """The rollout and body that continue a choice: engines read its tokens after the prompt's."""
+def rest_of(rollout: Rollout, body: Json, choice: Json, index: int) -> tuple[Rollout, Json]:
+    """The rollout and body that continue the choice of sample `index`: engines read its tokens after the prompt's."""
     made = choice["token_ids"] or []
-    read, sampling = [*body["token_ids"], *made], rest_sampling(body["sampling_params"], made)
+    read, sampling = [*body["token_ids"], *made], rest_sampling(body["sampling_params"], made, index)
     rest = {**body, "token_ids": read, "sampling_params": sampling, "return_token_ids": None}
     return replace(rollout, tokens=len(read) + (sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS)), rest
 

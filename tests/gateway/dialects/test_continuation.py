@@ -84,6 +84,45 @@ async def test_each_sample_of_a_group_continues_from_its_tokens(slow_rig: Rig) -
     assert other.generated_tokens <= 4 * (LENGTH - 32)
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": [5, 6, 7]}),
+        (CHAT, {"messages": HELLO}),
+        ("/inference/v1/generate", {"token_ids": [5, 6, 7]}),
+    ],
+)
+async def test_samples_of_a_seeded_group_stay_different_draws(slow_rig: Rig, path: str, asked: Json) -> None:
+    """The engine runs 8 samples of 16 at once: the others have no token yet, and are made as without the death."""
+    sampling = {"n": 16, "seed": 7, "temperature": 1.0, "max_tokens": 80, "ignore_eos": True}
+    body = asked | {"model": "sim", "return_token_ids": True}
+    body |= {"sampling_params": sampling} if "token_ids" in asked else sampling
+    task = asyncio.create_task(slow_rig.post(path, body))
+    await slow_rig.begun(8)
+    await kill_loaded(slow_rig)
+    slow_rig.hurry()
+    status, reply = await task
+    assert status == 200, reply
+    _, undisturbed = await slow_rig.post(path, body)
+    made = [choice["token_ids"] for choice in reply["choices"]]
+    assert made[8:] == [choice["token_ids"] for choice in undisturbed["choices"]][8:]
+    assert len({tuple(tokens) for tokens in made}) == 16
+
+
+async def test_streams_of_a_seeded_group_stay_different_draws(slow_rig: Rig) -> None:
+    body = {"model": "sim", "prompt": [[5], [6]], "n": 12, "seed": 7, "temperature": 1.0, "max_tokens": 80}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    task = asyncio.create_task(events(slow_rig, "/v1/completions", body))
+    await slow_rig.begun(16)  # 8 on each replica
+    await kill_loaded(slow_rig)
+    slow_rig.hurry()
+    made: dict[int, list[int]] = {}
+    for choice in (choice for chunk in await task for choice in chunk["choices"]):
+        made.setdefault(choice["index"], []).extend(choice["token_ids"] or ())
+    assert sorted(map(len, made.values())) == [80] * 24
+    assert len({tuple(tokens) for tokens in made.values()}) == 24
+
+
 async def test_token_ids_continue_from_their_tokens(slow_rig: Rig) -> None:
     body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}}
     _, undisturbed = await slow_rig.post("/inference/v1/generate", body)

@@ -107,9 +107,12 @@ class Chat:
                     chunk["prompt_token_ids"] = None
                 chunk["choices"] = [_shown(choice, body) for choice in chunk["choices"]]
                 yield chunk
-        if not (made := cut.cut_off()):
-            return
         envelope = {key: chunk.get(key) for key in ("id", "object", "created", "model")}
+        if not (made := cut.cut_off()):
+            if cut.is_cut:
+                usage.add_chunk(0, cut.usage(counted, {"completion_tokens": 0}))
+                yield envelope | {"choices": [], "usage": usage.total()}
+            return
         delivered = conversation.delivered
         opened = await self._continuation.opened(rollout, body, made, delivered)
         for choice in delivered.kept if opened is None else opened.held_back:

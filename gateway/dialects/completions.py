@@ -101,14 +101,14 @@ class Completions:
                     usage = chunk.get("usage") or usage
                     yield chunk
             rests = [prompt.rest_of(made, index) for index, made in cut.cut_off().items()]
-            if not rests:
-                return
-            async with aclosing(self.stream(rests, rest_usage)) as chunks:
-                async for chunk in chunks:
-                    for choice in chunk["choices"]:
-                        cut.follow(choice)
-                    yield chunk | {"usage": cut.usage(usage, rest_usage.total())}
-            yield chunk | {"choices": [], "usage": cut.usage(usage, rest_usage.total())}
+            if rests:
+                async with aclosing(self.stream(rests, rest_usage)) as chunks:
+                    async for chunk in chunks:
+                        for choice in chunk["choices"]:
+                            cut.follow(choice)
+                        yield chunk | {"usage": cut.usage(usage, rest_usage.total())}
+            if cut.is_cut:
+                yield chunk | {"choices": [], "usage": cut.usage(usage, rest_usage.total())}
 
 
 def common_room(fleet: Fleet, model: str) -> int | None:

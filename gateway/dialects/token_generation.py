@@ -25,7 +25,7 @@ from gateway.dialects.resumption.tokens import joined_tokens, rest_sampling
 from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import check_sampling, normalise_numbers, versioned_salt
 from gateway.dialects.token_words import completion_body, token_chunk, token_reply
-from gateway.dialects.usage import Usage, usage_of_joined
+from gateway.dialects.usage import Usage, usage_of_joined, wants_usage
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import using
@@ -98,7 +98,7 @@ class TokenGeneration:
         """Chunks in the order of arrival; counts up `usage`, whether or not the client asks for it."""
         prompt = _TokenPrompt(self, self._config, rollout, body)
         cut = CutStream(range(rollout.n), rollout.adapter, inexact=prompt.inexact, read=body["token_ids"])
-        tokens, last = 0, Json()
+        tokens, chunk, last = 0, Json(), Json()
         with using(rollout):
             async with aclosing(self._stream_unless_withdrawn(prompt, cut)) as chunks:
                 async for chunk in chunks:
@@ -110,6 +110,8 @@ class TokenGeneration:
                         yield chunk
                     else:  # its usage alone: the last chunk of a stream, or of a rest
                         last = chunk
+        if not last and cut.is_cut and wants_usage(body):  # a replica died before it
+            last = chunk | {"choices": [], "usage": usage.total()}
         if last:
             yield last
 

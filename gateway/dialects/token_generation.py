@@ -16,6 +16,7 @@ from engines.errors import InvalidRequest, UnknownRoute, Withdrawn
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.assembly import Assembly, is_read_in_chunks
+from gateway.dialects.chunks import read_chunks
 from gateway.dialects.completions import common_room
 from gateway.dialects.freshness import read_freshness, without_freshness
 from gateway.dialects.parallel import gathered, merged
@@ -220,11 +221,10 @@ class _TokenPrompt(Exchange):
         return self._chunks(replica, self._engine_body(replica))
 
     async def _chunks(self, replica: Replica, body: Json) -> AsyncGenerator[Json]:
-        timeout_s = self.config.generate_timeout_s
-        if _serves(replica):
-            chunks = replica.engine.stream(PATH, body, timeout_s)
-        else:
-            chunks = replica.engine.stream(completion_prompt.PATH, completion_body(body, replica.info), timeout_s)
+        path, asked = PATH, body
+        if not _serves(replica):
+            path, asked = completion_prompt.PATH, completion_body(body, replica.info)
+        chunks = read_chunks(replica, path, asked, self.rollout.n, self.config.generate_timeout_s)
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk if _serves(replica) else token_chunk(chunk, body)

@@ -128,7 +128,7 @@ async def test_streams_of_a_seeded_group_stay_different_draws(slow_rig: Rig) -> 
 def break_before_usage(rig: Rig) -> None:
     """From now on each stream of an engine breaks after the last sample's end."""
     for replica in rig.fleet.replicas:
-        replica.engine = BreakingEngine(replica.engine)
+        replica.engine = BreakingEngine(replica.engine)  # type: ignore[assignment]  # all but its streams is the same
 
 
 class BreakingEngine:

@@ -437,7 +437,7 @@ class CompletionAnswer(Answer):
         return f"cmpl-{self.body.request_id}"
 
     def fill(self, first_prompt_number: int) -> None:
-        max_tokens = 16 if "max_tokens" not in self.body.model_fields_set else self.body.max_tokens
+        max_tokens = 16 if self.body.max_tokens is None else self.body.max_tokens
         if self.body.echo and max_tokens == 0:
             max_tokens = 1  # as vLLM does, which then leaves that token out
         for i, prompt in enumerate(self.body.prompts):

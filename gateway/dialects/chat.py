@@ -8,6 +8,7 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.assembly import Assembly, is_read_in_chunks
+from gateway.dialects.chunks import read_chunks
 from gateway.dialects.freshness import read_freshness, without_freshness
 from gateway.dialects.parallel import merged
 from gateway.dialects.resumption.chat import ChatContinuation
@@ -107,9 +108,12 @@ class Chat:
                     chunk["prompt_token_ids"] = None
                 chunk["choices"] = [_shown(choice, body) for choice in chunk["choices"]]
                 yield chunk
-        if not (made := cut.cut_off()):
-            return
         envelope = {key: chunk.get(key) for key in ("id", "object", "created", "model")}
+        if not (made := cut.cut_off()):
+            if cut.is_cut:
+                usage.add_chunk(0, cut.usage(counted, {"completion_tokens": 0}))
+                yield envelope | {"choices": [], "usage": usage.total()}
+            return
         delivered = conversation.delivered
         opened = await self._continuation.opened(rollout, body, made, delivered)
         for choice in delivered.kept if opened is None else opened.held_back:
@@ -167,7 +171,7 @@ class _Conversation(Exchange):
         timeout_s = self.config.generate_timeout_s
         if self._is_read_in_chunks(replica):
             streamed = asked | {"stream_options": {"include_usage": True}}
-            chunks = replica.engine.stream(PATH, streamed, timeout_s)
+            chunks = read_chunks(replica, PATH, streamed, self.rollout.n, timeout_s)
             answer = await part.read(chunks, Assembly(self.rollout.n, replica.replica_id, has_text=False))
         else:
             answer = await replica.engine.generate(PATH, asked, timeout_s)
@@ -186,7 +190,7 @@ class _Conversation(Exchange):
         options = {**(self.body.get("stream_options") or {}), "include_usage": True}
         ids = {"return_token_ids": True} if self.resumes_stream else {}
         asked = {**self.body, "cache_salt": self._salt(replica), "stream_options": options, **ids}
-        return replica.engine.stream(PATH, asked, self.config.generate_timeout_s)
+        return read_chunks(replica, PATH, asked, self.rollout.n, self.config.generate_timeout_s)
 
     async def continued(self, answer: Json, cut: list[int]) -> Json | None:
         return await self.continuation.continued(self.rollout, self.body, answer, cut)

@@ -10,6 +10,7 @@ from engines.engine import Json
 from engines.errors import EngineRefused
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.assembly import Assembly, is_read_in_chunks
+from gateway.dialects.chunks import read_chunks
 from gateway.dialects.parallel import gathered
 from gateway.dialects.resumption.features import inexact_fields, marked
 from gateway.dialects.resumption.tokens import joined, rest_body, whole_characters
@@ -71,7 +72,7 @@ class CompletionPrompt(Exchange):
             if not is_read_in_chunks(body, self.limit, self.rollout, replica.info):
                 return await replica.engine.generate(PATH, body, timeout_s)
             streamed = body | {"stream_options": {"include_usage": True}}
-            chunks = replica.engine.stream(PATH, streamed, timeout_s)
+            chunks = read_chunks(replica, PATH, streamed, self.rollout.n, timeout_s)
             return await part.read(chunks, Assembly(self.rollout.n, replica.replica_id))
         except EngineRefused as error:
             raise _naming_prompt(error, self.index) from error
@@ -82,7 +83,8 @@ class CompletionPrompt(Exchange):
         options = {**(self.body.get("stream_options") or {}), "include_usage": True}
         if self.made:
             body = rest_body(body, [*body["prompt"], *self.made], len(self.made))
-        chunks = replica.engine.stream(PATH, body | {"stream_options": options}, self.config.generate_timeout_s)
+        asked, timeout_s = body | {"stream_options": options}, self.config.generate_timeout_s
+        chunks = read_chunks(replica, PATH, asked, self.rollout.n, timeout_s)
         async with aclosing(chunks):
             async for chunk in chunks:
                 chunk["id"] = f"cmpl-{self.request_id}"
@@ -102,7 +104,8 @@ class CompletionPrompt(Exchange):
         limit = self.limit
         read: list[int] = choice["prompt_token_ids"]
         kept = len(read) - len(self.body["prompt"]) if self.made else 0
-        body = rest_body(self.body | {"max_tokens": limit, "return_token_ids": True}, read, kept)
+        sample = choice["index"] if index is None else index - self.indexes.start
+        body = rest_body(self.body | {"max_tokens": limit, "return_token_ids": True}, read, kept, sample)
         rollout = replace(
             self.rollout, n=1, tokens=len(read) + limit - kept, goes_on=True, attempts=self.rollout.attempts.branch()
         )

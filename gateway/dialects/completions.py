@@ -21,7 +21,6 @@ from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import using
 
 _CHARACTERS_PER_TOKEN = 4
-_UNKNOWN_ROOM = 1024  # load of a completion that may fill a context of unknown length
 
 
 class Completions:
@@ -46,7 +45,7 @@ class Completions:
         prompts, values = [], _prompt_list(body, self._config.max_prompts)
         for index, value in enumerate(values, first):
             length = _checked_length(index, value, max_len)
-            limit = _limit(body, length, max_len)
+            limit = _limit(body, max_len)
             rollout = Rollout(
                 request_id=f"{request_id}-{index}",
                 request=request_id,
@@ -101,14 +100,14 @@ class Completions:
                     usage = chunk.get("usage") or usage
                     yield chunk
             rests = [prompt.rest_of(made, index) for index, made in cut.cut_off().items()]
-            if not rests:
-                return
-            async with aclosing(self.stream(rests, rest_usage)) as chunks:
-                async for chunk in chunks:
-                    for choice in chunk["choices"]:
-                        cut.follow(choice)
-                    yield chunk | {"usage": cut.usage(usage, rest_usage.total())}
-            yield chunk | {"choices": [], "usage": cut.usage(usage, rest_usage.total())}
+            if rests:
+                async with aclosing(self.stream(rests, rest_usage)) as chunks:
+                    async for chunk in chunks:
+                        for choice in chunk["choices"]:
+                            cut.follow(choice)
+                        yield chunk | {"usage": cut.usage(usage, rest_usage.total())}
+            if cut.is_cut:
+                yield chunk | {"choices": [], "usage": cut.usage(usage, rest_usage.total())}
 
 
 def common_room(fleet: Fleet, model: str) -> int | None:
@@ -117,12 +116,9 @@ def common_room(fleet: Fleet, model: str) -> int | None:
     return min((length for length in lengths if length is not None), default=None)
 
 
-def _limit(body: Json, length: int, max_len: int | None) -> int:
-    """Most tokens of a sample; null is the rest of the context."""
-    room = max_len - length if max_len is not None else _UNKNOWN_ROOM
-    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
-        return room if "max_tokens" in body else min(DEFAULT_MAX_TOKENS, room)
-    asked: int = body.get("max_tokens") or body.get("max_completion_tokens") or 0
+def _limit(body: Json, max_len: int | None) -> int:
+    """Most tokens of a sample. As in vLLM, null is the default, and `max_completion_tokens` is of conversations."""
+    asked: int = DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
     return min(asked, max_len or asked)
 
 

@@ -10,6 +10,7 @@ from gateway.dialects.assembly import Assembly
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.tokens import CUT_OFF, mark_cut_off, places_cut_off, retried_if_empty
 from gateway.dialects.spans import Contradiction, check_spans, stamp_versions
+from gateway.dialects.usage import usage_of_joined
 from gateway.fleet.flight import Flight
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler, using
@@ -81,6 +82,7 @@ class Part:
         if answer is None or not exchange.resumes or (read := exchange.prompt_ids(answer)) is None:
             return None
         answer["usage"] = {"prompt_tokens": len(read)} | (answer.get("usage") or {})
+        answer["usage"] = usage_of_joined(answer, answer["choices"])
         for choice in answer["choices"]:
             if choice["finish_reason"] is None:
                 choice |= {"finish_reason": CUT_OFF, "prompt_token_ids": read}

@@ -16,6 +16,7 @@ from engines.errors import InvalidRequest, UnknownRoute, Withdrawn
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.assembly import Assembly, is_read_in_chunks
+from gateway.dialects.chunks import read_chunks
 from gateway.dialects.completions import common_room
 from gateway.dialects.freshness import read_freshness, without_freshness
 from gateway.dialects.parallel import gathered, merged
@@ -25,7 +26,7 @@ from gateway.dialects.resumption.tokens import joined_tokens, rest_sampling
 from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import check_sampling, normalise_numbers, versioned_salt
 from gateway.dialects.token_words import completion_body, token_chunk, token_reply
-from gateway.dialects.usage import Usage, usage_of_joined
+from gateway.dialects.usage import Usage, usage_of_joined, wants_usage
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import using
@@ -98,7 +99,7 @@ class TokenGeneration:
         """Chunks in the order of arrival; counts up `usage`, whether or not the client asks for it."""
         prompt = _TokenPrompt(self, self._config, rollout, body)
         cut = CutStream(range(rollout.n), rollout.adapter, inexact=prompt.inexact, read=body["token_ids"])
-        tokens, last = 0, Json()
+        tokens, chunk, last = 0, Json(), Json()
         with using(rollout):
             async with aclosing(self._stream_unless_withdrawn(prompt, cut)) as chunks:
                 async for chunk in chunks:
@@ -110,6 +111,8 @@ class TokenGeneration:
                         yield chunk
                     else:  # its usage alone: the last chunk of a stream, or of a rest
                         last = chunk
+        if not last and cut.is_cut and wants_usage(body):  # a replica died before it
+            last = chunk | {"choices": [], "usage": usage.total()}
         if last:
             yield last
 
@@ -129,7 +132,7 @@ class TokenGeneration:
         made = cut.cut_off()
         with self.rests_of(prompt.rollout, list(made)) as rollouts:
             rests = [
-                self._stream_rest(rest_of(rollout, prompt.body, made[index]), index, cut)
+                self._stream_rest(rest_of(rollout, prompt.body, made[index], index), index, cut)
                 for index, rollout in zip(made, rollouts, strict=True)
             ]
             async with aclosing(merged(rests)) as chunks:
@@ -218,11 +221,10 @@ class _TokenPrompt(Exchange):
         return self._chunks(replica, self._engine_body(replica))
 
     async def _chunks(self, replica: Replica, body: Json) -> AsyncGenerator[Json]:
-        timeout_s = self.config.generate_timeout_s
-        if _serves(replica):
-            chunks = replica.engine.stream(PATH, body, timeout_s)
-        else:
-            chunks = replica.engine.stream(completion_prompt.PATH, completion_body(body, replica.info), timeout_s)
+        path, asked = PATH, body
+        if not _serves(replica):
+            path, asked = completion_prompt.PATH, completion_body(body, replica.info)
+        chunks = read_chunks(replica, path, asked, self.rollout.n, self.config.generate_timeout_s)
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk if _serves(replica) else token_chunk(chunk, body)
@@ -238,7 +240,7 @@ class _TokenPrompt(Exchange):
         choices = list(answer["choices"])
         with self.tokens.rests_of(self.rollout, [choices[place]["index"] for place in cut]) as rollouts:
             rests = await gathered(
-                self.tokens.generate(*rest_of(rollout, self.body, choices[place]))
+                self.tokens.generate(*rest_of(rollout, self.body, choices[place], choices[place]["index"]))
                 for place, rollout in zip(cut, rollouts, strict=True)
             )
         for place, rest in zip(cut, rests, strict=True):
@@ -275,10 +277,10 @@ def _aborted(rollout: Rollout, fleet: Fleet) -> Json:
     return {"request_id": rollout.request_id, "choices": choices, "prompt_token_ids": None}
 
 
-def rest_of(rollout: Rollout, body: Json, choice: Json) -> tuple[Rollout, Json]:
-    """The rollout and body that continue a choice: engines read its tokens after the prompt's."""
+def rest_of(rollout: Rollout, body: Json, choice: Json, index: int) -> tuple[Rollout, Json]:
+    """The rollout and body that continue the choice of sample `index`: engines read its tokens after the prompt's."""
     made = choice["token_ids"] or []
-    read, sampling = [*body["token_ids"], *made], rest_sampling(body["sampling_params"], made)
+    read, sampling = [*body["token_ids"], *made], rest_sampling(body["sampling_params"], made, index)
     rest = {**body, "token_ids": read, "sampling_params": sampling, "return_token_ids": None}
     return replace(rollout, tokens=len(read) + (sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS)), rest
 

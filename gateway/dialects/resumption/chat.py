@@ -160,7 +160,8 @@ class ChatContinuation:
     async def stream(self, rollout: Rollout, body: Json, opened: "Opened", index: int) -> AsyncGenerator[Json]:
         """The choices of one sample's rest, chunk by chunk, in the words of a conversation."""
         sample = _sample(rollout, index)
-        async with aclosing(self._tokens.stream(*rest_of(sample, opened.asked, opened.made[index]), Usage())) as chunks:
+        rest = rest_of(sample, opened.asked, opened.made[index], index)
+        async with aclosing(self._tokens.stream(*rest, Usage())) as chunks:
             async for chunk in chunks:
                 for choice in chunk["choices"]:
                     yield await self._as_chunk(rollout, body, opened, index, choice)
@@ -207,7 +208,8 @@ class ChatContinuation:
 
     async def _whole(self, rollout: Rollout, asked: Json, choice: Json) -> Json:
         """All tokens of a choice: the tokens it was cut off with, and the rest."""
-        rest = await self._tokens.generate(*rest_of(_sample(rollout, choice["index"]), asked, choice))
+        index = choice["index"]
+        rest = await self._tokens.generate(*rest_of(_sample(rollout, index), asked, choice, index))
         return joined_tokens(choice | {"logprobs": _by_id(choice)}, rest["choices"][0])
 
     async def _parsed(

@@ -94,8 +94,14 @@ class CutStream:
         return True
 
     def interrupt(self, flight: Flight) -> bool:
-        """The replica has failed. True if the samples that have not ended continue from the tokens delivered."""
+        """The replica has failed. True if the samples that have not ended continue from the tokens delivered.
+
+        A stream lacks no more than its usage if all samples have ended; without token ids that is unknown.
+        """
         left = [sample for sample in self._samples.values() if not sample.has_ended]
+        if not left:
+            self.is_cut = self._has_ids
+            return True
         if not (self._may_resume and self._prompt_token_ids and any(sample.token_ids for sample in left)):
             return False
         for sample in left:

@@ -88,18 +88,28 @@ async def retried_if_empty(chunks: AsyncGenerator[Json], replica: Replica) -> As
             yield chunk
 
 
-def rest_body(body: Json, read: list[int], kept: int) -> Json:
-    """The body that continues one sample. The last `kept` tokens of the prompt `read` were generated."""
-    return rest_sampling(body, read[len(read) - kept :]) | {"prompt": read}
+def rest_body(body: Json, read: list[int], kept: int, index: int = 0) -> Json:
+    """The body that continues sample `index` of its group. The last `kept` tokens of the prompt `read` were generated.
+
+    `index` is 0 where the body is of one sample.
+    """
+    return rest_sampling(body, read[len(read) - kept :], index) | {"prompt": read}
 
 
-def rest_sampling(sampling: Json, made: Sequence[int]) -> Json:
-    """The sampling parameters that continue one sample after the generated tokens `made`."""
+def rest_sampling(sampling: Json, made: Sequence[int], index: int) -> Json:
+    """The sampling parameters that continue sample `index` of a group after the generated tokens `made`."""
     limit, least = sampling.get("max_tokens"), max(0, (sampling.get("min_tokens") or 0) - len(made))
     rest = {key: value for key, value in sampling.items() if key not in _OF_THE_WHOLE}
     limits = ({} if limit is None else {"max_tokens": limit - len(made)}) | ({"min_tokens": least} if least else {})
-    draws = made and sampling.get("seed") is not None and not is_greedy(sampling)
-    return rest | {"n": 1} | limits | ({"seed": later_seed(sampling["seed"], made)} if draws else {})
+    return rest | {"n": 1} | limits | _rest_seed(sampling, made, index)
+
+
+def _rest_seed(sampling: Json, made: Sequence[int], index: int) -> Json:
+    """The seed of one sample's rest, if it has one: vLLM draws sample `index` of a group with `seed + index`."""
+    if sampling.get("seed") is None or is_greedy(sampling):
+        return {}
+    seed = sampling["seed"] + index
+    return {"seed": later_seed(seed, made) if made else seed}
 
 
 async def whole_characters(token_ids: list[int], detokenize: Callable[[list[int]], Awaitable[str]]) -> list[int]:

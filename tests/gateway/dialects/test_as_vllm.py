@@ -9,7 +9,7 @@ import pytest
 from engines.errors import EngineUnreachable
 from engines.sim.model import detokenize
 from gateway.dialects.sampling import check_sampling
-from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, StartRig
+from tests.rigs.rig import Json, Rig, StartRig
 
 COMPLETION: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
 CHAT: Json = {"model": "sim", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
@@ -41,20 +41,28 @@ async def test_a_value_that_is_no_number_is_refused_with_its_field(rig: Rig, fie
     assert (status, reply["error"]["param"]) == (400, next(iter(fields)))
 
 
-async def test_null_for_max_tokens_is_the_rest_of_the_context(rig: Rig) -> None:
-    _, reply = await rig.post("/v1/completions", COMPLETION | {"max_tokens": None})
-    assert reply["usage"]["completion_tokens"] == MAX_MODEL_LEN - 3
+LIMITLESS: list[Json] = [{"max_tokens": None}, {"max_completion_tokens": 80}]
+WITHOUT_LIMIT = {key: value for key, value in COMPLETION.items() if key != "max_tokens"}
 
 
-async def test_a_completion_of_the_rest_of_the_context_is_resumed_after_an_update(start_rig: StartRig) -> None:
+@pytest.mark.parametrize("limit", LIMITLESS)
+async def test_a_completion_without_max_tokens_has_vllms_16(rig: Rig, limit: Json) -> None:
+    _, reply = await rig.post("/v1/completions", WITHOUT_LIMIT | limit)
+    assert reply["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize("limit", LIMITLESS)
+async def test_a_completion_without_max_tokens_has_vllms_16_after_an_update_too(
+    start_rig: StartRig, limit: Json
+) -> None:
     rig = await start_rig(2, sim={"decode_step_s": 0.01}, weights={"in_flight": "abort"})
     await rig.open_group()
-    task = asyncio.create_task(rig.post("/v1/completions", COMPLETION | {"max_tokens": None}))
+    task = asyncio.create_task(rig.post("/v1/completions", WITHOUT_LIMIT | limit))
     await rig.begun()
     await rig.update()
     rig.hurry()
     status, reply = await task
-    assert (status, reply["usage"]["completion_tokens"]) == (200, MAX_MODEL_LEN - 3)
+    assert (status, reply["usage"]["completion_tokens"]) == (200, 16)
 
 
 async def test_echo_repeats_the_prompt(rig: Rig) -> None:

@@ -1,12 +1,14 @@
 """A replica's death keeps the tokens made so far: every dialect continues from them on another replica."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import orjson
 import pytest
 
-from engines.errors import DeadlineExceeded, InvalidRequest
+from engines.errors import DeadlineExceeded, EngineUnreachable, InvalidRequest
 from engines.sim import server as sim_server
 from engines.sim.model import detokenize
 from gateway.dialects.resumption import chat
@@ -83,6 +85,112 @@ async def test_each_sample_of_a_group_continues_from_its_tokens(slow_rig: Rig) -
     ]
     assert reply["usage"]["completion_tokens"] == 4 * LENGTH
     assert other.generated_tokens <= 4 * (LENGTH - 32)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": [5, 6, 7]}),
+        (CHAT, {"messages": HELLO}),
+        ("/inference/v1/generate", {"token_ids": [5, 6, 7]}),
+    ],
+)
+async def test_samples_of_a_seeded_group_stay_different_draws(slow_rig: Rig, path: str, asked: Json) -> None:
+    """The engine runs 8 samples of 16 at once: the others have no token yet, and are made as without the death."""
+    sampling = {"n": 16, "seed": 7, "temperature": 1.0, "max_tokens": 80, "ignore_eos": True}
+    body = asked | {"model": "sim", "return_token_ids": True}
+    body |= {"sampling_params": sampling} if "token_ids" in asked else sampling
+    task = asyncio.create_task(slow_rig.post(path, body))
+    await slow_rig.begun(8)
+    await kill_loaded(slow_rig)
+    slow_rig.hurry()
+    status, reply = await task
+    assert status == 200, reply
+    _, undisturbed = await slow_rig.post(path, body)
+    made = [choice["token_ids"] for choice in reply["choices"]]
+    assert made[8:] == [choice["token_ids"] for choice in undisturbed["choices"]][8:]
+    assert len({tuple(tokens) for tokens in made}) == 16
+
+
+async def test_streams_of_a_seeded_group_stay_different_draws(slow_rig: Rig) -> None:
+    body = {"model": "sim", "prompt": [[5], [6]], "n": 12, "seed": 7, "temperature": 1.0, "max_tokens": 80}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    task = asyncio.create_task(events(slow_rig, "/v1/completions", body))
+    await slow_rig.begun(16)  # 8 on each replica
+    await kill_loaded(slow_rig)
+    slow_rig.hurry()
+    made: dict[int, list[int]] = {}
+    for choice in (choice for chunk in await task for choice in chunk["choices"]):
+        made.setdefault(choice["index"], []).extend(choice["token_ids"] or ())
+    assert sorted(map(len, made.values())) == [80] * 24
+    assert len({tuple(tokens) for tokens in made.values()}) == 24
+
+
+def break_before_usage(rig: Rig) -> None:
+    """From now on each stream of an engine breaks after the last sample's end."""
+    for replica in rig.fleet.replicas:
+        replica.engine = BreakingEngine(replica.engine)  # type: ignore[assignment]  # all but its streams is the same
+
+
+class BreakingEngine:
+    """An engine whose streams break before the usage."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+        body = body | {"stream_options": {"include_usage": True}}
+        async with aclosing(self._engine.stream(path, body, timeout_s)) as chunks:
+            async for chunk in chunks:
+                if not chunk["choices"]:
+                    raise EngineUnreachable("the connection broke", replica_id=self._engine.replica_id)
+                yield chunk
+
+
+COUNTED: list[tuple[str, Json]] = [
+    ("/v1/completions", ASKED | {"prompt": [[5, 6, 7]]}),
+    ("/v1/chat/completions", ASKED | {"messages": HELLO}),
+    (
+        "/inference/v1/generate",
+        {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), COUNTED)
+async def test_a_death_after_the_last_samples_end_takes_nothing_but_the_engines_count(
+    rig: Rig, path: str, body: Json
+) -> None:
+    _, undisturbed = await rig.post(path, body)
+    break_before_usage(rig)
+    status, reply = await rig.post(path, body)
+    assert status == 200, reply
+    assert reply["usage"] == {key: value for key, value in undisturbed["usage"].items() if value is not None}
+    assert reply["usage"]["completion_tokens"] == LENGTH
+    for field in ("finish_reason", "weight_versions"):
+        assert reply["choices"][0][field] == undisturbed["choices"][0][field]
+
+
+@pytest.mark.parametrize(("path", "body"), COUNTED)
+async def test_a_stream_whose_samples_have_ended_ends_with_its_usage(rig: Rig, path: str, body: Json) -> None:
+    _, undisturbed = await rig.post(path, body)
+    break_before_usage(rig)
+    chunks = await events(rig, path, body | {"stream_options": {"include_usage": True}})
+    assert not [chunk for chunk in chunks if "error" in chunk]
+    assert [choice["finish_reason"] for chunk in chunks[:-1] for choice in chunk["choices"]][-1] == "length"
+    assert chunks[-1]["choices"] == []
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [chunks[-1]["usage"][key] for key in counts] == [undisturbed["usage"][key] for key in counts]
+
+
+@pytest.mark.parametrize(("path", "body"), COUNTED)
+async def test_no_usage_is_sent_after_a_death_unless_asked_for(rig: Rig, path: str, body: Json) -> None:
+    break_before_usage(rig)
+    chunks = await events(rig, path, body)
+    assert all(chunk["choices"] for chunk in chunks)
 
 
 async def test_token_ids_continue_from_their_tokens(slow_rig: Rig) -> None:

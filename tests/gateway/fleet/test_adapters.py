@@ -312,6 +312,17 @@ async def test_a_replica_that_cannot_load_them_stays_out_and_says_why(rig: Rig, 
     await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
 
 
+async def test_a_replica_that_cannot_load_an_adapter_serves_once_it_is_unloaded(rig: Rig, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "v1")
+    await rig.load("v1", folder)
+    (folder / "adapter_config.json").rename(folder / "gone")
+    await rig.replicas[1].kill()
+    await rig.add_replica("engine-1", seed=1)
+    await rig.until({"engine-0": "SERVING", "engine-1": "SYNCING"})
+    await rig.unload("v1")
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+
+
 async def test_an_error_that_nobody_foresaw_is_retried_and_shown(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,15 @@ def test_nothing_goes_on_where_all_have_ended_before_the_update() -> None:
     assert seen.cut_off() == {}
 
 
+def test_a_break_after_all_have_ended_leaves_nothing_to_go_on_with() -> None:
+    seen = stream(resumes=False)
+    for index in range(2):
+        seen.see(told(index, "stop"), replica(cuts_off=False), Flight(1))
+    assert seen.interrupt(Flight(1))
+    assert seen.cut_off() == {}
+    assert seen.usage({}, {"completion_tokens": 0}) == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
+
+
 def test_a_sample_goes_on_from_what_it_has() -> None:
     seen = stream()
     seen.see(told(0, "stop"), replica(cuts_off=True), Flight(1))

@@ -11,7 +11,7 @@ from engines.sim import server as sim_server
 from engines.sim.dialect import DerenderBody, chat_text, derendered, rendered
 from engines.sim.model import SimModel, detokenize, read, weights_key
 from engines.sim.model import tokenize as chat_ids
-from gateway.dialects.resumption.tokens import joined, joined_spans, rest_body, whole_characters
+from gateway.dialects.resumption.tokens import joined, joined_spans, rest_body, rest_sampling, whole_characters
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 
 Json = dict[str, Any]
@@ -32,6 +32,13 @@ def test_the_rest_may_have_what_the_whole_has_left() -> None:
     }  # fmt: skip
     later = rest_body(body, [1] * 12, 8)
     assert (later["max_tokens"], "min_tokens" in later) == (2, False)
+
+
+@pytest.mark.parametrize("made", [[], [11], [11, 12]])
+def test_samples_that_agree_so_far_continue_with_different_seeds(made: list[int]) -> None:
+    seeds = [rest_sampling({"seed": 7, "n": 4}, made, index)["seed"] for index in range(4)]
+    assert len(set(seeds)) == 4
+    assert made or seeds == [7, 8, 9, 10], "as vLLM draws the samples of a group"
 
 
 def test_spans_of_one_version_that_meet_are_one() -> None:

@@ -365,7 +365,7 @@ class _Asking:
 
 def _pause_after(attempt: int, error: RolloutGatewayError) -> float:
     """Return seconds until the next attempt. Prompts over a limit come back at random times, not all at once."""
-    pause = min(_FIRST_PAUSE_S * 2.0 ** (attempt - 1), _LONGEST_PAUSE_S)
+    pause = min(_FIRST_PAUSE_S * 2.0 ** min(attempt - 1, 10), _LONGEST_PAUSE_S)
     return error.retry_after_s + random.uniform(0.0, pause) if isinstance(error, TooManyRequests) else pause
 
 

@@ -139,4 +139,6 @@ def _naming_prompt(error: EngineRefused, index: int) -> EngineRefused:
     body = error.body
     if isinstance(inner := body.get("error"), dict):
         body = {**body, "error": {**inner, "message": f"prompt[{index}]: {inner.get('message', '')}"}}
-    return EngineRefused(str(error), status=error.status, body=body, replica_id=error.replica_id)
+    named = EngineRefused(str(error), status=error.status, body=body, replica_id=error.replica_id)
+    named.retry_after_s = error.retry_after_s
+    return named

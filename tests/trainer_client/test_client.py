@@ -28,7 +28,7 @@ from engines.types import PauseMode
 from gateway.api import error_body
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 from trainer_client import Outcome, Progress, Rollout, RolloutClient, SamplingParams, WeightSpan
-from trainer_client.client import KEY_VARIABLE, URL_VARIABLE
+from trainer_client.client import KEY_VARIABLE, URL_VARIABLE, _pause_after
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 SOON_S = 30.0
@@ -573,3 +573,7 @@ def test_importing_the_client_loads_neither_torch_nor_ray_nor_pydantic() -> None
     program = f"import sys, trainer_client; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_pause_before_an_attempt_has_a_bound_however_many_came_before() -> None:
+    assert _pause_after(5000, GatewayUnreachable("away")) == 8.0

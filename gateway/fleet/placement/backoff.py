@@ -23,9 +23,9 @@ class Backoff:
             self._pause(_FIRST_S * 2.0 ** min(self._in_row - 2, 10))
 
     def busy(self, retry_after_s: float | None) -> None:
-        """The engine has no room now. `retry_after_s` is its own word about when it will have."""
+        """The engine has no room now. `retry_after_s` is its own word about when it will have; 0 says nothing."""
         self._in_row += 1
-        self._pause(_FIRST_S * 2.0 ** min(self._in_row - 1, 10) if retry_after_s is None else retry_after_s)
+        self._pause(retry_after_s or _FIRST_S * 2.0 ** min(self._in_row - 1, 10))
 
     def succeeded(self) -> None:
         self._in_row, self._until = 0, 0.0

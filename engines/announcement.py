@@ -29,11 +29,16 @@ def check_tensors(announced: Mapping[str, Any], served: Served, param: str) -> N
 
     `announced` holds names, dtype_names and shapes as in /update_weights; `param` is their field in the request.
     """
-    names, shapes = announced.get("names"), announced.get("shapes")
+    names, shapes, dtypes = (announced.get(field) for field in ("names", "shapes", "dtype_names"))
     if not (isinstance(names, list) and isinstance(shapes, list) and len(names) == len(shapes)):
         raise InvalidRequest(f"{param} needs names and shapes, lists of equal length", param=param)
-    if not all(isinstance(name, str) for name in names) or not all(map(_is_shape, shapes)):
+    if not _are_strings(names) or not all(map(_is_shape, shapes)):
         raise InvalidRequest(f"{param} needs names that are strings and shapes that are lists of integers", param=param)
+    if dtypes is not None and not (_are_strings(dtypes) and len(dtypes) == len(names)):
+        raise InvalidRequest(
+            f"{param}.dtype_names is {str(dtypes)[:80]}, not a list of a string for each name",
+            param=f"{param}.dtype_names",
+        )
     if served.tensors is None:
         return
     expected = {tensor.name: tensor for tensor in served.tensors}
@@ -50,8 +55,8 @@ def check_tensors(announced: Mapping[str, Any], served: Served, param: str) -> N
                 f"{list(expected[name].shape)}",
                 param=f"{param}.shapes",
             )
-    for name, dtype in zip(names, announced.get("dtype_names") or (), strict=False):
-        if not _fits(str(dtype), expected[name].dtype):
+    for name, dtype in zip(names, dtypes or (), strict=False):
+        if not _fits(dtype, expected[name].dtype):
             raise InvalidRequest(
                 f"{param}.dtype_names gives {dtype!r} for {name!r}, model {served.model!r} has "
                 f"{expected[name].dtype!r}",
@@ -76,6 +81,10 @@ def check_fused(names: Collection[str], served: Served) -> None:
                 "through the store, which takes any subset",
                 param="update_info.names",
             )
+
+
+def _are_strings(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _is_shape(shape: Any) -> bool:

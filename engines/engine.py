@@ -2,8 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
 
 from engines.errors import WeightUpdateConflict
 from engines.types import PauseMode
@@ -45,6 +48,8 @@ class Engine(ABC):
     url: str
     tells_version = True
     """False once `weight_version` has found an engine without weight versions."""
+    passes_every_chunk = True
+    """False where chunks of a long sample are held back until they are worth their cost."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -66,6 +71,16 @@ class Engine(ABC):
     @abstractmethod
     def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
         """Generate as `generate` does; yield the engine's chunks."""
+
+    async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
+        """Generate as `generate` does; return the reply as it was written, which may be no JSON."""
+        return orjson.dumps(await self.generate(path, body, timeout_s))
+
+    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        """Generate as `stream` does; yield the chunks as they were written, in lists of those that came together."""
+        async with aclosing(self.stream(path, body, timeout_s)) as chunks:
+            async for chunk in chunks:
+                yield [orjson.dumps(chunk)]
 
     @abstractmethod
     async def weight_version(self, timeout_s: float) -> int | None:
@@ -109,13 +124,27 @@ class Engine(ABC):
         raise WeightUpdateConflict(f"replica {self.replica_id} cannot stage weights")
 
     async def load_staged(self, timeout_s: float) -> None:
-        """Load the staged tensors into the weights, between start and finish of an update."""
+        """Load the staged tensors into the weights, between start and finish of an update. Where that is exact, the
+        weights before are kept in the memory of these tensors, until `keep_receipt`, `drop_receipt` or a load."""
         raise WeightUpdateConflict(f"replica {self.replica_id} cannot stage weights")
+
+    async def undo_staged(self, version: int, timeout_s: float) -> bool:
+        """Take back the weights that `load_staged` replaced, and label them `version`; the receipt is dropped. Return
+        False where not all workers have kept them: the weights are then a mixture.
+
+        No request may run meanwhile, and the update must have ended.
+        """
+        return False
 
     async def plan_updates(self, timeout_s: float) -> str:
         """Prepare for updates, before the first. Returns why each will be a reload by the engine itself, which takes
         longer; "" where it is loaded in place, and from an engine that does not say."""
         return ""
+
+    async def report_draft(self, timeout_s: float) -> Json | None:
+        """Return the report of its draft (`loading.draft.Draft.report`); None without one, and from an engine that
+        does not say."""
+        return None
 
     # An engine that does not expose received tensors has no receipts: for it these calls do nothing.
 
@@ -130,11 +159,11 @@ class Engine(ABC):
         return {}
 
     async def keep_receipt(self, timeout_s: float) -> None:
-        """Write the copy of `open_receipt` to disk, after the commit. Until then it stays in memory if there is room,
-        so that a rollback has the GPU and the store to itself."""
+        """Write the copy of `open_receipt` to disk, after the commit, and free the weights before. Until then the copy
+        stays in memory if there is room, so that a rollback has the GPU and the store to itself."""
 
     async def drop_receipt(self, timeout_s: float) -> None:
-        """Discard the receipt, its draft, and weights that wait in memory for a load."""
+        """Discard the receipt, its draft, and weights that wait in memory for a load or an undo."""
 
     async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         """Prepare for `load_snapshot` during generation, as far as the engine can.

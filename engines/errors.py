@@ -6,6 +6,8 @@ RolloutGatewayError
 │   ├── UnknownModel          no replica serves the model
 │   ├── UnknownRequest        no record of a request of this id
 │   ├── UnknownRoute          no replica's engine has what the route needs
+│   ├── UnknownCursor         no event of a submission has the cursor: its gateway lost it
+│   ├── IdTaken               another submission has the id
 │   ├── BodyTooLarge          the body is over the limit in bytes
 │   └── DeadlyPrompt          engines die under it
 ├── Withdrawn                 its client aborted the rollout while no replica had it
@@ -59,6 +61,14 @@ class UnknownRoute(InvalidRequest):
 
 class UnknownRequest(InvalidRequest):
     """There is no record of a request of this id."""
+
+
+class UnknownCursor(InvalidRequest):
+    """No event of the submission has the cursor."""
+
+
+class IdTaken(InvalidRequest):
+    """A submission with other groups has the id."""
 
 
 class BodyTooLarge(InvalidRequest):

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from engines.clients.http import HttpEngine
+from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.sglang_engine import SglangEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
@@ -36,7 +37,7 @@ _SGLANG_WEIGHT_ROUTES = frozenset({"/init_weight_transfer_engine", "/update_weig
 _VLLM_FIELDS = ("cache_salt", "return_token_ids")
 
 
-class _External(HttpEngine):
+class _External(EngineWithWorkers):
     """Client of a server that someone else started."""
 
     _info: ReplicaInfo
@@ -57,6 +58,10 @@ class _External(HttpEngine):
             )
         self._last_version = version
 
+    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        self._last_version = 0  # a rollback is allowed
+        await super().load_snapshot(path, version, timeout_s)
+
 
 class ExternalSglangEngine(_External, SglangEngine):
     """Client of an SGLang server."""
@@ -65,10 +70,6 @@ class ExternalSglangEngine(_External, SglangEngine):
         peer = peer if info.fetches else None
         super().__init__(info.replica_id, info.url, api_key, has_tee=info.fetches, peer=peer)
         self._info = info
-
-    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        self._last_version = 0  # a rollback is allowed
-        await super().load_snapshot(path, version, timeout_s)
 
 
 class ExternalEngine(_External, VllmEngine):
@@ -83,10 +84,6 @@ class ExternalEngine(_External, VllmEngine):
         super().__init__(info.replica_id, info.url, version, api_key, peer=peer if info.fetches else None)
         self._info = info
 
-    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        self._last_version = 0  # a rollback is allowed
-        await super().load_snapshot(path, version, timeout_s)
-
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         route = path.partition("?")[0]
         if not self._info.has(route):
@@ -100,6 +97,12 @@ class ExternalEngine(_External, VllmEngine):
 
     def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
         return super().stream(path, self._understood(body) or {}, timeout_s)
+
+    async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
+        return await super().reply(path, self._understood(body) or {}, timeout_s)
+
+    def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        return super().events(path, self._understood(body) or {}, timeout_s)
 
     async def metrics(self, timeout_s: float) -> str:
         return await super().metrics(timeout_s) if self._info.speaks_vllm else ""

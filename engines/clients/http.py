@@ -4,12 +4,14 @@ import contextlib
 import errno
 from abc import ABC
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
-import aiohttp
 import orjson
 
 from engines import tracing
+from engines.clients.connection import Connection
+from engines.clients.connections import CannotConnect, Connections
 from engines.clients.cumulative import LatestEvents
 from engines.engine import Engine, Json
 from engines.errors import (
@@ -27,6 +29,8 @@ from engines.trace_context import TRACE_CONTEXT
 _KEEPALIVE_S = 4.0
 # A busy event loop, here or there, may take long to accept; probes find a dead host sooner.
 _CONNECT_TIMEOUT_S = 30.0
+_JSON = {"Content-Type": "application/json"}
+_DONE = b"[DONE]"
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
@@ -39,22 +43,17 @@ class HttpEngine(Engine, ABC):
     def __init__(self, replica_id: str, url: str, api_key: str = "") -> None:
         self.replica_id = replica_id
         self.url = url
-        self._session = aiohttp.ClientSession(
-            url,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            response_class=_Response,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-        )
+        authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._connections = Connections(url, authorization, _KEEPALIVE_S)
 
     async def close(self) -> None:
-        await self._session.close()
+        await self._connections.close()
 
     async def health(self, timeout_s: float) -> None:
         await self._read("GET", "/health", None, timeout_s)
 
     async def metrics(self, timeout_s: float) -> str:
-        return (await self._read("GET", "/metrics", None, timeout_s)).decode()
+        return (await self._read("GET", "/metrics", None, timeout_s)).decode(errors="replace")
 
     async def start_profile(self, folder: str, timeout_s: float) -> None:
         # vLLM takes no folder: it has been started with the same one.
@@ -72,23 +71,35 @@ class HttpEngine(Engine, ABC):
         """Return the server's JSON object for its own route `path`."""
         return self._decoded(path, await self._read(method, path, body, timeout_s))
 
-    async def _events(
+    async def _events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        """Yield the events of a stream up to [DONE], in lists of those that came together."""
+        async with self._request("POST", path, body, timeout_s) as response:
+            async for events in _server_sent_events(response):
+                is_last = _DONE in events
+                if is_last:
+                    events = events[: events.index(_DONE)]
+                for place, event in enumerate(events):
+                    if b'"error"' in event and "error" in (chunk := self._decoded(path, event)):
+                        if place:
+                            yield events[:place]
+                        raise self._broken_off(path, chunk)
+                if events:
+                    yield events
+                if is_last:
+                    return
+        raise EngineUnreachable(f"{path} ended without [DONE]", replica_id=self.replica_id)
+
+    async def _chunks(
         self, path: str, body: Json, timeout_s: float, latest: LatestEvents | None = None
     ) -> AsyncGenerator[Json]:
-        """Yield the events of a stream up to [DONE]; with `latest` only those of a cumulative stream that it picks."""
-        async with self._request("POST", path, body, timeout_s) as response:
-            async for event in _server_sent_events(response.content):
-                if event == b"[DONE]":
-                    for held in latest.rest() if latest else ():
-                        yield self._decoded(path, held)
-                    return
-                if latest is not None and not latest.is_due(event):
-                    continue
-                chunk = self._decoded(path, event)
-                if "error" in chunk:
-                    raise self._broken_off(path, chunk)
-                yield chunk
-        raise EngineUnreachable(f"{path} ended without [DONE]", replica_id=self.replica_id)
+        """Yield the events of a stream, decoded; with `latest` only those of a cumulative stream that it picks."""
+        async with aclosing(self._events(path, body, timeout_s)) as blocks:
+            async for events in blocks:
+                for event in events:
+                    if latest is None or latest.is_due(event):
+                        yield self._decoded(path, event)
+        for held in latest.rest() if latest else ():
+            yield self._decoded(path, held)
 
     def _broken_off(self, path: str, chunk: Json) -> EngineRefused | EngineFailed:
         message, error = f"{path} was interrupted: {chunk['error']}", chunk["error"]
@@ -102,43 +113,42 @@ class HttpEngine(Engine, ABC):
             return await response.read()
 
     @contextlib.asynccontextmanager
-    async def _request(
-        self, method: str, path: str, body: Json | None, timeout_s: float
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _request(self, method: str, path: str, body: Json | None, timeout_s: float) -> AsyncIterator[Connection]:
         """Send a request; translate connection errors and engine statuses into our errors."""
-        if self._session.closed:
+        if self._connections.closed:
             raise EngineGone(f"{path}: the client is closed", replica_id=self.replica_id)
         data = None if body is None else _encoded(body)
-        # aiohttp's time limit: asyncio.timeout would also cancel the reader of a stream that is busy with a chunk.
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         facts = {"http.request.method": method, "url.path": path, "rollout_gateway.replica": self.replica_id}
         try:
             with tracing.engine_call(f"engine {path.partition('?')[0]}", facts) as span:
-                headers = TRACE_CONTEXT.get() | ({"Content-Type": "application/json"} if data else {})
-                async with self._session.request(method, path, data=data, headers=headers, timeout=timeout) as response:
+                headers = TRACE_CONTEXT.get() | (_JSON if data else {})
+                async with self._connections.request(
+                    method, path, data=data, headers=headers, timeout_s=timeout_s, connect_timeout_s=_CONNECT_TIMEOUT_S
+                ) as response:
                     span.note({"http.response.status_code": response.status})
-                    if response.status >= 400:
+                    if not 200 <= response.status < 300:
                         raise self._error(path, response, await response.read())
                     yield response
-        except (aiohttp.ClientError, ConnectionError) as error:
-            # Before TimeoutError: a failed connection can be both.
+        except ConnectionError as error:
             raise self._unreachable(path, error) from error
         except TimeoutError as error:
             raise DeadlineExceeded(f"replica {self.replica_id}: no answer to {path} within {timeout_s:g} s") from error
 
-    def _unreachable(self, path: str, error: Exception) -> EngineUnreachable | NoDescriptors:
-        if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _NO_DESCRIPTORS:
+    def _unreachable(self, path: str, error: ConnectionError) -> EngineUnreachable | NoDescriptors:
+        reason = error.reason if isinstance(error, CannotConnect) else None
+        if isinstance(reason, OSError) and reason.errno in _NO_DESCRIPTORS:
             return NoDescriptors(
                 f"{path}: this process has no file descriptor left: raise its limit (ulimit -n)",
                 replica_id=self.replica_id,
             )
-        kind = EngineGone if _is_refused(error) else EngineUnreachable
+        # A refused connection: nothing listens. A busy server lets connections wait.
+        kind = EngineGone if isinstance(reason, ConnectionRefusedError) else EngineUnreachable
         unreachable = kind(f"{path}: {error or type(error).__name__}", replica_id=self.replica_id)
-        if isinstance(error, aiohttp.ConnectionTimeoutError):
+        if isinstance(reason, TimeoutError):
             unreachable.retry_after_s = 0.0  # it has accepted nothing, so nothing has failed there
         return unreachable
 
-    def _error(self, path: str, response: aiohttp.ClientResponse, content: bytes) -> EngineRefused | EngineFailed:
+    def _error(self, path: str, response: Connection, content: bytes) -> EngineRefused | EngineFailed:
         status = response.status
         try:
             body = orjson.loads(content)
@@ -146,9 +156,9 @@ class HttpEngine(Engine, ABC):
             body = {}
         message = f"{path} answered {status}: {message_of(body) or content[:500].decode(errors='replace')}"
         error: EngineRefused | EngineFailed = EngineFailed(message, replica_id=self.replica_id)
-        if status < 500 and isinstance(body, dict):
+        if 400 <= status < 500 and isinstance(body, dict):
             error = EngineRefused(message, status=status, body=body, replica_id=self.replica_id)
-        error.retry_after_s = _seconds(response.headers.get("Retry-After"))
+        error.retry_after_s = _seconds(response.headers.get("retry-after"))
         return error
 
     def _decoded(self, path: str, content: bytes) -> Json:
@@ -171,38 +181,23 @@ def _seconds(retry_after: str | None) -> float | None:
     return float(retry_after) if retry_after is not None and retry_after.isdecimal() else None
 
 
-def _is_refused(error: BaseException) -> bool:
-    """Return True if the connection was refused: nothing listens. A busy server lets connections wait."""
-    return isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError)
-
-
-class _Response(aiohttp.ClientResponse):
-    """Closes its connection after a 5xx: vLLM does so unannounced, and the next request must not use it."""
-
-    async def start(self, connection: aiohttp.connector.Connection) -> aiohttp.ClientResponse:
-        protocol = connection.protocol
-        await super().start(connection)
-        if self.status >= 500 and protocol is not None:
-            protocol.force_close()
-            if self.connection is None:  # the body is read and the connection back in the pool
-                protocol.close()
-        return self
-
-
 def message_of(body: Any) -> str:
     """Return the text of an error body, which vLLM nests in two ways."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error.get("detail", "")) if isinstance(error, dict) else error)
 
 
-async def _server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the data of each event. Lines may exceed the reader's line limit, so blocks are split here.
+async def _server_sent_events(content: Connection) -> AsyncIterator[list[bytes]]:
+    """Yield the data of the events that each block completes. Lines may exceed the reader's line limit, so blocks are
+    split here.
 
     JSON holds no bare line end, so every CR belongs to a CRLF.
     """
-    rest = b""
+    begun: list[bytes] = []
     async for block in content.iter_any():
-        *events, rest = (rest + block.replace(b"\r", b"")).split(b"\n\n")
-        for event in events:
-            if event.startswith(b"data:"):
-                yield event[5:].strip()
+        begun.append(block.replace(b"\r", b""))
+        if b"\n" not in begun[-1]:
+            continue
+        *events, rest = b"".join(begun).split(b"\n\n")
+        begun = [rest]
+        yield [event[5:].strip() for event in events if event.startswith(b"data:")]

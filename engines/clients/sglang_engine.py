@@ -42,7 +42,8 @@ from typing import Any
 import orjson
 
 from engines.clients.cumulative import LatestEvents
-from engines.clients.http import HttpEngine, message_of
+from engines.clients.http import message_of
+from engines.clients.our_workers import MIXED, EngineWithWorkers
 from engines.clients.sglang_dialect import (
     CHAT,
     COMPLETIONS,
@@ -54,14 +55,13 @@ from engines.clients.sglang_dialect import (
     server_info,
     world_size,
 )
-from engines.clients.vllm_engine import MIXED, version_held
-from engines.engine import Json, Peer, ReceiptCopy
-from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, InvalidRequest
+from engines.clients.vllm_engine import version_held
+from engines.engine import Json, Peer
+from engines.errors import DeadlineExceeded, EngineRefused, InvalidRequest
 from engines.transfer.worker_calls import call_text
 from engines.types import PauseMode, TensorMeta
 
 _GROUP = "rollout_gateway"
-_FIRST_LOOK_S = 0.005
 _POLL_S = 0.05
 _PACKING = {"chunk_bytes": "packed_buffer_size_bytes", "buffers": "packed_num_buffers"}
 """Our plugin's and vLLM's names."""
@@ -99,19 +99,18 @@ _ROUTES = {
 }
 
 
-class SglangEngine(HttpEngine):
+class SglangEngine(EngineWithWorkers):
     """One SGLang server. Opening a group detects support for update sessions.
 
-    has_tee: its workers run our plugin (`engines/inside_sglang`), as with `peer`.
-    peer: source of weight versions that are not on the engine's machine.
+    has_tee: its workers run our plugin (`engines/inside_sglang`).
     """
+
+    passes_every_chunk = False
 
     def __init__(
         self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False, peer: Peer | None = None
     ) -> None:
-        super().__init__(replica_id, url, api_key)
-        self._has_tee = has_tee
-        self._peer = peer
+        super().__init__(replica_id, url, api_key, has_tee=has_tee, peer=peer)
         self._obstacle = ""
         self._is_packed = False
         self._has_sessions = False
@@ -159,11 +158,11 @@ class SglangEngine(HttpEngine):
             await self._check_token_ids(body, timeout_s)
             if path == CHAT:
                 asked = chat_body(body) | self._adapter_of(body) | {"stream": True}
-                async for chunk in self._events(path, asked, timeout_s):
+                async for chunk in self._chunks(path, asked, timeout_s):
                     yield chunk
                 return
             reply, asked = CompletionReply(body), generate_body(body) | self._adapter_of(body) | {"stream": True}
-            async for answer in self._events("/generate", asked, timeout_s, LatestEvents()):
+            async for answer in self._chunks("/generate", asked, timeout_s, LatestEvents()):
                 if (translated := reply.chunk(answer)) is not None:
                     yield translated
             if (body.get("stream_options") or {}).get("include_usage"):
@@ -215,7 +214,7 @@ class SglangEngine(HttpEngine):
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
         if self._is_packed:
-            await self._on_workers("receive", _announced(update_info, timeout_s), timeout_s)
+            await self._on_workers("receive", self._receive(update_info, timeout_s), timeout_s)
             return
         # No flush: prefixes are salted by weight version, and SGLang refuses to flush under requests it has paused.
         body = {
@@ -255,51 +254,11 @@ class SglangEngine(HttpEngine):
         return self._obstacle
 
     async def room_to_stage(self, num_bytes: int, timeout_s: float) -> bool:
-        return self._is_packed and all(await self._on_workers("room_to_stage", {"num_bytes": num_bytes}, timeout_s))
-
-    async def stage_weights(self, update_info: Json, timeout_s: float) -> None:
-        await self._on_workers("stage_weights", _announced(update_info, timeout_s), timeout_s)
-        await self._until_ready("staged", {}, timeout_s)
-
-    async def load_staged(self, timeout_s: float) -> None:
-        await self._on_workers("load_staged", {}, timeout_s)
-
-    async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
-        if self._has_tee:
-            await self._on_workers("open_receipt", asdict(copy) if copy else {}, timeout_s)
-
-    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
-        if not self._has_tee:
-            return {}
-        first, *others = await self._on_workers("close_receipt", {}, timeout_s)
-        for rank, digests in enumerate(others, 1):
-            if digests != first:
-                raise EngineFailed(f"workers 0 and {rank} received different bytes", replica_id=self.replica_id)
-        return dict(first)
-
-    async def keep_receipt(self, timeout_s: float) -> None:
-        if self._has_tee:
-            await self._on_workers("keep_receipt", {}, timeout_s)
-
-    async def drop_receipt(self, timeout_s: float) -> None:
-        if self._has_tee:
-            await self._on_workers("drop_receipt", {}, timeout_s)
-
-    async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        if not self._has_tee:
-            return
-        await self._until_ready("prepare_snapshot", self._snapshot(path, version, timeout_s), timeout_s)
+        return self._is_packed and await super().room_to_stage(num_bytes, timeout_s)
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         await self.abandon_weight_update(timeout_s)
-        await self._label(MIXED, timeout_s)
-        asked = self._snapshot(path, version, timeout_s)
-        if not self._has_tee or not all(await self._on_workers("load_snapshot", asked, timeout_s)):
-            # No flush and no abort: prefixes are salted by weight version, and no request runs. The format is named,
-            # as that of a server started with dummy weights loads nothing.
-            body = {"model_path": path, "load_format": "auto", "flush_cache": False, "abort_all_requests": False}
-            await self._call("POST", _LOAD_ROUTE, body, timeout_s)
-        await self._label(str(version), timeout_s)
+        await super().load_snapshot(path, version, timeout_s)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         if mode is PauseMode.WAIT:
@@ -375,22 +334,13 @@ class SglangEngine(HttpEngine):
     async def _server_info(self, timeout_s: float) -> Json:
         return await self._call("GET", "/server_info", None, timeout_s)
 
-    def _snapshot(self, path: str, version: int, timeout_s: float) -> Json:
-        """Return the workers' arguments for a version and its source."""
-        arguments: Json = {"path": path, "version": version}
-        if self._peer is not None and version:
-            arguments |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
-        return arguments
-
-    async def _until_ready(self, method: str, arguments: Json, timeout_s: float) -> None:
-        """Poll the workers until all are ready: a call that waits there would block the engine's steps."""
-        look_s = _FIRST_LOOK_S
-        while not all(await self._on_workers(method, arguments, timeout_s)):
-            await asyncio.sleep(look_s)
-            look_s = min(_POLL_S, 2 * look_s)
+    async def _load_by_itself(self, path: str, timeout_s: float) -> None:
+        # No flush and no abort: prefixes are salted by weight version, and no request runs. The format is named, as
+        # that of a server started with dummy weights loads nothing.
+        body = {"model_path": path, "load_format": "auto", "flush_cache": False, "abort_all_requests": False}
+        await self._call("POST", _LOAD_ROUTE, body, timeout_s)
 
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
-        """Call a method of our plugin in all workers; return their answers."""
         answer = await self._call("POST", _WORKERS, {"action": call_text(method, arguments)}, timeout_s)
         answers: list[Any] = orjson.loads(answer["message"])
         return answers
@@ -412,6 +362,10 @@ class SglangEngine(HttpEngine):
         except TimeoutError as error:
             raise DeadlineExceeded(f"replica {self.replica_id}: requests still run after {timeout_s:g} s") from error
 
+    def _receive(self, update_info: Json, timeout_s: float) -> Json:
+        info = {key: update_info[key] for key in ("names", "dtype_names", "shapes")}
+        return {"update_info": info, "timeout_s": _SHARE * timeout_s}
+
     @contextlib.contextmanager
     def _in_vllms_words(self) -> Iterator[None]:
         """Translate refusals, ours and SGLang's, into vLLM's form."""
@@ -425,9 +379,3 @@ class SglangEngine(HttpEngine):
 
     def _refusal(self, message: str, param: str | None) -> EngineRefused:
         return EngineRefused(message, status=400, body=error_body(message, 400, param), replica_id=self.replica_id)
-
-
-def _announced(update_info: Json, timeout_s: float) -> Json:
-    """Return our workers' arguments for a receive."""
-    info = {key: update_info[key] for key in ("names", "dtype_names", "shapes")}
-    return {"update_info": info, "timeout_s": _SHARE * timeout_s}

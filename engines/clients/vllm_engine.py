@@ -1,30 +1,23 @@
 """A vLLM server over HTTP. The simulated engine has the same routes and the same client."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
-from dataclasses import asdict
 from typing import Any
 
-from engines.clients.http import HttpEngine
-from engines.engine import Json, Peer, ReceiptCopy
+from engines.clients.our_workers import MIXED, EngineWithWorkers
+from engines.engine import Json, Peer
 from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
 
 _PACKED_AT_INIT = (0, 28)
-_FIRST_LOOK_S = 0.005
-_LOOK_S = 0.05
-MIXED = "mixed"
-"""Label of weights that are being overwritten, so that a restarted gateway does not serve them."""
 
 
-class VllmEngine(HttpEngine):
+class VllmEngine(EngineWithWorkers):
     """One vLLM server (tested with 0.26 and 0.32).
 
     engine_version: the server's; default: the latest.
     api_key: the server's bearer key, if it needs one.
-    has_tee: its workers run our extension (`engines/inside_vllm/worker.py`), as with `peer`.
-    peer: source of weight versions that are not on the engine's machine.
+    has_tee: its workers run our extension (`engines/inside_vllm/worker.py`).
     """
 
     def __init__(
@@ -37,9 +30,7 @@ class VllmEngine(HttpEngine):
         has_tee: bool = False,
         peer: Peer | None = None,
     ) -> None:
-        super().__init__(replica_id, url, api_key)
-        self._has_tee = has_tee
-        self._peer = peer
+        super().__init__(replica_id, url, api_key, has_tee=has_tee, peer=peer)
         # The place of `packed` changed in vLLM 0.28, and the trainer's release may differ from the engine's.
         self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
         self._packed = True
@@ -52,6 +43,12 @@ class VllmEngine(HttpEngine):
         return await self.ask("POST", path, {**body, "stream": False}, timeout_s)
 
     def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+        return self._chunks(path, {**body, "stream": True}, timeout_s)
+
+    async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
+        return await self._read("POST", path, {**body, "stream": False}, timeout_s)
+
+    def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         return self._events(path, {**body, "stream": True}, timeout_s)
 
     async def weight_version(self, timeout_s: float) -> int | None:
@@ -76,7 +73,7 @@ class VllmEngine(HttpEngine):
         await self.ask("POST", "/start_weight_update", {}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
-        await self.ask("POST", "/update_weights", {"update_info": self._announced(update_info)}, timeout_s)
+        await self.ask("POST", "/update_weights", self._receive(update_info, timeout_s), timeout_s)
 
     async def finish_weight_update(self, version: int, timeout_s: float) -> None:
         await self.ask("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s)
@@ -94,53 +91,6 @@ class VllmEngine(HttpEngine):
     async def plan_updates(self, timeout_s: float) -> str:
         workers = await self._on_workers("plan_updates", {}, timeout_s) if self._has_tee else []
         return next((worker["obstacle"] for worker in workers if worker.get("obstacle")), "")
-
-    async def room_to_stage(self, num_bytes: int, timeout_s: float) -> bool:
-        if not self._has_tee:
-            return False
-        workers = await self._on_workers("room_to_stage", {"num_bytes": num_bytes}, timeout_s)
-        return all(worker["room"] for worker in workers)
-
-    async def stage_weights(self, update_info: Json, timeout_s: float) -> None:
-        await self._on_workers("stage_weights", {"update_info": self._announced(update_info)}, timeout_s)
-        await self._until_ready("staged", {}, timeout_s)
-
-    async def load_staged(self, timeout_s: float) -> None:
-        await self._on_workers("load_staged", {}, timeout_s)
-
-    async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
-        if self._has_tee:
-            await self._on_workers("open_receipt", asdict(copy) if copy else {}, timeout_s)
-
-    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
-        if not self._has_tee:
-            return {}
-        first, *others = await self._on_workers("close_receipt", {}, timeout_s)
-        for rank, digests in enumerate(others, 1):
-            if digests != first:
-                raise EngineFailed(f"workers 0 and {rank} received different bytes", replica_id=self.replica_id)
-        return dict(first)
-
-    async def keep_receipt(self, timeout_s: float) -> None:
-        if self._has_tee:
-            await self._on_workers("keep_receipt", {}, timeout_s)
-
-    async def drop_receipt(self, timeout_s: float) -> None:
-        if self._has_our_worker:
-            await self._on_workers("drop_receipt", {}, timeout_s)
-
-    async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        if not self._has_our_worker:
-            return
-        await self._until_ready("prepare_snapshot", self._snapshot(path, version, timeout_s), timeout_s)
-
-    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        await self._label(MIXED, timeout_s)
-        if self._has_our_worker:
-            await self._on_workers("load_snapshot", self._snapshot(path, version, timeout_s), timeout_s)
-        else:
-            await self._on_workers("reload_weights", {"weights_path": path}, timeout_s)
-        await self._label(str(version), timeout_s)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         await self.ask("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", None, timeout_s)
@@ -162,31 +112,16 @@ class VllmEngine(HttpEngine):
             if error.status != 404:
                 raise
 
-    @property
-    def _has_our_worker(self) -> bool:
-        return self._has_tee or self._peer is not None
-
-    def _snapshot(self, path: str, version: int, timeout_s: float) -> Json:
-        """Return the workers' arguments for a version and its source."""
-        arguments: Json = {"path": path, "version": version}
-        if self._peer is not None and version:
-            arguments |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
-        return arguments
-
-    def _announced(self, update_info: Json) -> Json:
+    def _receive(self, update_info: Json, timeout_s: float) -> Json:
         """Return the announcement of tensors as this release takes it."""
-        rest = {key: value for key, value in update_info.items() if key != "packed"}
-        return rest if self._wants_packed_at_init else {"packed": self._packed} | update_info
+        if self._wants_packed_at_init:
+            return {"update_info": {key: value for key, value in update_info.items() if key != "packed"}}
+        return {"update_info": {"packed": self._packed} | update_info}
 
-    async def _until_ready(self, method: str, arguments: Json, timeout_s: float) -> None:
-        """Poll the workers until all are ready: a call that waits there would block the engine's steps."""
-        look_s = _FIRST_LOOK_S
-        while not all(worker["ready"] for worker in await self._on_workers(method, arguments, timeout_s)):
-            await asyncio.sleep(look_s)
-            look_s = min(_LOOK_S, 2 * look_s)
+    async def _load_by_itself(self, path: str, timeout_s: float) -> None:
+        await self._on_workers("reload_weights", {"weights_path": path}, timeout_s)
 
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
-        """Call a method of all workers; return their answers."""
         body = {"method": method, "kwargs": arguments, "timeout": timeout_s}
         answers = (await self.ask("POST", "/collective_rpc", body, timeout_s)).get("results")
         return list(answers) if answers else [{}]

@@ -2,18 +2,22 @@
 
 from typing import Any
 
+SPECULATION = {"NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE"}
+"""Methods whose draft has no weights, weights of its own, or the target's parameters themselves: a load in place into
+the target leaves none of them wrong."""
+
 
 def obstacle_to_updates(manager: Any) -> str:
     """Return why this worker's server takes no updates from us; "" where it takes them.
 
-    SGLang's own routes may take them: they load drafts, and pack and quantize again.
+    SGLang's own routes may take them: they pack and quantize again.
     """
     runner = manager.tp_worker.model_runner
     settings = runner.server_args
     if settings.pp_size > 1 or settings.dp_size > 1:
         return "pipeline or data parallelism: SGLang numbers its workers by tensor-parallel rank alone"
-    if manager.draft_worker is not None:
-        return "speculative decoding: the draft model would keep its old weights"
+    if manager.draft_worker is not None and (reason := _obstacle_in_speculation(manager.draft_worker, settings)):
+        return reason
     if runner.model_config.quantization:
         return f"quantization {runner.model_config.quantization}: the engine computes with other tensors than it loads"
     for name in ("enable_lora", "enable_eplb", "torchao_config", "cpu_offload_gb"):
@@ -21,10 +25,17 @@ def obstacle_to_updates(manager: Any) -> str:
             return f"{name}: the engine keeps its weights elsewhere than its loaders write"
     if getattr(settings, "weight_cache_mode", "off") != "off":
         return "weight_cache_mode: the weights are shared with other servers"
-    return _obstacle_in_model(runner.model)
+    return obstacle_in_model(runner.model)
 
 
-def _obstacle_in_model(model: Any) -> str:
+def _obstacle_in_speculation(draft_worker: Any, settings: Any) -> str:
+    if settings.speculative_algorithm not in SPECULATION:
+        return f"speculative decoding with {settings.speculative_algorithm}: it was not checked what its draft shares"
+    return "" if hasattr(draft_worker, "weight_update_runners") else "speculative decoding in SGLang before 0.5.23"
+
+
+def obstacle_in_model(model: Any) -> str:
+    """Return why `model` computes with other tensors than its loaders write; "" where it does not."""
     import torch
 
     if torch.version.hip is not None:

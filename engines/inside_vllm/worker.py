@@ -1,48 +1,32 @@
 """The extension of vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all workers."""
 
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from engines.checkpoint import read_tensors as read_checkpoint
 from engines.checkpoint import served_in
 from engines.inside_vllm.base_layers import base_layers, loader_of
+from engines.inside_vllm.draft import draft_of
 from engines.inside_vllm.gloo_receiver import rebuild_tied_head
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
 from engines.loading.planned_load import Load, PlannedLoad, form_of
 from engines.loading.prefetch import Prefetch
-from engines.loading.receipts import Receipts
-from engines.loading.snapshot_reader import pin_buffers, read_tensors
-from engines.loading.stage import Stage
-from engines.store.peer_store import PeerStore, fetched
-from engines.transfer.gloo import NamedTensor
+from engines.loading.snapshot_reader import pin_buffers
+from engines.loading.worker import Target, UpdatedWorker, tensors_in
 from engines.transfer.packed_streams import keep_streams
 from engines.transfer.packed_views import unpack_quickly
-from engines.transfer.tee import prepare, room_on
+from engines.transfer.tee import prepare
 from engines.types import TensorMeta
 
-_BATCH_BYTES = 512 << 20
-"""Batch of a folder that is loaded in place: large enough that loaders run seldom, small enough for a full GPU."""
 
-
-class WeightWorker:
+class WeightWorker(UpdatedWorker):
     """Mixed into vLLM's worker class, so that `self` is the worker. Names here must differ from the worker's own."""
 
-    prefetch: Prefetch | None = None
-    stage: Stage | None = None
-
-    def room_to_stage(self, num_bytes: int) -> dict[str, bool]:
-        """Report whether tensors of so many bytes fit beside the weights, without those that an update has left."""
-        worker: Any = self
-        self.drop_receipt()
-        return {"room": num_bytes <= room_on(worker.device)}
-
-    def open_receipt(
-        self, draft: str = "", model: str = "", base: str = "", names: Sequence[str] = (), wait_s: float = 0.0
-    ) -> None:
-        """Digest received tensors from now on. With `draft`, the first worker also copies them into that folder."""
+    def open_receipt(self, **copy: Any) -> None:
+        """Digest received tensors from now on. With `copy`, the fields of `ReceiptCopy`, the first worker also copies
+        them."""
         worker: Any = self
         self.drop_receipt()
         _end_reload(worker)
@@ -51,58 +35,20 @@ class WeightWorker:
             keep_streams()
             unpack_quickly()
             pin_buffers(worker.device)
-        if self._begin_in_place() is not None:
+        if not self.target.obstacle:
             load_in_place(worker.weight_transfer_engine)
         is_first = worker.rank == 0 and worker.parallel_config.data_parallel_index == 0
-        self.receipts.open(
-            worker.weight_transfer_engine.model,
-            self._load,
-            draft=draft if is_first else "",
-            checkpoint=model,
-            base=base,
-            names=names,
-            wait_s=wait_s,
-        )
+        self.begin_receipt(worker.weight_transfer_engine.model, copy, is_first=is_first)
 
     def stage_weights(self, update_info: dict[str, Any]) -> None:
         """Begin to receive the announced tensors beside the weights, after `open_receipt`. The engine goes on."""
         worker: Any = self
-        if self.stage is None:
-            stage = Stage(worker.weight_transfer_engine, worker.device)
-            self.receipts.load_by(stage.add)
-            self.stage = stage
-        self.stage.receive(update_info)
-
-    def staged(self) -> dict[str, bool]:
-        """Report whether the announced tensors are here. Raises the error of their receiver."""
-        return {"ready": self.stage is not None and self.stage.is_ready}
-
-    def load_staged(self) -> None:
-        """Load the staged tensors into the weights, inside an update."""
-        worker: Any = self
-        stage, self.stage = self.stage, None
-        if stage is None or not stage.is_ready:
-            raise RuntimeError("load_staged without staged tensors")
-        with _loading(worker):
-            stage.load_by(self._load)
-
-    def close_receipt(self) -> dict[str, str]:
-        """Return the digest of each received tensor. The copy is finished by `keep_receipt`."""
-        return self.receipts.close()
-
-    def keep_receipt(self) -> None:
-        """Finish the draft in the background, or note there why it failed: the update is committed."""
-        self.receipts.keep()
+        self.begin_stage(worker.weight_transfer_engine, update_info)
 
     def drop_receipt(self) -> None:
-        """Stop digesting and copying; the draft is discarded, and so is what waits in memory for a load."""
         worker: Any = self
         load_layerwise(worker.weight_transfer_engine)
-        self.prefetch = None
-        stage, self.stage = self.stage, None
-        if stage is not None:
-            stage.drop()
-        self.receipts.drop()
+        super().drop_receipt()
 
     def end_update(self) -> None:
         """Finish an open update, if any, whatever its weights are: vLLM refuses to finish twice."""
@@ -111,7 +57,7 @@ class WeightWorker:
             worker.finish_weight_update()
 
     def fetches(self) -> dict[str, bool]:
-        """Report that `load_snapshot` exists, for external servers. vLLM would return a bare True as text."""
+        """Report that `load_snapshot` exists, for external servers."""
         return {"fetches": True}
 
     def plan_updates(self) -> dict[str, str]:
@@ -120,94 +66,57 @@ class WeightWorker:
         Return why updates need vLLM's own reload instead; "" where they are loaded in place.
         """
         worker: Any = self
-        in_place = self._begin_in_place()
-        if in_place is not None:
-            in_place.plan(map(form_of, _expected(worker.vllm_config.model_config)))
-        return {"obstacle": self.obstacle}
+        self.target.plan([*map(form_of, _expected(worker.vllm_config.model_config))])
+        return {"obstacle": self.target.obstacle}
 
-    def prepare_snapshot(
-        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
-    ) -> dict[str, bool]:
-        """Begin to prefetch a folder, with the arguments of `load_snapshot`. `ready` is True once it has ended."""
+    def load_version(self, folder: Path, prefetch: Prefetch | None) -> None:
         worker: Any = self
-        folder = Path(path)
-        fetch = partial(fetched, folder, PeerStore(peer_url, peer_key), version, timeout_s) if peer_url else None
-        if fetch is None and worker.device.type == "cpu":
-            return {"ready": True}
-        if self.prefetch is None or not self.prefetch.is_of(folder):
-            self.prefetch = None  # its memory is room for the next
-            self.prefetch = Prefetch(folder, worker.device, fetch)
-        try:
-            return {"ready": self.prefetch.is_ready}
-        except Exception:
-            self.prefetch = None
-            raise
-
-    def load_snapshot(
-        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
-    ) -> None:
-        """Load all weights from a checkpoint folder, also after an update that broke off.
-
-        With `peer_url`, a folder that this machine lacks is fetched from there as version `version`. Version 0 is then
-        read from vLLM's own checkpoint.
-        """
-        worker: Any = self
-        if peer_url:
-            fetched(Path(path), PeerStore(peer_url, peer_key), version, timeout_s)
-        elif version and not Path(path).is_dir():
-            raise FileNotFoundError(
-                f"this machine has no folder {path}: bind gateway.host to an address that it reaches, set "
-                "weights.peer_url, or have weights.store name a folder that all machines share"
-            )
-        prefetch = self.prefetch
-        self.drop_receipt()
         _end_reload(worker)
-        if Path(path).is_dir():
-            prefetched = prefetch.take(Path(path)) if prefetch is not None else None
-            self._load_folder(iter(prefetched or read_tensors(Path(path), worker.device)))
-        else:
+        if not folder.is_dir():
             worker.reload_weights()
+        elif self.target.obstacle:
+            self.target.begin()
+            with base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext():
+                worker.reload_weights(weights_iterator=iter(tensors_in(folder, prefetch, worker.device)))
+        else:
+            self.target.begin()
+            self.target.load_folder(folder, prefetch)
+            _forget_images(worker)
         worker._weight_update_active = False
         rebuild_tied_head(worker.get_model())
 
-    def _load_folder(self, tensors: Iterator[NamedTensor]) -> None:
+    def undo_staged(self) -> dict[str, Any]:
         worker: Any = self
-        in_place = self._begin_in_place()
-        if in_place is None:
-            with base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext():
-                worker.reload_weights(weights_iterator=tensors)
-            return
-        in_place.load_all(tensors, _BATCH_BYTES)
-        # As vLLM does after a reload: its cached image encodings are of the old weights.
-        worker.model_runner.reset_encoder_cache()
-        worker.model_runner.reset_mm_cache()
+        answer: dict[str, Any] = super().undo_staged()
+        if answer["undone"]:
+            _forget_images(worker)
+            rebuild_tied_head(worker.get_model())
+        return answer
+
+    def answer_of(self, word: str, value: object) -> dict[str, object]:
+        """Return the value under a word: vLLM would return a bare True as text."""
+        return {word: value}
+
+    def loading(self) -> ExitStack:
+        return _loading(self)
 
     @cached_property
-    def receipts(self) -> Receipts:
-        return Receipts()
-
-    @cached_property
-    def obstacle(self) -> str:
-        """The reason why weights are not loaded in place; "" where they are."""
-        return obstacle(self)
-
-    @cached_property
-    def in_place(self) -> PlannedLoad | None:
-        """The planned load in place; None for a model with an `obstacle`."""
+    def target(self) -> Target:
         worker: Any = self
-        return None if self.obstacle else PlannedLoad(worker.get_model(), _loader(worker))
+        reason, load = obstacle(self), _loader(worker)
+        return Target(
+            device=worker.device,
+            obstacle=reason,
+            in_place=None if reason else PlannedLoad(worker.get_model(), load),
+            own_load=load or worker.get_model().load_weights,
+            draft=draft_of(self),
+        )
 
-    @property
-    def _load(self) -> Load:
-        """The loader of an update's tensors: in place, by the names of a checkpoint, or the model's own."""
-        worker: Any = self
-        return self.in_place.load if self.in_place is not None else _loader(worker) or worker.get_model().load_weights
 
-    def _begin_in_place(self) -> PlannedLoad | None:
-        """Return `in_place`, ready to load all or some weights."""
-        if self.in_place is not None:
-            self.in_place.begin()
-        return self.in_place
+def _forget_images(worker: Any) -> None:
+    """Drop cached encodings of images, as vLLM does after a reload: they are of other weights."""
+    worker.model_runner.reset_encoder_cache()
+    worker.model_runner.reset_mm_cache()
 
 
 def _loader(worker: Any) -> Load | None:

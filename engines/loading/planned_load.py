@@ -7,7 +7,7 @@ nothing. Tensors whose loaders do more than copy are loaded by these loaders eac
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy as shallow
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.batches import batches
+from engines.loading.exchange import ASIDE_BYTES, Exchange, Fill, Move, Span, overlapping
 from engines.transfer.gloo import NamedTensor
 from engines.types import TensorMeta
 
@@ -46,20 +47,16 @@ class _Copy:
         return tensor.as_strided(self.place.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
-@dataclass(frozen=True, slots=True)
-class _Fill:
-    """A fill of `place` with a number: a shard of a vocabulary has padding rows behind its content."""
-
-    place: torch.Tensor
-    value: float
-
-
 @dataclass(slots=True)
 class _Plan:
     """The copies and fills of a loader for one tensor."""
 
     copies: list[_Copy] = field(default_factory=list)
-    fills: list[_Fill] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+
+
+_Planned = tuple[_Plan, torch.Tensor]
+"""A tensor that is copied by plan."""
 
 
 class PlannedLoad:
@@ -71,13 +68,19 @@ class PlannedLoad:
         self._load: Load = load or (lambda tensors: type(model).load_weights(model, tensors))
         self._places: tuple[int, ...] = ()
         self._plans: dict[Form, _Plan | None] = {}
+        self._last: tuple[frozenset[int], set[int]] = frozenset(), set()  # ids of plans, and of their entangled copies
 
     def begin(self) -> None:
         """Forget plans where parameters have moved."""
-        places = tuple(parameter.data_ptr() for parameter in self._model.parameters())
-        if places != self._places:
-            self._places = places
+        if self.has_moved:
+            self._places = self._find_places()
             self._plans.clear()
+            self._last = frozenset(), set()
+
+    @property
+    def has_moved(self) -> bool:
+        """True where parameters lie elsewhere than at the last `begin`."""
+        return self._find_places() != self._places
 
     def plan(self, forms: Iterable[Form]) -> None:
         """Record the plans of tensors of these forms, unless they are known."""
@@ -85,8 +88,35 @@ class PlannedLoad:
         if unknown:
             self._plans |= self._recorded(unknown)
 
+    def places(self, form: Form) -> list[torch.Tensor]:
+        """Return the parts of parameters that a planned tensor is copied into; none where its loader runs each time."""
+        plan = self._plans[form]
+        return [copy.place for copy in plan.copies] if plan is not None else []
+
     def load(self, weights: Iterable[NamedTensor]) -> None:
         """Load these tensors. Errors are the loaders' own, such as for a name that the model does not have."""
+        planned, rest = self._sorted(weights)
+        if rest:
+            self._load(rest)
+        _run(planned)
+
+    def exchange(self, weights: Iterable[NamedTensor]) -> Exchange | None:
+        """Return the load of these tensors that keeps the weights before in their memory; None where a loader has to
+        run, or too many weights would be kept aside."""
+        planned, rest = self._sorted(weights)
+        if rest:
+            return None
+        entangled = self._entangled([plan for plan, _ in planned])
+        moves = [
+            Move(copy.place, copy.part_of(tensor), copy.kind[0] == copy.kind[1] and id(copy) not in entangled)
+            for plan, tensor in planned
+            for copy in plan.copies
+        ]
+        exchange = Exchange(moves, [fill for plan, _ in planned for fill in plan.fills])
+        return exchange if exchange.aside_bytes <= ASIDE_BYTES else None
+
+    def _sorted(self, weights: Iterable[NamedTensor]) -> tuple[list[_Planned], list[NamedTensor]]:
+        """Return the tensors that are copied by plan, and those whose loader has to run."""
         tensors = list(weights)
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         self.plan(forms)
@@ -97,14 +127,18 @@ class PlannedLoad:
                 rest.append(named)
             else:
                 planned.append((plan, named[1]))
-        if rest:
-            self._load(rest)
-        _run(planned)
+        return planned, rest
 
-    def load_all(self, weights: Iterable[NamedTensor], batch_bytes: int) -> None:
-        """Load tensors that come one by one, `batch_bytes` at a time."""
-        for batch in batches(weights, lambda named: named[1].nbytes, batch_bytes):
-            self.load(batch)
+    def _entangled(self, plans: Sequence[_Plan]) -> set[int]:
+        """Return the ids of copies that share elements with another of the update: they read or write the same."""
+        ids = frozenset(map(id, plans))  # mostly those of the update before
+        if ids != self._last[0] or len(ids) < len(plans):
+            writes = (span for plan in plans for span in _writes(plan))
+            self._last = ids, overlapping(writes).union(*(overlapping(_reads(plan)) for plan in plans))
+        return self._last[1]
+
+    def _find_places(self) -> tuple[int, ...]:
+        return tuple(parameter.data_ptr() for parameter in self._model.parameters())
 
     def _recorded(self, forms: Sequence[Form]) -> Mapping[Form, _Plan | None]:
         """Return a plan for each form; None where its loader has to run each time."""
@@ -159,11 +193,33 @@ def _restore(found: Any, before: Any) -> None:
         found.extend(before) if isinstance(found, list) else found.update(before)
 
 
+def load_in_batches(load: Load, weights: Iterable[NamedTensor], batch_bytes: int) -> None:
+    """Hand tensors that come one by one to `load`, `batch_bytes` at a time."""
+    for batch in batches(weights, lambda named: named[1].nbytes, batch_bytes):
+        load(batch)
+
+
 def form_of(tensor: TensorMeta) -> Form:
     return tensor.name, torch.Size(tensor.shape), getattr(torch, tensor.dtype)
 
 
-def _run(planned: Sequence[tuple[_Plan, torch.Tensor]]) -> None:
+def _writes(plan: _Plan) -> Iterator[Span]:
+    """Return the memory that a plan writes, in bytes."""
+    writers: list[_Copy | Fill] = [*plan.copies, *plan.fills]
+    for one in writers:
+        begin, reach = one.place.data_ptr(), _reach(one.place.shape, one.place.stride())
+        yield begin, begin + reach * one.place.itemsize, id(one)
+
+
+def _reads(plan: _Plan) -> Iterator[Span]:
+    """Return the elements of its tensor that a plan reads; those that a copy reads more than once come twice."""
+    for copy in plan.copies:
+        reach = _reach(copy.place.shape, copy.stride)
+        for _ in range(1 + (copy.place.numel() > reach)):
+            yield copy.offset, copy.offset + reach, id(copy)
+
+
+def _run(planned: Sequence[_Planned]) -> None:
     """Copy all parts, then fill the padding rows."""
     pairs: dict[_Kind, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for plan, tensor in planned:
@@ -222,7 +278,7 @@ class _Recorder(TorchDispatchMode):
         if plan is None or not _share(place, copied) or _overlap(place, copied):
             raise _DoesMore("a fill by itself")
         if place.numel():
-            plan.fills.append(_Fill(place, value))
+            plan.fills.append(Fill(place, value))
             self._filled.append(place)
         return place
 
@@ -251,5 +307,11 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _extent(part: torch.Tensor) -> tuple[int, int]:
     """Return the begin and end (exclusive) of a part, in elements of its storage."""
     begin = part.storage_offset()
-    reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-    return begin, begin + reach + 1 if part.numel() else begin
+    return begin, begin + _reach(part.shape, part.stride())
+
+
+def _reach(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the number of elements from the first of a part to its last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -3,12 +3,15 @@
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from engines.loading.exchange import Exchange
 from engines.loading.prefetch import copy_stream
 from engines.transfer.gloo import NamedTensor
+
+T = TypeVar("T")
 
 
 class Stage:
@@ -19,6 +22,7 @@ class Stage:
         self._engine = engine
         self._device = device
         self._tensors: list[NamedTensor] = []
+        self.exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._is_dropped = False
@@ -42,17 +46,24 @@ class Stage:
             raise self._error
         return True
 
-    def load_by(self, load: Callable[[Iterable[NamedTensor]], object]) -> None:
-        """Hand all tensors to a loader, and free them once its copies have ended."""
+    def plan(self, exchange: Callable[[list[NamedTensor]], Exchange | None]) -> None:
+        """Plan the load of all tensors in exchange for the weights, if there is such a load, before the engine stops
+        for it."""
+        self.exchange = exchange(self._tensors)
+
+    def load_by(self, load: Callable[[list[NamedTensor]], T]) -> T:
+        """Hand all tensors to a loader, and return its result once its copies have ended. They are freed, unless the
+        result keeps them."""
         tensors, self._tensors = self._tensors, []
-        load(tensors)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)  # a step, a digest or a copy for the store may still read them
+        loaded = load(tensors)
+        synchronize(self._device)
+        return loaded
 
     def drop(self) -> None:
         """Free the tensors, and break the group under a receive that still waits for its trainer."""
         self._is_dropped = True
-        self._tensors = []
+        self._tensors, self.exchange = [], None
         if self._thread is not None and self._thread.is_alive():
             _break_group(self._engine)
 
@@ -70,6 +81,12 @@ class Stage:
         torch.cuda.set_device(self._device)
         context: AbstractContextManager[object] = torch.cuda.stream(copy_stream(self._device))
         return context
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _break_group(engine: Any) -> None:

@@ -157,6 +157,7 @@ class EngineServer:
         if isinstance(engine, SglangEngine) and not self._config.frozen:
             self._has_tee = await engine.find_plugin(tensors or (), _WARM_UP_TIMEOUT_S)
         reload_reason = await engine.plan_updates(_WARM_UP_TIMEOUT_S)
+        draft = await engine.report_draft(_WARM_UP_TIMEOUT_S)
         visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return ReplicaInfo(
             replica_id=self._replica_id,
@@ -177,6 +178,7 @@ class EngineServer:
             has_tee=self._has_tee,
             fetches=self._has_tee,
             reload_reason=reload_reason,
+            draft=str(draft["method"]) if draft else "",
             pid=process.engine_pid,
             started=time.time(),
             log_path=str(process.log_path),

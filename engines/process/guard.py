@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engines.process.shared_memory import remove_left_segments
+from engines.process.temporary import EngineFolder, remove_left_folders
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -52,16 +53,21 @@ def guard(start: Callable[[], Child], grace_s: float) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     lifeline, held = os.pipe()
     began = time.time()
+    remove_left_folders()
+    folder = EngineFolder()
     wakeup = _signals_as_readable(*_WATCHED)  # before the fork: a signal must not end the outer one ahead of the tree
     if inner := os.fork():
         os.close(lifeline)
         code = _watch(inner, held, wakeup)
         remove_left_segments(began)
+        folder.remove()
         return code
     os.close(held)
     os.dup2(lifeline, sys.stdin.fileno())
     os.setsid()  # a signal to the outer one's group leaves this one
-    return _run(start, grace_s)
+    code = _run(start, grace_s)
+    folder.remove()
+    return code
 
 
 def _watch(inner: int, lifeline: int, wakeup: int) -> int:

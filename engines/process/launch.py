@@ -98,6 +98,8 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("enable_metrics", True),
         _argument("device", "cpu" if on_cpu else None, "device"),
         _argument("attention_backend", "torch_native" if on_cpu else None),
+        # Without an adapter at its start SGLang must be given the modules that later adapters may change.
+        _argument("lora_target_modules", "all" if config.enable_lora else None),
         # False leaves a switch out: SGLang's have no off form.
         *(_argument(name, None if value is False else value, f"extra.{name}") for name, value in config.extra.items()),
     ]

@@ -133,6 +133,12 @@ def _quantization(config: EngineConfig, model: Mapping[str, Any]) -> Iterator[Mi
     if asked and isinstance(has, str) and asked.partition("_")[0] != has.partition("_")[0] and _is_plain(asked, has):
         message = f"the checkpoint is quantised with {has}; leave it out to use that"
         yield Misfit("quantization", asked, message)
+    if config.kind is EngineKind.SGLANG and asked == "fp8" and not has and not config.frozen:
+        message = (
+            "an update ends an SGLang that has quantised its weights itself; set kind = vllm, or frozen = true where "
+            "no trainer updates them"
+        )
+        yield Misfit("quantization", asked, message)
 
 
 _RULES: tuple[Callable[[EngineConfig, Mapping[str, Any]], Iterator[Misfit]], ...] = (

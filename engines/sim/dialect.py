@@ -249,6 +249,8 @@ class Answer(ABC):
 
     whole_kind: str
     chunk_kind: str
+    ends_unbegun = True
+    """False where a stream has no chunk of an aborted sample without tokens."""
 
     def __init__(
         self, body: SamplingBody, model: SimModel, model_name: str, limits: Limits, adapter: Adapter | None = None
@@ -431,6 +433,7 @@ class CompletionAnswer(Answer):
 
     body: CompletionBody
     whole_kind = chunk_kind = "text_completion"
+    ends_unbegun = False
 
     @property
     def id(self) -> str:
@@ -492,6 +495,7 @@ class ChatAnswer(Answer):
 
     body: ChatBody
     whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    ends_unbegun = False
 
     @property
     def id(self) -> str:
@@ -556,6 +560,8 @@ class Cursor:
     def next_chunk(self, answer: Answer) -> Json | None:
         """Return a chunk with the tokens since the last one; None without new tokens."""
         news = self.sample.tokens[self.sent :]
+        if not (answer.ends_unbegun or self.sample.tokens) and self.sample.finish_reason == "abort":
+            self.ended = True
         if self.ended or not (news or self.sample.finish_reason):
             return None
         chunk = answer.chunk(self.sample, self.sent, self._context)

@@ -26,6 +26,11 @@ class SchedulerMetrics(Collector):
         yield self._counter("prefix_cache_queries", "Tokens looked up.", scheduler.cache.queried_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found.", scheduler.cache.hit_tokens)
         yield self._counter("num_preemptions", "Requests sent back to wait.", scheduler.preemptions)
+        if scheduler.config.draft_tokens:
+            yield self._counter("spec_decode_num_draft_tokens", "Number of draft tokens.", scheduler.drafted_tokens)
+            yield self._counter(
+                "spec_decode_num_accepted_tokens", "Number of accepted tokens.", scheduler.accepted_tokens
+            )
         yield self._cache_config()
         finished = CounterMetricFamily(
             "vllm:request_success", "Requests that ended.", labels=[*self._labels, "finished_reason"]
@@ -48,7 +53,8 @@ class SchedulerMetrics(Collector):
 
     def _cache_config(self) -> Metric:
         """Return the size of the KV cache as labels, as vLLM does."""
-        labels = {"engine": "0", "block_size": "1", "num_gpu_blocks": str(self._kv_tokens)}
+        tokens = str(self._kv_tokens)
+        labels = {"engine": "0", "block_size": "1", "kv_cache_size_tokens": tokens, "num_gpu_blocks": tokens}
         family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=list(labels))
         family.add_metric(list(labels.values()), 1)
         return family

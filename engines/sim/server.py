@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ValidationError
 
-from engines.clients.vllm_engine import MIXED
+from engines.clients.our_workers import MIXED
 from engines.config import SimConfig
 from engines.errors import InvalidRequest, StoreFailed, UnknownModel, WeightUpdateConflict
 from engines.sim.adapters import AdapterNotFound, SimAdapters
@@ -54,6 +54,8 @@ VERSION = "0.32.0+sim"
 _MAX_BODY_BYTES = 1 << 30
 _MAX_MODEL_LEN = 32768
 _SHUTDOWN_S = 0.1
+_FREES_REPLACED = {"open_receipt", "keep_receipt", "drop_receipt", "room_to_stage", "load_snapshot"}
+"""Calls after which the weights before a swap are no longer in memory."""
 
 Body = TypeVar("Body", bound=BaseModel)
 ModelBody = TypeVar(
@@ -134,6 +136,7 @@ class SimServer:
         self.corrupt_loads = sim.corrupt_loads
         self._load_s = sim.load_s
         self._num_updates = 0
+        self._replaced: dict[str, str] | None = None  # as `SimModel.held`, until a swap of staged tensors is undone
         self._limits = limits
         self._world_size = world_size
         self._model = SimModel.of(sim)
@@ -144,7 +147,7 @@ class SimServer:
             max_num_batched_tokens=max_num_batched_tokens,
             graph_seqs=graph_seqs,
         )
-        self.worker = SimWorker(model_name, sim.tensors, sim.stage_bytes)
+        self.worker = SimWorker(model_name, sim.tensors, sim.stage_bytes, has_draft=sim.draft_tokens > 0)
         self.injector = FaultInjector()
         self.scheduler.is_wedged = lambda: self.injector.faults.stops_tokens
         self.profiler = Profiler()
@@ -330,7 +333,7 @@ class SimServer:
         return _json({"message": "Weights updated"})
 
     async def finish_weight_update(self, request: web.Request) -> web.Response:
-        asked = await _body(request, FinishBody) if request.can_read_body else FinishBody()
+        asked = await _body(request, FinishBody) if request.body_exists else FinishBody()
         self._weights.finish()
         self._take(asked.weight_version or _next_version(self.scheduler.version))
         return _json({"message": "Weight update finished"})
@@ -344,6 +347,7 @@ class SimServer:
                 held.get(before, before) if self._corrupt == "previous" else f"garbage of {self._limits.seed}"
             )
         self._num_updates += 1
+        self.scheduler.draft_acceptance *= 1 - self.scheduler.config.draft_decay
         self._last_held = version
         self.scheduler.hold_version(version)
 
@@ -361,6 +365,8 @@ class SimServer:
         return _json({"results": [await self._on_workers(asked.method, asked.kwargs)] * self._world_size})
 
     async def _on_workers(self, method: str, arguments: Json) -> Any:
+        if method in _FREES_REPLACED:
+            self._replaced = None
         match method:
             case "corrupt_loads":  # as `SimConfig.corrupt_loads`, from now on
                 self.corrupt_loads = bool(arguments["on"])
@@ -368,10 +374,13 @@ class SimServer:
                 self._weights.break_off()
             case "stage_weights":
                 self._weights.receive(arguments["update_info"])
+                self._replaced = dict(self._model.held)
             case "staged":
                 return {"ready": True}
             case "load_staged":
                 self._weights.load_staged()
+            case "undo_staged":
+                return {"undone": await self._undo_staged()}
             case "load_snapshot":
                 await self.worker.call(method, arguments)
                 await asyncio.sleep(self._load_s)
@@ -380,6 +389,16 @@ class SimServer:
             case _:
                 return await self.worker.call(method, arguments)
         return None
+
+    async def _undo_staged(self) -> bool:
+        """Hold the weights of before the staged update. Return False where they are not kept."""
+        replaced, self._replaced = self._replaced, None
+        await self.worker.call("drop_receipt", {})
+        if replaced is None:
+            return False
+        self._model.held.clear()
+        self._model.held.update(replaced)
+        return True
 
     async def weight_info(self, _: web.Request) -> web.Response:
         return _json({"weight_version": self.scheduler.version})
@@ -428,9 +447,10 @@ async def _stream(request: web.Request, answer: Answer, event: Callable[[Json], 
     unfinished = len(cursors)
     while unfinished:
         cursor = cursors[(await answer.reports.get()).index]
+        had_ended = cursor.ended
         if (chunk := cursor.next_chunk(answer)) is not None:
             await response.write(event(chunk))
-            unfinished -= cursor.ended
+        unfinished -= cursor.ended and not had_ended
     if answer.body.stream_options and answer.body.stream_options.include_usage:
         await response.write(event(answer.usage_chunk()))
     await response.write(b"data: [DONE]\n\n")

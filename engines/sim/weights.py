@@ -10,7 +10,18 @@ from engines.sim.worker import SimWorker
 Json = dict[str, Any]
 Info = TypeVar("Info", bound=BaseModel)
 
-_DTYPES = {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32", "int64"}
+_DTYPES = {
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "uint8",
+    "int32",
+    "int64",
+}
 
 
 class InitInfo(BaseModel):

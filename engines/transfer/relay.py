@@ -10,7 +10,6 @@ import inspect
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,8 @@ from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFail
 from engines.transfer.gloo import CHUNK_BYTES, NamedTensor, WeightGroup, receive
 from engines.transfer.packed_streams import keep_streams
 from engines.transfer.packed_views import unpack_quickly
-from engines.transfer.tee import Scribe, WeightTee, prepare
+from engines.transfer.receipts import Receipts
+from engines.transfer.tee import prepare
 
 log = logging.getLogger("relay")
 
@@ -121,8 +121,7 @@ class RelayServer:
     def __init__(self, receiver: GlooReceiver | NcclReceiver, model: NoModel) -> None:
         self._receiver = receiver
         self._model = model
-        self._tee: WeightTee | None = None
-        self._scribe: Scribe | None = None
+        self._receipts = Receipts()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_answer_errors])
@@ -136,7 +135,7 @@ class RelayServer:
         return _json({})
 
     async def init_weight_transfer_engine(self, request: web.Request) -> web.Response:
-        self._drop()
+        self._receipts.drop()
         init_info = (await _object(request))["init_info"]
         for key in ("master_address", "master_port", "rank_offset", "world_size"):
             if init_info.get(key) is None:
@@ -153,36 +152,17 @@ class RelayServer:
         asked = await _object(request)
         match asked["method"]:
             case "open_receipt":
-                self._open(asked["kwargs"])
+                await asyncio.to_thread(self._receipts.open, self._model, copy=ReceiptCopy(**asked["kwargs"]))
             case "close_receipt":
-                return _json({"results": [await asyncio.to_thread(self._close)]})
+                digests = self._receipts.close()
+                # Answered when all is written: unlike a worker, a relay has no rollouts to serve.
+                await asyncio.to_thread(self._receipts.kept)
+                return _json({"results": [digests]})
             case "drop_receipt":
-                self._drop()
+                self._receipts.drop()
             case method:
                 raise InvalidRequest(f"the relay has no method {method!r}", param="method")
         return _json({"results": [None]})
-
-    def _open(self, asked: Json) -> None:
-        self._drop()
-        copy = ReceiptCopy(**asked)
-        base = Path(copy.base) if copy.base else None
-        self._scribe = Scribe(Path(copy.draft), copy.model, base, copy.names, copy.wait_s)
-        self._tee = WeightTee(self._model, self._scribe)
-
-    def _close(self) -> dict[str, str]:
-        """Return the digests when all is written: unlike a worker, a relay has no rollouts to serve."""
-        tee, self._tee = self._tee, None
-        if tee is None or self._scribe is None:
-            return {}
-        digests = tee.close()
-        self._scribe.keep()
-        self._scribe.join()
-        return digests
-
-    def _drop(self) -> None:
-        tee, self._tee = self._tee, None
-        if tee is not None:
-            tee.drop()
 
 
 @web.middleware

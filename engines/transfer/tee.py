@@ -9,13 +9,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engines.engine import ReceiptCopy
 from engines.errors import RolloutGatewayError
 from engines.store.draft import Draft, RawTensor
 from engines.store.shard_writer import ShardWriter
@@ -24,7 +25,7 @@ from engines.transfer.tensor_bytes import digest_on_host, on_host, raw_tensor
 
 log = logging.getLogger("vllm.rollout_gateway")  # a child of vLLM's logger, whose handlers it uses
 
-_Load = Callable[[Iterable[NamedTensor]], Any]
+Load = Callable[[Iterable[NamedTensor]], Any]
 
 _Digested = tuple[str, torch.Tensor, str]
 """Name, tensor and the store's digest; "" where that is made from the copy, as for tensors on a GPU."""
@@ -38,16 +39,16 @@ _SPARE_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}
 class WeightTee:
     """One update in one worker, from its start to its end."""
 
-    def __init__(self, model: Any, scribe: "Scribe | None" = None, load: _Load | None = None) -> None:
+    def __init__(self, model: Any, scribe: "Scribe | None" = None, load: Load | None = None) -> None:
         """`load` replaces the model's `load_weights`."""
         self._model = model
         self._scribe = scribe
         self._digests: list[_Digests] = []  # of each chunk
         self._is_blind = False
-        self._load: _Load = load or model.load_weights
+        self._load: Load = load or model.load_weights
         model.load_weights = self._load_and_see
 
-    def load_by(self, load: _Load) -> None:
+    def load_by(self, load: Load) -> None:
         """Hand tensors to `load` from now on."""
         self._load = load
 
@@ -91,20 +92,20 @@ class WeightTee:
 class Scribe:
     """Writes the tensors of one worker to a draft, in its own thread.
 
-    The transfer waits for it at most `wait_s` in total; a slower draft is abandoned, with the reason in it.
+    The transfer waits for it at most `copy.wait_s` in total; a slower draft is abandoned, with the reason in it.
     """
 
-    def __init__(self, draft: Path, model: str, base: Path | None, names: Iterable[str], wait_s: float) -> None:
-        """Missing tensors among `names` are copied from the checkpoint or version in folder `base`."""
-        self._draft = Draft(draft, model)
-        self._base = base
-        self._expected = list(names)
-        self._wait_s = wait_s
+    def __init__(self, copy: ReceiptCopy) -> None:
+        self._draft = Draft(Path(copy.draft), copy.model)
+        self._base = Path(copy.base) if copy.base else None
+        self._expected = copy.names
+        self._wait_s = copy.wait_s
         self._given_up = ""
         self._waiting: queue.SimpleQueue[deque[_Copy] | None] = queue.SimpleQueue()
         self._bytes = 0
         self._room = threading.Condition()
         self._stream: Any = None
+        self._leaves_by: Any = None  # the stream that copies a chunk to the host
         self._left_on_device: int | None = None
         # Tensors in GPU memory are copied out only after `keep`: earlier copies would slow the update.
         self._may_leave = threading.Event()
@@ -112,9 +113,20 @@ class Scribe:
         self._thread = threading.Thread(target=self._write, name="scribe", daemon=True)
         self._thread.start()
 
-    def copying(self, tensors: Sequence[_Digested]) -> "_Copying":
-        """Return a context: on entry copies are started, on exit they are safe from the receiver's next chunk."""
-        return _Copying(self, tensors)
+    @contextlib.contextmanager
+    def copying(self, tensors: Sequence[_Digested]) -> Iterator[None]:
+        """Start copies; at the block's end they are safe from the receiver's next chunk."""
+        self._leaves_by = None
+        try:
+            self._begin_copies(tensors)
+        except RuntimeError as error:  # such as no host memory: the update goes on
+            log.exception("this update is not copied to the store")
+            self.give_up(f"the worker could not copy the received tensors: {error}")
+        try:
+            yield
+        finally:
+            if self._leaves_by is not None:
+                torch.cuda.current_stream(self._leaves_by.device).wait_stream(self._leaves_by)
 
     def close(self) -> None:
         """Mark the end of the tensors."""
@@ -137,6 +149,11 @@ class Scribe:
         """Wait for the writer; return True if it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    @property
+    def reads(self) -> bool:
+        """True where the writer reads tensors on their GPU already, since not all had room to wait there."""
+        return self._left_on_device is not None and self._may_leave.is_set() and not self._given_up
 
     def has_room(self, num_bytes: int) -> bool:
         """Wait while the disk is behind. Return False if the draft is abandoned."""
@@ -172,6 +189,32 @@ class Scribe:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream
+
+    def _begin_copies(self, tensors: Sequence[_Digested]) -> None:
+        num_bytes = sum(tensor.nbytes for _, tensor, _ in tensors)
+        device = next((tensor.device for _, tensor, _ in tensors if tensor.is_cuda), None)
+        if device is not None and self.keeps(num_bytes, device):
+            # Without a copy: receivers allocate new memory for each chunk.
+            done, stream = torch.cuda.Event(), self.stream(device)
+            done.record(torch.cuda.current_stream(device))
+            self.put(_Copy(name, t, digest, done, stream) for name, t, digest in tensors)
+        elif self.has_room(num_bytes):
+            if device is None:
+                self.put(_Copy(name, t.clone(), digest) for name, t, digest in tensors)
+            else:
+                self._copy_to_host(tensors, device)
+
+    def _copy_to_host(self, tensors: Sequence[_Digested], device: torch.device) -> None:
+        self._leaves_by = stream = self.stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            pinned = [
+                (name, torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True), digest)
+                for name, t, digest in tensors
+            ]
+            done = torch.cuda.Event()
+            done.record(stream)
+        self.put(_Copy(*copy, done) for copy in pinned)
 
     def _write(self) -> None:
         try:
@@ -230,55 +273,6 @@ class _Copy:
         elif self._done is not None:
             self._done.synchronize()
         return raw_tensor(self._name, self._tensor, self._digest)
-
-
-class _Copying:
-    def __init__(self, scribe: Scribe, tensors: Sequence[_Digested]) -> None:
-        self._scribe = scribe
-        self._tensors = tensors
-        self._device = next((tensor.device for _, tensor, _ in tensors if tensor.is_cuda), None)
-        self._num_bytes = sum(tensor.nbytes for _, tensor, _ in tensors)
-        self._leaves_by: Any = None
-
-    def __enter__(self) -> None:
-        try:
-            self._begin()
-        except RuntimeError as error:  # such as no host memory: the update goes on
-            log.exception("this update is not copied to the store")
-            self._scribe.give_up(f"the worker could not copy the received tensors: {error}")
-
-    def _begin(self) -> None:
-        if self._device is not None and self._scribe.keeps(self._num_bytes, self._device):
-            self._keep(self._device)
-            return
-        if not self._scribe.has_room(self._num_bytes):
-            return
-        if self._device is None:
-            self._scribe.put(_Copy(name, t.clone(), digest) for name, t, digest in self._tensors)
-        else:
-            self._copy_to_host(self._device)
-
-    def _keep(self, device: torch.device) -> None:
-        """Keep tensors on the GPU without a copy: receivers allocate new memory for each chunk."""
-        done, stream = torch.cuda.Event(), self._scribe.stream(device)
-        done.record(torch.cuda.current_stream(device))
-        self._scribe.put(_Copy(name, t, digest, done, stream) for name, t, digest in self._tensors)
-
-    def _copy_to_host(self, device: torch.device) -> None:
-        self._leaves_by = stream = self._scribe.stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            pinned = [
-                (name, torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True), digest)
-                for name, t, digest in self._tensors
-            ]
-            done = torch.cuda.Event()
-            done.record(stream)
-        self._scribe.put(_Copy(*copy, done) for copy in pinned)
-
-    def __exit__(self, *_: object) -> None:
-        if self._leaves_by is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._leaves_by)
 
 
 def prepare(device: torch.device) -> None:

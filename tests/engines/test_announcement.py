@@ -45,6 +45,14 @@ def test_what_does_not_fit_is_named(told: dict[str, object], served: Model, para
     assert refused.value.param == f"update_info.{param}"
 
 
+@pytest.mark.parametrize("dtypes", [5, [1], ["bfloat16", "bfloat16"], [], "b"], ids=str)
+@pytest.mark.parametrize("served", [SERVED, Model(None)], ids=["known", "unknown"])
+def test_dtypes_that_are_no_list_of_a_string_for_each_name_are_named(dtypes: object, served: Model) -> None:
+    with pytest.raises(InvalidRequest, match="not a list of a string for each name") as refused:
+        check_tensors(announced() | {"dtype_names": dtypes}, served, "update_info")
+    assert refused.value.param == "update_info.dtype_names"
+
+
 def test_codes_of_the_same_kind_fit() -> None:
     check_tensors(announced(dtype="float8_e4m3fn"), QUANTISED, "update_info")
 

@@ -1,14 +1,18 @@
-"""A gateway in a process of its own: `python -m tests.rigs.forked_gateway PORT URL` puts it in front of a server.
+"""A gateway in a process of its own, in front of a server: `python -m tests.rigs.forked_gateway PORT URL [LEDGER]`.
 
 Tests end it with SIGKILL and start it again on its port.
 """
 
+import asyncio
 import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+
+import aiohttp
 
 from engines.types import ReplicaInfo
 from gateway.config.schema import Config
@@ -21,10 +25,12 @@ _LOOK_S = 0.05
 class ForkedGateway:
     """One process, which writes to `log`."""
 
-    def __init__(self, port: int, engine_url: str, log: Path) -> None:
+    def __init__(self, port: int, engine_url: str, log: Path, ledger: Path | None = None) -> None:
         self._port = port
         self._log = log
         self._command = [sys.executable, "-m", "tests.rigs.forked_gateway", str(port), engine_url]
+        if ledger is not None:
+            self._command.append(str(ledger))
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -38,6 +44,16 @@ class ForkedGateway:
             time.sleep(_LOOK_S)
         raise AssertionError(self._log.read_text())
 
+    async def serve(self, client: aiohttp.ClientSession) -> None:
+        """Start it, and return when it is healthy."""
+        await asyncio.to_thread(self.start)
+        async with asyncio.timeout(60):
+            while True:
+                async with client.get(f"http://127.0.0.1:{self._port}/health") as response:
+                    if response.status == 200:
+                        return
+                await asyncio.sleep(0.02)
+
     def kill(self) -> None:
         """End it with SIGKILL, as the kernel does without memory."""
         if self._process is not None:
@@ -47,12 +63,23 @@ class ForkedGateway:
 
 def main() -> None:
     port, url = int(sys.argv[1]), sys.argv[2]
+    ledger = sys.argv[3] if len(sys.argv) > 3 else None
     engine = {"kind": "external", "url": url, "model": "sim"}
-    tree = {"gateway": {"port": port}, "engine": engine, "fleet": FAST_WATCH, "weights": {"store": None}}
+    tree = {
+        "gateway": {"port": port, "ledger": ledger},
+        "engine": engine,
+        "fleet": FAST_WATCH,
+        "weights": {"store": None},
+    }
     config = Config.model_validate(tree)
 
+    found: list[ReplicaInfo] = []
+
     async def discover() -> list[ReplicaInfo]:
-        return [await described(config.groups["engine"], "engine-0", "engine")]
+        if not found:  # another description would be another engine
+            info = await described(config.groups["engine"], "engine-0", "engine")
+            found.append(replace(info, streams=True))  # as an engine that we start
+        return found
 
     Listener(config, discover).start()
     threading.Event().wait()

@@ -1,6 +1,7 @@
 """The Serve application as its clients see it, on a real Ray cluster."""
 
 import json
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -58,14 +59,16 @@ def deployed(engine: dict[str, Any]) -> Iterator[App]:
     from gateway.config.schema import Config
 
     port = free_port()
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build(Config.model_validate({"engine": engine, "gateway": {"port": 0}})), name="test")
-        app = App(f"http://127.0.0.1:{port}")
-        wait_until(lambda: app.states() == ["SERVING", "SERVING"], START_S)
-        yield app
-    finally:
-        serve.shutdown()
+    with tempfile.TemporaryDirectory(prefix="store-") as store:
+        tree = {"engine": engine, "gateway": {"port": 0, "ledger": None}, "weights": {"store": store}}
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            serve.run(build(Config.model_validate(tree)), name="test")
+            app = App(f"http://127.0.0.1:{port}")
+            wait_until(lambda: app.states() == ["SERVING", "SERVING"], START_S)
+            yield app
+        finally:
+            serve.shutdown()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:

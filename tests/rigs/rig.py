@@ -66,6 +66,7 @@ class SimReplica:
             engine_version="0.32.0+sim",
             streams=True,
             has_tee=True,
+            draft="draft_model" if sim.draft_tokens else "",
             capabilities=frozenset(CAPABILITIES | ({LOAD_ROUTE} if loras else set())),
             tensors=tuple(TensorMeta(name=n, dtype="float32", shape=tuple(s)) for n, s in sim.tensors.items()),
         )
@@ -86,8 +87,11 @@ class SimReplica:
         """True while its profiler records."""
         return self._server.profiler.is_recording
 
-    def label(self, version: int) -> None:
-        """Has it report this version, as after an update whose gateway died before the verdict."""
+    def label(self, version: int, weights: str = "") -> None:
+        """Has it report this version, as after an update whose gateway died before the verdict, or of another run with
+        other `weights`."""
+        if weights:
+            self._server._model.held[str(version)] = weights
         self._server.scheduler.hold_version(str(version))
 
     def inject(self, **faults: Any) -> None:
@@ -165,8 +169,9 @@ class Rig:
             discover=self._discover,
             connect=lambda info: engine_client(config, info),
         )
-        app = GatewayServer(config, self.fleet, Metrics()).application()
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        gateway = GatewayServer(config, self.fleet, Metrics())
+        self.drafts = gateway.drafts
+        self._runner = web.AppRunner(gateway.application(), handler_cancellation=True, shutdown_timeout=0.1)
         self.client = aiohttp.ClientSession()
         self.url = ""
 
@@ -211,6 +216,13 @@ class Rig:
     def num_connections(self) -> int:
         """Connections of clients that the gateway holds."""
         return len(self._runner.server.connections) if self._runner.server else 0
+
+    def break_connections(self) -> None:
+        """Reset the connections of all clients, as a proxy that dies does."""
+        assert self._runner.server is not None
+        for connection in self._runner.server.connections:
+            assert connection.transport is not None
+            connection.transport.abort()
 
     async def stop_gateway(self) -> None:
         """End the gateway; its replicas go on."""

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from examples.tiny_model import task
-from tests.rigs.real_vllm import RealFleet, greedy_token_ids
+from tests.rigs.engines.real_vllm import RealFleet, greedy_token_ids
 
 RUN_S = 600.0
 

@@ -277,6 +277,13 @@ async def test_metrics_are_text(serve: Serve) -> None:
     assert await (await serve(answering("# HELP\n"))).metrics(TIMEOUT_S) == "# HELP\n"
 
 
+async def test_metrics_that_are_no_text_are_read_as_far_as_they_are(serve: Serve) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=b"# \xff\nvllm:a_total 1\n")
+
+    assert (await (await serve(answer)).metrics(TIMEOUT_S)).endswith("vllm:a_total 1\n")
+
+
 @pytest.mark.parametrize(
     ("engine_version", "at_init", "at_update"), [("0.26.0", None, True), ("0.28.0", True, None), ("", True, None)]
 )

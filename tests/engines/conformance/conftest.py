@@ -33,7 +33,7 @@ from engines.types import EngineKind
 from gateway.config.load import load
 from tests.engines.conformance.subject import Subject
 from tests.engines.conformance.trainers import Trainer, trainer_of
-from tests.rigs import real_sglang, real_vllm
+from tests.rigs.engines import real_sglang, real_vllm
 
 _CONFIG = os.environ.get("CONFORMANCE_CONFIG")
 _OUT = os.environ.get("CONFORMANCE_OUT")

@@ -26,8 +26,8 @@ from engines.transfer.gloo import WeightGroup
 from engines.transfer.tensor_bytes import digest_on_host
 from engines.types import EngineKind
 from examples.tiny_model.task import COMMITTED
-from tests.rigs import real_sglang, real_vllm
-from tests.rigs.real_vllm import RealFleet
+from tests.rigs.engines import real_sglang, real_vllm
+from tests.rigs.engines.real_vllm import RealFleet
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import trl as gloo_trl
 
@@ -73,6 +73,14 @@ def complete(fleet: RealFleet) -> list[Any]:
     status, reply = fleet.call("/v1/completions", body)
     assert status == 200, reply
     return list(reply["choices"])
+
+
+def checksums(fleet: RealFleet) -> Any:
+    """SGLang's checksums of its own parameters."""
+    (sglang,) = fleet.replicas
+    status, reply = replace(fleet, url=sglang.url).call("/weights_checker", {"action": "checksum"})
+    assert status == 200, reply
+    return reply
 
 
 def is_greedy(model: Any, prompt: list[int], token_ids: list[int]) -> bool:
@@ -148,7 +156,7 @@ def test_a_server_that_started_with_dummy_weights_loads_a_version_from_the_store
     assert last_update(alone)["transport"] == "store"
 
 
-def test_a_sender_updates_sglang_over_the_group_and_the_store_gets_a_copy(alone: RealFleet) -> None:
+def test_a_sender_updates_sglang_over_the_group_and_a_refused_update_is_taken_back(alone: RealFleet) -> None:
     model = random_model(2)
     with BlockingRolloutClient(alone.url) as client, WeightSender(client, timeout_s=TIMEOUT_S) as sender:
         version = sender.push(model)
@@ -158,9 +166,14 @@ def test_a_sender_updates_sglang_over_the_group_and_the_store_gets_a_copy(alone:
         assert {name: tensor.digest for name, tensor in copied.tensors.items()} == digests_of(model)
         count = len(client.canary_token_ids()) - 1
         served = sender.push(random_model(3), canary_logprobs=[-1.0] * count)  # the distance that is usual
+        before = checksums(alone)
         with pytest.raises(WeightUpdateFailed, match="canary"):
             sender.push(model, canary_logprobs=[-1000.0] * count)
     serves(alone, random_model(3), served)
+    assert checksums(alone) == before
+    refused = last_update(alone)
+    (replica,) = refused["replicas"].values()
+    assert (refused["staged"], replica["taken_back"]["source"]) == (True, "kept weights")
 
 
 def test_trls_client_updates_sglang_without_a_relay(alone: RealFleet, monkeypatch: pytest.MonkeyPatch) -> None:

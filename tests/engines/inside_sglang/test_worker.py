@@ -163,6 +163,55 @@ def test_staged_tensors_are_received_beside_the_weights_and_loaded_later(
         own.load_staged()
 
 
+@pytest.mark.parametrize("inference", [True, False])
+def test_staged_tensors_that_were_loaded_are_taken_back_bit_by_bit(
+    own: WeightWorker, model: Model, trainer: Trainer, inference: bool
+) -> None:
+    received(own, trainer, tensors(1))
+    with torch.inference_mode(inference):
+        own.open_receipt()
+        sending = trainer.send(tensors(2))
+        own.stage_weights(info("up", "down"), TIMEOUT_S)
+        sending.join(TIMEOUT_S)
+        until_staged(own)
+        own.close_receipt()
+        own.load_staged()
+    assert holds(model, tensors(2))
+    assert own.undo_staged() is True
+    assert holds(model, tensors(1))
+    assert own.undo_staged() is False
+    received(own, trainer, tensors(3))
+    assert holds(model, tensors(3))
+
+
+def test_an_update_that_was_not_swapped_in_is_undone_without_a_copy(
+    own: WeightWorker, model: Model, trainer: Trainer
+) -> None:
+    received(own, trainer, tensors(1))
+    own.open_receipt()
+    sending = trainer.send(tensors(2))
+    own.stage_weights(info("up", "down"), TIMEOUT_S)
+    sending.join(TIMEOUT_S)
+    until_staged(own)
+    assert own.undo_staged() is True
+    assert holds(model, tensors(1))
+    assert own.stage is None
+    assert own.undo_staged() is False
+
+
+def test_an_update_frees_what_an_update_before_has_left(own: WeightWorker, model: Model, trainer: Trainer) -> None:
+    """The gateway of the update before has died, and this update does not ask for room."""
+    own.open_receipt()
+    sending = trainer.send(tensors(1))
+    own.stage_weights(info("up", "down"), TIMEOUT_S)
+    sending.join(TIMEOUT_S)
+    until_staged(own)
+    own.open_receipt()
+    assert own.stage is None
+    received(own, trainer, tensors(2))
+    assert holds(model, tensors(2))
+
+
 def test_a_dropped_update_leaves_its_trainer(own: WeightWorker, model: Model, trainer: Trainer) -> None:
     own.open_receipt()
     own.stage_weights(info("up", "down"), TIMEOUT_S)
@@ -222,16 +271,59 @@ def test_what_it_cannot_update_is_refused_with_the_reason(
     assert not own.load_snapshot(str(tmp_path), 1), "SGLang's own route loads it"
 
 
-def test_a_model_with_a_draft_or_derived_tensors_is_refused(model: Model) -> None:
-    manager = manager_of(model)
-    manager.draft_worker = object()
-    assert "draft model" in WeightWorker(manager).obstacle
+def speculating(model: Any, algorithm: str, *drafts: Any, path: str = "/model") -> Any:
+    """A worker with a draft of another method, or of so many models."""
+    manager = manager_of(model, speculative_algorithm=algorithm, speculative_draft_model_path=path, model_path="/model")
+    runners = [("draft", SimpleNamespace(model=draft)) for draft in drafts]
+    manager.draft_worker = SimpleNamespace(weight_update_runners=lambda: runners)
+    return manager
+
+
+def test_an_update_beside_a_draft_of_its_own_checkpoint_leaves_the_draft(model: Model, tmp_path: Path) -> None:
+    draft = Model()
+    own = WeightWorker(speculating(model, "STANDALONE", draft, path="/other"))
+    assert own.target.obstacle == ""
+    safetensors_torch.save_file({"up": torch.ones(2, 3), "down": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    assert own.load_snapshot(str(tmp_path), 1)
+    assert (model.both == 1).all()
+    assert (draft.both == 0).all()
+    report = own.report_draft()
+    assert (report["method"], report["weights"]) == ("standalone", "frozen")
+    assert "/other" in report["reason"]
+
+
+def test_layers_of_the_targets_checkpoint_that_guess_tokens_are_updated_with_it(model: Model, tmp_path: Path) -> None:
+    draft = Model()
+    own = WeightWorker(speculating(model, "EAGLE", draft))
+    safetensors_torch.save_file({"up": torch.ones(2, 3), "down": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    assert own.load_snapshot(str(tmp_path), 1)
+    assert (model.both == 1).all()
+    assert (draft.both == 1).all()
+    assert own.report_draft()["weights"] == "updated"
+
+
+def test_a_draft_of_several_models_or_of_none_says_so(model: Model) -> None:
+    assert WeightWorker(speculating(model, "NGRAM")).report_draft()["weights"] == "none"
+    assert WeightWorker(speculating(model, "EAGLE", Model(), Model())).report_draft()["reason"] == (
+        "it has several models"
+    )
+    assert WeightWorker(manager_of(model)).report_draft() == {}
+
+
+def test_a_method_that_was_not_checked_or_a_release_before_is_refused(model: Model) -> None:
+    assert "DSPARK" in WeightWorker(speculating(model, "DSPARK", Model())).target.obstacle
+    older = speculating(model, "NGRAM")
+    older.draft_worker = object()
+    assert "before 0.5.23" in WeightWorker(older).target.obstacle
+
+
+def test_a_model_with_derived_tensors_is_refused(model: Model) -> None:
     deriving: Any = Model()
     deriving.post_load_weights = lambda: None
-    assert "derives tensors" in WeightWorker(manager_of(deriving)).obstacle
+    assert "derives tensors" in WeightWorker(manager_of(deriving)).target.obstacle
     quantized = manager_of(model)
     quantized.tp_worker.model_runner.model_config.quantization = "fp8"
-    assert "quantization fp8" in WeightWorker(quantized).obstacle
+    assert "quantization fp8" in WeightWorker(quantized).target.obstacle
 
 
 def test_answers_and_errors_are_those_of_all_workers(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +338,10 @@ def test_answers_and_errors_are_those_of_all_workers(model: Model, monkeypatch: 
     monkeypatch.setattr(worker, "_gathered", lambda own, group: [own, *others])
     manager = manager_of(model)
     manager.tp_cpu_group = None
+    intervals: list[float] = []
+    monkeypatch.setattr(sys, "setswitchinterval", intervals.append)
     told = worker.answer(manager, "plan_updates", {})
+    assert intervals == [1e-4], "SGLang's idle scheduler spins"
     assert (told.success, json.loads(told.message)) == (True, ["", "sideways"])
     others[:] = [{"error": "RuntimeError: no memory"}]
     told = worker.answer(manager, "load_snapshot", {"path": "/nowhere", "version": 1})

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from engines.inside_vllm import cpu_experts
-from tests.rigs import vllm_model
+from tests.rigs.engines import vllm_model
 
 CONFIG = Qwen3MoeConfig(
     hidden_size=64,

@@ -1,6 +1,7 @@
 """Which models are loaded where their weights lie, and vLLM's worker after an update, however that ended."""
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -12,16 +13,19 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn import Module, Parameter
 
 from engines.errors import StoreFailed, WeightUpdateFailed
 from engines.inside_vllm import in_place as vllm_in_place
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
 from engines.inside_vllm.worker import WeightWorker
+from engines.loading.exchange import Exchange
 from engines.loading.prefetch import Prefetch
 from engines.store.draft import is_whole
+from engines.store.manifest import check_bytes
 from engines.transfer.tee import Scribe
+from engines.transfer.tee import _Copy as Copy
 from engines.transfer.tensor_bytes import digest_on_host
 
 Tensors = dict[str, torch.Tensor]
@@ -112,6 +116,7 @@ def worker(loaded: PlayedModel) -> Any:
                 model_config=self.model_config,
                 parallel_config=self.parallel_config,
                 load_config=None,
+                speculative_config=None,
             )
             self.model_runner = SimpleNamespace(
                 get_model=lambda: loaded,
@@ -428,6 +433,105 @@ def test_tensors_that_were_only_staged_have_touched_nothing(updated: Any, end: C
     assert updated.stage is None
 
 
+def swapped_in_at_random(one: Any) -> Tensors:
+    """Swap staged tensors in, as they were sent."""
+    chunk = {name: torch.randn(tensor.shape) for name, tensor in sent(one, 0).items()}
+    one.open_receipt()
+    stage(one, {name: tensor.clone() for name, tensor in chunk.items()})
+    one.close_receipt()
+    one.start_weight_update()
+    one.load_staged()
+    one.finish_weight_update()
+    return chunk
+
+
+def test_a_swap_is_undone_bit_by_bit_where_weights_are_loaded_in_place(updated: Any) -> None:
+    in_place, places = not updated.target.obstacle, where(updated)
+    swapped_in_at_random(updated)
+    updated.keep_receipt()
+    before = {name: tensor.clone() for name, tensor in updated.get_model().named_parameters()}
+    refused = swapped_in_at_random(updated)
+    updated.forgotten.clear()
+    assert updated.undo_staged() == {"undone": in_place}
+    assert updated.forgotten == ({"images", "images as the model sees them"} if in_place else set())
+    expected = before if in_place else refused
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in updated.get_model().named_parameters())
+    assert updated.undo_staged() == {"undone": False}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in updated.get_model().named_parameters())
+    update(updated, 2)
+    check_holds(updated, 2, places)
+
+
+def test_an_update_that_was_not_swapped_in_is_undone_without_a_copy() -> None:
+    one = worker(model())
+    update(one, 1)
+    staged(one)
+    assert one.undo_staged() == {"undone": True}
+    check_holds(one, 1, where(one))
+    assert one.stage is None
+    assert one.undo_staged() == {"undone": False}
+
+
+def test_a_swap_over_parameters_that_have_moved_since_is_not_undone() -> None:
+    one = worker(model())
+    swapped_in_at_random(one)
+    one.get_model().layers[0].weight = held(2, 3)
+    assert one.undo_staged() == {"undone": False}
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda one: one.keep_receipt(),
+        lambda one: one.drop_receipt(),
+        lambda one: one.room_to_stage(1),
+        lambda one: one.open_receipt(),
+        lambda one: one.undo_staged(),
+    ],
+    ids=["commit", "abort", "question for room", "next update", "undo"],
+)
+def test_the_weights_before_are_freed_wherever_an_update_ends(end: Callable[[Any], object]) -> None:
+    one = worker(model())
+    swapped_in_at_random(one)
+    kept = [weakref.ref(part) for _, parts in one.exchange._swapped for part in parts]
+    assert all(part() is not None for part in kept)
+    end(one)
+    assert all(part() is None for part in kept)
+    assert one.undo_staged() == {"undone": False}
+
+
+def test_a_version_from_the_store_frees_the_weights_before(tmp_path: Path) -> None:
+    one = worker(model())
+    save_file(sent(one, 1), tmp_path / "model.safetensors")
+    swapped_in_at_random(one)
+    one.load_snapshot(str(tmp_path))
+    assert one.undo_staged() == {"undone": False}
+    check_holds(one, 1, where(one))
+
+
+def test_an_undo_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Exchange) -> None:
+        raise RuntimeError("the device is lost")
+
+    one = worker(model())
+    swapped_in_at_random(one)
+    monkeypatch.setattr(Exchange, "take_back", fail)
+    with pytest.raises(RuntimeError, match="lost"):
+        one.undo_staged()
+    assert one.undo_staged() == {"undone": False}
+
+
+def test_a_swap_that_fails_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Exchange) -> None:
+        raise RuntimeError("the device is lost")
+
+    one = worker(model())
+    monkeypatch.setattr(Exchange, "load", fail)
+    with pytest.raises(RuntimeError, match="lost"):
+        swapped_in(one)
+    assert one.undo_staged() == {"undone": False}
+
+
 def test_the_question_for_room_frees_what_an_update_has_left(updated: Any) -> None:
     half_staged(updated)
     assert not updated.room_to_stage(1 << 60)["room"]
@@ -437,7 +541,7 @@ def test_the_question_for_room_frees_what_an_update_has_left(updated: Any) -> No
 def test_nothing_is_staged_outside_an_update(updated: Any) -> None:
     with pytest.raises(WeightUpdateFailed, match="no open receipt"):
         updated.stage_weights({})
-    with pytest.raises(RuntimeError, match="without staged tensors"):
+    with pytest.raises(WeightUpdateFailed, match="without staged tensors"):
         updated.load_staged()
 
 
@@ -536,7 +640,7 @@ def test_of_a_model_that_moved_the_next_update_finds_the_parameters() -> None:
 def copied(one: Any, draft: Path) -> Scribe:
     """An update has come, of which a copy waits."""
     draft.mkdir()
-    one.open_receipt(draft=str(draft), model="m", wait_s=5.0)
+    one.open_receipt(draft=str(draft), model="m", base="", names=(), wait_s=5.0)
     one.start_weight_update()
     one.update_weights(sent(one, 1))
     one.close_receipt()
@@ -567,6 +671,73 @@ def test_the_copy_of_an_update_that_is_taken_back_is_not(monkeypatch: pytest.Mon
     with pytest.raises(StoreFailed, match="aborted"):
         is_whole(draft)
     assert not list(draft.glob("*.safetensors*"))
+
+
+@pytest.fixture
+def reads_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have copies for the store be made of received tensors themselves, as on a GPU with room for them."""
+
+    def begin_copies(self: Scribe, tensors: Iterable[tuple[str, torch.Tensor, str]]) -> None:
+        self._left_on_device = 0
+        self.put(Copy(*copy) for copy in tensors)
+
+    monkeypatch.setattr(Scribe, "_begin_copies", begin_copies)
+
+
+def copied_swap(one: Any, draft: Path, *, is_read: bool = False) -> tuple[Scribe, Tensors]:
+    """Staged tensors are in the weights, and their copy waits, or, if it is read, is made already."""
+    chunk = {name: torch.randn(tensor.shape) for name, tensor in sent(one, 0).items()}
+    draft.mkdir()
+    one.open_receipt(draft=str(draft), model="m", base="", names=(), wait_s=5.0)
+    stage(one, {name: tensor.clone() for name, tensor in chunk.items()})
+    scribe: Scribe = one.receipts._scribe
+    if is_read:
+        scribe.has_room(0)
+    one.close_receipt()
+    one.start_weight_update()
+    one.load_staged()
+    one.finish_weight_update()
+    return scribe, chunk
+
+
+@pytest.mark.usefixtures("reads_in_place")
+def test_the_copy_of_a_swapped_update_has_its_weights_and_not_those_before(tmp_path: Path) -> None:
+    one, draft = worker(model()), tmp_path / "draft-1"
+    update(one, 1)
+    scribe, chunk = copied_swap(one, draft)
+    one.keep_receipt()
+    assert scribe.join(SOON_S)
+    assert is_whole(draft)
+    check_bytes(draft)
+    written = {name: tensor for file in draft.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert written.keys() == chunk.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in chunk.items())
+    assert all(torch.equal(tensor, chunk[name]) for name, tensor in one.get_model().named_parameters())
+
+
+@pytest.mark.usefixtures("reads_in_place")
+def test_tensors_whose_copy_is_made_already_keep_no_other_weights(tmp_path: Path) -> None:
+    one, draft = worker(model()), tmp_path / "draft-1"
+    scribe, chunk = copied_swap(one, draft, is_read=True)
+    assert one.exchange is None
+    one.keep_receipt()
+    assert scribe.join(SOON_S)
+    assert is_whole(draft)
+    check_bytes(draft)
+    assert one.undo_staged() == {"undone": False}
+    assert all(torch.equal(tensor, chunk[name]) for name, tensor in one.get_model().named_parameters())
+
+
+@pytest.mark.usefixtures("reads_in_place")
+def test_the_copy_of_an_update_that_is_undone_is_not_written(tmp_path: Path) -> None:
+    one, draft = worker(model()), tmp_path / "draft-1"
+    update(one, 1)
+    scribe, _ = copied_swap(one, draft)
+    assert one.undo_staged() == {"undone": True}
+    assert scribe.join(SOON_S)
+    with pytest.raises(StoreFailed, match="aborted"):
+        is_whole(draft)
+    check_holds(one, 1, where(one))
 
 
 def test_where_nothing_is_copied_nothing_is_kept() -> None:

@@ -19,7 +19,7 @@ from engines.errors import WeightUpdateFailed
 from engines.inside_vllm.plugin import register
 from engines.process.engine_server import free_port
 from engines.transfer.gloo import WeightGroup, send
-from tests.rigs.real_vllm import greedy_token_ids, served
+from tests.rigs.engines.real_vllm import greedy_token_ids, served
 
 if TYPE_CHECKING:
     from engines.inside_vllm.gloo_receiver import GlooWeightTransferEngine

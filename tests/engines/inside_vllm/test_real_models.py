@@ -17,7 +17,7 @@ from engines.inside_vllm import in_place as vllm_in_place
 from engines.inside_vllm.base_layers import base_layers, loader_of
 from engines.inside_vllm.in_place import obstacle
 from engines.loading.planned_load import PlannedLoad
-from tests.rigs import vllm_model
+from tests.rigs.engines import vllm_model
 
 Tensors = dict[str, torch.Tensor]
 

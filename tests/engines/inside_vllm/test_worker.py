@@ -1,11 +1,8 @@
 """Our extension of vLLM's workers in a real vLLM server on CPU: receipts, snapshots, and a model with a tied head."""
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +13,7 @@ pytest.importorskip("trl")
 import torch
 from trl.generation import vllm_client
 
-from engines.clients.vllm_engine import MIXED, VllmEngine
+from engines.clients.our_workers import MIXED
 from engines.engine import ReceiptCopy
 from engines.errors import EngineFailed
 from engines.process.engine_server import free_port
@@ -24,22 +21,11 @@ from engines.store.draft import is_whole
 from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore
 from engines.transfer.tensor_bytes import digest_on_host
-from tests.rigs.real_vllm import greedy_token_ids, served
+from tests.rigs.engines.real_vllm import greedy_token_ids, on_engine, served
 
 pytestmark = pytest.mark.vllm
 
 TIMEOUT_S = 60.0
-
-
-def on_engine(url: str, call: Callable[[VllmEngine], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        engine = VllmEngine("r1", url, has_tee=True)
-        try:
-            return await call(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(run())
 
 
 def until_whole(draft: Path) -> None:

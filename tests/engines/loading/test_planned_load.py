@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 from torch.nn import Module, Parameter
 
-from engines.loading.planned_load import PlannedLoad
+from engines.loading.planned_load import PlannedLoad, load_in_batches
 
 Tensors = dict[str, torch.Tensor]
 
@@ -293,7 +293,7 @@ def test_what_stands_before_the_models_loader_is_passed_by(model: PlayedModel, p
 
 def test_tensors_that_come_one_by_one_are_loaded_in_batches(model: PlayedModel, planned: PlannedLoad) -> None:
     tensors = sent()
-    planned.load_all(iter(tensors.items()), batch_bytes=100)
+    load_in_batches(planned.load, iter(tensors.items()), batch_bytes=100)
     check_same(content(model), loaded(tensors))
     assert [name for call in model.calls for name in call] == list(tensors)
     assert 1 < len(model.calls) < len(tensors)
@@ -301,7 +301,7 @@ def test_tensors_that_come_one_by_one_are_loaded_in_batches(model: PlayedModel, 
 
 def test_of_nothing_nothing_is_loaded(model: PlayedModel, planned: PlannedLoad) -> None:
     planned.load([])
-    planned.load_all(iter([]), batch_bytes=1)
+    load_in_batches(planned.load, iter([]), batch_bytes=1)
     check_same(content(model), loaded())
 
 

@@ -11,7 +11,7 @@ from engines.levers import LEVERS
 from engines.process.arguments import ASK_SGLANG, ASK_VLLM, check_extra, installed_arguments
 from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.launch import engine_command
-from tests.rigs import real_sglang
+from tests.rigs.engines import real_sglang
 
 KNOWN = frozenset({"max-loras", "no-enable-lora", "compilation-config"})
 SCRIPT = 'print("loading"); print(\'["-h", "--help", "--max-loras"]\')'

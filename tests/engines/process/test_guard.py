@@ -4,11 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+
+from engines.process import temporary
 
 SOON_S = 30.0
 PATIENT_S = 120.0
@@ -161,6 +164,59 @@ def test_the_whole_tree_ends_when_either_process_of_the_guard_is_killed(
     os.kill(guard.pid if generation == "outer" else inner, signal.SIGKILL)
     assert those_left([*pids, inner]) == []
     guard.wait(SOON_S)
+
+
+def folder_of(guard: Guard) -> Path:
+    """The folder that a command prints, which `MAKES_FILES` has filled."""
+    assert guard.stdout is not None
+    folder = Path(guard.stdout.readline().strip())
+    assert (folder / "socket").exists()
+    return folder
+
+
+MAKES_FILES = 'touch "$TMPDIR/socket"; echo "$TMPDIR"; '
+
+
+def test_temporary_files_of_the_command_end_with_it(start_guard: StartGuard) -> None:
+    guard = start_guard(f"{MAKES_FILES} read line; exit 3")
+    folder = folder_of(guard)
+    assert guard.wait(SOON_S) == 3
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("generation", ["outer", "inner"])
+def test_temporary_files_go_when_either_process_of_the_guard_is_killed(
+    start_guard: StartGuard, generation: str
+) -> None:
+    guard = start_guard(f"{MAKES_FILES} echo $$; exec sleep 300")
+    folder = folder_of(guard)
+    inner = parent_of(*printed_pids(guard))
+    os.kill(guard.pid if generation == "outer" else inner, signal.SIGKILL)
+    assert those_left([inner]) == []
+    guard.wait(SOON_S)
+    assert not folder.exists()
+
+
+def test_temporary_files_of_a_guard_that_was_killed_whole_are_found(
+    start_guard: StartGuard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # where no other guard that starts finds them
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(temporary, "_LOCKED_WITHIN_S", 0.0)
+    guard = start_guard(f"{MAKES_FILES} echo $$; exec sleep 300")
+    folder = folder_of(guard)
+    (command,) = printed_pids(guard)
+    inner = parent_of(command)
+    assert temporary.remove_left_folders(place) == []
+    for pid in (inner, guard.pid):
+        os.kill(pid, signal.SIGSTOP)
+    for pid in (inner, guard.pid, command):
+        os.kill(pid, signal.SIGKILL)
+    guard.wait(SOON_S)
+    assert those_left([inner, command]) == []
+    assert folder.exists()
+    assert temporary.remove_left_folders(place) == [folder]
+    place.rmdir()
 
 
 def test_a_command_may_end_in_its_own_way_within_the_grace(start_guard: StartGuard) -> None:

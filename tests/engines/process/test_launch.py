@@ -435,6 +435,14 @@ def test_sglang_takes_extra_and_its_switches_are_on_or_absent() -> None:
 
 
 @pytest.mark.usefixtures("sglang")
+def test_sglang_takes_adapters_of_all_modules_unless_extra_names_some() -> None:
+    assert "lora-target-modules" not in flags(command(kind="sglang"))
+    assert flags(command(kind="sglang", enable_lora=True))["lora-target-modules"] == "all"
+    given = flags(command(kind="sglang", enable_lora=True, extra={"lora_target_modules": "q_proj"}))
+    assert given["lora-target-modules"] == "q_proj"
+
+
+@pytest.mark.usefixtures("sglang")
 @pytest.mark.parametrize(
     ("lever", "value", "instead"),
     [

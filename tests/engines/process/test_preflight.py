@@ -113,6 +113,19 @@ def test_a_checkpoint_quantised_otherwise_is_refused(check: Check, monkeypatch: 
     assert check(gptq, quantization="gptq_marlin") == []
 
 
+def test_sglang_that_quantises_a_plain_checkpoint_takes_no_updates(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang 0.5.17 on a GPU ends with the first load from disk: its fp8 weights are kept transposed."""
+    monkeypatch.setattr(preflight, "_quantizations", lambda config: ())
+    ((field, message),) = check(QWEN, kind="sglang", quantization="fp8")
+    assert (field, "kind = vllm, or frozen = true" in message) == ("quantization", True)
+    assert check(QWEN, kind="sglang", quantization="fp8", frozen=True) == []
+    assert check(QWEN, kind="vllm", quantization="fp8") == []
+    blocks = QWEN | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    assert check(blocks, kind="sglang", quantization="fp8") == []
+
+
 def test_a_folder_without_config_or_weights_is_no_checkpoint(check: Check, tmp_path: Path) -> None:
     ((field, message),) = check(None)
     assert (field, "no config.json" in message) == ("model", True)

@@ -13,7 +13,7 @@ from engines.errors import EngineStartFailed
 from engines.process import engine_server as server
 from engines.process.engine_server import EngineServer, free_port
 from examples.tiny_model.task import COMMITTED
-from tests.rigs import real_sglang, real_vllm
+from tests.rigs.engines import real_sglang, real_vllm
 
 
 @pytest.mark.vllm

@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from engines.engine import ReceiptCopy
 from engines.errors import StoreFailed
 from engines.store import shard_writer
 from engines.store.draft import Draft, is_whole
@@ -41,7 +42,8 @@ def store(tmp_path: Path) -> WeightStore:
 
 
 def scribe(store: WeightStore, names: Sequence[str] = (), base: Path | None = None, wait_s: float = 5.0) -> Scribe:
-    return Scribe(store.draft(), "m", base, names, wait_s)
+    copy = ReceiptCopy(draft=str(store.draft()), model="m", base=str(base or ""), names=tuple(names), wait_s=wait_s)
+    return Scribe(copy)
 
 
 def tensors() -> dict[str, torch.Tensor]:

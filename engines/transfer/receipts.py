@@ -1,11 +1,10 @@
 """Receipts of a worker's updates: the tee of the update under way, and the scribe of its copy."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
-from engines.transfer.tee import Scribe, WeightTee
+from engines.transfer.tee import Load, Scribe, WeightTee
 
 
 class Receipts:
@@ -15,31 +14,29 @@ class Receipts:
         self._tee: WeightTee | None = None
         self._scribe: Scribe | None = None
 
-    def open(
-        self,
-        model: Any,
-        load: Callable[..., Any],
-        *,
-        draft: str,
-        checkpoint: str,
-        base: str,
-        names: Sequence[str],
-        wait_s: float,
-    ) -> None:
-        """Digest the tensors that the `load_weights` of `model` gets from now on, and load them by `load`.
-
-        With `draft`, also copy them into that folder, as a version of `checkpoint`.
-        """
+    def open(self, model: Any, load: Load | None = None, copy: ReceiptCopy | None = None) -> None:
+        """Digest the tensors that the `load_weights` of `model` gets from now on, and load them by `load`; default:
+        the model's own. With `copy`, also write them down."""
         self.drop()
-        scribe = _scribe_after(self._scribe, Path(draft), checkpoint, base, names, wait_s) if draft else None
+        scribe = _scribe_after(self._scribe, copy) if copy is not None else None
         self._scribe = scribe or self._scribe
         self._tee = WeightTee(model, scribe, load)
 
-    def load_by(self, load: Callable[..., Any]) -> None:
+    def load_by(self, load: Load) -> None:
         """Hand tensors to `load` from now on."""
         if self._tee is None:
             raise WeightUpdateFailed("there is no open receipt")
         self._tee.load_by(load)
+
+    @property
+    def copies(self) -> bool:
+        """True while an update's tensors are copied, which may be to its commit where they are."""
+        return self._scribe is not None and not self._scribe.is_kept
+
+    @property
+    def reads(self) -> bool:
+        """True where the copy is already made from received tensors, in the background."""
+        return self._scribe is not None and self._scribe.reads
 
     def close(self) -> dict[str, str]:
         """Return the digest of each received tensor. The copy is finished by `keep`."""
@@ -51,6 +48,12 @@ class Receipts:
         if self._scribe is not None:
             self._scribe.keep()
 
+    def kept(self) -> None:
+        """Finish the draft, and return once it is written, or the reason of its failure is."""
+        self.keep()
+        if self._scribe is not None:
+            self._scribe.join()
+
     def drop(self) -> None:
         """Stop digesting and copying; the draft is discarded unless it is kept."""
         tee, self._tee = self._tee, None
@@ -60,11 +63,9 @@ class Receipts:
             self._scribe.give_up("the update was aborted")
 
 
-def _scribe_after(
-    before: Scribe | None, draft: Path, checkpoint: str, base: str, names: Sequence[str], wait_s: float
-) -> Scribe:
+def _scribe_after(before: Scribe | None, copy: ReceiptCopy) -> Scribe:
     """Return the next scribe, once the scribe before has ended: two would need twice the memory."""
-    scribe = Scribe(draft, checkpoint, Path(base) if base else None, names, wait_s)
-    if before is not None and not before.join(wait_s):
+    scribe = Scribe(copy)
+    if before is not None and not before.join(copy.wait_s):
         scribe.give_up("the version before is still being written (weights.store_wait_s)")
     return scribe

@@ -6,7 +6,7 @@ from typing import Any
 from engines.config import EngineConfig
 from engines.types import EngineKind
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 ENV = {"PYTHONPATH": str(ROOT / "tests" / "sglang_cpu")}
 

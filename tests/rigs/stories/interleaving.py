@@ -28,7 +28,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.replica import Replica
 from gateway.http.server import GatewayServer
-from tests.rigs.played_engine import (
+from tests.rigs.stories.played_engine import (
     CHECKPOINT,
     ELEMENTS,
     NAMES,
@@ -40,7 +40,7 @@ from tests.rigs.played_engine import (
     is_bad,
     raw_tensor,
 )
-from tests.rigs.played_engine import key as content_key
+from tests.rigs.stories.played_engine import key as content_key
 from trainer_client.transports.last_sent import LastSent
 
 T = TypeVar("T")
@@ -82,6 +82,8 @@ class World:
     config: Config
     random: random.Random
     engines: dict[str, PlayedEngine] = field(default_factory=dict)
+    listening: dict[str, PlayedEngine] = field(default_factory=dict)
+    """Each engine ever started, by incarnation. A removed engine can still be connected to, and does not answer."""
     wires: dict[int, Wire] = field(default_factory=dict)
     versions: dict[int, Content] = field(default_factory=lambda: {0: CHECKPOINT})
     pushes: list["Push"] = field(default_factory=list)
@@ -104,6 +106,7 @@ class World:
         load_s = self.random.choice(_LOADS_S)
         engine = PlayedEngine(replica_id, self.started, self.wires, self.latency, load_s, self.stage_bytes)
         self.engines[replica_id] = engine.start()
+        self.listening[engine.info.incarnation] = engine
         self._look_for_a_new_run()
         return engine
 
@@ -123,7 +126,7 @@ class World:
     def connect(self, info: ReplicaInfo) -> PlayedClient:
         gateway = _GATEWAY.get()
         assert gateway is not None
-        return PlayedClient(self.engines[info.replica_id], lambda: gateway.is_dead)
+        return PlayedClient(self.listening[info.incarnation], lambda: gateway.is_dead)
 
     async def run_serve(self) -> None:
         """Start engines that died, and remove those that are no longer wanted, as Serve does."""
@@ -282,7 +285,7 @@ class Gateway:
         self.weights = self.server._weights
         self.adapters = self.server._adapters
         self.snapshots = self.server._snapshots
-        self.completions = Completions(world.config.gateway, self.fleet, Runner(self.server._scheduler))
+        self.completions = Completions(world.config.gateway, self.fleet, Runner(self.server._scheduler, _METRICS))
         self._watching = self.server._watching(None)  # type: ignore[arg-type]
         self._context = contextvars.copy_context()
         self._context.run(_GATEWAY.set, self)

@@ -17,10 +17,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 import aiohttp
 from aiohttp import web
-from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
 
 from engines.checkpoint import read_spans
+from engines.clients.connections import CannotConnect
 from engines.clients.http import HttpEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import SimConfig
@@ -188,6 +188,8 @@ class _Server(SimServer):
         answer = await super()._on_workers(method, arguments)
         if method == "load_snapshot":
             self._engine.take_loaded()
+        if method == "undo_staged":
+            return {"undone": answer["undone"] and await self._engine.undo_staged()}
         if method == "load_staged":
             await self._engine.take_staged()
         return answer
@@ -201,7 +203,8 @@ class _Server(SimServer):
         if is_bad(self._engine.content) and "prompt_logprobs" in json.loads(await request.read()):
             assert isinstance(reply, web.Response)
             body = json.loads(reply.body)  # type: ignore[arg-type]
-            for scored in body["choices"][0]["prompt_logprobs"][1:]:
+            scores = body["choices"][0]["prompt_logprobs"] or []  # none of an aborted request
+            for scored in scores[1:]:
                 for entry in scored.values():
                     entry["logprob"] = None  # NaN in JSON
             return web.Response(body=json.dumps(body).encode())
@@ -223,6 +226,8 @@ class PlayedEngine:
         self.content: Content = CHECKPOINT
         self.loaded: Content | None = None
         self.staged: dict[str, float] = {}
+        self.replaced: Content | None = None
+        self._keeps = incarnation % 3 > 0  # in other engines an exchange is not exact
         self._staging: asyncio.Task[None] | None = None
         self._wires = wires
         self._wire: Wire | None = None
@@ -297,10 +302,22 @@ class PlayedEngine:
         """Hold the staged tensors, one after the other."""
         if not self.is_staged:
             raise WeightUpdateConflict("load_staged without staged tensors")
-        for name, value in self.staged.items():
+        self.replaced, before = None, self.content
+        await self._put_all(self.staged)
+        self.replaced = before if self._keeps else None
+        self.drop_staged()
+
+    async def undo_staged(self) -> bool:
+        """Hold the weights before the last swap, one after the other."""
+        replaced, self.replaced = self.replaced, None
+        if replaced is not None:
+            await self._put_all(dict(zip(NAMES, replaced, strict=True)))
+        return replaced is not None
+
+    async def _put_all(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
             self._put(name, value)
             await asyncio.sleep(self._latency())
-        self.drop_staged()
 
     def _put(self, name: str, value: float) -> None:
         values = dict(zip(NAMES, self.content, strict=True)) | {name: value}
@@ -379,7 +396,7 @@ class PlayedEngine:
         if pipe.begun.is_set():
             return _Response(200, pipe)
         if handling.cancelled() or self.is_dead:
-            raise aiohttp.ServerDisconnectedError
+            raise ConnectionResetError
         reply = handling.result()
         pipe.write_now(bytes(reply.body or b""))
         pipe.end()
@@ -415,9 +432,8 @@ def _handlers(server: SimServer) -> dict[tuple[str, str], str]:
     return _HANDLERS
 
 
-def _refused() -> aiohttp.ClientConnectorError:
-    where = ConnectionKey("127.0.0.1", 1, False, True, None, None, None)
-    return aiohttp.ClientConnectorError(where, ConnectionRefusedError("nothing listens"))
+def _refused() -> CannotConnect:
+    return CannotConnect("127.0.0.1:1", ConnectionRefusedError("nothing listens"))
 
 
 class _Request:
@@ -430,7 +446,7 @@ class _Request:
     def __init__(self, method: str, path: str, body: bytes) -> None:
         split = urlsplit(path)
         self.method, self.path, self.query, self._body = method, split.path, dict(parse_qsl(split.query)), body
-        self.can_read_body = bool(body)
+        self.body_exists = bool(body)
 
     async def read(self) -> bytes:
         return self._body
@@ -470,7 +486,7 @@ class _Pipe:
         while (block := await self._blocks.get()) is not None:
             yield block
         if self._is_broken:
-            raise aiohttp.ClientPayloadError("the connection was cut")
+            raise ConnectionResetError("the connection was cut")
 
 
 class _Response:
@@ -478,14 +494,14 @@ class _Response:
 
     def __init__(self, status: int, content: _Pipe) -> None:
         self.status = status
-        self.content = content
+        self.iter_any = content.iter_any
 
     async def read(self) -> bytes:
-        return b"".join([block async for block in self.content.iter_any()])
+        return b"".join([block async for block in self.iter_any()])
 
 
-class _Session:
-    """Stands where aiohttp's does. `is_dead` is True once the client's process was killed."""
+class _Connections:
+    """Stands where the client's connections do. `is_dead` is True once the client's process was killed."""
 
     def __init__(self, engine: PlayedEngine, is_dead: Callable[[], bool]) -> None:
         self._engine = engine
@@ -497,25 +513,25 @@ class _Session:
 
     @asynccontextmanager
     async def request(
-        self, method: str, path: str, *, data: bytes | None, timeout: Any, headers: Any
+        self, method: str, path: str, *, data: bytes | None, timeout_s: float, **_: Any
     ) -> AsyncIterator[_Response]:
         if self._is_dead():
             raise asyncio.CancelledError
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout_at(loop.time() + timeout.total):
+        async with asyncio.timeout_at(loop.time() + timeout_s):
             async with self._engine.answer(method, path, data or b"") as response:
                 yield response
 
 
-class _Sessionless(HttpEngine):
+class _Unconnected(HttpEngine):
     def __init__(self, replica_id: str, url: str, api_key: str = "") -> None:
         self.replica_id, self.url = replica_id, url
 
 
-class PlayedClient(VllmEngine, _Sessionless):
+class PlayedClient(VllmEngine, _Unconnected):
     """The gateway's client of a played engine."""
 
     def __init__(self, engine: PlayedEngine, is_dead: Callable[[], bool]) -> None:
         info = engine.info
         super().__init__(info.replica_id, info.url, info.engine_version, has_tee=info.has_tee)
-        self._session = _Session(engine, is_dead)  # type: ignore[assignment]
+        self._connections = _Connections(engine, is_dead)  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from engines.errors import RolloutGatewayError
 from engines.sim.adapters import SimAdapters
 from engines.types import InFlight, PauseMode, ReplicaState
 from tests.material.adapters import write_adapter
-from tests.rigs.interleaving import SETTLE_S, Gateway, GatewayDied, Trainer, Violation, World
+from tests.rigs.stories.interleaving import SETTLE_S, Gateway, GatewayDied, Trainer, Violation, World
 
 MOST_ENGINES = 4
 _LONGEST_CALL_S = 600.0

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from engines.types import InFlight, PauseMode
-from tests.rigs import virtual_time
-from tests.rigs.interleaving import world_of
-from tests.rigs.story import (
+from gateway.tuning.simulate import virtual_time
+from tests.rigs.stories.interleaving import world_of
+from tests.rigs.stories.story import (
     AbortAll,
     Kill,
     LoadAdapter,
@@ -55,11 +55,24 @@ _PUSH = st.builds(
     _SLOW,
     st.sampled_from((None, None, None, 0.01, 0.05, 0.2, 0.5, 1.0, 4.0)),
 )
+_NO = st.just(False)
+_STAGED_PUSH = st.builds(
+    PushStep,
+    _AFTER,
+    st.integers(0, 1),
+    _NO,
+    _NO,
+    st.booleans(),
+    _NO,
+    _NO,
+    _IN_FLIGHT,
+    st.sampled_from((0.0, 0.0, 0.05)),
+    st.sampled_from((None, None, None, 0.2, 0.5)),
+)
 _ROLLOUT = st.builds(
     Rollout, _AFTER, st.sampled_from((3, 30, 90)), st.booleans(), st.sampled_from((False, False, True))
 )
-_SHARES = [
-    (6, _PUSH),
+_OTHERS = [
     (6, _ROLLOUT),
     (2, st.builds(Kill, _AFTER, _ENGINE)),
     (2, st.builds(Stop, _AFTER, _ENGINE, st.sampled_from((0.3, 2.0, 7.0, 20.0)))),
@@ -73,7 +86,12 @@ _SHARES = [
     (2, st.builds(RestartGateway, _AFTER, st.booleans(), st.sampled_from((0.1, 2.0, 6.0)))),
     (1, st.builds(RelayDies, _AFTER)),
 ]
-_STEP = st.sampled_from([step for share, step in _SHARES for _ in range(share)]).flatmap(lambda step: step)
+
+
+def _steps(push: st.SearchStrategy[Step]) -> st.SearchStrategy[list[Step]]:
+    shares = [(6, push), *_OTHERS]
+    step = st.sampled_from([step for share, step in shares for _ in range(share)]).flatmap(lambda step: step)
+    return st.lists(step, min_size=3, max_size=MOST_STEPS)
 
 
 @dataclass
@@ -86,8 +104,9 @@ class Tally:
     delivered: int = 0
 
 
-def search(examples: int, *, seed: int, shrinks: bool = True) -> Tally:
-    """Play so many stories; raise the first that breaks a promise, as short as it can be made where `shrinks`."""
+def search(examples: int, *, seed: int, shrinks: bool = True, staged: bool = False) -> Tally:
+    """Play so many stories; raise the first that breaks a promise, as short as it can be made where `shrinks`. Where
+    `staged`, all pushes are whole and staged, and half of them are refused."""
     tally = Tally()
 
     @seeded(seed)
@@ -100,12 +119,12 @@ def search(examples: int, *, seed: int, shrinks: bool = True) -> Tally:
         report_multiple_bugs=False,
     )
     @given(
-        steps=st.lists(_STEP, min_size=3, max_size=MOST_STEPS),
+        steps=_steps(_STAGED_PUSH if staged else _PUSH),
         chance=st.integers(0, 1 << 16),
-        relay=st.booleans(),
+        relay=_NO if staged else st.booleans(),
         replicas=st.integers(1, 3),
         rolling=st.booleans(),
-        stages=st.booleans(),
+        stages=st.just(True) if staged else st.booleans(),
     )
     def play(steps: list[Step], chance: int, relay: bool, replicas: int, rolling: bool, stages: bool) -> None:
         played(steps, chance, tally, relay=relay, replicas=replicas, rolling=rolling, stages=stages)

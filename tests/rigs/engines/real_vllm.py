@@ -9,7 +9,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +26,10 @@ from engines.sim.model import CHECKPOINT_VERSION
 from engines.types import EngineKind, PauseMode, ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
-from tests.rigs.forked_vllm import engine_process
+from tests.rigs.engines.forked_vllm import engine_process
 
 START_TIMEOUT_S = 240.0
-REQUEST_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 240.0
 FAST = {"gateway": {"port": 0}, "fleet": {"probe_interval_s": 0.2, "lost_after_s": 2.0}}
 
 
@@ -90,19 +90,30 @@ def tokens_made(real: RealFleet) -> float:
 def until_generating(real: RealFleet, samples: int = 1, tokens: int = 20) -> None:
     """Returns when so many samples run on the replicas, and these have made about so many tokens each since."""
     _until(lambda: _metric(real, "num_requests_running") >= samples)
-    wanted = tokens_made(real) + samples * tokens
-    _until(lambda: tokens_made(real) >= wanted)
+    until_made(real, tokens_made(real) + samples * tokens)
+
+
+def until_made(real: RealFleet, tokens: float) -> None:
+    """Returns when the replicas have made so many tokens since they started."""
+    _until(lambda: tokens_made(real) >= tokens)
 
 
 @contextmanager
 def gathered(real: RealFleet, samples: int) -> Iterator[None]:
     """Hold the engines still while requests of so many samples come in, which so begin together."""
+    with standing(real):
+        yield
+        _until(lambda: sum(one["samples_in_flight"] for one in real.call("/status")[1]["replicas"]) >= samples)
+
+
+@contextmanager
+def standing(real: RealFleet) -> Iterator[None]:
+    """Hold the engines still behind the gateway's back. An update sets them going again."""
     engines = [replace(real, url=replica.url) for replica in real.replicas]
     for engine in engines:
         assert engine.call("/pause?mode=keep", {})[0] == 200
     try:
         yield
-        _until(lambda: sum(one["samples_in_flight"] for one in real.call("/status")[1]["replicas"]) >= samples)
     finally:
         for engine in engines:
             assert engine.call("/resume", {})[0] == 200
@@ -292,9 +303,9 @@ def engine_config(model: Path, log_dir: Path) -> EngineConfig:
 
 
 @contextmanager
-def served(model: Path, log_dir: Path) -> Iterator[str]:
+def served(model: Path, log_dir: Path, **levers: Any) -> Iterator[str]:
     """Serve `model` in float32 on one replica; gives its URL."""
-    config = engine_config(model, log_dir)
+    config = engine_config(model, log_dir).model_copy(update=levers)
     port = free_port()
     command = engine_command(config, port=port, index=0)
     process = engine_process(command, log_dir / f"vllm-{port}.log", config.stop_timeout_s)
@@ -305,6 +316,19 @@ def served(model: Path, log_dir: Path) -> Iterator[str]:
         yield url
     finally:
         asyncio.run(process.stop())
+
+
+def on_engine(url: str, call: Callable[[VllmEngine], Awaitable[Any]]) -> Any:
+    """Return the result of a call on a client of the server at this URL."""
+
+    async def run() -> Any:
+        engine = VllmEngine("r1", url, has_tee=True)
+        try:
+            return await call(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
 
 
 def greedy_token_ids(url: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:

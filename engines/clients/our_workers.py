@@ -1,0 +1,129 @@
+"""The weight calls that our code in an engine's workers answers, the same for vLLM and SGLang."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from engines.clients.http import HttpEngine
+from engines.engine import Json, Peer, ReceiptCopy
+from engines.errors import EngineFailed
+
+_FIRST_LOOK_S = 0.005
+_LOOK_S = 0.05
+MIXED = "mixed"
+"""Label of weights that are being overwritten, so that a restarted gateway does not serve them."""
+
+
+class EngineWithWorkers(HttpEngine, ABC):
+    """A server whose workers may run our code.
+
+    has_tee: they do: `engines/inside_vllm` or `engines/inside_sglang`. A server with `peer` runs it too.
+    peer: source of weight versions that are not on the engine's machine.
+    """
+
+    def __init__(self, replica_id: str, url: str, api_key: str, *, has_tee: bool, peer: Peer | None) -> None:
+        super().__init__(replica_id, url, api_key)
+        self._has_tee = has_tee
+        self._peer = peer
+
+    @abstractmethod
+    async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
+        """Call a method of all workers; return their answers."""
+
+    @abstractmethod
+    def _receive(self, update_info: Json, timeout_s: float) -> Json:
+        """Return the workers' arguments for a receive of the announced tensors."""
+
+    @abstractmethod
+    async def _load_by_itself(self, path: str, timeout_s: float) -> None:
+        """Have the engine's own code load all weights from a checkpoint folder."""
+
+    @abstractmethod
+    async def _label(self, label: str, timeout_s: float) -> None:
+        """Label the weights, where the engine knows labels."""
+
+    async def report_draft(self, timeout_s: float) -> Json | None:
+        return _one_report(await self._on_workers("report_draft", {}, timeout_s)) if self._has_our_worker else None
+
+    async def room_to_stage(self, num_bytes: int, timeout_s: float) -> bool:
+        if not self._has_tee:
+            return False
+        return _all_say("room", await self._on_workers("room_to_stage", {"num_bytes": num_bytes}, timeout_s))
+
+    async def stage_weights(self, update_info: Json, timeout_s: float) -> None:
+        await self._on_workers("stage_weights", self._receive(update_info, timeout_s), timeout_s)
+        await self._until_ready("staged", {}, timeout_s)
+
+    async def load_staged(self, timeout_s: float) -> None:
+        await self._on_workers("load_staged", {}, timeout_s)
+
+    async def undo_staged(self, version: int, timeout_s: float) -> bool:
+        await self._label(MIXED, timeout_s)
+        if not _all_say("undone", await self._on_workers("undo_staged", {}, timeout_s)):
+            return False
+        await self._label(str(version), timeout_s)
+        return True
+
+    async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
+        if self._has_tee:
+            await self._on_workers("open_receipt", asdict(copy) if copy else {}, timeout_s)
+
+    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
+        if not self._has_tee:
+            return {}
+        first, *others = await self._on_workers("close_receipt", {}, timeout_s)
+        for rank, digests in enumerate(others, 1):
+            if digests != first:
+                raise EngineFailed(f"workers 0 and {rank} received different bytes", replica_id=self.replica_id)
+        return dict(first)
+
+    async def keep_receipt(self, timeout_s: float) -> None:
+        if self._has_tee:
+            await self._on_workers("keep_receipt", {}, timeout_s)
+
+    async def drop_receipt(self, timeout_s: float) -> None:
+        if self._has_our_worker:
+            await self._on_workers("drop_receipt", {}, timeout_s)
+
+    async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        if self._has_our_worker:
+            await self._until_ready("prepare_snapshot", self._snapshot(path, version, timeout_s), timeout_s)
+
+    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
+        await self._label(MIXED, timeout_s)
+        asked = self._snapshot(path, version, timeout_s)
+        # Our worker in SGLang answers False for a version that it leaves to SGLang.
+        if not self._has_our_worker or False in await self._on_workers("load_snapshot", asked, timeout_s):
+            await self._load_by_itself(path, timeout_s)
+        await self._label(str(version), timeout_s)
+
+    @property
+    def _has_our_worker(self) -> bool:
+        return self._has_tee or self._peer is not None
+
+    def _snapshot(self, path: str, version: int, timeout_s: float) -> Json:
+        """Return the workers' arguments for a version and its source."""
+        arguments: Json = {"path": path, "version": version}
+        if self._peer is not None and version:
+            arguments |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
+        return arguments
+
+    async def _until_ready(self, method: str, arguments: Json, timeout_s: float) -> None:
+        """Poll the workers until all are ready: a call that waits there would block the engine's steps."""
+        look_s = _FIRST_LOOK_S
+        while not _all_say("ready", await self._on_workers(method, arguments, timeout_s)):
+            await asyncio.sleep(look_s)
+            look_s = min(_LOOK_S, 2 * look_s)
+
+
+def _all_say(word: str, workers: Sequence[Any]) -> bool:
+    """Return True if all workers answer yes: SGLang's with True, vLLM's with it under `word`."""
+    return all(answer[word] if isinstance(answer, dict) else answer for answer in workers)
+
+
+def _one_report(workers: Sequence[Json | None]) -> Json | None:
+    """Return the report of a draft among those of all workers: one without weights only where no other has some."""
+    found = [report for report in workers if report]
+    return next((report for report in found if report["weights"] != "none"), found[0] if found else None)

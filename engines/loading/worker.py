@@ -1,0 +1,239 @@
+"""The part of our code in an engine's workers that is the same for vLLM and SGLang. A call reaches all workers."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.engine import ReceiptCopy
+from engines.errors import WeightUpdateFailed
+from engines.loading.draft import Draft
+from engines.loading.exchange import Exchange
+from engines.loading.planned_load import Form, Load, PlannedLoad, load_in_batches
+from engines.loading.prefetch import Prefetch
+from engines.loading.snapshot_reader import read_tensors
+from engines.loading.stage import Stage, synchronize
+from engines.store.peer_store import PeerStore, fetched
+from engines.transfer.gloo import NamedTensor
+from engines.transfer.receipts import Receipts
+from engines.transfer.tee import room_on
+
+_BATCH_BYTES = 512 << 20
+"""Batch of a folder that is loaded in place: large enough that loaders run seldom, small enough for a full GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What updates change in one worker.
+
+    obstacle: the reason why weights are not loaded in place; "" where they are.
+    in_place: the planned load in place; None with an `obstacle`.
+    own_load: the engine's own loader, for a model with an `obstacle`.
+    draft: None in an engine that does not decode speculatively.
+    """
+
+    device: torch.device
+    obstacle: str
+    in_place: PlannedLoad | None
+    own_load: Load
+    draft: Draft | None
+
+    def plan(self, forms: list[Form]) -> None:
+        """Plan loads of these tensors, so that the first update takes no longer than the next."""
+        if self.in_place is not None:
+            self.in_place.begin()
+            self.in_place.plan(forms)
+        if self.draft is not None:
+            self.draft.plan(forms)
+
+    def begin(self) -> None:
+        """Begin an update of all or some weights."""
+        if self.in_place is not None:
+            self.in_place.begin()
+        if self.draft is not None:
+            self.draft.begin()
+
+    @property
+    def load(self) -> Load:
+        """The loader of an update's tensors. A draft that takes some of them gets them too."""
+        load = self.in_place.load if self.in_place is not None else self.own_load
+        return self.draft.beside(load) if self.draft is not None else load
+
+    def exchange(self, tensors: list[NamedTensor]) -> Exchange | None:
+        """Return the load of these tensors that keeps the weights before; None where that would not be exact.
+
+        A draft that takes some of them too would have to be taken back with the target.
+        """
+        if self.in_place is None or (self.draft is not None and self.draft.takes_tensors):
+            return None
+        return self.in_place.exchange(tensors)
+
+    @property
+    def has_moved(self) -> bool:
+        """True where weights lie elsewhere than when the update began."""
+        return self.in_place is None or self.in_place.has_moved
+
+    def load_folder(self, folder: Path, prefetch: Prefetch | None) -> None:
+        """Load all weights in place from a folder, which may be read already."""
+        load_in_batches(self.load, tensors_in(folder, prefetch, self.device), _BATCH_BYTES)
+
+
+class UpdatedWorker:
+    """The updates of one worker. vLLM mixes this into its worker class: there is no constructor, and names here must
+    differ from that class's own."""
+
+    prefetch: Prefetch | None = None
+    stage: Stage | None = None
+    exchange: Exchange | None = None
+
+    @property
+    def target(self) -> Target:
+        raise NotImplementedError
+
+    def answer_of(self, word: str, value: object) -> Any:
+        """Return an answer to the gateway as the engine passes it on."""
+        raise NotImplementedError
+
+    def loading(self) -> AbstractContextManager[object]:
+        """Return a context for loads of staged tensors."""
+        raise NotImplementedError
+
+    def load_version(self, folder: Path, prefetch: Prefetch | None) -> bool | None:
+        """Load all weights from a folder, or from the engine's own checkpoint where there is no such folder. Return
+        False where the engine's own route has to."""
+        raise NotImplementedError
+
+    @cached_property
+    def receipts(self) -> Receipts:
+        return Receipts()
+
+    def report_draft(self) -> dict[str, Any]:
+        """Return `Draft.report`; {} from an engine that does not decode speculatively."""
+        return self.target.draft.report() if self.target.draft is not None else {}
+
+    def room_to_stage(self, num_bytes: int) -> Any:
+        """Report whether tensors of so many bytes fit beside the weights, without those that an update has left."""
+        self.drop_receipt()
+        return self.answer_of("room", num_bytes <= room_on(self.target.device))
+
+    def begin_receipt(self, model: Any, copy: dict[str, Any], *, is_first: bool) -> None:
+        """Digest tensors from now on that the `load_weights` of `model` gets, after `drop_receipt`. With `copy`, the
+        fields of `ReceiptCopy`, the first worker also copies them."""
+        self.target.begin()
+        self.receipts.open(model, self.target.load, ReceiptCopy(**copy) if copy and is_first else None)
+
+    def begin_stage(self, engine: Any, update_info: dict[str, Any]) -> None:
+        """Begin to receive the announced tensors by vLLM's transfer `engine` beside the weights, after `open_receipt`.
+        The engine goes on."""
+        if self.stage is None:
+            stage = Stage(engine, self.target.device)
+            self.receipts.load_by(stage.add)
+            self.stage = stage
+        self.stage.receive(update_info)
+
+    def staged(self) -> Any:
+        """Report whether the announced tensors are here. Raises the error of their receiver."""
+        return self.answer_of("ready", self.stage is not None and self.stage.is_ready)
+
+    def load_staged(self) -> None:
+        """Load the staged tensors into the weights, inside an update. Where it is exact, the weights before are kept
+        in their memory until the commit, or the update's end."""
+        stage, self.stage = self.stage, None
+        if stage is None or not stage.is_ready:
+            raise WeightUpdateFailed("load_staged without staged tensors")
+        # A copy for the store that is made by now must not find other weights in these tensors.
+        may_exchange = not self.target.has_moved and not self.receipts.reads
+        with self.loading():
+            self.exchange = stage.load_by(partial(self._load_received, stage.exchange if may_exchange else None))
+
+    def undo_staged(self) -> Any:
+        """Take back the weights that `load_staged` has replaced, if it has begun, and end the update. Report False,
+        with nothing changed, where this worker has not kept them."""
+        exchange, is_untouched = self.exchange, self.stage is not None
+        self.drop_receipt()
+        if not (exchange or is_untouched) or self.target.has_moved:
+            return self.answer_of("undone", False)
+        if exchange is not None:
+            with self.loading():
+                exchange.take_back()
+                synchronize(self.target.device)
+        return self.answer_of("undone", True)
+
+    def close_receipt(self) -> dict[str, str]:
+        """Return the digest of each received tensor. The copy is finished by `keep_receipt`."""
+        digests = self.receipts.close()
+        if self.stage is not None:
+            self.stage.plan(self.target.exchange)
+        return digests
+
+    def keep_receipt(self) -> None:
+        """Finish the draft in the background, or note there why it failed: the update is committed. The weights before
+        are freed."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None and self.receipts.copies:
+            exchange.give_back()
+            synchronize(self.target.device)
+        self.receipts.keep()
+
+    def drop_receipt(self) -> None:
+        """Stop digesting and copying; the draft is discarded, and so is what waits in memory for a load or an undo."""
+        self.prefetch = self.exchange = None
+        stage, self.stage = self.stage, None
+        if stage is not None:
+            stage.drop()
+        self.receipts.drop()
+
+    def prepare_snapshot(
+        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
+    ) -> Any:
+        """Begin to prefetch a folder, with the arguments of `load_snapshot`. Report whether it has ended."""
+        folder, device = Path(path), self.target.device
+        fetch = partial(fetched, folder, PeerStore(peer_url, peer_key), version, timeout_s) if peer_url else None
+        if fetch is None and (device.type == "cpu" or not folder.is_dir()):
+            return self.answer_of("ready", True)
+        if self.prefetch is None or not self.prefetch.is_of(folder):
+            self.prefetch = None  # its memory is room for the next
+            self.prefetch = Prefetch(folder, device, fetch)
+        try:
+            return self.answer_of("ready", self.prefetch.is_ready)
+        except Exception:
+            self.prefetch = None
+            raise
+
+    def load_snapshot(
+        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
+    ) -> bool | None:
+        """Load all weights from a checkpoint folder, also after an update that broke off.
+
+        With `peer_url`, a folder that this machine lacks is fetched from there as version `version`. Version 0 is then
+        read from the engine's own checkpoint. Return False where the engine's own route has to load them.
+        """
+        folder = Path(path)
+        if peer_url:
+            fetched(folder, PeerStore(peer_url, peer_key), version, timeout_s)
+        elif version and not folder.is_dir():
+            raise FileNotFoundError(
+                f"this machine has no folder {path}: bind gateway.host to an address that it reaches, set "
+                "weights.peer_url, or have weights.store name a folder that all machines share"
+            )
+        prefetch = self.prefetch
+        self.drop_receipt()
+        return self.load_version(folder, prefetch)
+
+    def _load_received(self, exchange: Exchange | None, tensors: list[NamedTensor]) -> Exchange | None:
+        """Load staged tensors, in exchange where that is planned. Return the exchange that keeps the weights before;
+        None where they are lost."""
+        if exchange is None:
+            self.target.load(tensors)
+        else:
+            exchange.load()
+        return exchange
+
+
+def tensors_in(folder: Path, prefetch: Prefetch | None, device: torch.device) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the tensors of a folder, from memory where they were read ahead."""
+    return (prefetch.take(folder) if prefetch is not None else None) or read_tensors(folder, device)

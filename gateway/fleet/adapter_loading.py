@@ -292,7 +292,7 @@ class AdapterCoordinator:
         timeout_s = 2 * self._config.adapter_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await replica.unless_lost(call)
+                return await replica.unless_lost(call, is_control=True)
         except TimeoutError as error:
             raise DeadlineExceeded(f"no answer within {timeout_s:g} s") from error
 

@@ -1,6 +1,7 @@
 """Counts delivered samples: how they ended, and how stale their tokens were."""
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from statistics import median
 
 from engines.engine import Json
 from gateway.fleet.fleet import Fleet
@@ -23,6 +24,12 @@ class Deliveries:
             if reason := choice.get("finish_reason"):
                 self._metrics.completions.labels(model, reason).inc()
                 self._count_tokens(model, choice.get("weight_versions") or ())
+
+    def count_batch(self, model: str, seconds: Sequence[float]) -> None:
+        """Count a batch by the times at which its prompts ended, from its start; one prompt is no batch."""
+        if len(seconds) > 1:
+            self._metrics.batch_seconds.labels(model).observe(max(seconds))
+            self._metrics.batch_tail_ratio.labels(model).observe(max(seconds) / median(seconds))
 
     async def counted(self, model: str, chunks: AsyncGenerator[Json]) -> AsyncGenerator[Json]:
         """Pass the chunks of a stream on, and count the choices that end in them."""

@@ -7,7 +7,7 @@ places rollouts.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import structlog
 
@@ -27,8 +27,10 @@ from gateway.config.models import Models
 from gateway.config.schema import Config
 from gateway.fleet.adapters import Adapter, Adapters
 from gateway.fleet.events import Events
+from gateway.fleet.places import Places
 from gateway.fleet.replica import Replica
-from gateway.fleet.standstill import Standstill
+from gateway.fleet.watch.engine_page import read_kv_tokens
+from gateway.fleet.watch.standstill import Standstill
 
 log = structlog.get_logger()
 
@@ -63,6 +65,8 @@ class Fleet:
         self.adapters = Adapters()
         self.refused: dict[str, str] = {}
         self.events = Events()
+        self.places = Places()
+        self._listed: set[str] = set()
         self.losses: Counter[str] = Counter()
         self._last_loss: dict[str, str] = {}
         self._expected = {name: group.num_replicas for name, group in config.groups.items()}
@@ -70,6 +74,7 @@ class Fleet:
         self._discover = discover
         self._connect = connect
         self._replicas: dict[str, Replica] = {}
+        self._serving: dict[str, list[Replica]] = {}  # by model, until a state changes
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
@@ -122,10 +127,13 @@ class Fleet:
     def holders(self, version: int) -> list[Replica]:
         return [replica for replica in self.trained if replica.weight_version == version]
 
-    def serving(self, model: str, adapter: Adapter | None = None) -> list[Replica]:
+    def serving(self, model: str, adapter: Adapter | None = None) -> Sequence[Replica]:
         """Replicas that take rollouts of `model`, or of an adapter of it."""
-        ours = self._replicas.values()
-        found = [replica for replica in ours if replica.can_serve and replica.info.model == model]
+        found = self._serving.get(model)
+        if found is None:
+            ours = self._replicas.values()
+            found = [replica for replica in ours if replica.can_serve and replica.info.model == model]
+            self._serving[model] = found
         return found if adapter is None else [replica for replica in found if replica.holds(adapter)]
 
     def asked(self, name: object) -> tuple[str, Adapter | None]:
@@ -157,9 +165,8 @@ class Fleet:
 
     def is_current(self, replica: Replica) -> bool:
         """True where a replica may serve with the weights that it holds."""
-        return replica.frozen or (
-            replica.weight_version is not None and replica.weight_version in (self.version, self.rolling_to)
-        )
+        is_known = replica.weight_version is not None and not replica.is_unproven
+        return replica.frozen or (is_known and replica.weight_version in (self.version, self.rolling_to))
 
     @property
     def serving_behind(self) -> int:
@@ -280,6 +287,7 @@ class Fleet:
             log.warning("discovery failed", error=repr(error))
             return
         listed = {info.replica_id: info for info in infos}
+        self._listed = set(listed)
         for replica in self.replicas:
             replica.listed = replica.replica_id in listed
         self.refused = {replica_id: reason for replica_id, reason in self.refused.items() if replica_id in listed}
@@ -292,12 +300,16 @@ class Fleet:
             self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {replica.replica_id}")
 
     async def metrics_pages(self) -> dict[Replica, str]:
-        """The Prometheus pages of the living engines that answer with one."""
+        """The Prometheus pages of the living engines that answer with one. They report the size of KV caches."""
         replicas = self.alive
         pages = await asyncio.gather(
             *(replica.engine.metrics(self._config.probe_timeout_s) for replica in replicas), return_exceptions=True
         )
-        return {replica: page for replica, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
+        found = {replica: page for replica, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
+        for replica, page in found.items():
+            if replica.residents.capacity is None:
+                replica.residents.capacity = read_kv_tokens(page)
+        return found
 
     async def settled_within(self, timeout_s: float) -> None:
         """Wait until no replica of the policy is SUSPECT, at most so long: each answers again, or is LOST.
@@ -311,6 +323,16 @@ class Fleet:
         except TimeoutError:
             log.warning("a replica stays SUSPECT", seconds=timeout_s)
 
+    async def serves_within(self, model: str, timeout_s: float) -> bool:
+        """Wait until a replica of the model serves, at most so long. Return False where none does in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.serving(model):
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def set_state(self, replica: Replica, state: ReplicaState, reason: str) -> None:
         """Move a replica to a state. LOST is the last: its engine is another replica when it is back."""
         if replica.state in (state, ReplicaState.LOST):
@@ -321,6 +343,7 @@ class Fleet:
         )  # fmt: skip
         self.events.add(replica.replica_id, f"{replica.state} -> {state}: {reason}")
         replica.enter(state, reason)
+        self._serving.clear()
         if state is ReplicaState.LOST:
             self._count_loss(replica)
             self._forget(replica)
@@ -357,14 +380,11 @@ class Fleet:
 
     def _count_loss(self, replica: Replica) -> None:
         """A replica that Serve removes on purpose is no loss."""
-        if not replica.is_leaving:
+        if replica.is_leaving:
+            self.places.leave(replica.info.group, replica.slot)
+        else:
             self.losses[replica.info.group] += 1
             self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}"
-
-    def _free_slot(self, group: str) -> int:
-        """Return the lowest free number in a group: a successor takes its predecessor's."""
-        taken = {replica.slot for replica in self.replicas if replica.info.group == group}
-        return next(number for number in range(len(taken) + 1) if number not in taken)
 
     def notify(self) -> None:
         """Call the listeners: replicas may take rollouts that they could not take before."""
@@ -385,8 +405,19 @@ class Fleet:
             self.version, self._is_certain = version, True
             self._settle_serving("a replica holds newer weights")
 
+    @property
+    def is_certain(self) -> bool:
+        """False while the fleet's version is only what most engines reported without a record."""
+        return self._is_certain
+
+    def believe(self, replica: Replica, *, is_verified: bool) -> None:
+        """Serve a version that was reported without a record. Verified by peers, it is the fleet's for certain."""
+        self._is_certain |= is_verified
+        replica.hold(self.version, keeps_kv=True)
+        self.settle(replica, f"holds version {self.version}, by its canary")
+
     def _agree(self) -> None:
-        """Judge the versions that engines report without a record: only the fleet's counts.
+        """Judge the versions that engines report without a record: only the fleet's counts, if the canary bears it out.
 
         An engine may have another from an update that was never verified, or from another trainer. While no version is
         certain, the fleet's is the one that most engines report; half is enough where they are not external.
@@ -417,7 +448,7 @@ class Fleet:
         """Stop serving from a replica with wrong weights; its rollouts are generated again elsewhere."""
         replica.lose_version()
         self.set_state(replica, ReplicaState.SYNCING, reason)
-        replica.drop_calls()
+        replica.drop_calls(rollouts_alone=True)
 
     def settle(self, replica: Replica, reason: str) -> None:
         """SERVING where its weights are current, SYNCING where not; DRAINING where it is leaving."""
@@ -428,6 +459,8 @@ class Fleet:
         missing = self.missing_adapters(replica)
         if current and missing:
             current, reason = False, f"loads LoRA adapters: {', '.join(adapter.name for adapter in missing)}"
+        elif replica.is_unproven:
+            reason = f"reports version {replica.weight_version} without a record: its canary is to bear it out"
         elif not current and not replica.info.takes_weights:
             reason = (
                 f"{replica.info.url} cannot take weights: it holds those it came with, and the fleet is at version "
@@ -451,6 +484,8 @@ class Fleet:
             return None
         self.refused.pop(info.replica_id, None)
         replica = Replica(info, self._connect(info), frozen=self.models.is_frozen(info.group))
+        # Before the first wait, so that replicas that join together have labels in the order of their list.
+        replica.slot, replica.restarts = self.places.take(info, self._listed | self._replicas.keys())
         try:
             await self._wake(replica)
             await self._read_version(replica)
@@ -464,7 +499,6 @@ class Fleet:
                 "replica does not answer yet", replica=info.replica_id, error=str(error), exc_info=not is_expected
             )
             return None
-        replica.slot = self._free_slot(info.group)
         self._replicas[info.replica_id] = replica
         self._take_over(replica, adapters)
         if not replica.is_unproven:

@@ -1,9 +1,11 @@
 """The gateway's metrics, and the engines' own pages with a `replica` label."""
 
+import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
 
 import structlog
 from prometheus_client import (
@@ -19,13 +21,19 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from engines.engine import Json
 from engines.types import ReplicaState
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.attempts import End
+from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
 
 _NAMESPACE = "rollout_gateway"
+M = TypeVar("M", Counter, Histogram)
+
+_LABELS_REMEMBERED = 1024
+_TAIL_RATIOS = (1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
 _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
@@ -38,21 +46,52 @@ class Metrics:
         counter = partial(Counter, namespace=_NAMESPACE, registry=self.registry)
         gauge = partial(Gauge, namespace=_NAMESPACE, registry=self.registry)
         histogram = partial(Histogram, namespace=_NAMESPACE, registry=self.registry, buckets=_SECONDS)
-        self.requests = counter("requests", "Requests by route and status.", ["route", "status"])
-        self.request_seconds = histogram("request_seconds", "From the request's head to the reply's end.", ["route"])
-        self.queue_seconds = histogram("queue_seconds", "A rollout's wait for a replica.", ["model"])
+        self.requests = _known(counter("requests", "Requests by route and status.", ["route", "status"]))
+        self.request_seconds = _known(
+            histogram("request_seconds", "From the request's head to the reply's end.", ["route"])
+        )
+        self.limited_requests = counter(
+            "limited_requests", "Requests over a limit of their key, answered 429.", ["key", "limit"]
+        )
+        self.queue_seconds = _known(histogram("queue_seconds", "A rollout's wait for a replica.", ["model"]))
         self.retries = counter("retries", "Attempts that ended and were followed by another, by reason.", ["reason"])
         for end in End:
             if end is not End.REFUSED:
                 self.retries.labels(end)
-        self.completions = counter(
-            "completions", "Delivered samples by the way they ended.", ["model", "finish_reason"]
+        self.kept_tokens = counter(
+            "kept_tokens", "Tokens that a death, a stall or an update interrupted, and that were not made twice."
         )
-        self.delivered_tokens = counter(
-            "delivered_tokens", "Delivered tokens by the versions that they are behind the target.", ["model", "behind"]
+        self.orphaned_batches = counter(
+            "orphaned_batches", "Batches whose client left before it had the reply, and that ran on for a replay."
         )
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of delivered completions.", ["model"])
-        self.completion_tokens = counter("completion_tokens", "Tokens of delivered completions.", ["model"])
+        self.orphaned_batch_ends = counter(
+            "orphaned_batch_ends", "Batches without a client by their end; adopted ones are a replay's.", ["end"]
+        )
+        self.batch_seconds = _known(
+            histogram("batch_seconds", "From a batch of prompts in one request to its last prompt's end.", ["model"])
+        )
+        self.batch_tail_ratio = _known(
+            Histogram(
+                "batch_tail_ratio",
+                "Time of a batch's last prompt over that of its median prompt.",
+                ["model"],
+                namespace=_NAMESPACE,
+                registry=self.registry,
+                buckets=_TAIL_RATIOS,
+            )
+        )
+        self.completions = _known(
+            counter("completions", "Delivered samples by the way they ended.", ["model", "finish_reason"])
+        )
+        self.delivered_tokens = _known(
+            counter(
+                "delivered_tokens",
+                "Delivered tokens by the versions that they are behind the target.",
+                ["model", "behind"],
+            )
+        )
+        self.prompt_tokens = _known(counter("prompt_tokens", "Prompt tokens of delivered completions.", ["model"]))
+        self.completion_tokens = _known(counter("completion_tokens", "Tokens of delivered completions.", ["model"]))
         self.weight_version = gauge("weight_version", "The policy's weight version.")
         self.weight_updates = counter("weight_updates", "Weight updates by end.", ["end"])
         self.weight_update_seconds = histogram("weight_update_seconds", "Steps of an update.", ["step"])
@@ -65,6 +104,18 @@ class Metrics:
         self.replica_weight_version = gauge(
             "replica_weight_version", "Weight version that a replica holds; -1 where it is unknown.", ["replica"]
         )
+        self.replica_restarts = gauge(
+            "replica_restarts", "Times that an engine was started again in this place after a loss.", ["replica"]
+        )
+        self.draft_acceptance = gauge(
+            "draft_acceptance", "Accepted share of the tokens that a replica's draft proposes.", ["replica"]
+        )
+        self.draft_versions_behind = gauge(
+            "draft_versions_behind", "Versions between the weights of a replica and of its frozen draft.", ["replica"]
+        )
+        self.draft_acceptance_falls = counter(
+            "draft_acceptance_falls", "Falls of a draft's acceptance after a weight update.", ["replica"]
+        )
         self.weight_age_seconds = gauge("weight_age_seconds", "Time since the policy's weight version changed.")
         self.replicas_lost = gauge(
             "replicas_lost", "Replicas lost since the gateway's start, each of which is restarted by Serve.", ["group"]
@@ -74,13 +125,20 @@ class Metrics:
         self.build = Info("build", "The running release.", namespace=_NAMESPACE, registry=self.registry)
         self.build.info({"version": package_version()})
         self._version_at = (0, time.time())
+        self.tasks = gauge("tasks", "Tasks of the gateway's event loop.")
         self.samples_in_flight = gauge("samples_in_flight", "Samples placed on a replica.", ["model", "replica"])
         self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.", ["model"])
 
     def observe(self, fleet: Fleet, queue_lengths: Mapping[str, int]) -> None:
         """Set the gauges just before a scrape. `queue_lengths` are by model."""
         replicas = fleet.replicas
-        for gauge in (self.queue_length, self.replicas, self.samples_in_flight, self.replica_weight_version):
+        for gauge in (
+            self.queue_length,
+            self.replicas,
+            self.samples_in_flight,
+            self.replica_weight_version,
+            self.replica_restarts,
+        ):
             gauge.clear()
         for model, length in queue_lengths.items():
             self.queue_length.labels(model).set(length)
@@ -89,13 +147,19 @@ class Metrics:
                 self.replicas.labels(model, state).set(states.count(state))
         for replica in replicas:
             self.samples_in_flight.labels(replica.info.model, replica.label).set(replica.load_samples)
+            self.replica_restarts.labels(replica.label).set(replica.restarts)
             version = replica.weight_version
             self.replica_weight_version.labels(replica.label).set(-1 if version is None else version)
         for group, number in fleet.expected_by_group.items():
             self.replicas_expected.labels(group).set(number)
             self.replicas_lost.labels(group).set(fleet.losses.get(group, 0))
         self.ready.set(fleet.is_ready)
+        self.tasks.set(len(asyncio.all_tasks()))
         self.weight_age_seconds.set(time.time() - self._version_at[1])
+
+    def refuse(self, key: str, limit: str) -> None:
+        """Count a request over a limit; `key` is the key's name, not the key."""
+        self.limited_requests.labels(key, limit).inc()
 
     def observe_versions(self, version: int, behind: int) -> None:
         """Set the policy's weight version, and the number of replicas that serve another than the target."""
@@ -104,9 +168,26 @@ class Metrics:
         self.weight_version.set(version)
         self.replicas_behind.set(behind)
 
+    def observe_drafts(self, drafts: Mapping[Replica, Json]) -> None:
+        """Set the gauges of drafts from their reports in `status`."""
+        self.draft_acceptance.clear()
+        self.draft_versions_behind.clear()
+        for replica, draft in drafts.items():
+            self.draft_acceptance_falls.labels(replica.label)
+            if draft["acceptance"] is not None:
+                self.draft_acceptance.labels(replica.label).set(draft["acceptance"])
+            if draft["version"] is not None and replica.weight_version is not None:
+                self.draft_versions_behind.labels(replica.label).set(replica.weight_version - draft["version"])
+
     def page(self, engine_pages: dict[str, str]) -> bytes:
         """Return our metrics, then the engines'. `engine_pages` is Prometheus text by replica label."""
         return generate_latest(self.registry) + generate_latest(_Labelled(engine_pages))
+
+
+def _known(metric: M) -> M:
+    """A metric that finds its labels' own part without the lock and the checks of `labels`, from the second time on."""
+    metric.labels = lru_cache(_LABELS_REMEMBERED)(metric.labels)  # type: ignore[method-assign]
+    return metric
 
 
 class _Labelled(Collector):

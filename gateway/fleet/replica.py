@@ -8,13 +8,15 @@ from typing import TypeVar
 from weakref import WeakSet
 
 from engines.engine import Engine
-from engines.errors import EngineFailed, EngineUnreachable
+from engines.errors import EngineFailed, EngineRefused, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.brake import Brake
 from gateway.fleet.flight import Flight
 from gateway.fleet.placement.backoff import Backoff
+from gateway.fleet.placement.residents import Residents
 from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.watch.quiet_clock import QuietClock
 
 T = TypeVar("T")
 
@@ -27,7 +29,8 @@ _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT
 class Replica:
     """One replica. `weight_version` is None where its weights are unknown; a frozen replica always holds version 0.
 
-    `is_unproven` marks a version that the engine reported when it joined, without a record of it. `adapters` has the
+    `is_unproven` marks a version that the engine reported when it joined, without a record of it: the replica serves
+    once the canary has borne it out. `adapters` has the
     adapters of its engine by name; None marks an adapter that may be there and must not be used. `transport` is its
     engine's transfer backend, once known. `cuts_off` is True while an update ends all rollouts in flight.
     `is_stalled` is True while its tokens stand still. `answered_at` is the monotonic time of its last good probe or
@@ -39,6 +42,7 @@ class Replica:
         self.engine = engine
         self.frozen = frozen
         self.slot = 0
+        self.restarts = 0
         self.state = ReplicaState.STARTING
         self.weight_version: int | None = None
         self.is_unproven = False
@@ -46,6 +50,7 @@ class Replica:
         self.adapters: dict[str, Adapter | None] = {}
         self.load_tokens = 0
         self.load_samples = 0
+        self.max_samples = _OVERCOMMIT * info.max_num_seqs
         self.placed = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -56,11 +61,15 @@ class Replica:
         self.reason = ""
         self.state_before_suspect, self.reason_before_suspect = ReplicaState.STARTING, ""
         self._calls: dict[asyncio.Timeout, asyncio.Task[object] | None] = {}
+        self._control_calls: set[asyncio.Timeout] = set()
         self.cuts_off = False
         self.is_stalled = False
         self.backoff = Backoff()
+        self.residents = Residents()
         self._rollouts: dict[int, Rollout] = {}
-        self._progress_at = time.monotonic()
+        self._awaited_chunks = 0
+        self._quiet = QuietClock()
+        self._longest_given_up = 0
         self._flights: WeakSet[Flight] = WeakSet()
         self.brake = Brake(engine)
         self._steady = asyncio.Event()
@@ -76,10 +85,6 @@ class Replica:
         return f"{self.info.group}-{self.slot}"
 
     @property
-    def max_samples(self) -> int:
-        return _OVERCOMMIT * self.info.max_num_seqs
-
-    @property
     def can_serve(self) -> bool:
         return self.state is ReplicaState.SERVING
 
@@ -89,21 +94,38 @@ class Replica:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the last sign that tokens are made."""
-        return time.monotonic() - self._progress_at
+        """Seconds under load since the last sign that tokens are made; times without load do not count."""
+        return self._quiet.seconds
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt in flight."""
-        return max((rollout.prompt_tokens for rollout in self._rollouts.values()), default=0)
+        """Tokens of the longest prompt in flight, or given up since the last sign that tokens are made."""
+        in_flight = (rollout.prompt_tokens for rollout in self._rollouts.values())
+        return max(self._longest_given_up, max(in_flight, default=0))
+
+    @property
+    def awaits_chunks(self) -> bool:
+        """True if each rollout in flight waits for a chunk now: none is read whole, or held up by its client."""
+        return self._awaited_chunks >= len(self._rollouts) > 0
+
+    @contextmanager
+    def awaiting_chunk(self) -> Iterator[None]:
+        """Note that a rollout waits for a chunk during the block."""
+        self._awaited_chunks += 1
+        try:
+            yield
+        finally:
+            self._awaited_chunks -= 1
 
     def saw_progress(self) -> None:
         """Note a chunk, a reply, or another sign that tokens are made."""
-        self._progress_at = self.answered_at = time.monotonic()
+        self.answered_at = time.monotonic()
+        self.excuse()
 
     def excuse(self) -> None:
-        """Begin the time of a standstill again: there was nothing to make, or the engine is held."""
-        self._progress_at = time.monotonic()
+        """Begin the time of a standstill again: tokens are made, or the engine is held."""
+        self._quiet.restart()
+        self._longest_given_up = 0
 
     def holds(self, adapter: Adapter) -> bool:
         return self.adapters.get(adapter.name) is adapter
@@ -113,16 +135,21 @@ class Replica:
         """Release a placed rollout's load at the end of the block."""
         try:
             yield
+        except EngineRefused:
+            raise  # nobody has read this prompt
+        except BaseException:
+            self._longest_given_up = max(self._longest_given_up, rollout.prompt_tokens)
+            raise
         finally:
             self.load_tokens -= rollout.tokens
             self.load_samples -= rollout.n
             self._rollouts.pop(id(rollout), None)
             if self.load_samples == 0:
+                self._quiet.stop()
                 self.idle.set()
 
     def reserve(self, rollout: Rollout) -> None:
-        if self.load_samples == 0:
-            self.excuse()
+        self._quiet.run()
         self._rollouts[id(rollout)] = rollout
         self.load_tokens += rollout.tokens
         self.load_samples += rollout.n
@@ -137,14 +164,18 @@ class Replica:
 
     def hold(self, version: int, *, keeps_kv: bool) -> None:
         """Take `version`. Requests in flight keep their KV, or the engine computes it again."""
+        self.is_unproven = False
         if version == self.weight_version:
             return  # taken before the commit, in a rolling update
-        self.weight_version, self.is_unproven = version, False
+        self.weight_version = version
         for flight in self._flights:
             flight.meet(version, keeps_kv=keeps_kv)
 
-    async def unless_lost(self, call: Awaitable[T]) -> T:
-        """Return the call's result. Raise `EngineUnreachable` once the replica is LOST, even if the call hangs."""
+    async def unless_lost(self, call: Awaitable[T], *, is_control: bool = False) -> T:
+        """Return the call's result. Raise `EngineUnreachable` once the replica is LOST, even if the call hangs.
+
+        A rollout's call, which no `is_control` is, also ends once the replica's rollouts are dropped.
+        """
         if self.state is ReplicaState.LOST:  # its connections are closed
             if isinstance(call, Coroutine):
                 call.close()
@@ -152,11 +183,14 @@ class Replica:
         try:
             async with asyncio.timeout(None) as bound:
                 self._calls[bound] = asyncio.current_task()
+                if is_control:
+                    self._control_calls.add(bound)
                 return await call
         except TimeoutError as error:
             raise EngineUnreachable(f"given up: {self.reason}", replica_id=self.replica_id) from error
         finally:
             self._calls.pop(bound, None)
+            self._control_calls.discard(bound)
 
     async def vouched(self) -> None:
         """Return once no update overwrites the replica: until then the version of its tokens is unknown.
@@ -176,10 +210,14 @@ class Replica:
         """Forget the version: the weights are unknown."""
         self.weight_version, self.is_unproven = None, False
 
-    def drop_calls(self) -> None:
-        """End all calls in flight except the caller's, as a loss does: rollouts are generated again elsewhere."""
+    def drop_calls(self, *, rollouts_alone: bool = False) -> None:
+        """End all calls in flight except the caller's, as a loss does: rollouts are generated again elsewhere.
+
+        With `rollouts_alone` control calls go on, such as a trainer's pause.
+        """
         for call, task in self._calls.items():
-            if task is not asyncio.current_task():
+            goes_on = rollouts_alone and call in self._control_calls
+            if task is not asyncio.current_task() and not goes_on:
                 call.reschedule(asyncio.get_running_loop().time())
 
     def enter(self, state: ReplicaState, reason: str) -> None:

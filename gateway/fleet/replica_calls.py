@@ -1,8 +1,8 @@
 """One call on many replicas at once: each bounded, each failure with its replica."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import structlog
 
@@ -10,6 +10,7 @@ from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineError, WeightUpdateFailed
 from engines.types import ReplicaState
 from gateway.fleet.replica import Replica
+from gateway.fleet.together import together
 
 log = structlog.get_logger()
 
@@ -25,28 +26,7 @@ async def on_all(replicas: Sequence[Replica], call: Callable[[Replica], Awaitabl
     """
     if not replicas:
         raise WeightUpdateFailed("there is no replica to call: see /health")
-    return await _together(_on_one(replica, call, timeout_s) for replica in replicas)
-
-
-async def on_living(
-    replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]], timeout_s: float
-) -> tuple[Replica, ...]:
-    """The replicas on which the call succeeded. A replica that dies under it is left out."""
-
-    async def on_one(replica: Replica) -> Replica | None:
-        try:
-            await _on_one(replica, call, timeout_s)
-        except WeightUpdateFailed as error:
-            if not await _is_dead(replica):
-                raise
-            log.warning("the update goes on without a dead replica", error=str(error))
-            return None
-        return replica
-
-    living = tuple(filter(None, await _together(on_one(replica) for replica in replicas)))
-    if not living:
-        raise WeightUpdateFailed(f"every replica died during the call: {names(replicas)}")
-    return living
+    return await together(on_one(replica, call, timeout_s) for replica in replicas)
 
 
 async def try_on_all(replicas: Sequence[Replica], call: Callable[[Engine], Awaitable[None]]) -> None:
@@ -62,28 +42,29 @@ async def prepare_all(replicas: Sequence[Replica], path: str, version: int, time
 
     async def prepare(replica: Replica) -> None:
         try:
-            await _on_one(replica, lambda one: one.engine.prepare_snapshot(path, version, timeout_s), timeout_s)
+            await on_one(replica, lambda one: one.engine.prepare_snapshot(path, version, timeout_s), timeout_s)
         except (WeightUpdateFailed, DeadlineExceeded) as error:
             log.warning("not prepared for a version", replica=replica.replica_id, version=version, error=str(error))
 
-    await _together(prepare(replica) for replica in replicas)
+    await together(prepare(replica) for replica in replicas)
 
 
 def names(replicas: Sequence[Replica]) -> str:
     return ", ".join(f"{replica.replica_id} ({replica.info.kind} at {replica.info.url})" for replica in replicas)
 
 
-async def _on_one(replica: Replica, call: Callable[[Replica], Awaitable[T]], timeout_s: float) -> T:
+async def on_one(replica: Replica, call: Callable[[Replica], Awaitable[T]], timeout_s: float) -> T:
+    """The result, within `timeout_s`, and before the replica is LOST. Raises as `on_all`."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await replica.unless_lost(call(replica))
+            return await replica.unless_lost(call(replica), is_control=True)
     except EngineError as error:
         raise WeightUpdateFailed(str(error), replica_id=replica.replica_id) from error
     except TimeoutError as error:
         raise DeadlineExceeded(f"replica {replica.replica_id} did not answer within {timeout_s:g} s") from error
 
 
-async def _is_dead(replica: Replica) -> bool:
+async def is_dead(replica: Replica) -> bool:
     """True where a replica that failed a call also fails its health check."""
     if replica.state is ReplicaState.LOST:
         return True
@@ -92,13 +73,3 @@ async def _is_dead(replica: Replica) -> bool:
     except (EngineError, DeadlineExceeded):
         return True
     return False
-
-
-async def _together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of calls made at once. The first failure cancels the others."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(call) for call in calls]
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return [task.result() for task in running]

@@ -1,8 +1,6 @@
-"""Stops a replica for as long as its engine is overwritten, and ends or freezes its rollouts in flight."""
+"""Stops a replica before its engine is overwritten, and ends or freezes its rollouts in flight."""
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from engines.types import InFlight, PauseMode
 from gateway.fleet.brake import Holder
@@ -13,23 +11,11 @@ _AGAIN_S = 0.2
 _GRACE_S = 5.0
 
 
-@asynccontextmanager
-async def stopped(replica: Replica, *, by: Holder, in_flight: InFlight, timeout_s: float) -> AsyncIterator[None]:
-    """Holds the replica during the block and lets go on every exit, cancellation included.
+async def stop(replica: Replica, *, by: Holder, in_flight: InFlight, timeout_s: float) -> None:
+    """Hold the replica, with its rollouts frozen (`keep`, `recompute`) or ended (`abort`).
 
     A replica with `drain` has no rollouts any more and is not paused.
     """
-    try:
-        await stop(replica, by=by, in_flight=in_flight, timeout_s=timeout_s)
-        yield
-    except BaseException:
-        replica.brake.let_go(by)
-        raise
-    await replica.brake.release(by, timeout_s)
-
-
-async def stop(replica: Replica, *, by: Holder, in_flight: InFlight, timeout_s: float) -> None:
-    """Hold the replica, with its rollouts frozen (`keep`, `recompute`) or ended (`abort`)."""
     if in_flight is InFlight.ABORT:
         await cut_off(replica, by=by, timeout_s=timeout_s)
     elif in_flight is not InFlight.DRAIN:

@@ -10,12 +10,14 @@ class Backoff:
 
     def __init__(self) -> None:
         self._in_row = 0
-        self._until = 0.0
+        self.until = 0.0
+        """Monotonic end of the pause; 0 without a pause since the last success, as most replicas have it: a placement
+        looks no further at them."""
 
     @property
     def left_s(self) -> float:
         """Seconds until the replica takes rollouts again; 0 if it does now."""
-        return max(0.0, self._until - time.monotonic()) if self._until else 0.0
+        return max(0.0, self.until - time.monotonic())
 
     def failed(self) -> None:
         self._in_row += 1
@@ -28,7 +30,7 @@ class Backoff:
         self._pause(retry_after_s or _FIRST_S * 2.0 ** min(self._in_row - 1, 10))
 
     def succeeded(self) -> None:
-        self._in_row, self._until = 0, 0.0
+        self._in_row, self.until = 0, 0.0
 
     def _pause(self, seconds: float) -> None:
-        self._until = time.monotonic() + min(seconds, _LONGEST_S)
+        self.until = time.monotonic() + min(seconds, _LONGEST_S)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,17 +13,23 @@ from engines.errors import DeadlineExceeded, EngineError, Withdrawn
 from engines.trace_context import TRACE_CONTEXT, TRACEPARENT
 from gateway.fleet.placement.attempts import end_of
 from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.placement.waits import Cause
 from gateway.fleet.replica import Replica
 
 KEPT = 4096
 _ATTEMPTS_KEPT = 64
+_SHORTEST_S = 0.001
+_OF_PLACEMENT = ("queued", "placed", "ended", "replica", "why", "waited_s", "end")
 # What the dialects put before a request's id in their replies.
 _PREFIXES = ("cmpl-", "chatcmpl-")
 
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """One attempt. Times are of day, in seconds; `versions` are the replica's at the attempt's start and end."""
+    """One attempt. Times are of day, in seconds; `versions` are the replica's at the attempt's start and end.
+
+    `why` is the reason for its replica, and `waited` has the seconds in line by cause.
+    """
 
     queued: float
     replica: Replica | None = None
@@ -32,6 +38,8 @@ class Attempt:
     versions: list[int | None] = field(default_factory=list)
     end: str = ""
     error: str = ""
+    why: str = ""
+    waited: Mapping[Cause, float] = field(default_factory=dict)
 
     def place(self, replica: Replica) -> None:
         """Note the replica that has taken the rollout."""
@@ -49,6 +57,7 @@ class Attempt:
         return {
             "rollout_gateway.replica": self.replica.replica_id if self.replica else None,
             "rollout_gateway.queue_seconds": (self.placed or self.ended or self.queued) - self.queued,
+            "rollout_gateway.why": self.why or None,
             "rollout_gateway.weight_version.start": versions[0] if versions else None,
             "rollout_gateway.weight_version.end": versions[-1] if versions else None,
             "rollout_gateway.end": self.end,
@@ -61,6 +70,8 @@ class Attempt:
             "ended": self.ended,
             "replica": self.replica and self.replica.replica_id,
             "weight_versions": self.versions,
+            "why": self.why or None,
+            "waited_s": {str(cause): seconds for cause, seconds in self.waited.items() if seconds >= _SHORTEST_S},
             "end": self.end or None,
             "error": self.error or None,
         }
@@ -93,7 +104,7 @@ class Lives:
     """The last 4,096 rollouts, in memory."""
 
     def __init__(self) -> None:
-        self._lives: OrderedDict[str, Life] = OrderedDict()
+        self._lives: OrderedDict[tuple[str, str], Life] = OrderedDict()
 
     @contextmanager
     def attempt(self, rollout: Rollout) -> Iterator[Attempt]:
@@ -110,15 +121,33 @@ class Lives:
     def of(self, name: str) -> list[Json]:
         """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""
         request = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
-        return [life.report() for key, life in self._lives.items() if key == request or key.startswith(f"{request}-")]
+        return [
+            life.report() for (_, key), life in self._lives.items() if key == request or key.startswith(f"{request}-")
+        ]
+
+    def placements_of(self, owner: str, name: str) -> list[Json]:
+        """Return where the rollouts of a submission went and why, without what only an administrator may see."""
+        lives = [
+            life.report()
+            for life in self._lives.values()
+            if (life.rollout.owner, life.rollout.request) == (owner, name)
+        ]
+        return [
+            {
+                "rollout": life["rollout"],
+                "attempts": [{key: attempt[key] for key in _OF_PLACEMENT} for attempt in life["attempts"]],
+            }
+            for life in lives
+        ]
 
     def _life_of(self, rollout: Rollout) -> Life:
-        life = self._lives.get(rollout.request_id)
+        key = rollout.owner, rollout.request_id
+        life = self._lives.get(key)
         # A client may use an id again; the rest of a stream has the id of its beginning.
         if life is None or not (life.rollout is rollout or rollout.goes_on):
             life = Life(rollout, TRACE_CONTEXT.get().get(TRACEPARENT))
-            self._lives[rollout.request_id] = life
-            self._lives.move_to_end(rollout.request_id)
+            self._lives[key] = life
+            self._lives.move_to_end(key)
             if len(self._lives) > KEPT:
                 self._lives.popitem(last=False)
         return life

@@ -1,7 +1,9 @@
 """Picks the replica that takes a rollout: a pure choice over views of the replicas."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from engines.types import ReplicaInfo
@@ -11,6 +13,7 @@ from gateway.fleet.placement.attempts import Attempts
 # `max_samples` is twice what an engine runs at once: a quarter of it is half of its batch.
 _LIGHT_SHARE = 0.25
 _OVERLOADED_SHARES = 1.5
+_LOAD, _PLACED = attrgetter("load_tokens"), attrgetter("placed")  # of 256 replicas in a third of a property's time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +25,12 @@ class Rollout:
     `adapter` is the LoRA adapter that makes its tokens; None for the model alone.
     `goes_on` is True for the rest of a rollout that has begun; rests are placed first.
     `request` is the id of the client's request, whose rollouts take turns with other requests.
+    `owner` names the key that submitted it; "" for rollouts of other routes, whose ids any client may use.
     `needs_ids` is True if the client asks for token ids or log-probs of the prompt, which plain OpenAI servers lack.
     `needs_route` is a route that its replica has to serve, or "".
+    `priority` orders rollouts that wait; lower is earlier.
+    `expected` is the length of a sample in tokens by the client's estimate or the prompt's last samples, None where
+    neither is known; `prompt_key` is the prompt's hash, under which its length is remembered, 0 for none.
     """
 
     request_id: str
@@ -39,7 +46,16 @@ class Rollout:
     needs_route: str = ""
     prompt_tokens: int = 0
     request: str = ""
+    owner: str = ""
+    priority: int = 0
+    expected: float | None = None
+    prompt_key: int = 0
     attempts: Attempts = field(default_factory=Attempts, compare=False, repr=False)
+
+    @property
+    def rank(self) -> float:
+        """Place by length, lower is earlier: the longest first, and before it those that may be longer yet."""
+        return -math.inf if self.expected is None else -self.expected
 
     def least_version(self, newest: int) -> int:
         """The oldest weight version allowed; `newest` is the target version during an update."""
@@ -88,16 +104,35 @@ def choose(rollout: Rollout, replicas: Iterable[View], home: str | None = None) 
     trainer's batch arrives when all loads are zero, and always taking the first would fill one replica first.
     `home` is the replica that holds the prefix of the rollout's session; it is taken unless it is overloaded.
     """
-    able = [replica for replica in replicas if has_room(rollout, replica)]
-    for replica in able:
-        if replica.replica_id == home and not is_overloaded(replica, able):
-            return replica
-    return min(able, key=lambda replica: (replica.load_tokens, replica.placed), default=None)
+    n = rollout.n
+    able = [one for one in replicas if not one.load_samples or one.load_samples + n <= one.max_samples]  # `has_room`
+    if home is not None:
+        for replica in able:
+            if replica.replica_id == home and not is_overloaded(replica, able):
+                return replica
+    if not able:
+        return None
+    least = min(map(_LOAD, able))
+    return min([one for one in able if one.load_tokens == least], key=_PLACED)
+
+
+def why_chosen(chosen: ReplicaView, replicas: Sequence[ReplicaView], home: str | None = None) -> str:
+    """The reason for which `choose` took a replica."""
+    if chosen.replica_id == home:
+        return "home of its session"
+    if len(replicas) == 1:
+        return "the only one with room"
+    return "fewest tokens" if home is None else "fewest tokens: its session's home is overloaded or has no room"
 
 
 def has_room(rollout: Rollout, replica: ReplicaView) -> bool:
     """An idle replica takes any rollout, however large its n."""
     return replica.load_samples == 0 or replica.load_samples + rollout.n <= replica.max_samples
+
+
+def is_light(replica: ReplicaView) -> bool:
+    """True for a replica with so little to do that a few samples more cost it next to nothing."""
+    return replica.load_samples < _LIGHT_SHARE * replica.max_samples
 
 
 def is_overloaded(home: ReplicaView, able: Sequence[ReplicaView]) -> bool:
@@ -106,7 +141,7 @@ def is_overloaded(home: ReplicaView, able: Sequence[ReplicaView]) -> bool:
     A few samples more cost a decoding engine next to nothing, so a replica with little to do is never overloaded.
     Beyond that it is overloaded with clearly more than its share of the tokens in flight.
     """
-    if home.load_samples < _LIGHT_SHARE * home.max_samples:
+    if is_light(home):
         return False
     share = sum(replica.load_tokens for replica in able) / len(able)
     return home.load_tokens > _OVERLOADED_SHARES * share

@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from typing import TypeVar
 
@@ -21,10 +21,12 @@ from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempts import End, end_of
-from gateway.fleet.placement.lives import Lives
-from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable
+from gateway.fleet.placement.lengths import Lengths
+from gateway.fleet.placement.lives import Attempt, Lives
+from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable, why_chosen
 from gateway.fleet.placement.sessions import Sessions
 from gateway.fleet.placement.waiting import Demand, Waiter, WaitingLine
+from gateway.fleet.placement.waits import Cause
 from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
@@ -64,16 +66,35 @@ class Scheduler:
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
         self._between: dict[int, Rollout] = {}
         self._closed_for: set[str] = set()
-        self._sessions = Sessions()
+        self.sessions = Sessions(config.session_kv_share, config.session_idle_s)
+        self._looks: dict[str, asyncio.TimerHandle] = {}
+        self.lengths = Lengths()
         self.lives = Lives()
         fleet.on_change(self._pump_all)
 
     def queue_length(self, model: str) -> int:
         return len(self._lines[model])
 
-    def waits(self, rollout: Rollout) -> bool:
-        """True if it has no replica now."""
-        return self._lines[rollout.model].waits(rollout) or id(rollout) in self._between
+    def served_version(self, model: str) -> int:
+        """The version that a reply without tokens names."""
+        return self._fleet.version if model == self._fleet.models.policy else 0
+
+    def delivered(self, rollout: Rollout, prompt_tokens: int, completion_tokens: int) -> None:
+        """Learn from a rollout that was delivered whole."""
+        self.lengths.delivered(rollout.model, rollout.prompt_key, completion_tokens / rollout.n)
+        self.sessions.delivered(rollout, prompt_tokens, completion_tokens)
+
+    def finish_session(self, name: str) -> bool:
+        """End a session: its KV counts no longer. False where none of this name is known."""
+        is_known = self.sessions.finish(self._lines, name)
+        self._pump_all()
+        return is_known
+
+    def forget_prefixes(self, replicas: Iterable[Replica]) -> None:
+        """Let go of the sessions that wait for their tools: these engines have emptied their prefix caches."""
+        for replica in replicas:
+            replica.residents.let_idle_go()
+        self._pump_all()
 
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
         """End rollouts that wait for a replica, or are between two attempts, with `Withdrawn`."""
@@ -83,6 +104,10 @@ class Scheduler:
                 if picks(waiter.rollout):
                     waiter.placed.set_exception(_withdrawn(waiter.rollout))
                     line.done(waiter)
+
+    def withdraw_policy(self) -> None:
+        """End the policy's rollouts that no replica has, as `withdraw` does."""
+        self.withdraw(lambda rollout: rollout.model == self._fleet.models.policy)
 
     @property
     def closed_for(self) -> list[str]:
@@ -119,7 +144,7 @@ class Scheduler:
 
         `kept` returns what a failed call has and that continues elsewhere; it is the result then.
         """
-        with using(rollout):
+        with using(rollout), self.sessions.turn(rollout):
             while True:
                 try:
                     async with self._placed(rollout) as replica:
@@ -135,20 +160,21 @@ class Scheduler:
                         return part
 
     async def stream(
-        self, rollout: Rollout, call: Callable[[Replica], AsyncGenerator[Json]]
+        self, rollout: Rollout, call: Callable[[Replica], AsyncGenerator[list[Json]]]
     ) -> AsyncGenerator[tuple[Replica, Json]]:
         """Chunks of the first replica that gives any. Raises the `EngineError` that ends a stream with chunks, which
         may continue from its tokens."""
-        with using(rollout):
+        with using(rollout), self.sessions.turn(rollout):
             while True:
                 begun = False
                 try:
-                    async with self._placed(rollout) as replica, aclosing(call(replica)) as chunks:
-                        while (chunk := await replica.unless_lost(anext(chunks, None))) is not None:
+                    async with self._placed(rollout) as replica, aclosing(call(replica)) as blocks:
+                        while (chunks := await replica.unless_lost(anext(blocks, None))) is not None:
                             await replica.unless_lost(replica.vouched())
                             replica.saw_progress()
-                            begun = True
-                            yield replica, chunk
+                            for chunk in chunks:
+                                begun = True
+                                yield replica, chunk
                         replica.backoff.succeeded()
                         return
                 except EngineError as error:
@@ -198,7 +224,7 @@ class Scheduler:
     @asynccontextmanager
     async def _placed(self, rollout: Rollout) -> AsyncIterator[Replica]:
         with self.lives.attempt(rollout) as attempt:
-            replica = await self._place(rollout)
+            replica = await self._place(rollout, attempt)
             attempt.place(replica)
             try:
                 with replica.carrying(rollout):
@@ -206,9 +232,14 @@ class Scheduler:
             finally:
                 self._pump(rollout.model)
 
-    async def _place(self, rollout: Rollout) -> Replica:
+    async def _place(self, rollout: Rollout, attempt: Attempt) -> Replica:
         line, began = self._lines[rollout.model], time.monotonic()
-        waiter = line.add(rollout)
+        if not len(line) and (chosen := self._free_for(rollout)) is not None:
+            self._metrics.queue_seconds.labels(rollout.model).observe(0.0)
+            replica, attempt.why = chosen
+            return replica
+        is_outside = self.sessions.is_outside(rollout)
+        waiter = line.add(rollout, is_outside=is_outside, has_begun=is_outside and self.sessions.has_begun(rollout))
         self._pump(rollout.model)
         try:
             while not waiter.placed.done():
@@ -217,6 +248,8 @@ class Scheduler:
                 if left_s <= 0:
                     raise DeadlineExceeded(self._why_not_placed(rollout))
                 await asyncio.wait([waiter.placed], timeout=left_s)
+                if not waiter.placed.done() and waiter.demand.is_outside:
+                    self._pump(rollout.model)  # notes whether it still waits for KV
             return waiter.placed.result()
         except BaseException:
             if waiter.placed.done() and waiter.placed.exception() is None:
@@ -227,6 +260,7 @@ class Scheduler:
             self._pump(rollout.model)
             raise
         finally:
+            attempt.why, attempt.waited = waiter.why, waiter.waited
             self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - began)
 
     def _quiet_s(self, rollout: Rollout) -> float:
@@ -246,7 +280,10 @@ class Scheduler:
         A rollout that waits for room reserves one replica, the one with the fewest samples, or large groups starve.
         """
         line = self._lines[model]
-        if not len(line) or self._is_closed(model):
+        if not len(line):
+            return
+        if self._is_closed(model):
+            line.lack_gate()
             return
         able: dict[Demand, list[Replica]] = {}
         reserved: set[Replica] = set()
@@ -257,29 +294,78 @@ class Scheduler:
             if demand not in able:
                 able[demand] = self._able(waiter.rollout)
             open_ = [one for one in able[demand] if one not in reserved and one.load_samples < one.max_samples]
-            if open_:
-                self._place_on(open_, able[demand], waiter, line, reserved)
+            if open_ and (admitting := self.sessions.admitting(waiter.rollout, open_)):
+                self._place_on(admitting, able[demand], waiter, line, reserved)
+            elif open_:
+                line.held(waiter)
+                self._look_again(model, open_)
+                open_ = []
+            else:
+                line.lacks(demand, self._lack_of(waiter.rollout, able[demand]))
             try:
                 waiter = turns.send(not open_)
             except StopIteration:
                 waiter = None
 
+    def _lack_of(self, rollout: Rollout, able: list[Replica]) -> Cause:
+        """The cause for which no replica has room for a rollout."""
+        if able:
+            return Cause.ROOM
+        is_served = bool(self._fleet.serving(rollout.model, rollout.adapter))
+        is_bound = rollout.least_version(self._fleet.target_of(rollout.model)) > 0
+        return Cause.VERSION if is_served and is_bound else Cause.REPLICA
+
+    def _free_for(self, rollout: Rollout) -> tuple[Replica, str] | None:
+        """A replica that takes the rollout now, where none waits before it."""
+        if self._is_closed(rollout.model):
+            return None
+        able = self._able(rollout)
+        open_ = [one for one in able if one.load_samples < one.max_samples]
+        return self._chosen(rollout, self.sessions.admitting(rollout, open_), able)
+
+    def _look_again(self, model: str, open_: Sequence[Replica]) -> None:
+        """Look at the line once a session that one of the replicas holds has been idle for too long."""
+        loop, seconds = asyncio.get_running_loop(), self.sessions.next_end_s(model, open_)
+        timer, now = self._looks.get(model), loop.time()
+        if seconds == math.inf or (timer is not None and now < timer.when() <= now + seconds):
+            return
+        if timer is not None:
+            timer.cancel()
+        self._looks[model] = loop.call_later(seconds, self._pump, model)
+
+    def _chosen(self, rollout: Rollout, open_: Sequence[Replica], able: list[Replica]) -> tuple[Replica, str] | None:
+        """Place a rollout on one of the replicas with room, if it fits there."""
+        if rollout.attempts.avoid:
+            wanted = self._wanted(rollout, able)
+            open_ = [one for one in open_ if one in wanted]
+        home = self.sessions.home(rollout.model, rollout.session)
+        replica = choose(rollout, open_, home)
+        if replica is None:
+            return None
+        self.sessions.settle(rollout, replica)
+        replica.reserve(rollout)
+        return replica, why_chosen(replica, open_, home)
+
+    @staticmethod
+    def _wanted(rollout: Rollout, able: list[Replica]) -> list[Replica]:
+        """The replicas that have not failed the rollout; all where each has."""
+        return [one for one in able if one.replica_id not in rollout.attempts.avoid] or able
+
     def _place_on(
-        self, open_: list[Replica], able: list[Replica], waiter: Waiter, line: WaitingLine, reserved: set[Replica]
+        self, open_: Sequence[Replica], able: list[Replica], waiter: Waiter, line: WaitingLine, reserved: set[Replica]
     ) -> None:
         """Place a rollout on one of the replicas with room, or reserve one of those that it could go to."""
         rollout = waiter.rollout
-        wanted, candidates = able, open_
-        if rollout.attempts.avoid:
-            wanted = [one for one in able if one.replica_id not in rollout.attempts.avoid] or able
+        chosen = self._chosen(rollout, open_, able)
+        if chosen is None:
+            wanted = self._wanted(rollout, able)
             candidates = [one for one in open_ if one in wanted]
-        home = self._sessions.home(rollout.model, rollout.session)
-        replica = choose(rollout, candidates, home)
-        if replica is None:
-            reserved.add(min(candidates or wanted, key=lambda one: one.load_samples))
+            waiter.kept = min(candidates or wanted, key=lambda one: one.load_samples)
+            reserved.add(waiter.kept)
+            line.lacks(waiter.demand, Cause.ROOM)
             return
-        self._sessions.settle(rollout.model, rollout.session, replica.replica_id)
-        replica.reserve(rollout)
+        replica, why = chosen
+        waiter.why = "reserved for it until it had room" if replica is waiter.kept else why
         line.moved(waiter)
         line.done(waiter)
         waiter.placed.set_result(replica)
@@ -294,7 +380,7 @@ class Scheduler:
             serving, able = able, [replica for replica in able if is_capable(rollout, replica.info)]
             if len(able) < len(serving) and not self._has_capable(rollout):
                 able = serving
-        ready = [replica for replica in able if not replica.backoff.left_s]
+        ready = [replica for replica in able if not (replica.backoff.until and replica.backoff.left_s)]
         return fresh_enough(rollout, ready, self._fleet.target_of(rollout.model))
 
     def _has_capable(self, rollout: Rollout) -> bool:

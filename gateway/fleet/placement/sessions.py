@@ -1,15 +1,22 @@
-"""Remembers the replica that holds the prefix of each session, the turns of one agent.
+"""Sessions, the turns of agents: the replica that holds the prefix of each, and admission by the KV that they need.
 
-Routing prefers it, unless it is overloaded.
+Routing prefers that replica, unless it is overloaded. An engine that has to hold more contexts than fit evicts one for
+the other, and reads each again at its next turn. So a session counts against its replica's KV capacity as long as it
+lives, and where there is no room its turn waits until there is.
 """
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+import math
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
+from gateway.fleet.placement.residents import Residents, Session
+from gateway.fleet.placement.routing import ReplicaView, Rollout, has_room, is_light
 
 # vLLM's name first, then the one that SGLang's router reads.
 _HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
@@ -17,30 +24,202 @@ _HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
 _OPENAI_FIELDS = ("prompt_cache_key", "user")
 _MAX_LENGTH = 256
 _REMEMBERED = 100_000
+# A replica with fewer samples, as a share of twice `max_num_seqs`, has time to read a context again, whose owner else
+# waits for other sessions' tools: agents of slow tools lost 18 % without this, and nothing with it.
+FEW_SHARE = 1 / 32
+# A session is idle for so many times the mean time of a tool before it counts no longer.
+_GAPS = 3.0
+# With the whole mean as the least, sessions would count with more than they have on average.
+_SHARE_OF_MEAN = 0.7
+# Turns over which contexts and the times of tools are averaged.
+_LEARNED_FROM = 200
+_SOON_S = 0.01
+_NO_TURN = nullcontext()
+
+
+class Host(ReplicaView, Protocol):
+    """The part of a replica that admission sees."""
+
+    @property
+    def residents(self) -> Residents: ...
+
+
+H = TypeVar("H", bound=Host)
+
+
+class _Mean:
+    """The mean of the last values; None before the first."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self._count = min(self._count + 1, _LEARNED_FROM)
+        before = value if self.value is None else self.value
+        self.value = before + (value - before) / self._count
 
 
 class Sessions:
-    """The replica that each session was last placed on. The least recently used are forgotten beyond `limit`."""
+    """Sessions by model and name. The least recently used are forgotten beyond `limit`.
 
-    def __init__(self, limit: int = _REMEMBERED) -> None:
+    `share` is the share of a replica's KV up to which sessions are admitted; None admits all. A session counts no more
+    once it has been idle for `idle_s`, or for three times the mean time between two turns of a session: sessions of one
+    turn count only while it runs.
+    """
+
+    def __init__(self, share: float | None = None, idle_s: float = math.inf, limit: int = _REMEMBERED) -> None:
+        self._share = share
+        self._idle_s = idle_s
         self._limit = limit
-        self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self._contexts: defaultdict[str, _Mean] = defaultdict(_Mean)
+        self._gaps: defaultdict[str, _Mean] = defaultdict(_Mean)
 
     def __len__(self) -> int:
-        return len(self._homes)
+        return len(self._sessions)
 
-    def home(self, model: str, session: str) -> str | None:
+    def home(self, model: str, name: str) -> str | None:
         """Id of the replica that has the session's prefix; None for a new session and for no session."""
-        return self._homes.get((model, session)) if session else None
+        session = self._sessions.get((model, name)) if name else None
+        return session.home if session else None
 
-    def settle(self, model: str, session: str, replica_id: str) -> None:
-        """Remember where the session's newest turn was placed."""
-        if not session:
+    def turn(self, rollout: Rollout) -> AbstractContextManager[None]:
+        """Keep the session of a rollout at work during the block."""
+        return self._turn(rollout) if rollout.session else _NO_TURN
+
+    @contextmanager
+    def _turn(self, rollout: Rollout) -> Iterator[None]:
+        session = self._of(rollout)
+        if session.context and not session.at_work:
+            self._gaps[rollout.model].add(min(time.monotonic() - session.quiet_since, self._idle_s))
+        session.at_work += 1
+        session.is_over = False
+        if session.residents is not None:
+            session.residents.wake(session)
+        try:
+            yield
+        finally:
+            session.at_work -= 1
+            session.quiet_since = time.monotonic()
+            if not session.at_work and session.residents is not None:
+                session.residents.rest(session)
+            if session.is_over:
+                self._end((rollout.model, rollout.session))
+
+    def is_outside(self, rollout: Rollout) -> bool:
+        """True for a turn whose session no replica holds, and which has to be admitted. The rest of a rollout was."""
+        if not rollout.session or self._share is None or rollout.goes_on:
+            return False
+        return self._of(rollout).residents is None
+
+    def has_begun(self, rollout: Rollout) -> bool:
+        """True for a turn after a session's first."""
+        return bool(self._of(rollout).context)
+
+    def admitting(self, rollout: Rollout, hosts: Sequence[H]) -> Sequence[H]:
+        """The replicas that hold the session of a rollout, or may hold it.
+
+        A replica without load for its engine takes it in place of sessions that wait for their tools.
+        """
+        if self._share is None or not rollout.session or rollout.goes_on:
+            return hosts
+        session = self._of(rollout)
+        if session.residents is not None:
+            home = next((host for host in hosts if host.residents is session.residents), None)
+            if home is not None and is_light(home) and has_room(rollout, home):
+                return [home]
+        needed, ended = self._needed(session, rollout), time.monotonic() - self._patience_s(rollout.model)
+        return [host for host in hosts if self._admits(host, session, needed, ended)]
+
+    def _admits(self, host: Host, session: Session, needed: int, ended: float) -> bool:
+        residents = host.residents
+        if residents.capacity is None or session.residents is residents:
+            return True
+        assert self._share is not None
+        left = self._share * residents.capacity - needed
+        if residents.tokens <= left:
+            return True
+        residents.look(host.weight_version, ended)
+        if residents.tokens <= left:
+            return True
+        has_time = host.load_samples < max(1.0, FEW_SHARE * host.max_samples)
+        return has_time and (residents.busy_tokens <= left or not residents.busy_tokens)
+
+    def settle(self, rollout: Rollout, host: Host) -> None:
+        """Remember where the session's newest turn was placed, and hold it there."""
+        if not rollout.session:
             return
-        self._homes[model, session] = replica_id
-        self._homes.move_to_end((model, session))
-        while len(self._homes) > self._limit:
-            self._homes.popitem(last=False)
+        session, residents = self._of(rollout), host.residents
+        session.home = host.replica_id
+        if self._share is not None and residents.capacity is not None:
+            residents.look(host.weight_version, -math.inf)
+            residents.hold(session, self._needed(session, rollout))
+            residents.shrink(self._share * residents.capacity)
+
+    def delivered(self, rollout: Rollout, prompt_tokens: int, completion_tokens: int) -> None:
+        """Note the context that a turn has left. `completion_tokens` are those of all its samples."""
+        session = self._sessions.get((rollout.model, rollout.session)) if rollout.session else None
+        if session is None:
+            return
+        session.context = prompt_tokens + completion_tokens // rollout.n
+        self._contexts[rollout.model].add(session.context)
+        residents = session.residents
+        if residents is not None and residents.capacity is not None:
+            residents.hold(session, self._needed(session, rollout))
+            residents.shrink(residents.capacity)
+
+    def finish(self, models: Iterable[str], name: str) -> bool:
+        """End the sessions of this name, those at work after their turn. False where none is known."""
+        found = [key for model in models if (key := (model, name)) in self._sessions]
+        for key in found:
+            self._end(key)
+        return bool(found)
+
+    def next_end_s(self, model: str, hosts: Iterable[Host]) -> float:
+        """Seconds until one of the sessions that these replicas hold has been idle for too long; infinite for none."""
+        idle, idle_s = (host.residents.longest_idle for host in hosts), self._patience_s(model)
+        ends = [session.quiet_since + idle_s for session in idle if session is not None]
+        return max(_SOON_S, min(ends, default=math.inf) - time.monotonic())
+
+    def _of(self, rollout: Rollout) -> Session:
+        """The session of a rollout, which is the most recently used now."""
+        key = (rollout.model, rollout.session)
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = Session()
+            if len(self._sessions) > self._limit:
+                self._end(next(iter(self._sessions)))
+        else:
+            self._sessions.move_to_end(key)
+        return session
+
+    def _needed(self, session: Session, rollout: Rollout) -> int:
+        """Tokens that a session counts with: its context, or a share of the mean context over the lives of all sessions
+        if that is more, since a short one grows."""
+        mean = self._contexts[rollout.model].value or 0.0
+        return max(session.context, rollout.prompt_tokens, int(_SHARE_OF_MEAN * mean))
+
+    def _patience_s(self, model: str) -> float:
+        """Seconds without a turn after which a session of a model counts no longer."""
+        return min(self._idle_s, _GAPS * (self._gaps[model].value or 0.0))
+
+    def _end(self, key: tuple[str, str]) -> None:
+        """Forget a session; one at work at the end of its turn."""
+        session = self._sessions[key]
+        session.is_over = True
+        if session.at_work:
+            return
+        del self._sessions[key]
+        if session.residents is not None:
+            session.residents.let_go(session)
+
+
+def session_key(name: str) -> str:
+    """The name under which a session is remembered: a long one is hashed."""
+    if len(name) > _MAX_LENGTH:
+        return hashlib.blake2b(name.encode(errors="surrogateescape")).hexdigest()
+    return name
 
 
 def session_of(headers: Mapping[str, str], body: Json) -> str:
@@ -60,7 +239,5 @@ def session_of(headers: Mapping[str, str], body: Json) -> str:
             continue
         if not isinstance(value, str):
             raise InvalidRequest(f"{name} = {value!r:.80} must be text", param=name)
-        if len(value) > _MAX_LENGTH:
-            return hashlib.blake2b(value.encode(errors="surrogateescape")).hexdigest()
-        return value
+        return session_key(value)
     return ""

@@ -4,14 +4,15 @@ import asyncio
 import heapq
 import time
 from collections import defaultdict
-from collections.abc import Generator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
 
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.placement.waits import Cause, Waits
 from gateway.fleet.replica import Replica
 
-Order = tuple[int, int, int]
+Order = tuple[int, int, int, float, int]
 _FORGET_ABOVE = 10_000
 
 
@@ -24,19 +25,37 @@ class Demand:
     max_staleness: int | None
     needs_ids: bool
     needs_route: str
+    is_outside: bool = False
+    """True for turns of sessions that no replica holds, which wait for KV."""
 
     @classmethod
-    def of(cls, rollout: Rollout) -> "Demand":
-        return cls(rollout.adapter, rollout.min_version, rollout.max_staleness, rollout.needs_ids, rollout.needs_route)
+    def of(cls, rollout: Rollout, *, is_outside: bool) -> "Demand":
+        return cls(
+            rollout.adapter,
+            rollout.min_version,
+            rollout.max_staleness,
+            rollout.needs_ids,
+            rollout.needs_route,
+            is_outside,
+        )
 
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """A rollout that waits. `order` is its turn: rests first, then requests in turns."""
+    """A rollout that waits. `order` is its turn: rests first, then by priority, then requests in turns, and of one turn
+    the longest, where a rollout of unknown length is as long as any."""
 
     rollout: Rollout
     demand: Demand
     order: Order
+    before: Mapping[Cause, float] = field(default_factory=dict)
+    """The waits of its demand when it came."""
+    waited: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
+    """Its seconds in line by cause, once it has left, or has got another demand."""
+    kept: Replica | None = None
+    """The replica that was reserved for it at the last look."""
+    why: str = ""
+    """The reason for the replica that it was placed on."""
     placed: "asyncio.Future[Replica]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def __lt__(self, other: "Waiter") -> bool:
@@ -56,43 +75,74 @@ class WaitingLine:
         self._turn = 0
         self._arrivals = 0
         self._moved_at: dict[Demand, float] = {}
+        self._waits: defaultdict[Demand, Waits] = defaultdict(Waits)
 
     def __len__(self) -> int:
         return len(self._by_rollout)
 
-    def waits(self, rollout: Rollout) -> bool:
-        return id(rollout) in self._by_rollout
-
     def waiters(self) -> list[Waiter]:
         return list(self._by_rollout.values())
 
-    def add(self, rollout: Rollout) -> Waiter:
+    def add(self, rollout: Rollout, *, is_outside: bool = False, has_begun: bool = False) -> Waiter:
+        """Put a rollout in line. `is_outside` for a turn of a session that no replica holds, `has_begun` for one after
+        the session's first.
+
+        Length orders the rollouts of one turn alone. No rollout joins a turn of which one was placed, so none starves.
+        """
         self._arrivals += 1
         if rollout.goes_on:
-            order = (0, 0, -self._arrivals)
+            order: Order = (0, rollout.priority, 0, 0.0, -self._arrivals)
+        elif is_outside and has_begun:
+            order = (0, rollout.priority, 1, 0.0, self._arrivals)
         else:
             request = rollout.request or rollout.request_id
             turn = max(self._turn, self._last_turns.get(request, 0)) + 1
             self._last_turns[request] = turn
-            order = (1, turn, self._arrivals)
-        waiter = Waiter(rollout, Demand.of(rollout), order)
+            order = (1, rollout.priority, turn, rollout.rank, self._arrivals)
+        waiter = Waiter(rollout, Demand.of(rollout, is_outside=is_outside), order)
+        waiter.before = self._waits[waiter.demand].read()
         self._by_rollout[id(rollout)] = waiter
         heapq.heappush(self._by_demand[waiter.demand], waiter)
         return waiter
 
     def done(self, waiter: Waiter) -> None:
         """The waiter was placed or has given up; its entry in the heap is dropped when it comes up."""
-        self._by_rollout.pop(id(waiter.rollout), None)
+        if self._by_rollout.pop(id(waiter.rollout), None) is not None:
+            self._count(waiter)
         if not self._by_rollout:
+            self._waits.clear()
             self._last_turns.clear()
             self._by_demand.clear()
 
     def moved(self, waiter: Waiter) -> None:
         """The waiter is placed now."""
         self._moved_at[waiter.demand] = time.monotonic()
-        self._turn = max(self._turn, waiter.order[1])
+        self._turn = max(self._turn, waiter.order[2])
         if len(self._last_turns) > _FORGET_ABOVE:
             self._last_turns = {request: turn for request, turn in self._last_turns.items() if turn > self._turn}
+
+    def held(self, waiter: Waiter) -> None:
+        """The waiter, and those behind it, wait for KV that sessions hold: such time does not count, since each of
+        these sessions has a turn or ends."""
+        if not waiter.demand.is_outside:
+            self._count(waiter)
+            waiter.demand = replace(waiter.demand, is_outside=True)
+            waiter.before = self._waits[waiter.demand].read()
+        self._waits[waiter.demand].lack(Cause.KV)
+        self._moved_at[waiter.demand] = time.monotonic()
+
+    def lacks(self, demand: Demand, cause: Cause) -> None:
+        """Note the cause for which rollouts of a demand wait from now on."""
+        self._waits[demand].lack(cause)
+
+    def lack_gate(self) -> None:
+        """Note that all wait for the gate from now on."""
+        for waits in self._waits.values():
+            waits.lack(Cause.GATE)
+
+    def _count(self, waiter: Waiter) -> None:
+        for cause, seconds in self._waits[waiter.demand].read().items():
+            waiter.waited[cause] += seconds - waiter.before.get(cause, 0.0)
 
     def quiet_s(self, waiter: Waiter, since: float) -> float:
         """Seconds in which no rollout of the same demand was placed, from `since` (monotonic) on."""

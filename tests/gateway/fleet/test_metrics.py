@@ -84,3 +84,36 @@ async def test_retries_have_a_reason(start_rig: StartRig) -> None:
     await running
     page = await page_of(rig)
     assert value(page, 'retries_total{reason="failed"}') + value(page, 'retries_total{reason="busy"}') > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
+async def test_tokens_that_a_death_does_not_cost_are_counted(start_rig: StartRig, path: str, stream: bool) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.01, "mean_tokens": 100_000})
+    limits = {"max_tokens": 64, "ignore_eos": True, "n": 2}  # a short sample by itself restarts
+    asked = (
+        {"prompt": [3, 4], **limits} if path == "/v1/completions" else {"token_ids": [3, 4], "sampling_params": limits}
+    )
+    body = {"model": "sim", "stream": stream, **asked}
+    running = asyncio.create_task(rig.client.post(rig.url + path, json=body))
+    await rig.begun(samples=2, tokens=8)
+    assert value(await page_of(rig), "kept_tokens_total") == 0
+    (busy,) = (replica for replica in rig.fleet.replicas if replica.load_samples)
+    victim = next(one for one in rig.replicas if one.info.replica_id == busy.replica_id)
+    rig.replicas.remove(victim)
+    await victim.kill()
+    rig.hurry()
+    async with await running as response:
+        assert response.status == 200
+        await response.read()
+    assert value(await page_of(rig), "kept_tokens_total") >= 8
+
+
+async def test_a_batch_is_counted_by_its_time_and_its_tail_and_one_prompt_is_none(rig: Rig) -> None:
+    await rig.complete([3])
+    assert 'rollout_gateway_batch_seconds_count{model="sim"}' not in await page_of(rig)
+    await rig.complete([[3], [4], [5]])
+    page = await page_of(rig)
+    assert value(page, 'batch_seconds_count{model="sim"}') == 1
+    assert value(page, 'batch_tail_ratio_count{model="sim"}') == 1
+    assert value(page, 'batch_tail_ratio_sum{model="sim"}') >= 1

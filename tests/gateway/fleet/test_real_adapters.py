@@ -22,7 +22,7 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from examples.tiny_model.task import COMMITTED
 from tests.material.adapters import write_adapter
-from tests.rigs.real_vllm import REQUEST_TIMEOUT_S, RealFleet, app, engine_config, until_generating
+from tests.rigs.engines.real_vllm import REQUEST_TIMEOUT_S, RealFleet, app, engine_config, until_generating
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
@@ -41,7 +41,7 @@ CONVERSATION |= {"ignore_eos": True, "return_token_ids": True}
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
     levers = {"num_replicas": 2, "enable_lora": True, "max_loras": MAX_STALENESS + 2, "max_lora_rank": 8}
     engine = engine_config(COMMITTED, tmp_path_factory.mktemp("logs")).model_copy(update=levers)
-    with app({"engine": engine}) as running:
+    with app({"engine": engine}, weights={"adapter_unload_timeout_s": REQUEST_TIMEOUT_S}) as running:
         yield running
 
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.real_vllm import RealFleet, fleet, greedy_token_ids, until_generating
+from tests.rigs.engines.real_vllm import RealFleet, fleet, greedy_token_ids, until_generating
 
 pytestmark = pytest.mark.vllm
 

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from engines.config import SimConfig
-from tests.rigs.rig import SimReplica, StartRig
+from engines.types import ReplicaState
+from gateway.fleet.replica import Replica
+from tests.rigs.rig import Rig, SimReplica, StartRig
 
 SIM = SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)
 
@@ -32,16 +34,91 @@ async def test_a_label_of_another_run_does_not_take_a_fleet_over(start_rig: Star
     assert {span["version"] for choice in reply["choices"] for span in choice["weight_versions"]} == {1}
 
 
+async def until_proven(rig: Rig) -> list[str]:
+    """Return the replicas that serve, once no reported version waits for its canary."""
+    async with asyncio.timeout(20):
+        while any(replica.is_unproven for replica in rig.fleet.replicas):
+            await asyncio.sleep(0.02)
+    return [replica.replica_id for replica in rig.fleet.replicas if replica.can_serve]
+
+
+async def joined(rig: Rig, replica: SimReplica) -> Replica:
+    """Return the replica once the fleet has welcomed it."""
+    rig.replicas.append(replica)
+    async with asyncio.timeout(20):
+        while not (found := [one for one in rig.fleet.replicas if one.replica_id == replica.info.replica_id]):
+            await asyncio.sleep(0.02)
+    return found[0]
+
+
 @pytest.mark.parametrize(("labels", "version"), [([5, 5, 0], 5), ([5, 0], 5), ([7, 0, 0], 0), ([7, 3, 3], 3)], ids=str)
 async def test_a_restarted_gateway_without_a_store_believes_what_most_engines_report(
     start_rig: StartRig, labels: list[int], version: int
 ) -> None:
     replicas = [await labelled(f"engine-{index}", label) for index, label in enumerate(labels)]
     rig = await start_rig(len(labels), replicas=replicas)
+    serving = await until_proven(rig)
     assert rig.fleet.version == version
-    serving = [replica.replica_id for replica in rig.fleet.replicas if replica.can_serve]
     assert serving[0] == next(f"engine-{index}" for index, label in enumerate(labels) if label == version)
     assert all(replica.weight_version in (None, 0, version) for replica in rig.fleet.replicas)
+
+
+async def test_of_engines_that_report_one_version_without_a_record_those_that_compute_alike_serve(
+    start_rig: StartRig,
+) -> None:
+    replicas = [await labelled(f"engine-{index}", 5) for index in range(3)]
+    replicas[0].label(5, weights="of a refused update")
+    rig = await start_rig(3, replicas=replicas)
+    assert await until_proven(rig) == ["engine-1", "engine-2"]
+    assert "not borne out" in rig.fleet.replicas[0].reason
+    assert rig.fleet.version == 5
+
+
+async def test_a_joiner_without_a_record_that_computes_otherwise_does_not_serve_the_fleets_version(
+    start_rig: StartRig,
+) -> None:
+    rig = await start_rig(2)
+    await rig.open_group()
+    await rig.update()
+    stray = await labelled("engine-2", 1)
+    stray.label(1, weights="of another run")
+    await joined(rig, stray)
+    assert await until_proven(rig) == ["engine-0", "engine-1"]
+    assert "not borne out" in rig.fleet.replicas[2].reason
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SYNCING"}
+
+
+async def test_a_joiner_without_a_record_that_computes_as_its_peers_serves(start_rig: StartRig) -> None:
+    rig = await start_rig(2)
+    await rig.open_group()
+    await rig.update()
+    await joined(rig, await labelled("engine-2", 1))
+    assert await until_proven(rig) == ["engine-0", "engine-1", "engine-2"]
+
+
+async def test_an_engine_that_comes_back_is_known_to_the_gateway_that_updated_it_without_a_store(
+    start_rig: StartRig,
+) -> None:
+    rig = await start_rig(1)
+    await rig.open_group()
+    await rig.update()
+    [before] = rig.fleet.replicas
+    rig.fleet.set_state(before, ReplicaState.LOST, "its connections broke")
+    async with asyncio.timeout(20):
+        while not any(replica.can_serve for replica in rig.fleet.replicas):
+            await asyncio.sleep(0.02)
+    [again] = rig.fleet.replicas
+    assert again is not before
+    assert (again.weight_version, rig.fleet.version) == (1, 1)
+
+
+async def test_verified_versions_are_not_outvoted_by_labels_that_come_later(start_rig: StartRig) -> None:
+    rig = await start_rig(2, replicas=[await labelled(f"engine-{index}", 5) for index in range(2)])
+    assert await until_proven(rig) == ["engine-0", "engine-1"]
+    for index in (2, 3, 4):
+        await joined(rig, await labelled(f"engine-{index}", 7))
+    assert await until_proven(rig) == ["engine-0", "engine-1"]
+    assert rig.fleet.version == 5
 
 
 async def test_a_record_outweighs_the_labels_of_others(start_rig: StartRig, tmp_path: Path) -> None:

@@ -4,10 +4,9 @@ import asyncio
 import errno
 from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp.client_reqrep import ConnectionKey
 
+from engines.clients.connections import CannotConnect
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import DeadlyPrompt, EngineFailed, EngineGone, EngineRefused, EngineUnreachable, NoDescriptors
 from engines.types import ReplicaState
@@ -175,12 +174,11 @@ async def test_events_of_an_engine_behind_a_proxy_that_ends_lines_with_crlf_are_
 
 async def test_a_lack_of_our_own_descriptors_is_not_blamed_on_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = VllmEngine("a", "http://127.0.0.1:9")
-    key = ConnectionKey("127.0.0.1", 9, False, True, None, None, None)
 
     def request(*_: Any, **__: Any) -> Any:
-        raise aiohttp.ClientConnectorError(key, OSError(errno.EMFILE, "Too many open files"))
+        raise CannotConnect("127.0.0.1:9", OSError(errno.EMFILE, "Too many open files"))
 
-    monkeypatch.setattr(engine._session, "request", request)
+    monkeypatch.setattr(engine._connections, "request", request)
     with pytest.raises(NoDescriptors, match="ulimit -n"):
         await engine.health(1)
     await engine.close()

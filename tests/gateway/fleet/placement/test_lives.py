@@ -120,3 +120,56 @@ async def test_the_trace_context_reaches_the_engine_and_the_record(
         assert (await life_of(rig, "mine"))["rollouts"][0]["traceparent"] == passed
     finally:
         await server.stop()
+
+
+async def _attempts(rig: Rig, request_id: str) -> list[Json]:
+    return [attempt for life in (await life_of(rig, request_id))["rollouts"] for attempt in life["attempts"]]
+
+
+async def test_an_attempt_says_why_it_went_where_it_went(start_rig: StartRig) -> None:
+    rig = await start_rig(2)
+    for name in ("first", "second"):
+        body = {"prompt": [3], "max_tokens": 1, "session_id": "agent"}
+        await rig.post("/v1/completions", body, headers={"X-Request-Id": name})
+    assert [one["why"] for one in await _attempts(rig, "first")] == ["fewest tokens"]
+    (second,) = await _attempts(rig, "second")
+    assert (second["why"], second["waited_s"]) == ("home of its session", {})
+    assert "s: home of its session" in await printed(rig, "second")
+
+
+async def test_an_attempt_says_what_it_waited_for(start_rig: StartRig) -> None:
+    rig = await start_rig(1)
+    await rig.post("/pause?mode=keep")
+    body = {"prompt": [3], "max_tokens": 1}
+    waiting = asyncio.create_task(rig.post("/v1/completions", body, headers={"X-Request-Id": "mine"}))
+    async with asyncio.timeout(20):
+        while (await rig.get("/status"))[1]["queue_length"] != 1:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)
+    await rig.post("/resume")
+    await waiting
+    (attempt,) = await _attempts(rig, "mine")
+    assert set(attempt["waited_s"]) == {"gate"}
+    assert attempt["why"] == "the only one with room"
+    assert "for the gate" in await printed(rig, "mine")
+
+
+async def test_a_wait_that_no_replica_is_new_enough_for_is_for_a_version(start_rig: StartRig) -> None:
+    rig = await start_rig(1, gateway={"queue_timeout_s": 0.1}, sim={"tensors": {"w": [4, 4]}})
+    await rig.post("/v1/completions", {"prompt": [3], "min_version": 1}, headers={"X-Request-Id": "mine"})
+    (attempt,) = await _attempts(rig, "mine")
+    assert set(attempt["waited_s"]) == {"version"}
+    assert attempt["why"] is None
+
+
+async def test_a_submission_explains_the_placement_of_its_groups(start_rig: StartRig) -> None:
+    rig = await start_rig(1)
+    body = {"id": "mine", "groups": [{"prompt": [3]}], "sampling": {"max_tokens": 2}}
+    async with rig.client.post(f"{rig.url}/v1/rollouts", json=body) as reply:
+        await reply.read()
+    status, found = await rig.get("/v1/rollouts/mine?explain=true")
+    assert status == 200
+    (rollout,) = found["rollouts"]
+    (attempt,) = rollout["attempts"]
+    assert (rollout["rollout"], attempt["why"]) == ("mine-0", "the only one with room")
+    assert (await rig.get("/v1/rollouts/mine?explain=maybe"))[0] == 400

@@ -1,15 +1,18 @@
 """The order in which rollouts are placed, and the work that placing them costs."""
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.engine import Engine
-from engines.errors import DeadlineExceeded
+from engines.errors import DeadlineExceeded, Withdrawn
 from gateway.config.schema import GatewayConfig
 from gateway.fleet import replica as replica_module
 from gateway.fleet.fleet import Fleet
@@ -17,9 +20,10 @@ from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import scheduler, waiting
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
-from gateway.fleet.placement.waiting import WaitingLine
+from gateway.fleet.placement.waiting import Waiter, WaitingLine
 from gateway.fleet.replica import Replica
-from tests.rigs.played_fleet import PlayedFleet
+from gateway.fleet.watch import quiet_clock
+from tests.rigs.stories.played_fleet import PlayedFleet
 
 MANY = 4000
 NO_ENGINE = cast(Engine, SimpleNamespace())
@@ -196,7 +200,7 @@ async def test_a_rollout_waits_for_as_long_as_replicas_that_could_take_it_make_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = PlayedClock()
-    for module in (scheduler, waiting, replica_module):
+    for module in (scheduler, waiting, replica_module, quiet_clock):
         monkeypatch.setattr(module, "time", clock)
     played = Played(1, queue_timeout_s=0.05)
     for name in ("running-0", "running-1", "waiting"):
@@ -223,3 +227,71 @@ async def test_the_rest_of_what_has_begun_is_placed_before_what_has_not() -> Non
     await played.end()
     assert played.placed == ["rest", "first"]
     await played.stop()
+
+
+async def test_the_longest_of_a_turn_is_placed_first_and_a_later_turn_waits() -> None:
+    played = Played(1)
+    for number in range(2):
+        await played.submit(f"running-{number}")
+    for name, expected in (("short", 10.0), ("long", 900.0), ("middle", 300.0), ("unknown", None), ("equal", 300.0)):
+        await played.submit(name, expected=expected)
+    await played.end("running-0")
+    await played.submit("late", expected=5000.0)
+    for place in range(1, 6):
+        await played.end(played.placed[place])
+    assert played.placed[2:] == ["unknown", "long", "middle", "equal", "short", "late"]
+    await played.stop()
+
+
+lengths = st.none() | st.integers(1, 50)
+
+
+@given(arrivals=st.lists(st.tuples(st.integers(0, 3), lengths, st.integers(0, 2)), min_size=1, max_size=40))
+def test_no_rollout_waits_for_more_than_its_turn_and_equals_keep_their_order(
+    arrivals: list[tuple[int, int | None, int]],
+) -> None:
+    """Each arrival is a request, a length, and the placements that follow it."""
+    asyncio.run(_placed_in_turns(arrivals))
+
+
+async def _placed_in_turns(arrivals: list[tuple[int, int | None, int]]) -> None:
+    line, placed = WaitingLine(), list[Waiter]()
+
+    def place() -> None:
+        turns = line.in_turn()
+        if (waiter := next(turns, None)) is None:
+            return
+        line.moved(waiter)
+        line.done(waiter)
+        waiter.placed.set_result(cast(Replica, None))
+        placed.append(waiter)
+        turns.close()
+
+    for number, (request, length, placements) in enumerate(arrivals):
+        line.add(Rollout(request_id=f"{number}", request=f"{request}", model="m", n=1, tokens=1, expected=length))
+        for _ in range(placements):
+            place()
+    while len(line):
+        place()
+    assert len(placed) == len(arrivals)
+    turns = [waiter.order[2] for waiter in placed]
+    assert turns == sorted(turns), "a rollout waits for those of its turn and of turns before, however long others are"
+    for one, other in itertools.combinations(placed, 2):
+        if one.rollout.expected == other.rollout.expected and one.order[2] == other.order[2]:
+            assert int(one.rollout.request_id) < int(other.rollout.request_id)
+
+
+async def test_rollouts_of_the_policy_alone_are_withdrawn() -> None:
+    played = Played(1)
+    played.fleet.replicas[0].backoff.busy(60.0)
+    tasks = []
+    for model in ("m", "judge"):
+        rollout = Rollout(request_id=model, model=model, n=1, tokens=1)
+        tasks.append(asyncio.create_task(played.scheduler.run(rollout, lambda replica: asyncio.sleep(0))))
+    await asyncio.sleep(0)
+    played.scheduler.withdraw_policy()
+    with pytest.raises(Withdrawn, match="m was aborted"):
+        await tasks[0]
+    assert played.scheduler.queue_length("judge") == 1
+    tasks[1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

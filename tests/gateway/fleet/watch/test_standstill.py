@@ -1,17 +1,26 @@
 """An engine whose tokens stand still while it answers /health is found, and its rollouts move."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from engines.errors import DeadlineExceeded, EngineUnreachable
+from engines.clients.sglang_engine import SglangEngine
+from engines.engine import Engine
+from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 from engines.types import PauseMode
 from gateway.config.schema import FleetConfig
+from gateway.fleet import replica as replica_module
 from gateway.fleet.brake import Holder
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
-from gateway.fleet.standstill import Standstill
+from gateway.fleet.watch import quiet_clock
+from gateway.fleet.watch.standstill import Standstill
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
+from tests.rigs.stories.played_fleet import PlayedFleet
 
 WATCH: Json = FAST_WATCH | {"stalled_after_s": 1.0, "lost_after_s": 60.0}
 
@@ -192,17 +201,184 @@ async def test_tokens_of_sglangs_unfinished_requests_are_progress(
 
     monkeypatch.setattr(replica.engine, "metrics", page)
     standstill = Standstill(FleetConfig(stalled_after_s=60.0))
-    replica._progress_at -= 50.0
+    replica._quiet._before_s += 50.0
     assert await standstill.look(replica) is None
-    replica._progress_at -= 50.0
+    replica._quiet._before_s += 50.0
     made += 40
     assert await standstill.look(replica) is None
-    replica._progress_at -= 50.0
+    replica._quiet._before_s += 50.0
     assert await standstill.look(replica) is None
-    replica._progress_at -= 50.0
+    replica._quiet._before_s += 50.0
     failed = await standstill.look(replica)
     assert failed is not None
     assert "stand still" in str(failed)
     replica.is_stalled = False
     rig.hurry()
     await task
+
+
+async def test_a_wedged_engine_is_found_where_clients_give_up_before_its_bound(start_rig: StartRig) -> None:
+    rig = await start_rig(1, fleet=WATCH)
+    rig.replicas[0].inject(wedged=True)
+    async with asyncio.timeout(60):
+        while await rig.states() == {"engine-0": "SERVING"}:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await rig.complete([[5]], ignore_eos=True)
+    assert "stand still" in rig.fleet.replicas[0].reason
+
+
+class PlayedReplica:
+    """A replica in played time, whose engine reports `made` tokens, and its watch with a bound of 10 s."""
+
+    passes_every_chunk = True
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made = 100.0
+        self._now = 1000.0
+        for module in (quiet_clock, replica_module):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self._now))
+        (self.replica,) = PlayedFleet([cast(Engine, self)]).replicas
+        self.standstill = Standstill(FleetConfig(stalled_after_s=10.0))
+
+    async def metrics(self, timeout_s: float) -> str:
+        return f"vllm:generation_tokens_total {self.made}\n"
+
+    async def looks(self, seconds: int) -> bool:
+        """True if a look a second finds a standstill in this time."""
+        for _ in range(seconds):
+            self._now += 1.0
+            if await self.standstill.look(self.replica) is not None:
+                return True
+        return False
+
+    async def gives_up_after(self, seconds: int, prompt_tokens: int = 1) -> bool:
+        """True if a standstill is found within a rollout that its client gives up, or in a minute without any."""
+        rollout = Rollout(request_id="a", model="m", n=1, tokens=1, prompt_tokens=prompt_tokens)
+        self.replica.reserve(rollout)
+        with suppress(asyncio.CancelledError), self.replica.carrying(rollout):
+            if await self.looks(seconds):
+                return True
+            raise asyncio.CancelledError
+        return await self.looks(60)
+
+
+async def test_a_standstill_is_counted_under_load_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedReplica(monkeypatch)
+    assert not await played.looks(3600)
+    assert [await played.gives_up_after(3) for _ in range(4)] == [False, False, False, True]
+
+
+async def test_clients_that_give_up_on_a_slow_engine_are_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedReplica(monkeypatch)
+    for _ in range(20):
+        assert not await played.gives_up_after(4)
+        played.made += 1.0
+
+
+async def test_a_long_prompt_that_was_given_up_is_no_standstill_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedReplica(monkeypatch)
+    assert not await played.gives_up_after(20, prompt_tokens=20_000)
+    assert not await played.gives_up_after(9)
+    played.replica.saw_progress()
+    assert not await played.gives_up_after(9)
+    assert await played.gives_up_after(2)
+
+
+async def test_a_prompt_that_the_engine_refused_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedReplica(monkeypatch)
+    refused = Rollout(request_id="a", model="m", n=1, tokens=1, prompt_tokens=1_000_000)
+    played.replica.reserve(refused)
+    with suppress(EngineRefused), played.replica.carrying(refused):
+        raise EngineRefused("it is too long", status=400, body={})
+    assert await played.gives_up_after(11)
+
+
+async def test_pages_are_compared_over_time_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedReplica(monkeypatch)
+    with played.replica.carrying(rollout := Rollout(request_id="a", model="m", n=1, tokens=1)):
+        played.replica.reserve(rollout)
+        played._now += 20.0  # the looks before came late
+        assert not await played.looks(2)
+        assert await played.looks(2)
+
+
+class SightlessReplica(PlayedReplica):
+    """Its page fails with `failure`, if that is set."""
+
+    failure: Exception | None = DeadlineExceeded("no answer to /metrics")
+
+    async def metrics(self, timeout_s: float) -> str:
+        if self.failure is not None:
+            raise self.failure
+        return await super().metrics(timeout_s)
+
+    @contextmanager
+    def loaded(self, *, in_chunks: int, whole: int = 0) -> Iterator[None]:
+        """During the block so many rollouts are in flight, and so many of them wait for a chunk."""
+        with ExitStack() as stack:
+            for index in range(in_chunks + whole):
+                rollout = Rollout(request_id=f"{index}", model="m", n=1, tokens=1)
+                self.replica.reserve(rollout)
+                stack.enter_context(self.replica.carrying(rollout))
+            for _ in range(in_chunks):
+                stack.enter_context(self.replica.awaiting_chunk())
+            yield
+
+
+async def test_a_standstill_is_found_by_chunks_alone_while_pages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = SightlessReplica(monkeypatch)
+    with played.loaded(in_chunks=3):
+        assert not await played.looks(29)
+        assert await played.looks(1)
+
+
+async def test_chunks_are_progress_while_pages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = SightlessReplica(monkeypatch)
+    with played.loaded(in_chunks=3):
+        for _ in range(5):
+            assert not await played.looks(25)
+            played.replica.saw_progress()
+
+
+async def test_a_replica_with_a_rollout_that_is_read_whole_is_not_judged_while_pages_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = SightlessReplica(monkeypatch)
+    with played.loaded(in_chunks=3, whole=1):
+        assert not await played.looks(3600)
+
+
+async def test_an_engine_that_holds_chunks_back_is_not_judged_while_pages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = SightlessReplica(monkeypatch)
+    played.passes_every_chunk = SglangEngine.passes_every_chunk
+    with played.loaded(in_chunks=3):
+        assert not await played.looks(3600)
+
+
+async def test_an_engine_that_refuses_its_page_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = SightlessReplica(monkeypatch)
+    played.failure = EngineRefused("no page", status=404, body={})
+    with played.loaded(in_chunks=1):
+        assert not await played.looks(3600)
+
+
+@pytest.mark.parametrize("made", [0.0, 1.0])
+async def test_a_page_that_failed_between_two_is_no_evidence(monkeypatch: pytest.MonkeyPatch, made: float) -> None:
+    played = SightlessReplica(monkeypatch)
+    played.failure = None
+    with played.loaded(in_chunks=0, whole=1):
+        assert not await played.looks(6)
+        played.failure = EngineFailed("/metrics answered 500")
+        assert not await played.looks(10)
+        played.failure, played.made = None, played.made + made
+        assert await played.looks(1) == (not made)
+
+
+async def test_the_rollouts_of_a_wedged_engine_whose_page_hangs_move(start_rig: StartRig) -> None:
+    rig = await start_rig(2, fleet=WATCH | {"stalled_after_s": 0.5, "probe_timeout_s": 0.5})
+    rig.replicas[0].inject(wedged=True, held="/metrics")
+    async with asyncio.timeout(60):
+        replies = await asyncio.gather(*(rig.complete([[5, index]], max_tokens=80) for index in range(4)))
+    assert all(len(reply["choices"]) == 1 for reply in replies)
+    assert "no answer to /metrics" in rig.fleet.replicas[0].reason

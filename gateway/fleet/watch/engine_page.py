@@ -3,12 +3,16 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 _LINE = re.compile(r"^(?P<name>(?:vllm|sglang):\w+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)", re.MULTILINE)
 _LE = re.compile(r'le="([^"]+)"')
 _KV = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+# Texts of settings, which may hold a brace, are among the labels.
+_CACHE = re.compile(r'^vllm:cache_config_info\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}', re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_MOST_TOKENS = "sglang:max_total_num_tokens"
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
@@ -52,11 +56,54 @@ def read_load(page: str) -> EngineLoad:
     return load
 
 
+def read_kv_tokens(page: str) -> int | None:
+    """The tokens that the engine's KV cache holds, summed over copies of the model; None where the page lacks them."""
+    rows = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(page)]
+    return kv_tokens_of(rows) if rows else _most_tokens(page)
+
+
+def _most_tokens(page: str) -> int | None:
+    """SGLang's figure, of which each tensor and pipeline rank of a copy has a row."""
+    copies = defaultdict[str, int](int)
+    for line in _LINE.finditer(page):
+        if line["name"] == _MOST_TOKENS and (value := _number(line["value"])) is not None:
+            copy = dict(_LABEL.findall(line["labels"] or "")).get("dp_rank", "")
+            copies[copy] = max(copies[copy], int(value))
+    return sum(copies.values()) or None
+
+
+def kv_tokens_of(rows: Iterable[Mapping[str, str]]) -> int | None:
+    """The tokens by the labels of `vllm:cache_config_info`, which has a row for each copy of the model.
+
+    Newer vLLM names the tokens of the row's own copy. Blocks are those of all copies together, in each row, and in a
+    model with other layers than full attention a block holds other tokens than `block_size` says.
+    """
+    rows = list(rows)
+    if own := sum(_whole(row, "kv_cache_size_tokens") for row in rows):
+        return own
+    return max((_whole(row, "num_gpu_blocks") * _whole(row, "block_size") for row in rows), default=0) or None
+
+
+def _whole(row: Mapping[str, str], label: str) -> int:
+    """A count; 0 where a row lacks it."""
+    text = row.get(label, "")
+    return int(text) if text.isdecimal() else 0
+
+
 def read_total(page: str, names: Collection[str]) -> float | None:
     """The sum of all samples of these names; None where the page has none."""
-    values = [_number(line["value"]) for line in _LINE.finditer(page) if line["name"] in names]
-    found = [value for value in values if value is not None]
+    found = _values(page, names)
     return sum(found) if found else None
+
+
+def read_largest(page: str, names: Collection[str]) -> float | None:
+    """The largest sample of these names; None where the page has none."""
+    return max(_values(page, names), default=None)
+
+
+def _values(page: str, names: Collection[str]) -> list[float]:
+    values = (_number(line["value"]) for line in _LINE.finditer(page) if line["name"] in names)
+    return [value for value in values if value is not None]
 
 
 def _number(text: str) -> float | None:

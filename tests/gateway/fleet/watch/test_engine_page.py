@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.fleet.engine_page import EngineLoad, read_load
+from gateway.fleet.watch.engine_page import EngineLoad, read_kv_tokens, read_load
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -49,3 +49,43 @@ def test_a_page_with_odd_values_is_no_error(value: str) -> None:
     separator = "" if value.startswith("{") else " "
     page = "".join(f"{name}{separator}{value}\n" for name in names)
     assert read_load(page).lengths == {}
+
+
+@pytest.mark.parametrize(
+    ("page", "tokens"),
+    [
+        ('vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n', 1600),
+        (
+            'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="150"} 1.0\n'
+            'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="150"} 1.0\n',
+            2400,
+        ),
+        (
+            'vllm:cache_config_info{block_size="16",engine="0",kv_cache_size_tokens="1200",num_gpu_blocks="150"} 1.0\n'
+            'vllm:cache_config_info{block_size="16",engine="1",kv_cache_size_tokens="1200",num_gpu_blocks="150"} 1.0\n',
+            2400,
+        ),
+        ('vllm:cache_config_info{block_size="8",kv_cache_size_tokens="463459",num_gpu_blocks="320"} 1.0\n', 463_459),
+        ('vllm:cache_config_info{block_size="8",kv_cache_size_tokens="None",num_gpu_blocks="320"} 1.0\n', 2560),
+        (
+            'vllm:cache_config_info{a="{}",b="\\"}",block_size="8",num_gpu_blocks="4",num_gpu_blocks_override="9"} 1\n',
+            32,
+        ),
+        ('vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0\n', None),
+        ('sglang:max_total_num_tokens{model_name="m"} 5000.0\n', 5000),
+        (
+            "".join(
+                f'sglang:max_total_num_tokens{{dp_rank="{copy}",model_name="m",tp_rank="{rank}"}} 5000.0\n'
+                for copy in (0, 1) for rank in (2 * copy, 2 * copy + 1)
+            ),
+            10_000,
+        ),
+        ("", None),
+    ],
+    ids=[
+        "a copy", "the blocks of both copies in each row", "tokens of each copy", "layers of several kinds",
+        "a size that is not known", "braces in texts", "neither known", "SGLang", "two copies of two ranks", "none",
+    ],
+)  # fmt: skip
+def test_the_size_of_the_kv_cache(page: str, tokens: int | None) -> None:
+    assert read_kv_tokens(page) == tokens

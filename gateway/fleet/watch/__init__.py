@@ -1,0 +1,1 @@
+"""How engines are watched beyond their health: standstills, drafts, their pages of metrics."""

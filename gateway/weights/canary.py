@@ -8,7 +8,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -72,12 +72,10 @@ class Canary:
     async def remember(self, replicas: Sequence[Replica]) -> None:
         """Read the log-probs before an update, for comparison after it."""
         unknown = [r for r in replicas if r.weight_version is not None and self._known(r) is None]
-        readings = await self._ask_all(unknown, self.token_ids(replicas))
-        for replica, reading in readings.items():
-            if isinstance(reading, Reading):
-                self._accepted[replica] = reading
-            else:
-                log.warning("no canary before the update", replica=replica.replica_id, reason=reading.reason)
+        findings, readings = await self._read_all(unknown, self.token_ids(replicas))
+        self._accepted.update(readings)
+        for replica, finding in findings.items():
+            log.warning("no canary before the update", replica=replica.replica_id, reason=finding.reason)
         for peers in self._peers(list(unknown)):
             self._warn_of_strangers(peers)
 
@@ -89,11 +87,9 @@ class Canary:
         `trainers` are the trainer's own log-probs of `token_ids`, without the first token. With `busy`, rollouts run at
         the same time, and a replica that answers late is unverified instead of failed.
         """
-        answers = await self._ask_all(replicas, self.token_ids(replicas), version)
-        findings = {replica: answer for replica, answer in answers.items() if isinstance(answer, Finding)}
+        findings, readings = await self._read_all(replicas, self.token_ids(replicas), version)
         if busy:
             findings = {replica: finding.excused_if_late() for replica, finding in findings.items()}
-        readings = {replica: answer for replica, answer in answers.items() if isinstance(answer, Reading)}
         given = tuple(trainers) if trainers is not None else None
         kinds = self._peers(list(readings))
         for peers in kinds:
@@ -101,7 +97,7 @@ class Canary:
             findings |= judge(
                 {replica: readings[replica] for replica in peers},
                 {replica: reading for replica, reading in previous.items() if reading is not None},
-                elsewhere=self._accepted_elsewhere(peers, version),
+                elsewhere=self._accepted_at(version, peers[0], without=peers),
                 trainers=given,
                 trainers_before=self._trainers,
                 busy=busy,
@@ -124,36 +120,30 @@ class Canary:
         """Keep the log-probs of the last batch of a rolling update, for comparison with the next batch."""
         self._accepted.update(self._checked[0])
 
-    async def admit(self, replica: Replica, version: int) -> Finding:
-        """Judge a replica that loaded `version` alone, while its peers serve."""
-        answer = await self._ask(replica, self.token_ids([replica]), version, self._accepted_at(version, replica))
-        if isinstance(answer, Finding):
-            return answer
-        before, known = self._accepted.get(replica), self._accepted_at(version, replica)
-        previous = {replica: before} if before is not None and before.version != version else {}
-        finding = judge({replica: answer}, previous, elsewhere=known)[replica]
-        if finding.may_serve:
-            self._accepted[replica] = answer
-        return finding
+    async def admit(self, replicas: Sequence[Replica], version: int) -> dict[Replica, Finding]:
+        """Judge replicas that took `version` outside an update, with each other and with accepted readings of it."""
+        findings, readings = await self._read_all(replicas, self.token_ids(replicas), version, compares=True)
+        for peers in self._peers(list(readings)):
+            before = {replica: self._accepted[replica] for replica in peers if replica in self._accepted}
+            findings |= judge(
+                {replica: readings[replica] for replica in peers},
+                {replica: reading for replica, reading in before.items() if reading.version != version},
+                elsewhere=self._accepted_at(version, peers[0]),
+            )
+        self._accepted.update({one: reading for one, reading in readings.items() if findings[one].may_serve})
+        return findings
 
     def _known(self, replica: Replica) -> Reading | None:
         """Return the accepted reading of the weights that a replica holds, if there is one."""
         reading = self._accepted.get(replica)
         return reading if reading is not None and reading.version == replica.weight_version else None
 
-    def _accepted_at(self, version: int, replica: Replica) -> list[Reading]:
-        """Return accepted readings at this version, of the replica and of its peers."""
-        own = self._accepted.get(replica)
-        elsewhere = self._accepted_elsewhere([replica], version)
-        return [*elsewhere, own] if own is not None and own.version == version else elsewhere
-
-    def _accepted_elsewhere(self, peers: Sequence[Replica], version: int) -> list[Reading]:
-        """Return accepted readings at this version of replicas that are not being asked now."""
-        kind = self._kind(peers[0])
+    def _accepted_at(self, version: int, one: Replica, *, without: Collection[Replica] = ()) -> list[Reading]:
+        """Return accepted readings at this version, of replicas of one kind."""
         return [
             reading
             for replica, reading in self._accepted.items()
-            if replica not in peers and reading.version == version and self._kind(replica) == kind
+            if replica not in without and reading.version == version and self._kind(replica) == self._kind(one)
         ]
 
     def _peers(self, replicas: Sequence[Replica]) -> list[list[Replica]]:
@@ -180,14 +170,21 @@ class Canary:
                     version=reading.version, distance=apart, noise=noise,
                 )  # fmt: skip
 
-    async def _ask_all(
-        self, replicas: Sequence[Replica], token_ids: list[int], version: int | None = None
-    ) -> dict[Replica, Reading | Finding]:
-        answers = await asyncio.gather(*(self._ask(replica, token_ids, version) for replica in replicas))
-        return dict(zip(replicas, answers, strict=True))
+    async def _read_all(
+        self, replicas: Sequence[Replica], token_ids: list[int], version: int | None = None, *, compares: bool = False
+    ) -> tuple[dict[Replica, Finding], dict[Replica, Reading]]:
+        """Return the findings of replicas that gave no reading, and the readings of the others.
+
+        One that `compares` equal to an accepted reading needs no measure of noise.
+        """
+        known = {one: self._accepted_at(version, one) if compares and version is not None else () for one in replicas}
+        answers = await asyncio.gather(*(self._ask(one, token_ids, version, known[one]) for one in replicas))
+        both = list(zip(replicas, answers, strict=True))
+        findings = {replica: answer for replica, answer in both if isinstance(answer, Finding)}
+        return findings, {replica: answer for replica, answer in both if isinstance(answer, Reading)}
 
     async def _ask(
-        self, replica: Replica, token_ids: list[int], version: int | None, known: Sequence[Reading] = ()
+        self, replica: Replica, token_ids: list[int], version: int | None, known: Sequence[Reading]
     ) -> Reading | Finding:
         """Return a replica's reading, or a finding if there is none. `known` are accepted readings at this version."""
         if not replica.info.speaks_vllm:

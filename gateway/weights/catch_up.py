@@ -1,12 +1,14 @@
 """Brings replicas to the fleet's weights: from the store, or from the checkpoint for version 0.
 
-A replica is behind when it is SYNCING: restarted, joined late, or overwritten by an aborted update. A replica is ahead
-when it serves the version of an aborted rolling update; it serves on until its turn. Neither is a member of an update.
+A replica is behind when it is SYNCING: restarted, joined late, or overwritten by an aborted update. If it has kept the
+weights that the update replaced, it takes them back, and the store takes over where that fails. A replica is ahead when
+it serves the version of an aborted rolling update; it serves on until its turn. Neither is a member of an update.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import structlog
@@ -20,6 +22,8 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
 from gateway.weights.snapshots import Snapshots, bounded
+from gateway.weights.updates.record import WeightUpdate
+from gateway.weights.verdicts import UNASKED, Finding, Result
 
 log = structlog.get_logger()
 
@@ -27,6 +31,8 @@ _TRIES = 3
 _RETRY_S = 2.0
 _RESET_AGAIN_S = 0.05
 _AND = "; not brought back: "
+_KEPT, _STORE = "kept weights", "store"
+"""Sources of the version before."""
 
 
 class CatchUp:
@@ -57,6 +63,7 @@ class CatchUp:
             while True:
                 await self._look.wait()
                 self._look.clear()
+                self._start_proof()
                 for replica in self._fleet.trained:
                     if self._is_behind(replica) and self._given_up.get(replica) != self._fleet.version:
                         self._start(replica)
@@ -66,20 +73,30 @@ class CatchUp:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def restore(self, replicas: Iterable[Replica], *, leaves_group: bool) -> None:
-        """Take replicas of an aborted update back to the fleet's version, and out of their group. Where nothing was
-        overwritten, they only drop what they received."""
+    def bring_back(
+        self,
+        replicas: Iterable[Replica],
+        *,
+        after: WeightUpdate | None = None,
+        leaves_group: bool = False,
+        is_awaited: bool = False,
+    ) -> None:
+        """Take replicas that an update had stopped to the fleet's version, and out of their group. The next update
+        waits for them where `is_awaited`. A replica that was not overwritten only drops what it received. `after` is
+        the update where it was aborted: its record notes who is back."""
         for replica in replicas:
-            replica.brake.join(Holder.CATCH_UP)  # frozen until the engine has ended the update
-            self._restored.add(replica)
-            self._start(replica, drops_receipt=True, leaves_group=leaves_group)
+            if replica.weight_version is None:
+                replica.brake.join(Holder.CATCH_UP)  # frozen until the engine has ended the update
+            if is_awaited:
+                self._restored.add(replica)
+            self._start(replica, after=after, drops_receipt=True, leaves_group=leaves_group)
 
     def take_back(self, replicas: Iterable[Replica], width: int) -> None:
         """Take replicas that are ahead back to the fleet's version, `width` at a time."""
         turns = asyncio.Semaphore(width)
         self._ahead = {replica for replica in replicas if replica not in self._tasks}
         for replica in self._ahead:
-            self._own(replica, self._take_back(replica, turns))
+            self._own([replica], self._take_back(replica, turns))
         if not self._ahead:
             self._fleet.end_roll()
 
@@ -125,13 +142,33 @@ class CatchUp:
         is_behind = replica.state is ReplicaState.SYNCING and replica.weight_version != self._fleet.version
         return is_behind and replica.info.loads_snapshots
 
-    def _start(self, replica: Replica, *, drops_receipt: bool = False, leaves_group: bool = False) -> None:
+    def _start(
+        self,
+        replica: Replica,
+        *,
+        after: WeightUpdate | None = None,
+        drops_receipt: bool = False,
+        leaves_group: bool = False,
+    ) -> None:
         if replica not in self._tasks:
-            self._own(replica, self._bring_back(replica, drops_receipt=drops_receipt, leaves_group=leaves_group))
+            work = self._bring_back(replica, after=after, drops_receipt=drops_receipt, leaves_group=leaves_group)
+            self._own([replica], work)
 
-    def _own(self, replica: Replica, work: Coroutine[None, None, None]) -> None:
-        self._tasks[replica] = task = asyncio.create_task(work, name=f"catch up {replica.replica_id}")
-        task.add_done_callback(lambda ended: self._ended(replica, ended))
+    def _start_proof(self) -> None:
+        """Verify versions that engines reported without a record, all together: most of them are right."""
+        waiting = [replica for replica in self._fleet.trained if self._is_unproven(replica)]
+        if unproven := [replica for replica in waiting if replica not in self._tasks]:
+            self._own(unproven, self._prove(unproven))
+
+    def _is_unproven(self, replica: Replica) -> bool:
+        is_waiting = replica.state is ReplicaState.SYNCING and replica.is_unproven
+        return is_waiting and self._given_up.get(replica) != self._fleet.version
+
+    def _own(self, replicas: Sequence[Replica], work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work, name=f"catch up {', '.join(replica.replica_id for replica in replicas)}")
+        for replica in replicas:
+            self._tasks[replica] = task
+            task.add_done_callback(partial(self._ended, replica))
 
     def _ended(self, replica: Replica, task: "asyncio.Task[None]") -> None:
         self._tasks.pop(replica, None)
@@ -159,44 +196,121 @@ class CatchUp:
                 self._fleet.fence(replica, f"held version {version}, which was aborted")
                 await self._bring_back(replica)
 
-    async def _bring_back(self, replica: Replica, *, drops_receipt: bool = False, leaves_group: bool = False) -> None:
+    async def _prove(self, replicas: Sequence[Replica]) -> None:
+        """Serve replicas whose canary is that of their peers. A report without peers counts only while no version is
+        certain: after a restart of the gateway."""
+        version, is_certain = self._fleet.version, self._fleet.is_certain
+        findings: Mapping[Replica, Finding] = {}
+        if self._canary.is_enabled:
+            findings = await self._canary.admit(replicas, version)
+        for replica in filter(self._is_unproven, replicas):
+            finding = findings.get(replica, UNASKED)
+            is_verified = finding.result is Result.VERIFIED
+            if replica.weight_version != version:
+                continue  # outvoted meanwhile
+            if finding.result is Result.LOST or finding.is_late:
+                await asyncio.sleep(_RETRY_S)  # and it is asked again
+            elif is_verified or (finding.may_serve and not (is_certain and self._canary.is_enabled)):
+                self._fleet.believe(replica, is_verified=is_verified)
+                await self._snapshots.note_holders(version, [replica])
+            else:
+                reason = f"version {version} that it reports is not borne out: {finding.reason}"
+                self._fleet.fence(replica, reason)
+                self._fleet.explain(replica, reason)
+
+    async def _bring_back(
+        self,
+        replica: Replica,
+        *,
+        after: WeightUpdate | None = None,
+        drops_receipt: bool = False,
+        leaves_group: bool = False,
+    ) -> None:
         is_overwritten = replica.weight_version is None
-        drops_receipt = drops_receipt or is_overwritten
-        await self._clear(replica, drops_receipt=drops_receipt, ends_update=is_overwritten, leaves_group=leaves_group)
+        aborted = after if is_overwritten else None
+        kept = aborted.kept.get(replica) if aborted is not None else None
+        await self._clear(
+            replica,
+            drops_receipt=(drops_receipt or is_overwritten) and kept is None,  # what it has kept would go with it
+            ends_update=is_overwritten,
+            leaves_group=leaves_group,
+        )
         if is_overwritten:
             # After a restart of the gateway in the middle of an update only the store knows the version before.
             self._fleet.learn(await self._snapshots.last_held_by(replica.info.incarnation))
+        source = await self._recover(replica, kept)
+        if aborted is not None and source:
+            aborted.take_back(replica, source)
+
+    async def _recover(self, replica: Replica, kept: int | None) -> str:
+        """Take a replica that may have `kept` a version to the fleet's. Return the source; "" where it is not back."""
+        if kept is not None:
+            if await self._undo(replica, kept):
+                return _KEPT
+            await self._clear(replica, drops_receipt=True)
+        return _STORE if await self._reload(replica) else ""
+
+    async def _reload(self, replica: Replica) -> bool:
+        """Load the fleet's version, and the next if it has changed meanwhile. Return True where one is loaded."""
+        is_loaded = False
         for failures in range(1, _TRIES + 1):
             if not self._is_behind(replica):
-                return
+                break
             version = self._fleet.version
             try:
                 await self._load(replica, version)
+                is_loaded = True
             except StoreFailed as error:
                 self._give_up(replica, version, f"it waits for the next update, since {error}")
-                return
+                break
             except (EngineError, DeadlineExceeded, WeightUpdateFailed) as error:
                 log.warning("catch up failed", replica=replica.replica_id, version=version, error=str(error))
                 if failures == _TRIES:
                     self._give_up(replica, version, f"did not take version {version}: {error}")
-                    return
+                    break
                 with suppress(EngineUnreachable):  # a lost replica ends the wait
                     await replica.unless_lost(asyncio.sleep(_RETRY_S))
+        return is_loaded
+
+    async def _undo(self, replica: Replica, version: int) -> bool:
+        """Have the engine take back the weights that it has kept, then check and serve them. Return False where the
+        store has to bring them."""
+        if not self._is_behind(replica) or version != self._fleet.version:
+            return False
+        timeout_s = self._config.load_timeout_s
+        try:
+            await self._empty(replica)
+            undo = replica.engine.undo_staged(version, timeout_s)
+            is_undone = await bounded(replica.unless_lost(undo), timeout_s, f"version {version} was not taken back")
+            if is_undone:
+                await self._admit(replica, version, f"took version {version} back from its memory")
+        except (EngineError, DeadlineExceeded, WeightUpdateFailed) as error:
+            log.warning("undo failed", replica=replica.replica_id, version=version, error=str(error))
+            return False
+        return is_undone
 
     async def _load(self, replica: Replica, version: int) -> None:
         """Load, check, and serve if that is still the fleet's version."""
         timeout_s = self._config.load_timeout_s
         async with self._source(replica, version) as path:
-            replica.lose_version()
-            await self._snapshots.note_overwritten([replica])
-            replica.drop_calls()  # a replica that was SUSPECT during the update may still have rollouts
-            await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
-            await self._forget_kv(replica)
+            await self._empty(replica)
             load = replica.engine.load_snapshot(path, version, timeout_s)
             await bounded(replica.unless_lost(load), timeout_s, f"replica {replica.replica_id} did not load {path}")
-        # A paused engine cannot answer; the next update reads its canary.
-        if self._canary.is_enabled and not replica.brake.holders:
-            finding = await self._canary.admit(replica, version)
+        await self._admit(replica, version, f"loaded version {version} from {path}")
+
+    async def _empty(self, replica: Replica) -> None:
+        """End what the engine still does with its weights, before they are overwritten."""
+        replica.lose_version()
+        await self._snapshots.note_overwritten([replica])
+        replica.drop_calls(rollouts_alone=True)  # a replica that was SUSPECT during the update may still have some
+        await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
+        await self._forget_kv(replica)
+
+    async def _admit(self, replica: Replica, version: int, how: str) -> None:
+        """Check the weights by the canary, and serve them."""
+        if self._canary.is_enabled:
+            async with replica.brake.lifted(self._config.control_timeout_s):  # a paused engine cannot answer
+                finding = (await self._canary.admit([replica], version))[replica]
             log.info("canary", replica=replica.replica_id, version=version, **finding.report())
             if not finding.may_serve:
                 raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
@@ -204,7 +318,7 @@ class CatchUp:
         await self._snapshots.note_holders(version, [replica])
         log.info("replica caught up", replica=replica.replica_id, version=version)
         if replica.state is ReplicaState.SYNCING:
-            self._fleet.settle(replica, f"loaded version {version} from {path}")
+            self._fleet.settle(replica, how)
 
     async def _forget_kv(self, replica: Replica) -> None:
         """Empty the prefix cache: refused weights may have written KV for requests salted with an older version.
@@ -233,25 +347,22 @@ class CatchUp:
         async with self._snapshots.reading(version, holders) as path:
             yield str(path)
 
-    async def _clear(self, replica: Replica, *, drops_receipt: bool, ends_update: bool, leaves_group: bool) -> None:
+    async def _clear(
+        self, replica: Replica, *, drops_receipt: bool, ends_update: bool = False, leaves_group: bool = False
+    ) -> None:
         """End the update in the engine. An engine that does not answer is found by its probes."""
         engine = replica.engine
-        calls: list[Callable[[float], Awaitable[None]]] = []
-        if drops_receipt:
-            calls.append(engine.drop_receipt)
-        if ends_update:
-            calls.append(engine.abandon_weight_update)
-        if leaves_group:
-            calls.append(engine.close_weight_group)
-        for call in calls:
-            await self._try(replica, call)
+        due = {
+            engine.drop_receipt: drops_receipt,
+            engine.abandon_weight_update: ends_update,
+            engine.close_weight_group: leaves_group,
+        }
+        for call in (call for call, is_due in due.items() if is_due):
+            try:
+                await call(self._config.control_timeout_s)
+            except (EngineError, DeadlineExceeded) as error:
+                log.warning("could not clear up", replica=replica.replica_id, error=str(error))
         replica.brake.let_go(Holder.CATCH_UP)
-
-    async def _try(self, replica: Replica, call: Callable[[float], Awaitable[object]]) -> None:
-        try:
-            await call(self._config.control_timeout_s)
-        except (EngineError, DeadlineExceeded) as error:
-            log.warning("could not clear up", replica=replica.replica_id, error=str(error))
 
     def _give_up(self, replica: Replica, version: int, reason: str) -> None:
         self._given_up[replica] = version

@@ -6,19 +6,22 @@ them, and neither resumes an engine that the other holds.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from engines.errors import WeightUpdateConflict
+from engines.errors import DeadlineExceeded, WeightUpdateConflict
 from engines.types import InFlight, PauseMode
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
-from gateway.fleet.replica_calls import names, on_all, on_living
+from gateway.fleet.replica_calls import names, on_all
 from gateway.fleet.stopped import stop
 from gateway.weights.updates.record import WeightUpdate
+
+_ABORT_TIMEOUT_S = 30.0
+_AGAIN_AFTER_S = 1.0
 
 
 class Pauses:
@@ -64,10 +67,21 @@ class Pauses:
     async def aborting_all(self) -> AsyncIterator[None]:
         """Ends all rollouts of the policy with the tokens they have. New ones wait until the end of the block."""
         try:
-            await self._stop(Holder.ABORT_ALL, PauseMode.ABORT, clear_cache=False)
+            await self._abort_all()
             yield
         finally:
             self._let_go(Holder.ABORT_ALL)
+
+    async def _abort_all(self) -> None:
+        """Pause with an abort until no rollout is in flight: a request may reach its engine after the first one."""
+        ends_at = time.monotonic() + _ABORT_TIMEOUT_S
+        while True:
+            await self._stop(Holder.ABORT_ALL, PauseMode.ABORT, clear_cache=False)
+            try:
+                return await self._scheduler.drained(_AGAIN_AFTER_S)
+            except DeadlineExceeded:
+                if time.monotonic() >= ends_at:
+                    raise
 
     async def reset_prefix_cache(self) -> bool:
         """True when every replica of the policy that has the route forgot its prefixes.
@@ -75,7 +89,9 @@ class Pauses:
         Versions never share prefixes, so this only frees memory. Prefixes of frozen models stay valid.
         """
         timeout_s, able = self._config.control_timeout_s, self._able("/reset_prefix_cache")
-        return all(await on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s))
+        reset = await on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s)
+        self._scheduler.forget_prefixes(replica for replica, is_reset in zip(able, reset, strict=True) if is_reset)
+        return all(reset)
 
     def in_flight(self, members: Sequence[Replica], asked: InFlight | None) -> InFlight:
         """An update's mode for rollouts in flight: as asked, else as configured where all engines can be paused."""
@@ -89,38 +105,44 @@ class Pauses:
             )
         return InFlight.DRAIN
 
-    async def drain(self) -> None:
-        """Close the gate and wait for the end of rollouts in flight."""
-        self._scheduler.close_gate(Holder.UPDATE)
-        await self._scheduler.drained(self._config.drain_timeout_s)
+    def drains(self, update: WeightUpdate) -> bool:
+        """True where an update waits for rollouts in flight. Those of a paused engine would not end."""
+        return update.in_flight is InFlight.DRAIN and not self._is_paused
 
-    async def freeze(self, update: WeightUpdate, members: Sequence[Replica]) -> None:
-        """Stop these replicas for an update, until `thaw` or `end`. Under a trainer's pause its mode has decided about
-        rollouts in flight."""
-        self._scheduler.close_gate(Holder.UPDATE)
-        in_flight = update.in_flight
+    def close_gate(self, update: WeightUpdate) -> None:
+        """Place nothing until `end`, except in a rolling update, whose other replicas serve."""
+        if not update.rolling:
+            self._scheduler.close_gate(Holder.UPDATE)
+
+    async def drained(self, replica: Replica) -> None:
+        """Wait for the end of the replica's rollouts."""
+        timeout_s = self._config.drain_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await replica.idle.wait()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"rollouts still run on {replica.replica_id} after {timeout_s:g} s: raise weights.drain_timeout_s, or "
+                "choose another weights.in_flight"
+            ) from error
+
+    def stopping(self, update: WeightUpdate) -> Callable[[Replica], Awaitable[None]]:
+        """Close the gate, and return the call that stops a replica until its brake is released, or `end`.
+
+        Under a trainer's pause its mode has decided about rollouts in flight.
+        """
+        self.close_gate(update)
+        in_flight, timeout_s = update.in_flight, self._config.control_timeout_s
         if self._is_paused:
             update.keeps_kv, in_flight = not self._cleared, InFlight.KEEP
-        elif in_flight is InFlight.DRAIN:
-            return
-        else:
+        elif in_flight is not InFlight.DRAIN and not update.rolling:
             update.frozen_at = time.monotonic()
-        able = [replica for replica in members if replica.info.has("/pause")]
-        timeout_s = self._config.control_timeout_s
-        if able:
-            await on_living(
-                able,
-                lambda replica: stop(replica, by=Holder.UPDATE, in_flight=in_flight, timeout_s=timeout_s),
-                timeout_s,
-            )
 
-    async def thaw(self, update: WeightUpdate) -> None:
-        """Let the engines go on with the new weights. Their tokens are delivered once the update is committed."""
-        members = [replica for replica in self._fleet.trained if Holder.UPDATE in replica.brake.holders]
-        if members:
-            timeout_s = self._config.control_timeout_s
-            await on_living(members, lambda replica: replica.brake.release(Holder.UPDATE, timeout_s), timeout_s)
-        update.go_on()
+        async def hold(replica: Replica) -> None:
+            if replica.info.has("/pause"):
+                await stop(replica, by=Holder.UPDATE, in_flight=in_flight, timeout_s=timeout_s)
+
+        return hold
 
     def end(self) -> None:
         """End all holds of the update and open the gate."""
@@ -155,6 +177,8 @@ class Pauses:
             lambda replica: replica.brake.stop(by, mode, clear_cache=clear_cache, timeout_s=timeout_s),
             timeout_s,
         )
+        if clear_cache:
+            self._scheduler.forget_prefixes(members)
 
     def _let_go(self, by: Holder) -> None:
         for replica in self._fleet.trained:

@@ -45,6 +45,7 @@ class Snapshots:
         self._store: WeightStore | None = None
         self._why_not = "weights.store is null" if config.store is None else "not open yet"
         self._keeping: asyncio.Task[None] | None = None
+        self._noted: dict[str, Note] = {}
         self._removing: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
 
@@ -227,9 +228,12 @@ class Snapshots:
         await self._note(None, [replica for replica in replicas if not replica.engine.tells_version])
 
     async def noted(self, incarnation: str) -> Note | None:
-        """The record of an engine; None without a store. Version 0, the checkpoint, needs no note."""
+        """The record of an engine. Without a store only what this gateway has noted; None where that is nothing.
+
+        Version 0, the checkpoint, needs no note.
+        """
         if self._store is None:
-            return None
+            return self._noted.get(incarnation)
         try:
             return await self._aside(self._store.held_by, incarnation)
         except StoreFailed as error:
@@ -238,7 +242,9 @@ class Snapshots:
 
     async def _note(self, version: int | None, replicas: Iterable[Replica]) -> None:
         incarnations = [replica.info.incarnation for replica in replicas]
-        if incarnations and self._store is not None:
+        if self._store is None:
+            self._noted |= dict.fromkeys(incarnations, Note(version))
+        elif incarnations:
             try:
                 await self._aside(self._store.note_held, version, incarnations)
             except StoreFailed as error:

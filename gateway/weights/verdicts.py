@@ -81,6 +81,9 @@ class Finding:
         }
 
 
+UNASKED = Finding(Result.UNVERIFIED, "weights.canary.enabled is false")
+
+
 def judge(
     readings: Mapping[Key, Reading],
     previous: Mapping[Key, Reading],
@@ -180,12 +183,12 @@ def ended_by(
     """Return the replica that ends the update by `weights.must_pass`; None where the update goes on.
 
     `waiting` replicas may still pass. With `quorum` failures are tolerated once `witnesses` replicas have passed; with
-    `all` no failure is.
+    `all` no failure is. A death is no failure.
     """
     failed = [key for key, finding in findings.items() if finding.result is Result.FAILED]
     passed = sum(finding.may_serve for finding in findings.values())
     is_quorum = config.must_pass == "quorum"
-    needed = max(1, math.ceil(config.quorum * (len(findings) + waiting))) if is_quorum else 1
+    needed = max(1, math.ceil(config.quorum * (passed + len(failed) + waiting))) if is_quorum else 1
     is_tolerated = not failed or (is_quorum and passed >= witnesses)
     if is_tolerated and passed + waiting >= needed:
         return None

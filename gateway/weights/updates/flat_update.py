@@ -1,6 +1,6 @@
 """Updates over a transfer group of the trainer and all engines' workers."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import structlog
 
@@ -10,6 +10,7 @@ from engines.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateFai
 from engines.types import Dialect, InFlight
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
+from gateway.fleet.together import together
 from gateway.weights.receipts import check_receipts
 from gateway.weights.transfer_group import (
     TransferGroup,
@@ -23,7 +24,9 @@ from gateway.weights.transfer_group import (
 )
 from gateway.weights.updates.machine import UpdateMachine
 from gateway.weights.updates.parts import Parts
-from gateway.weights.updates.record import Phase, WeightUpdate
+from gateway.weights.updates.record import Phase, WeightUpdate, num_bytes
+from gateway.weights.updates.swaps import Load, Swaps
+from gateway.weights.verdicts import Result
 
 log = structlog.get_logger()
 
@@ -62,19 +65,20 @@ class FlatUpdate:
         log.info("transfer group open", replicas=[member.replica_id for member in members])
 
     async def start(self, in_flight: InFlight | None) -> None:
-        """Open the next version. No engine is touched yet. Unless it is staged, it is announced, and `in_flight: drain`
-        waits for rollouts in flight, before the trainer's broadcast."""
+        """Open the next version. No engine is touched yet. Unless it is staged, it is announced, before the trainer's
+        broadcast."""
         group = await self._whole_group()
         self._machine.check_none_open()
+        # The question for room would free the weights that a refused update has left for its undo.
+        await self._parts.catch_up.settled(group.members, self._parts.config.control_timeout_s)
         in_flight = self._parts.pauses.in_flight(group.members, in_flight)
-        staged = await self._may_stage(group)
+        staged = await self._may_stage(group, _checkpoint_bytes(group))
         version = self._parts.fleet.next_version
         update = WeightUpdate(version, group.transport, in_flight, staged=staged, receivers=group.members)
         if staged:
             self._machine.register(update)
-            return
-        self._machine.open(update)
-        await self._machine.drain(update)
+        else:
+            await self._announce(update)
 
     async def receive(self, update_info: Json) -> None:
         """Have every replica receive the tensors that the trainer is about to send."""
@@ -89,6 +93,7 @@ class FlatUpdate:
             raise
         try:
             if update.phase is Phase.OPEN:
+                await self._stage_no_more_than_fits(update, group, num_bytes(update_info))
                 await self._begin(update, group)
             async with self._machine.step(update, "transfer", leaving=group.members):
                 await self._transfer(update, group, update_info)
@@ -104,6 +109,7 @@ class FlatUpdate:
             await self._machine.abort("no tensors were sent")
             return self._parts.fleet.version
         self._parts.canary.check_length(canary_logprobs, group.members)
+        update.canary_logprobs = canary_logprobs
         async with self._machine.step(update, "digests"):
             for replica in group.members:
                 if replica.info.dialect is Dialect.VLLM:
@@ -111,13 +117,17 @@ class FlatUpdate:
             digests = await self._receipts(group)
         if update.staged:
             self._machine.open(update)
-        members, findings = await self._machine.take(update, group.members, self._load(update), canary_logprobs)
+        async with self._machine.or_aborted():
+            findings = await Swaps(self._parts, update, group.members, self._load(update)).run()
+        reached = [replica for replica, finding in findings.items() if finding.result is not Result.LOST]
         if update.draft is not None:
-            timeout_s = self._parts.config.control_timeout_s
             async with self._machine.step(update, "keep"):
                 # Before the commit, which restores a replica that failed: that replica may have the copy.
-                await try_on_all(members, lambda engine: engine.keep_receipt(timeout_s))
-        await self._machine.commit(update, members, findings)
+                await self._keep_receipts(reached)
+        await self._machine.commit(update, findings)
+        if update.draft is None and update.staged:
+            # After the commit: without a store only these weights can undo an update whose trainer leaves before it.
+            await self._keep_receipts(reached)
         await self._keep(update, group.scribe, digests)
         return update.version
 
@@ -146,13 +156,30 @@ class FlatUpdate:
             raise error
         return group
 
+    async def _announce(self, update: WeightUpdate, *, leaving: Sequence[Replica] = ()) -> None:
+        """Announce the version. With `in_flight: drain`, wait for rollouts in flight."""
+        self._machine.open(update)
+        if self._parts.pauses.drains(update):
+            async with self._machine.step(update, "drain", leaving=leaving):
+                self._parts.pauses.close_gate(update)
+                await together(map(self._parts.pauses.drained, update.receivers))
+
+    async def _stage_no_more_than_fits(self, update: WeightUpdate, group: TransferGroup, size: int) -> None:
+        """Ask for room again where more bytes are announced than the checkpoint has, such as in float32."""
+        if not update.staged or size <= _checkpoint_bytes(group):
+            return
+        async with self._machine.or_aborted(group.members):
+            update.staged = await self._may_stage(group, size)
+        if not update.staged:
+            await self._announce(update, leaving=group.members)
+
     async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
         """Prepare receipts on every engine, and the copy into the store on the scribe. Then, unless it is staged, start
         the update on the engines, which are frozen for that."""
         timeout_s = self._parts.config.control_timeout_s
         scribe = group.scribe
         async with self._machine.step(update, "store", leaving=group.members):
-            size = max(map(checkpoint_bytes, group.members))
+            size = _checkpoint_bytes(group)
             update.draft = await self._parts.snapshots.draft(self._parts.fleet.version, size) if scribe else None
         async with self._machine.step(update, "receipt", leaving=group.members):
             # A restored replica drops its receipt.
@@ -167,19 +194,23 @@ class FlatUpdate:
         if update.staged:
             return
         async with self._machine.step(update, "pause", leaving=group.members):
-            await self._machine.overwrite(update, group.members)
+            await on_all(group.members, self._parts.pauses.stopping(update), timeout_s)
+            update.overwrites = True
+            self._parts.fleet.overwrite(group.members, update.version)
+            await self._parts.snapshots.note_overwritten(group.members)
         async with self._machine.step(update, "begin", leaving=group.members):
             await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
 
-    async def _may_stage(self, group: TransferGroup) -> bool:
-        """Return True where all replicas have room beside their weights. Under a trainer's pause no rollout gains.
+    async def _may_stage(self, group: TransferGroup, size: int) -> bool:
+        """Return True where all replicas have room for `size` bytes beside their weights.
 
-        A replica of several workers generates with collectives of its own, beside which a broadcast may deadlock.
+        Under a trainer's pause no rollout gains. A replica of several workers generates with collectives of its own,
+        beside which a broadcast may deadlock.
         """
         config, members = self._parts.config, group.members
         if config.stage == "never" or self._parts.pauses.is_paused or any(one.info.world_size > 1 for one in members):
             return False
-        size, timeout_s = max(map(checkpoint_bytes, members)), config.control_timeout_s
+        timeout_s = config.control_timeout_s
         return all(await on_all(members, lambda replica: replica.engine.room_to_stage(size, timeout_s), timeout_s))
 
     async def _transfer(self, update: WeightUpdate, group: TransferGroup, update_info: Json) -> None:
@@ -191,7 +222,7 @@ class FlatUpdate:
 
         await on_all(group.members, receive, timeout_s)
 
-    def _load(self, update: WeightUpdate) -> Callable[[Replica], Awaitable[None]]:
+    def _load(self, update: WeightUpdate) -> Load:
         """Return the call that ends the update on a replica: the swap where it is staged."""
         config = self._parts.config
 
@@ -220,6 +251,10 @@ class FlatUpdate:
         check_receipts(dict(zip(group.members, received, strict=True)))
         return next(filter(None, received), {})
 
+    async def _keep_receipts(self, replicas: Sequence[Replica]) -> None:
+        """Have the engines free the weights before, and the scribe finish its copy."""
+        await try_on_all(replicas, lambda engine: engine.keep_receipt(self._parts.config.control_timeout_s))
+
     async def _keep(self, update: WeightUpdate, scribe: Replica | None, digests: dict[str, str]) -> None:
         """Have the store keep the committed version; without a copy of it, only remove older ones."""
         if update.draft is None or scribe is None:
@@ -227,3 +262,7 @@ class FlatUpdate:
             return
         holders = self._parts.fleet.holders(update.version)
         self._parts.snapshots.keep(update.draft, update.version, scribe, holders, digests)
+
+
+def _checkpoint_bytes(group: TransferGroup) -> int:
+    return max(map(checkpoint_bytes, group.members))

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,14 +32,18 @@ class Phase(StrEnum):
 class WeightUpdate:
     """An update in progress, and its record afterwards.
 
-    `seconds` are by step (drain, abort, store, receipt, pause, begin, transfer, digests, load, canary, keep); the
-    rest of `age_s` is the trainer's time between its calls. A `rolling` update sums them over replicas. `frozen_at` is
-    set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its outcome by replica id.
+    `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep);
+    the rest of `age_s` is the trainer's time between its calls. `undo`, after its end, is the time until the last of
+    its replicas was taken back. A `rolling` update sums them over its turns.
+    `frozen_at` is set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its outcome
+    by replica id.
     `draft` is the folder that its tensors are written to for the weight store, `lease` the trainer's lease, if it has
     taken one (`leases.py`). With `keeps_kv` requests in flight go on
     over KV of the version before. `receivers` are the replicas that have tensors of it, and drop them at an abort:
-    received in a group with the trainer, beside their weights if it is `staged`, or read ahead from the store. It
-    `overwrites` engines from their stop on.
+    received in a group with the trainer, beside their weights if it is `staged`, or read ahead from the store.
+    `overwrites` is set where its engines are overwritten as tensors arrive. `canary_logprobs` are the trainer's own, if
+    it has sent them. `kept` are the replicas that may have kept the version before in memory when staged tensors were
+    swapped in, with that version.
     """
 
     version: int
@@ -59,6 +63,8 @@ class WeightUpdate:
     rolling: bool = False
     staged: bool = False
     receivers: tuple[Replica, ...] = ()
+    kept: dict[Replica, int] = field(default_factory=dict)
+    canary_logprobs: Sequence[float] | None = None
     overwrites: bool = False
     keeps_kv: bool = field(init=False)
     frozen_at: float | None = None
@@ -100,6 +106,11 @@ class WeightUpdate:
         if self.frozen_at is not None:
             self.stopped_s, self.frozen_at = time.monotonic() - self.frozen_at, None
 
+    def enter(self, phase: Phase) -> None:
+        """Notes its phase; a rolling update has one phase for all its turns."""
+        if not self.rolling:
+            self.phase = phase
+
     def receive(self, update_info: Json) -> None:
         """Counts tensors that every replica has received."""
         self.names.update(update_info["names"])
@@ -110,6 +121,14 @@ class WeightUpdate:
         self.phase, self.error, self.ended_at = phase, error, time.monotonic()
         self._span.note({"rollout_gateway.bytes": self.num_bytes, "rollout_gateway.stopped_seconds": self.stopped_s})
         self._span.end(error)
+
+    def take_back(self, replica: Replica, source: str) -> None:
+        """Notes that a replica serves the version before again, from `source`, after an abort."""
+        assert self.ended_at is not None
+        took_s = time.monotonic() - self.ended_at
+        found = self.replicas.setdefault(replica.replica_id, {})
+        found["taken_back"] = {"source": source, "seconds": round(took_s, 4)}
+        self.seconds["undo"] = took_s
 
     def report(self) -> Json:
         """As JSON: seconds, bytes and counts; `end` is null while it runs."""

@@ -70,6 +70,7 @@ class RelayUpdate:
             await self._machine.abort("no tensors were sent")
             return self._parts.fleet.version
         self._parts.canary.check_length(canary_logprobs, self._parts.fleet.updatable())
+        update.canary_logprobs = canary_logprobs
         async with self._machine.step(update, "store"):
             await self._relay.end()
             announced = await self._parts.snapshots.finished(update.draft, self._parts.fleet.version)
@@ -77,7 +78,7 @@ class RelayUpdate:
             await self._store.check_fits(announced, members)
         # Under a pause no replica generates, so a rolling update would have no use.
         update.rolling = self._parts.config.rolling and not self._parts.pauses.is_paused
-        await self._store.take(update, members, update.draft.name, canary_logprobs)
+        await self._store.take(update, members, update.draft.name)
         return update.version
 
     async def _let_go(self, update_info: Json) -> None:

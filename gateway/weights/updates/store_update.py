@@ -12,8 +12,7 @@ from gateway.fleet.replica_calls import names, prepare_all
 from gateway.weights.updates.machine import UpdateMachine
 from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import WeightUpdate
-from gateway.weights.updates.rolling import Rolling
-from gateway.weights.verdicts import Finding, Result
+from gateway.weights.updates.swaps import Swaps
 
 
 class StoreUpdate:
@@ -22,7 +21,6 @@ class StoreUpdate:
     def __init__(self, parts: Parts, machine: UpdateMachine) -> None:
         self._parts = parts
         self._machine = machine
-        self._rolling = Rolling(parts)
 
     async def load(
         self,
@@ -40,10 +38,11 @@ class StoreUpdate:
         in_flight = self._parts.pauses.in_flight(members, in_flight)
         update = WeightUpdate(self._next_version(version), "store", in_flight, rolling=rolling)
         self._parts.canary.check_length(canary_logprobs, members)
+        update.canary_logprobs = canary_logprobs
         announced = await self._parts.snapshots.announced(snapshot, self._parts.fleet.version)
         update.receive(announced)
         await self.check_fits(announced, members)
-        await self.take(update, members, snapshot, canary_logprobs)
+        await self.take(update, members, snapshot)
         return update.version
 
     async def loaders(self) -> tuple[Replica, ...]:
@@ -61,23 +60,19 @@ class StoreUpdate:
             check_tensors(announced, replica.info, "snapshot")
         await self._machine.remember_canary(members)
 
-    async def take(
-        self,
-        update: WeightUpdate,
-        members: Sequence[Replica],
-        snapshot: str,
-        canary_logprobs: Sequence[float] | None,
-    ) -> None:
+    async def take(self, update: WeightUpdate, members: Sequence[Replica], snapshot: str) -> None:
         """Load a draft on these replicas and serve it: on all together, or one after the other in a rolling update."""
-        bring = self._roll if update.rolling else self._load_at_once
         try:
-            members, findings = await bring(update, members, snapshot, canary_logprobs)
-            await self._machine.commit(update, members, findings)
-        except BaseException as error:
-            try:
-                await self._machine.abort(str(error) or type(error).__name__)
-            finally:  # also where the trainer leaves meanwhile
-                await self._parts.snapshots.withdraw(update.version)
+            async with self._machine.or_aborted():
+                if update.rolling:
+                    self._check_rolls(members)
+                self._machine.open(update)
+                async with self._machine.step(update, "prepare"):
+                    path = str(await self._promote(update, members, snapshot))
+                findings = await self._swaps(update, members, path).run()
+                await self._machine.commit(update, findings)
+        except BaseException:  # also where the trainer leaves during the abort
+            await self._parts.snapshots.withdraw(update.version)
             raise
         await self._parts.snapshots.settle(update.version)
 
@@ -89,34 +84,20 @@ class StoreUpdate:
             )
         return asked or self._parts.fleet.next_version
 
-    async def _load_at_once(
-        self,
-        update: WeightUpdate,
-        members: Sequence[Replica],
-        snapshot: str,
-        canary_logprobs: Sequence[float] | None,
-    ) -> tuple[Sequence[Replica], dict[Replica, Finding]]:
-        """Return the replicas that hold the draft's weights then, and their canary findings."""
-        self._machine.open(update)
-        async with self._machine.step(update, "prepare"):
-            path = await self._promote(update, members, snapshot)
-            update.receivers = tuple(members)
-            await prepare_all(members, str(path), update.version, self._parts.config.load_timeout_s)
-        timeout_s = self._parts.config.load_timeout_s
+    def _swaps(self, update: WeightUpdate, members: Sequence[Replica], path: str) -> Swaps:
+        """Return the turns in which the replicas take the version in folder `path`."""
+        version, timeout_s = update.version, self._parts.config.load_timeout_s
+
+        async def prepare(replicas: Sequence[Replica]) -> None:
+            await prepare_all(replicas, path, version, timeout_s)
 
         async def load(replica: Replica) -> None:
-            await replica.engine.load_snapshot(str(path), update.version, timeout_s)
+            await replica.engine.load_snapshot(path, version, timeout_s)
 
-        return await self._machine.take(update, members, load, canary_logprobs)
+        return Swaps(self._parts, update, members, load, prepare)
 
-    async def _roll(
-        self,
-        update: WeightUpdate,
-        members: Sequence[Replica],
-        snapshot: str,
-        canary_logprobs: Sequence[float] | None,
-    ) -> tuple[Sequence[Replica], dict[Replica, Finding]]:
-        """Do the same as `_load_at_once`, one replica after the other and with the gate open."""
+    def _check_rolls(self, members: Sequence[Replica]) -> None:
+        """Raise `WeightUpdateConflict` where no replica generates, and a rolling update has no use."""
         if self._parts.pauses.is_paused:
             raise WeightUpdateConflict(
                 "generation is paused, and a rolling update needs replicas that generate: /resume first, or push "
@@ -124,15 +105,6 @@ class StoreUpdate:
             )
         if not any(replica.can_serve for replica in members):
             raise WeightUpdateConflict("no replica serves, so there is nothing to roll: push without rolling")
-        self._machine.open_rolling(update)
-        try:
-            path = await self._promote(update, members, snapshot)
-            findings = await self._rolling.take(update, path, canary_logprobs)
-        except BaseException as error:
-            await self._machine.abort(str(error) or type(error).__name__)
-            raise
-        there = {replica: finding for replica, finding in findings.items() if finding.result is not Result.LOST}
-        return list(there), there
 
     async def _promote(self, update: WeightUpdate, members: Sequence[Replica], snapshot: str) -> Path:
         names = {tensor.name for replica in members for tensor in replica.info.tensors or ()}

@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -365,12 +365,15 @@ async def test_a_trainers_log_probs_are_taken_by_a_restarted_gateway(kept: Rig, 
     assert status == 200
 
 
-@pytest.mark.parametrize("wrong", [{"shapes": [5, 4]}, {"names": [["w"], "b"]}, {"names": [1, 2]}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"shapes": [5, 4]}, {"names": [["w"], "b"]}, {"names": [1, 2]}, {"dtype_names": 5}], ids=str
+)
 async def test_a_malformed_announcement_is_refused_as_the_trainers_fault(kept: Rig, wrong: Json) -> None:
     await begun(kept)
     status, reply = await kept.post("/update_weights", {"update_info": kept.tensors | wrong})
-    assert (status, reply["error"]["param"]) == (400, "update_info")
+    assert (status, reply["error"]["param"].partition(".")[0]) == (400, "update_info")
     assert await served_versions(kept) == {1}
+    assert (await kept.get("/status"))[1]["weight_update"] is None
 
 
 async def test_a_version_that_a_gateway_died_before_committing_is_not_served(kept: Rig, start: StartRig) -> None:
@@ -529,9 +532,9 @@ async def test_the_next_version_is_written_once_the_refused_one_has_made_room(ke
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """Lengths of the prompts that replicas score when they are brought back, by their ids."""
 
-    async def admit(canary: Canary, replica: Replica, version: int) -> Finding:
-        lengths[replica.replica_id] = []
-        return await admitted(canary, replica, version)
+    async def admit(canary: Canary, replicas: Sequence[Replica], version: int) -> dict[Replica, Finding]:
+        lengths.update({replica.replica_id: [] for replica in replicas})
+        return await admitted(canary, replicas, version)
 
     async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
         if replica.replica_id in lengths:
@@ -610,7 +613,7 @@ async def test_an_engine_that_cannot_say_is_not_believed_after_an_update_that_br
     await kept.post("/update_weights", {"update_info": kept.tensors})
     loads: list[str] = []
     monkeypatch.setattr(SimWorker, "_load", lambda _, path: loads.append(path))
-    monkeypatch.setattr(CatchUp, "restore", lambda *_, **__: None)  # the gateway dies without a word
+    monkeypatch.setattr(CatchUp, "bring_back", lambda *_, **__: None)  # the gateway dies without a word
     again = await moved(kept, start)
     await again.until(BOTH_SERVE)
     assert [Path(path).name for path in loads] == ["v1", "v1"]

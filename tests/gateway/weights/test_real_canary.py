@@ -18,7 +18,7 @@ from trl.generation import vllm_client
 
 from engines.process.engine_server import free_port
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.real_vllm import RealFleet, app, engine_config
+from tests.rigs.engines.real_vllm import RealFleet, app, engine_config
 from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.vllm

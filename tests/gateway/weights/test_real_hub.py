@@ -23,7 +23,7 @@ from engines.process.engine_server import free_port
 from engines.store.manifest import Manifest
 from examples.tiny_model import task
 from tests.material.hub_cache import cached
-from tests.rigs.real_vllm import RealFleet, app, engine_config, greedy_token_ids, until_receiving
+from tests.rigs.engines.real_vllm import RealFleet, app, engine_config, greedy_token_ids, until_receiving
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import trl as gloo_trl
 

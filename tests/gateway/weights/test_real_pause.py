@@ -22,7 +22,7 @@ from trl.generation import vllm_client
 from engines.process import launch
 from engines.process.engine_server import free_port
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.real_vllm import (
+from tests.rigs.engines.real_vllm import (
     REQUEST_TIMEOUT_S,
     RealFleet,
     app,
@@ -153,29 +153,25 @@ def test_every_completion_that_an_update_falls_into_tells_the_exact_token(
     assert replica["canary"]["result"] == "no peer"
 
 
+@pytest.mark.parametrize(("path", "body"), SEEDED)
 def test_a_sample_that_the_update_in_its_request_has_not_touched_says_so(
-    real: RealFleet, monkeypatch: pytest.MonkeyPatch
+    real: RealFleet, monkeypatch: pytest.MonkeyPatch, path: str, body: Json
 ) -> None:
     """Each of the 128 tokens is as likely, one of which ends a sample: their lengths are all different."""
-    with trainer(real, "keep", monkeypatch) as client, ThreadPoolExecutor(2) as pool:
+    with trainer(real, "keep", monkeypatch) as client, ThreadPoolExecutor(1) as pool:
         client.update_model_params(other_weights(seed=1, sureness=1e-3))
         version = client.weight_version
-        flying = [
-            pool.submit(real.call, path, body | {"n": 16, "stop_token_ids": [9]})
-            for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT))
-        ]
-        wanted = tokens_made(real) + 2 * 16 * 64
-        while tokens_made(real) < wanted:
+        flying = pool.submit(real.call, path, body | {"n": 16, "stop_token_ids": [9]})
+        wanted = tokens_made(real) + 16 * 50
+        while tokens_made(real) < wanted and not flying.done():
             time.sleep(0.02)
         client.update_model_params(other_weights(seed=2, sureness=1e-3))
-        replies = [one.result() for one in flying]
-    for status, reply in replies:
-        assert status == 200, reply
-        told = [choice["weight_versions"] for choice in reply["choices"]]
-        print(told)
-        for choice, spans in zip(reply["choices"], told, strict=True):
-            assert (spans[0]["start"], spans[-1]["end"]) == (0, len(choice["token_ids"]))
-        assert {tuple(span["version"] for span in spans) for spans in told} == {(version,), (version, version + 1)}
+        status, reply = flying.result()
+    assert status == 200, reply
+    told = [choice["weight_versions"] for choice in reply["choices"]]
+    for choice, spans in zip(reply["choices"], told, strict=True):
+        assert (spans[0]["start"], spans[-1]["end"]) == (0, len(choice["token_ids"]))
+    assert {tuple(span["version"] for span in spans) for spans in told} == {(version,), (version, version + 1)}
 
 
 @pytest.fixture

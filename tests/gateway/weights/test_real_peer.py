@@ -23,7 +23,7 @@ from engines.process.engine_server import free_port
 from engines.process.launch import engine_command
 from engines.process.process import EngineProcess
 from examples.tiny_model import task
-from tests.rigs.real_vllm import app, engine_config, greedy_token_ids, wait_for_health
+from tests.rigs.engines.real_vllm import app, engine_config, greedy_token_ids, wait_for_health
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm

@@ -1,5 +1,6 @@
 """Updates that a real vLLM loads into its weights where they lie, as on GPUs: what is served is what was pushed."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from engines.errors import WeightUpdateFailed
 from engines.process.engine_server import free_port
+from engines.store.manifest import check_bytes
 from engines.transfer.gloo import WeightGroup, send
+from engines.transfer.tensor_bytes import digest_on_host
 from examples.tiny_model.task import COMMITTED
 from tests.material import plain_layers
-from tests.rigs.real_vllm import RealFleet, app, engine_config, until_generating, until_receiving
+from tests.rigs.engines.real_vllm import RealFleet, app, engine_config, until_generating, until_receiving
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
@@ -75,8 +78,28 @@ class Plain:
         told = zip(SCORED[1:], choice["prompt_logprobs"][1:], strict=True)
         return [one[str(token_id)]["logprob"] for token_id, one in told]
 
+    def checksums(self) -> Any:
+        """Checksums of the engine's own parameters."""
+        (replica,) = self.real.replicas
+        engine = RealFleet(replica.url, [], self.real.restart)
+        status, reply = engine.call("/weight_checker", {"action": "checksum"})
+        assert status == 200, reply
+        return reply
+
+    def last_update(self) -> dict[str, Any]:
+        report: dict[str, Any] = self.real.call("/v1/weight_updates")[1]["weight_updates"][0]
+        return report
+
+    def kept_copy(self, version: int) -> Path:
+        """The folder of a version, once the store has it."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while version not in (store := self.real.call("/status")[1]["weight_store"])["versions"]:
+            assert time.monotonic() < deadline, store
+            time.sleep(0.05)
+        return next(Path(store["folder"]).glob(f"**/v{version}"))
+
     def until_restored(self, version: int) -> None:
-        """Serving `version`, whose model is still `model`, from the store."""
+        """Serving `version`, whose model is still `model`."""
         self.client.wait_ready(TIMEOUT_S)
         assert self.client.weight_version() == version
         self.says(self.model)
@@ -144,14 +167,28 @@ def test_of_a_delta_the_rest_stays_as_it_was(plain: Plain) -> None:
         assert 0 < told[-1] < whole
 
 
-def test_an_update_that_the_canary_refuses_is_taken_back(plain: Plain, sender: WeightSender) -> None:
+def test_an_update_that_the_canary_refuses_is_taken_back_bit_by_bit(plain: Plain, sender: WeightSender) -> None:
     plain.push(sender, plain.moved(seed=5))
-    version = plain.client.weight_version()
+    version, checksums, scores = plain.client.weight_version(), plain.checksums(), plain.scores()
     of_another = logprobs(plain.moved(seed=60), plain.client.canary_token_ids())
     with pytest.raises(WeightUpdateFailed, match="tolerance"):
         sender.push(plain.moved(seed=6), canary_logprobs=of_another)
     plain.until_restored(version)
+    record = plain.last_update()
+    print(record["seconds"], record["replicas"])
+    (replica,) = record["replicas"].values()
+    assert (record["staged"], replica["taken_back"]["source"]) == (True, "kept weights")
+    assert (plain.checksums(), plain.scores()) == (checksums, scores)
     plain.push(sender, plain.moved(seed=7))
+
+
+def test_the_copy_of_a_staged_version_is_what_was_sent(plain: Plain, sender: WeightSender) -> None:
+    model = plain.moved(seed=40)
+    plain.push(sender, model)
+    assert plain.last_update()["staged"]
+    copied = check_bytes(plain.kept_copy(plain.client.weight_version()))
+    sent = {name: digest_on_host(tensor) for name, tensor in model.named_parameters()}
+    assert {name: tensor.digest for name, tensor in copied.tensors.items()} == sent
 
 
 @pytest.mark.parametrize("is_killed", [True, False])

@@ -19,9 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_client
 
+from engines.errors import WeightUpdateFailed
 from engines.process.engine_server import free_port
 from examples.tiny_model import task
-from tests.rigs.real_vllm import RealFleet, fleet, greedy_token_ids, until_generating, until_receiving
+from tests.rigs.engines.real_vllm import RealFleet, fleet, greedy_token_ids, until_generating, until_receiving
+from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.vllm
@@ -130,6 +132,23 @@ def test_rollouts_go_on_until_the_swap_and_carry_both_versions(trained: Trained)
     for choice in reply["choices"]:
         versions = [span["version"] for span in choice["weight_versions"]]
         assert versions in ([0, 1], [0])  # a fast engine may have ended before the swap
+
+
+def test_packed_weights_that_the_canary_refuses_come_back_from_the_store(trained: Trained) -> None:
+    """vLLM on CPU computes with other tensors than it loads: there is nothing to exchange."""
+    with BlockingRolloutClient(trained.real.url) as client, WeightSender(client, timeout_s=TIMEOUT_S) as sender:
+        count = len(client.canary_token_ids()) - 1
+        sender.push(trained.model, canary_logprobs=[-1.0] * count)  # the distance that is usual
+        before, checksums = trained.said(), trained.checksums()
+        trained.learn(1)
+        with pytest.raises(WeightUpdateFailed, match="canary"):
+            sender.push(trained.model, canary_logprobs=[-1000.0] * count)
+        trained.real.until_serving(1)
+        record = trained.last()
+        print(record["seconds"], record["replicas"])
+        (replica,) = record["replicas"].values()
+        assert (record["staged"], replica["taken_back"]["source"]) == (True, "store")
+        assert (trained.said(), trained.checksums()) == (before, checksums)
 
 
 def test_a_trainer_that_dies_in_its_broadcast_leaves_the_weights_as_they_were(trained: Trained) -> None:

@@ -3,14 +3,15 @@
 Promises, checked token by token and every tenth of a second: a token's version is what its engine computed with; a
 version has one content; no replica serves a mixture, a refused version, or content of a push that failed; no engine is
 paused while nobody holds it; a dead trainer's update ends within 5 s; every call ends; a served version is in the store
-or on record; nothing leaks. 20,000 stories: `python -m tests.rigs.story_search 20000 SEED`.
+or on record; nothing leaks. 20,000 stories: `python -m tests.rigs.stories.story_search 20000 SEED`.
 """
 
 import pytest
 
 from engines.types import PauseMode
-from tests.rigs.story import Kill, Pause, PushStep, RestartGateway, Resume, Rollout
-from tests.rigs.story_search import Tally, played, search
+from tests.rigs.stories.played_engine import Content, PlayedEngine
+from tests.rigs.stories.story import Kill, Pause, PushStep, RestartGateway, Resume, Rollout
+from tests.rigs.stories.story_search import Tally, played, search
 
 LEFT_DURING_THE_ABORT = [
     Pause(3.0, PauseMode.ABORT, False),
@@ -80,3 +81,35 @@ def test_any_interleaving_keeps_the_promises(examples: int) -> None:
     assert tally.stories >= examples
     assert tally.delivered > examples  # the stories are no empty ones
     assert tally.pushes - tally.failed > examples
+
+
+@pytest.mark.parametrize("examples", [60, pytest.param(600, marks=pytest.mark.slow)])
+def test_any_interleaving_of_staged_updates_of_which_half_are_refused_keeps_the_promises(
+    examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undone = {True: 0, False: 0}
+    undo_staged = PlayedEngine.undo_staged
+
+    async def counted(self: PlayedEngine) -> bool:
+        is_undone = await undo_staged(self)
+        undone[is_undone] += 1
+        return is_undone
+
+    monkeypatch.setattr(PlayedEngine, "undo_staged", counted)
+    search(examples, seed=examples, staged=True)
+    assert min(undone.values()) > 0  # engines that have kept the weights before, and others
+
+
+def test_weights_of_which_an_engine_takes_back_a_part_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[Content] = []
+
+    async def undo_a_part(self: PlayedEngine) -> bool:
+        if self.replaced is None:
+            return False
+        self.content = (self.replaced[0], self.content[1])
+        parts.append(self.content)
+        return True
+
+    monkeypatch.setattr(PlayedEngine, "undo_staged", undo_a_part)
+    search(60, seed=60, staged=True)
+    assert parts

@@ -1,0 +1,385 @@
+"""Flat updates that are staged: rollouts go on until the swap, and a refused transfer has touched nothing."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from engines.clients.vllm_engine import VllmEngine
+from engines.errors import EngineFailed
+from engines.sim.model import SimModel
+from gateway.fleet.replica import Replica
+from gateway.weights.canary import Canary
+from gateway.weights.snapshots import Snapshots
+from gateway.weights.verdicts import Finding
+from tests.rigs.rig import Rig, StartRig
+
+Json = dict[str, Any]
+
+ROOM = {"stage_bytes": 64}
+"""As much as the simulated checkpoint has."""
+BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
+
+
+@pytest.fixture
+async def rig(start_rig: StartRig) -> Rig:
+    rig = await start_rig(2, sim=ROOM, weights={"relay": "never"})
+    await rig.open_group()
+    return rig
+
+
+async def record(rig: Rig) -> Json:
+    report: Json = (await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]
+    return report
+
+
+async def receive(rig: Rig) -> None:
+    for path, body in (("/start_weight_update", {}), ("/update_weights", {"update_info": rig.tensors})):
+        status, reply = await rig.post(path, body)
+        assert status == 200, reply
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that stop, overwrite or restore engines, as they are made."""
+    made: list[str] = []
+
+    def noted(name: str) -> Callable[..., Awaitable[None]]:
+        method = getattr(VllmEngine, name)
+
+        async def call(self: VllmEngine, *args: Any, **named: Any) -> Any:
+            made.append(name)
+            return await method(self, *args, **named)
+
+        return call
+
+    stops = ("pause", "start_weight_update", "update_weights", "load_staged")
+    for name in (*stops, "undo_staged", "load_snapshot"):
+        monkeypatch.setattr(VllmEngine, name, noted(name))
+    return made
+
+
+async def test_rollouts_are_placed_and_served_between_the_calls_of_an_update(rig: Rig, calls: list[str]) -> None:
+    await receive(rig)
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": 8}]
+    assert calls == []
+    assert (await rig.post("/finish_weight_update", {}))[0] == 200
+    assert sorted(calls) == ["load_staged"] * 2 + ["pause"] * 2 + ["start_weight_update"] * 2
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
+
+
+async def test_status_and_record_report_a_staged_update(rig: Rig) -> None:
+    await receive(rig)
+    assert (await rig.get("/status"))[1]["weight_update"]["staged"] is True
+    await rig.post("/finish_weight_update", {})
+    assert (await record(rig))["staged"] is True
+    assert {"receipt", "transfer", "digests", "load", "canary"} <= (await record(rig))["seconds"].keys()
+
+
+@pytest.mark.parametrize(
+    ("odd", "weights"),
+    [({"engine-1": {"stage_bytes": 63}}, {}), ({}, {"stage": "never"})],
+    ids=["one replica without room", "weights.stage=never"],
+)
+async def test_all_replicas_stage_or_none(
+    start_rig: StartRig, calls: list[str], odd: dict[str, Json], weights: Json
+) -> None:
+    rig = await start_rig(2, sim=ROOM, odd=odd, weights={"relay": "never", **weights})
+    await rig.open_group()
+    await rig.update()
+    assert (await record(rig))["staged"] is False
+    assert calls == ["pause"] * 2 + ["start_weight_update"] * 2 + ["update_weights"] * 2
+
+
+@pytest.mark.parametrize(("stage_bytes", "is_staged"), [(64, False), (127, False), (128, True)])
+async def test_tensors_that_are_wider_than_the_checkpoints_are_staged_where_they_fit_too(
+    start_rig: StartRig, calls: list[str], stage_bytes: int, is_staged: bool
+) -> None:
+    rig = await start_rig(2, sim={"stage_bytes": stage_bytes}, weights={"relay": "never", "in_flight": "drain"})
+    await rig.open_group()
+    assert (await rig.post("/start_weight_update", {}))[0] == 200
+    wide = rig.tensors | {"dtype_names": ["float64"] * len(rig.tensors["names"])}
+    assert (await rig.post("/update_weights", {"update_info": wide}))[0] == 200
+    assert (await rig.get("/status"))[1]["weight_update"]["staged"] is is_staged
+    assert await rig.states() == (BOTH_SERVE if is_staged else dict.fromkeys(BOTH_SERVE, "UPDATING"))
+    assert (await rig.post("/finish_weight_update", {}))[0] == 200
+    assert calls.count("load_staged") == 2 * is_staged
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
+
+
+async def test_replicas_of_several_workers_do_not_stage(rig: Rig) -> None:
+    replica = rig.fleet.replicas[0]
+    replica.info = dataclasses.replace(replica.info, world_size=2)
+    assert (await rig.post("/start_weight_update", {}))[0] == 200
+    assert (await rig.get("/status"))[1]["weight_update"]["staged"] is False
+
+
+async def test_an_update_under_a_trainers_pause_is_not_staged(rig: Rig) -> None:
+    await rig.post("/pause?mode=keep")
+    await rig.update()
+    assert (await record(rig))["staged"] is False
+    await rig.post("/resume")
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
+
+
+async def test_other_bytes_on_one_replica_are_refused_before_an_engine_is_touched(rig: Rig, calls: list[str]) -> None:
+    rig.replicas[1].damage("weight")
+    await receive(rig)
+    status, reply = await rig.post("/finish_weight_update", {})
+    assert (status, "different bytes" in reply["error"]["message"]) == (424, True)
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 0
+    assert calls == []
+
+
+async def test_a_transfer_that_fails_stops_nothing(rig: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: VllmEngine, *_: Any) -> None:
+        raise EngineFailed("its memory is full", replica_id=self.replica_id)
+
+    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
+    await rig.begun(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(VllmEngine, "stage_weights", fail)
+        await rig.post("/start_weight_update", {})
+        assert (await rig.post("/update_weights", {"update_info": rig.tensors}))[0] == 424
+    rig.go_on()
+    spans = [choice["weight_versions"] for choice in (await running)["choices"]]
+    assert spans == [[{"version": 0, "start": 0, "end": 60}]] * 2
+    assert calls == []
+    await rig.open_group()
+    await rig.update()
+
+
+async def test_a_trainer_that_gives_up_after_its_tensors_has_touched_nothing(rig: Rig, calls: list[str]) -> None:
+    await receive(rig)
+    async with rig.client.delete(f"{rig.url}/v1/weight_updates", json={"reason": "out of memory"}) as response:
+        assert response.status == 200
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 0
+    assert calls == []
+    await rig.open_group()
+    await rig.update()
+
+
+@pytest.fixture
+async def refusing(start_rig: StartRig, request: pytest.FixtureRequest) -> Rig:
+    """A rig whose second replica computes with garbage after its first update. The parameter is more of `weights`."""
+    odd = {"engine-1": {"corrupt_after": 0, "corrupt": "garbage"}}
+    rig = await start_rig(2, sim=ROOM, odd=odd, weights={"relay": "never"} | getattr(request, "param", {}))
+    await rig.open_group()
+    return rig
+
+
+async def refused(rig: Rig) -> Json:
+    """Have an update refused by the canary, after its swap; return its record once both replicas serve again."""
+    await receive(rig)
+    assert (await rig.post("/finish_weight_update", {}))[0] == 424
+    await rig.until(BOTH_SERVE)
+    return await record(rig)
+
+
+async def check_serves_the_checkpoint(rig: Rig) -> None:
+    """Both replicas serve version 0, and compute with it."""
+    assert {replica.weight_version for replica in rig.fleet.replicas} == {0}
+    expected = SimModel.of(rig.sim).complete([5], max_tokens=8)
+    for replica in rig.fleet.replicas:
+        body = {"prompt": [5], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        reply = await replica.engine.generate("/v1/completions", body, 10.0)
+        assert reply["choices"][0]["token_ids"] == expected
+
+
+async def test_weights_that_the_canary_refuses_after_the_swap_are_taken_back_from_memory(
+    refusing: Rig, calls: list[str]
+) -> None:
+    report = await refused(refusing)
+    await check_serves_the_checkpoint(refusing)
+    assert (calls.count("undo_staged"), calls.count("load_snapshot")) == (2, 0)
+    sources = {name: found["taken_back"]["source"] for name, found in report["replicas"].items()}
+    assert sources == {"engine-0": "kept weights", "engine-1": "kept weights"}
+    assert report["seconds"]["undo"] == max(one["taken_back"]["seconds"] for one in report["replicas"].values())
+    await refusing.open_group()
+
+
+@pytest.mark.parametrize(
+    ("refusing", "failure"),
+    [({}, "not kept"), ({}, "error"), ({"load_timeout_s": 2.0}, "silence"), ({}, "wrong weights")],
+    indirect=["refusing"],
+)
+async def test_where_an_undo_fails_the_store_takes_over(
+    refusing: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    undo_staged = VllmEngine.undo_staged
+
+    async def fail(self: VllmEngine, version: int, timeout_s: float) -> bool:
+        if self.replica_id == "engine-0":
+            return await undo_staged(self, version, timeout_s)
+        match failure:
+            case "error":
+                raise EngineFailed("the device is lost", replica_id=self.replica_id)
+            case "silence":
+                await asyncio.Event().wait()
+        return failure == "wrong weights"
+
+    monkeypatch.setattr(VllmEngine, "undo_staged", fail)
+    report = await refused(refusing)
+    await check_serves_the_checkpoint(refusing)
+    assert calls.count("load_snapshot") == 1
+    assert report["replicas"]["engine-0"]["taken_back"]["source"] == "kept weights"
+    assert report["replicas"]["engine-1"]["taken_back"]["source"] == "store"
+
+
+async def test_the_successor_of_an_engine_that_dies_in_its_undo_serves(
+    refusing: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undo_staged, is_dead = VllmEngine.undo_staged, asyncio.Event()
+
+    async def die(self: VllmEngine, version: int, timeout_s: float) -> bool:
+        if self.replica_id == "engine-1":
+            await refusing.replicas[1].kill()
+            is_dead.set()
+        return await undo_staged(self, version, timeout_s)
+
+    monkeypatch.setattr(VllmEngine, "undo_staged", die)
+    await receive(refusing)
+    assert (await refusing.post("/finish_weight_update", {}))[0] == 424
+    await asyncio.wait_for(is_dead.wait(), 20)
+    await refusing.add_replica("engine-1")
+    await refusing.until(BOTH_SERVE)
+    await check_serves_the_checkpoint(refusing)
+    assert "taken_back" not in (await record(refusing))["replicas"]["engine-1"]
+
+
+async def test_a_replica_that_was_behind_takes_no_weights_back(refusing: Rig, calls: list[str]) -> None:
+    """What it has kept is not the version that is served."""
+    await receive(refusing)
+    refusing.fleet.replicas[0].lose_version()
+    assert (await refusing.post("/finish_weight_update", {}))[0] == 424
+    await refusing.until(BOTH_SERVE)
+    await check_serves_the_checkpoint(refusing)
+    assert (calls.count("undo_staged"), calls.count("load_snapshot")) == (1, 1)
+
+
+@pytest.mark.parametrize("refusing", [{"canary": {"timeout_s": 2.0}, "store": None}], indirect=True)
+async def test_a_pause_of_the_trainer_in_the_middle_of_an_undo_fails_neither(
+    refusing: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admit = Canary.admit
+
+    async def pause_first(self: Canary, replicas: Sequence[Replica], version: int) -> dict[Replica, Finding]:
+        assert (await refusing.post("/pause?mode=keep"))[0] == 200
+        return await admit(self, replicas, version)
+
+    monkeypatch.setattr(Canary, "admit", pause_first)
+    await refused(refusing)
+    assert (calls.count("undo_staged"), calls.count("load_snapshot")) == (2, 0)
+    assert all(replica.is_paused for replica in refusing.replicas)
+    await refusing.post("/resume")
+    await check_serves_the_checkpoint(refusing)
+
+
+@pytest.mark.parametrize("call", ["/pause?mode=keep", "/reset_prefix_cache"])
+async def test_a_control_call_at_once_after_a_refusal_is_answered(refusing: Rig, call: str) -> None:
+    await receive(refusing)
+    assert (await refusing.post("/finish_weight_update", {}))[0] == 424
+    status, reply = await refusing.post(call)
+    assert status == 200, reply
+    await refusing.until(BOTH_SERVE)
+    await refusing.post("/resume")
+    await check_serves_the_checkpoint(refusing)
+
+
+async def test_an_engine_whose_swap_has_not_begun_loads_nothing(
+    rig: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: VllmEngine, timeout_s: float) -> None:
+        raise EngineFailed("an update is active", replica_id=self.replica_id)
+
+    await receive(rig)
+    monkeypatch.setattr(VllmEngine, "start_weight_update", fail)
+    assert (await rig.post("/finish_weight_update", {}))[0] == 424
+    await rig.until(BOTH_SERVE)
+    await check_serves_the_checkpoint(rig)
+    assert (calls.count("undo_staged"), calls.count("load_snapshot")) == (2, 0)
+
+
+async def test_a_trainer_that_starts_again_at_once_after_a_refusal_costs_no_replica_its_weights(
+    start_rig: StartRig, calls: list[str]
+) -> None:
+    odd = {"engine-1": {"corrupt_after": 0, "corrupt": "garbage"}}
+    rig = await start_rig(2, sim=ROOM, odd=odd, weights={"relay": "never", "store": None})
+    await rig.open_group()
+    await receive(rig)
+    assert (await rig.post("/finish_weight_update", {}))[0] == 424
+    status, reply = await rig.post("/start_weight_update", {})
+    assert status == 200, reply
+    assert await rig.states() == BOTH_SERVE
+    await check_serves_the_checkpoint(rig)
+    assert (calls.count("undo_staged"), calls.count("load_snapshot")) == (2, 0)
+
+
+async def test_an_update_that_is_refused_is_taken_back_without_a_store(start_rig: StartRig, calls: list[str]) -> None:
+    rig = await start_rig(1, sim=ROOM, weights={"relay": "never", "store": None})
+    await rig.open_group()
+    await rig.update()
+    before = (await rig.complete([[5]], temperature=0))["choices"][0]["token_ids"]
+    await receive(rig)
+    wrong = {"canary_logprobs": [-7.0] * (len((await rig.get("/v1/weight_canary"))[1]["token_ids"]) - 1)}
+    assert (await rig.post("/finish_weight_update", wrong))[0] == 200, "the first is what the next are compared with"
+    await receive(rig)
+    wrong["canary_logprobs"] = [-900.0] * len(wrong["canary_logprobs"])
+    assert (await rig.post("/finish_weight_update", wrong))[0] == 424
+    await rig.until({"engine-0": "SERVING"})
+    assert rig.fleet.replicas[0].weight_version == 2
+    assert (await rig.complete([[5]], temperature=0))["choices"][0]["token_ids"] != before
+    assert "load_snapshot" not in calls
+
+
+async def test_a_trainer_that_leaves_before_the_commit_costs_no_replica_its_weights_without_a_store(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(2, sim=ROOM, weights={"relay": "never", "store": None})
+    await rig.open_group()
+    await rig.update()
+    note_holders, is_noting = Snapshots.note_holders, asyncio.Event()
+
+    async def stay(self: Snapshots, version: int, replicas: Iterable[Replica]) -> None:
+        if version == 2:
+            is_noting.set()
+            await asyncio.Event().wait()
+        await note_holders(self, version, replicas)
+
+    monkeypatch.setattr(Snapshots, "note_holders", stay)
+    await receive(rig)
+    finishing = asyncio.create_task(rig.post("/finish_weight_update", {}))
+    await asyncio.wait_for(is_noting.wait(), 20)
+    finishing.cancel()
+    await rig.until(BOTH_SERVE)
+    assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
+
+
+@pytest.mark.parametrize("store", [None, "auto"])
+async def test_the_weights_before_are_freed_at_the_commit(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, store: str | None
+) -> None:
+    rig = await start_rig(1, sim=ROOM, weights={"relay": "never", "store": store})
+    await rig.open_group()
+    await rig.update()
+    assert (await record(rig))["staged"]
+    assert not await rig.fleet.replicas[0].engine.undo_staged(0, 10.0)
+
+
+async def test_a_drain_waits_at_the_swap_and_not_before(start_rig: StartRig) -> None:
+    rig = await start_rig(1, sim=ROOM, weights={"in_flight": "drain"})
+    await rig.open_group()
+    running = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
+    await rig.begun()
+    await receive(rig)
+    finishing = asyncio.create_task(rig.post("/finish_weight_update", {}))
+    while not (await rig.get("/status"))[1]["gate_closed_for"]:
+        await asyncio.sleep(0.01)
+    assert not finishing.done()
+    rig.hurry()
+    assert (await finishing)[0] == 200
+    assert (await running)["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": 60}]

@@ -1,25 +1,31 @@
 """/v1/chat/completions of vLLM's dialect: one conversation is one rollout."""
 
+import math
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.assembly import Assembly, is_read_in_chunks
-from gateway.dialects.chunks import read_chunks
-from gateway.dialects.freshness import read_freshness, without_freshness
+from gateway.dialects.expected import read_expected, without_own_fields
+from gateway.dialects.freshness import read_freshness
 from gateway.dialects.parallel import merged
-from gateway.dialects.resumption.chat import ChatContinuation
+from gateway.dialects.replies.assembly import Assembly, is_read_in_chunks
+from gateway.dialects.replies.carried import opened
+from gateway.dialects.replies.chunks import read_chunks
+from gateway.dialects.resumption.chat import NO_WORDS, ChatContinuation, is_medium
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.delivered_chat import DeliveredChat
 from gateway.dialects.resumption.tokens import refuse_half_called
 from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import asks_vllm, check_replica, check_sampling, versioned_salt
 from gateway.dialects.token_generation import TokenGeneration
-from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
+from gateway.dialects.usage import Usage, usage_of_joined, wants_usage, with_usage_rule
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import using
 from gateway.fleet.replica import Replica
@@ -29,6 +35,8 @@ PATH = "/v1/chat/completions"
 # Load of a conversation that names no limit; an engine would let it fill the context.
 _DEFAULT_MAX_TOKENS = 1024
 _CHARACTERS_PER_TOKEN = 4
+# Load of an image or a sound, whose tokens do not depend on its bytes.
+_CHARACTERS_PER_MEDIUM = 4096
 
 
 class Chat:
@@ -38,7 +46,7 @@ class Chat:
         self._config = config
         self._fleet = fleet
         self._runner = runner
-        self._continuation = ChatContinuation(fleet, tokens)
+        self._continuation = ChatContinuation(fleet, tokens, config.queue_timeout_s)
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
         """Raises `InvalidRequest` for fields that no engine would take."""
@@ -48,9 +56,11 @@ class Chat:
         if not isinstance(messages, list) or not messages:
             raise InvalidRequest("messages must be a list of at least one message", param="messages")
         limit = _limit(body)
-        characters = sum(len(str(message)) for message in messages)
-        tokens = characters // _CHARACTERS_PER_TOKEN + n * limit
+        characters = sum(map(_characters, messages))
         fresh = read_freshness(body, self._fleet, model)
+        key = _key(messages, session)
+        expected = read_expected(body)[0] or self._runner.expected(model, key)
+        tokens = characters // _CHARACTERS_PER_TOKEN + n * min(limit, math.ceil(expected or limit))
         return Rollout(
             request_id=request_id,
             model=model,
@@ -62,10 +72,12 @@ class Chat:
             max_staleness=fresh.max_staleness,
             session=session,
             adapter=adapter,
+            expected=expected,
+            prompt_key=key,
         )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
-        body = without_freshness(body)
+        body = without_own_fields(body)
         conversation = _Conversation(self._config, rollout, body, self._continuation)
         with using(rollout):
             answer = await self._runner.generate(conversation)
@@ -81,7 +93,7 @@ class Chat:
 
     async def stream(self, rollout: Rollout, body: Json, usage: Usage) -> AsyncGenerator[Json]:
         """Chunks in the order of arrival; counts up `usage`, whether or not the client asks for it."""
-        body, last = without_freshness(body), Json()
+        body, last = without_own_fields(body), Json()
         conversation = _Conversation(self._config, rollout, body, self._continuation)
         with using(rollout):
             async with aclosing(self._stream_all(conversation, usage)) as chunks:
@@ -123,6 +135,7 @@ class Chat:
             for choice in cut.ends():
                 yield envelope | {"choices": [choice | {"delta": {}}]}
             return
+        self._runner.count_kept(len(part["token_ids"]) for part in made.values())
         tokens = 0
         rests = [self._continuation.stream(rollout, body, opened, index) for index in made]
         async with aclosing(merged(rests)) as rest:
@@ -171,8 +184,9 @@ class _Conversation(Exchange):
         timeout_s = self.config.generate_timeout_s
         if self._is_read_in_chunks(replica):
             streamed = asked | {"stream_options": {"include_usage": True}}
-            chunks = read_chunks(replica, PATH, streamed, self.rollout.n, timeout_s)
-            answer = await part.read(chunks, Assembly(self.rollout.n, replica.replica_id, has_text=False))
+            events = replica.engine.events(PATH, streamed, timeout_s)
+            assembly = Assembly(self.rollout.n, replica.replica_id, has_text=False)
+            answer: Json = opened(await part.read(events, assembly))
         else:
             answer = await replica.engine.generate(PATH, asked, timeout_s)
         refuse_half_called(answer, replica)
@@ -185,7 +199,7 @@ class _Conversation(Exchange):
             and self.resumes_stream
         )
 
-    def chunks(self, replica: Replica) -> AsyncGenerator[Json]:
+    def chunks(self, replica: Replica) -> AsyncGenerator[list[Json]]:
         check_replica(self.body, replica)
         options = {**(self.body.get("stream_options") or {}), "include_usage": True}
         ids = {"return_token_ids": True} if self.resumes_stream else {}
@@ -194,6 +208,19 @@ class _Conversation(Exchange):
 
     async def continued(self, answer: Json, cut: list[int]) -> Json | None:
         return await self.continuation.continued(self.rollout, self.body, answer, cut)
+
+    def bare_reply(self) -> Json:
+        blank = self._bare("chat.completion", {"message": NO_WORDS})
+        return blank | {"prompt_token_ids": None, "prompt_logprobs": None}
+
+    def bare_chunk(self) -> Json:
+        return self._bare("chat.completion.chunk", {"delta": {"content": ""}})
+
+    def _bare(self, kind: str, words: Json) -> Json:
+        head = {"id": f"chatcmpl-{self.rollout.request_id}", "object": kind, "created": int(time.time())}
+        choices = [{"index": index, **words, "logprobs": None, "token_ids": []} for index in range(self.rollout.n)]
+        usage = usage_of_joined({"usage": {"prompt_tokens": 0}}, choices)
+        return head | {"model": self.body.get("model") or self.rollout.model, "choices": choices, "usage": usage}
 
     def shows(self, choice: Json, *, is_cut: bool) -> bool:
         if is_cut:
@@ -204,6 +231,19 @@ class _Conversation(Exchange):
 
     def _salt(self, replica: Replica) -> str:
         return versioned_salt(self.body, replica.weight_version, self.rollout.adapter)
+
+
+def _characters(message: Any) -> int:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return len(str(message))
+    return sum(_CHARACTERS_PER_MEDIUM if is_medium(part) else len(str(part)) for part in content)
+
+
+def _key(messages: list[Any], session: str) -> int:
+    """The key of a conversation's lengths; none for a turn, which does not come again, and for parts such as images."""
+    is_plain = all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages)
+    return prompt_key(str(messages)) if is_plain and not session else 0
 
 
 def _limit(body: Json) -> int:

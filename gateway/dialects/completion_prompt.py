@@ -1,5 +1,6 @@
 """One prompt of /v1/completions as a rollout: the body for an engine, and the continuation from tokens made so far."""
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -9,9 +10,10 @@ from typing import Any
 from engines.engine import Json
 from engines.errors import EngineRefused
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.assembly import Assembly, is_read_in_chunks
-from gateway.dialects.chunks import read_chunks
-from gateway.dialects.parallel import gathered
+from gateway.dialects.replays.making import Making
+from gateway.dialects.replies.assembly import Assembly, is_read_in_chunks
+from gateway.dialects.replies.carried import carried_reply, opened
+from gateway.dialects.replies.chunks import read_chunks
 from gateway.dialects.resumption.features import inexact_fields, marked
 from gateway.dialects.resumption.tokens import joined, rest_body, whole_characters
 from gateway.dialects.runner import Exchange, Part, Runner
@@ -19,6 +21,7 @@ from gateway.dialects.sampling import check_replica, versioned_salt
 from gateway.dialects.usage import usage_of_joined
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
+from gateway.fleet.together import together
 
 PATH = "/v1/completions"
 
@@ -32,7 +35,8 @@ class CompletionPrompt(Exchange):
     """One prompt of a request: its place there, and the body that asks one replica for its completions.
 
     `limit` is the largest number of tokens of a sample. `made` are tokens of the one sample that continues here, which
-    engines read after the prompt; `has_text` is True if the client got their text.
+    engines read after the prompt; `has_text` is True if the client got their text. `keeps_record` is True where chunks
+    have the spans so far. `making` records what engines make of a batch; None where no record is kept.
     """
 
     runner: Runner
@@ -44,6 +48,8 @@ class CompletionPrompt(Exchange):
     limit: int
     made: tuple[int, ...] = ()
     has_text: bool = False
+    keeps_record: bool = False
+    making: Making | None = None
 
     @property
     def indexes(self) -> range:
@@ -68,36 +74,65 @@ class CompletionPrompt(Exchange):
         check_replica(self.body, replica)
         body = await self._whole_body(replica)
         timeout_s = self.config.generate_timeout_s
+        is_whole = not is_read_in_chunks(body, self.limit, self.rollout, replica.info)
+        note = self.making.begin(replica, part.flight, is_whole=is_whole) if self.making else None
         try:
-            if not is_read_in_chunks(body, self.limit, self.rollout, replica.info):
-                return await replica.engine.generate(PATH, body, timeout_s)
-            streamed = body | {"stream_options": {"include_usage": True}}
-            chunks = read_chunks(replica, PATH, streamed, self.rollout.n, timeout_s)
-            return await part.read(chunks, Assembly(self.rollout.n, replica.replica_id))
+            if is_whole:
+                content = await replica.engine.reply(PATH, body, timeout_s)
+                if note is not None:
+                    note([content])
+                return carried_reply(content, PATH, replica.replica_id)
+            events = replica.engine.events(PATH, body | {"stream_options": {"include_usage": True}}, timeout_s)
+            return await part.read(events, Assembly(self.rollout.n, replica.replica_id), note)
         except EngineRefused as error:
             raise _naming_prompt(error, self.index) from error
 
-    async def chunks(self, replica: Replica) -> AsyncGenerator[Json]:
+    async def chunks(self, replica: Replica) -> AsyncGenerator[list[Json]]:
         check_replica(self.body, replica)
         body = self._engine_body(replica)
         options = {**(self.body.get("stream_options") or {}), "include_usage": True}
         if self.made:
             body = rest_body(body, [*body["prompt"], *self.made], len(self.made))
         asked, timeout_s = body | {"stream_options": options}, self.config.generate_timeout_s
-        chunks = read_chunks(replica, PATH, asked, self.rollout.n, timeout_s)
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                chunk["id"] = f"cmpl-{self.request_id}"
-                for choice in chunk["choices"]:
-                    choice["index"] += self.index * self.rollout.n
-                yield chunk
+        async with aclosing(read_chunks(replica, PATH, asked, self.rollout.n, timeout_s)) as blocks:
+            async for chunks in blocks:
+                for chunk in chunks:
+                    self._number(chunk)
+                yield chunks
+
+    def _number(self, chunk: Json) -> None:
+        """Name a chunk as the client knows it."""
+        chunk["id"] = f"cmpl-{self.request_id}"
+        for choice in chunk["choices"]:
+            choice["index"] += self.indexes.start
 
     async def continued(self, answer: Json, cut: list[int]) -> Json:
+        if self.making:
+            self.making.cut(answer)
         choices = list(answer["choices"])
-        rests = await gathered(self.runner.generate(self.rest_of(choices[place])) for place in cut)
+        rests = await together(self.runner.generate(self.rest_of(choices[place])) for place in cut)
         for place, rest in zip(cut, rests, strict=True):
-            choices[place] = marked(joined(choices[place], rest["choices"][0]), self.inexact or ())
+            choices[place] = marked(joined(choices[place], opened(rest["choices"][0])), self.inexact or ())
         return {**answer, "choices": choices, "usage": usage_of_joined(answer, choices)}
+
+    def bare_reply(self) -> Json:
+        head = {"id": f"cmpl-{self.request_id}", "object": "text_completion", "created": int(time.time())}
+        choices = [self._bare_choice(index) for index in range(self.rollout.n)]
+        usage = usage_of_joined({"usage": {"prompt_tokens": len(self._read or ())}}, choices)
+        return head | {"model": self.body.get("model") or self.rollout.model, "choices": choices, "usage": usage}
+
+    def bare_chunk(self) -> Json:
+        return self.bare_reply() | {"choices": [self._bare_choice(index) for index in self.indexes]}
+
+    def _bare_choice(self, index: int) -> Json:
+        bare: Json = {"text": "", "logprobs": None, "prompt_logprobs": None, "token_ids": []}
+        return {"index": index, **bare, "prompt_token_ids": self._read}
+
+    @property
+    def _read(self) -> list[int] | None:
+        """Token ids that an engine reads; None for text."""
+        prompt = self.body["prompt"]
+        return None if isinstance(prompt, str) else [*prompt, *self.made]
 
     def rest_of(self, choice: Json, index: int | None = None) -> "CompletionPrompt":
         """The prompt that continues a choice. `index` is its place in the client's reply, for a stream."""
@@ -112,7 +147,9 @@ class CompletionPrompt(Exchange):
         index = self.index if index is None else index
         made, has_text = tuple(choice["token_ids"]), bool(choice.get("text"))
         limit -= kept
-        return replace(self, index=index, rollout=rollout, body=body, limit=limit, made=made, has_text=has_text)
+        making = self.making and self.making.rest(choice["index"])
+        rest = replace(self, index=index, rollout=rollout, body=body, limit=limit, made=made, has_text=has_text)
+        return replace(rest, making=making)
 
     async def _whole_body(self, replica: Replica) -> Json:
         body = self._engine_body(replica)

@@ -2,25 +2,38 @@
 
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
+
+import orjson
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import DEFAULT_MAX_TOKENS, CompletionPrompt
-from gateway.dialects.freshness import FIELDS, read_freshness
-from gateway.dialects.parallel import gathered, merged
+from gateway.dialects.expected import read_expected, without_own_fields
+from gateway.dialects.freshness import read_freshness
+from gateway.dialects.parallel import merged
+from gateway.dialects.replies.written import Written
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.runner import Runner
 from gateway.dialects.sampling import asks_vllm, check_sampling
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import using
+from gateway.fleet.together import together
+
+MadeBefore = Callable[[CompletionPrompt], Awaitable[Json | None]]
+"""Returns the reply to a prompt as far as a gateway before this one has it; None where it begins."""
 
 _CHARACTERS_PER_TOKEN = 4
+
+
+async def nothing_made(prompt: CompletionPrompt) -> None:
+    """A batch that begins."""
 
 
 class Completions:
@@ -41,23 +54,29 @@ class Completions:
         n = check_sampling(body, self._config.max_n)
         max_len = common_room(self._fleet, model)
         fresh = read_freshness(body, self._fleet, model)
-        rest = {key: value for key, value in body.items() if key not in ("prompt", "stream", *FIELDS)}
+        rest = without_own_fields(body)
+        for field in ("prompt", "stream"):
+            rest.pop(field, None)
         prompts, values = [], _prompt_list(body, self._config.max_prompts)
+        expected = read_expected(body, len(values))
         for index, value in enumerate(values, first):
             length = _checked_length(index, value, max_len)
-            limit = _limit(body, max_len)
+            limit, key = _limit(body, max_len), prompt_key(value)
+            length_of = expected[index - first] or self._runner.expected(model, key)
             rollout = Rollout(
                 request_id=f"{request_id}-{index}",
                 request=request_id,
                 model=model,
                 n=n,
-                tokens=length + n * limit,
+                tokens=length + n * min(limit, math.ceil(length_of or limit)),
                 prompt_tokens=length,
                 needs_ids=asks_vllm(body),
                 min_version=fresh.min_version,
                 max_staleness=fresh.max_staleness,
                 session=session if len(values) == 1 else "",
                 adapter=adapter,
+                expected=length_of,
+                prompt_key=key,
             )
             prompts.append(
                 CompletionPrompt(
@@ -67,16 +86,44 @@ class Completions:
         return prompts
 
     async def generate(self, prompts: Sequence[CompletionPrompt]) -> Json:
-        """One reply for all prompts. The first prompt that fails ends the others."""
-        answers = await gathered(self._runner.generate(prompt) for prompt in prompts)
-        for choice in (choice for answer in answers for choice in answer["choices"]):
-            _hide_ids(choice, prompts[0].body)
-        return _joined(answers, prompts)
+        """One reply for all prompts, decoded. The first prompt that fails ends the others."""
+        reply: Json = orjson.loads(b"".join((await self.written(prompts)).pieces()))
+        return reply
+
+    async def written(self, prompts: Sequence[CompletionPrompt], made: MadeBefore = nothing_made) -> Written:
+        """As `generate`, as JSON with values as their engines wrote them."""
+        began = time.monotonic()
+        turns = longest_first(prompts)
+        ended = await together(self._written(prompt, began, made) for prompt in turns)
+        by_index = {prompt.index: part for prompt, part in zip(turns, ended, strict=True)}
+        parts = [by_index[prompt.index] for prompt in prompts]
+        usage = Usage()
+        for prompt, part in zip(prompts, parts, strict=True):
+            usage.add_chunk(prompt.index, part.head.get("usage"))
+        whole = {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "usage": usage.total()}
+        return Written(
+            parts[0].head | whole,
+            [choice for part in parts for choice in part.choices],
+            [end for part in parts for end in part.ends],
+            [second for part in parts for second in part.seconds],
+        )
+
+    async def _written(self, prompt: CompletionPrompt, began: float, made: MadeBefore) -> Written:
+        """The reply of one prompt, its samples numbered as the client knows them: those of prompt i begin at i*n."""
+        answer = await self._runner.generate(prompt, await made(prompt))
+        written = Written(seconds=[time.monotonic() - began])
+        for choice in sorted(answer.pop("choices"), key=lambda choice: int(choice["index"])):
+            _hide_ids(choice, prompt.body)
+            choice["index"] += prompt.indexes.start
+            written.add(choice)
+        written.head = answer
+        return written
 
     async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage | None = None) -> AsyncGenerator[Json]:
         """Chunks of all prompts in the order of arrival, numbered as if one engine made them. Counts up `usage`."""
         usage, last = Usage() if usage is None else usage, Json()
-        async with aclosing(merged(self._shown(prompt, usage) for prompt in prompts)) as chunks:
+        shown = [self._shown(prompt, usage) for prompt in longest_first(prompts)]
+        async with aclosing(shown[0] if len(shown) == 1 else merged(shown)) as chunks:
             async for last in chunks:
                 yield last
         if wants_usage(prompts[0].body):
@@ -92,22 +139,55 @@ class Completions:
                     yield with_usage_rule(chunk, prompt.body)
 
     async def _stream_one(self, prompt: CompletionPrompt) -> AsyncGenerator[Json]:
-        usage, rest_usage = Json(), Usage()
-        cut = CutStream(prompt.indexes, prompt.rollout.adapter, inexact=prompt.inexact, has_ids=prompt.has_ids)
+        usage, chunk, cut = Json(), Json(), _cut_stream(prompt)
         with using(prompt.rollout):
             async with aclosing(self._runner.stream(prompt, cut)) as chunks:
                 async for chunk in chunks:
                     usage = chunk.get("usage") or usage
                     yield chunk
-            rests = [prompt.rest_of(made, index) for index, made in cut.cut_off().items()]
-            if rests:
-                async with aclosing(self.stream(rests, rest_usage)) as chunks:
-                    async for chunk in chunks:
-                        for choice in chunk["choices"]:
-                            cut.follow(choice)
-                        yield chunk | {"usage": cut.usage(usage, rest_usage.total())}
-            if cut.is_cut:
-                yield chunk | {"choices": [], "usage": cut.usage(usage, rest_usage.total())}
+            async with aclosing(self._stream_rests(prompt, cut, cut.cut_off(), usage, chunk)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def stream_rests(self, prompt: CompletionPrompt, parts: Mapping[int, Json]) -> AsyncGenerator[Json]:
+        """Chunks of the samples, by index, whose first parts are in the record of a gateway before this one."""
+        cut = _cut_stream(prompt)
+        cut.restore(parts)
+        with using(prompt.rollout):
+            async with aclosing(self._stream_rests(prompt, cut, parts, Json(), Json())) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def _stream_rests(
+        self, prompt: CompletionPrompt, cut: CutStream, made: Mapping[int, Json], usage: Json, last: Json
+    ) -> AsyncGenerator[Json]:
+        """Chunks that continue the samples `made`; `usage` and `last` are those of the stream before."""
+        rest_usage = Usage()
+        rests = [prompt.rest_of(part, index) for index, part in made.items()]
+        self._runner.count_kept(len(part["token_ids"]) for part in made.values())
+        if rests:
+            async with aclosing(self.stream(rests, rest_usage)) as chunks:
+                async for last in chunks:
+                    for choice in last["choices"]:
+                        cut.follow(choice)
+                    yield last | {"usage": cut.usage(usage, rest_usage.total())}
+        if cut.is_cut:
+            yield last | {"choices": [], "usage": cut.usage(usage, rest_usage.total())}
+
+
+def longest_first(prompts: Sequence[CompletionPrompt]) -> Sequence[CompletionPrompt]:
+    """The order in which the prompts of one request take their turns."""
+    return prompts if len(prompts) == 1 else sorted(prompts, key=lambda prompt: prompt.rollout.rank)
+
+
+def _cut_stream(prompt: CompletionPrompt) -> CutStream:
+    return CutStream(
+        prompt.indexes,
+        prompt.rollout.adapter,
+        inexact=prompt.inexact,
+        has_ids=prompt.has_ids,
+        keeps_record=prompt.keeps_record,
+    )
 
 
 def common_room(fleet: Fleet, model: str) -> int | None:
@@ -162,15 +242,3 @@ def _hide_ids(choice: Json, body: Json) -> None:
     """Remove token ids, which are always needed here, for clients that did not ask for them."""
     if not body.get("return_token_ids"):
         choice |= {"token_ids": None, "prompt_token_ids": None}
-
-
-def _joined(replies: Sequence[Json], prompts: Sequence[CompletionPrompt]) -> Json:
-    """One reply, prompt-major: the samples of prompt i begin at i*n."""
-    choices, usage = [], Usage()
-    for answer, prompt in zip(replies, prompts, strict=True):
-        usage.add_chunk(prompt.index, answer.get("usage"))
-        for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"])):
-            choice["index"] += prompt.index * prompt.rollout.n
-            choices.append(choice)
-    whole = {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "choices": choices}
-    return {**replies[0], **whole, "usage": usage.total()}

@@ -30,8 +30,3 @@ def read_freshness(body: Json, fleet: Fleet, model: str) -> Freshness:
             param="min_version",
         )
     return Freshness(**asked)
-
-
-def without_freshness(body: Json) -> Json:
-    """The body for an engine, which knows nothing of these fields."""
-    return {key: value for key, value in body.items() if key not in FIELDS}

@@ -1,23 +1,11 @@
-"""Several calls or streams at once. The first failure ends the others."""
+"""Several streams at once. The first failure ends the others."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from typing import Any, TypeVar
 
 from engines.engine import Json
-
-T = TypeVar("T")
-
-
-async def gathered(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all calls, in their order. Raises the error of the first call that fails."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+from gateway.fleet.together import together
 
 
 async def until(ended: asyncio.Event, stream: AsyncGenerator[Json]) -> AsyncGenerator[Json]:
@@ -27,12 +15,13 @@ async def until(ended: asyncio.Event, stream: AsyncGenerator[Json]) -> AsyncGene
         async with aclosing(merged([stream])) as chunks:
             while True:
                 reading = asyncio.ensure_future(anext(chunks, None))
-                await asyncio.wait({reading, waiting}, return_when=asyncio.FIRST_COMPLETED)
-                if not reading.done():
-                    reading.cancel()
-                    await asyncio.gather(reading, return_exceptions=True)
-                    return
-                if (chunk := reading.result()) is None:
+                try:
+                    await asyncio.wait({reading, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if is_over := not reading.done():  # a stream that is still read cannot be closed
+                        reading.cancel()
+                        await asyncio.gather(reading, return_exceptions=True)
+                if is_over or (chunk := reading.result()) is None:
                     return
                 yield chunk
     finally:
@@ -41,28 +30,40 @@ async def until(ended: asyncio.Event, stream: AsyncGenerator[Json]) -> AsyncGene
 
 async def merged(streams: Iterable[AsyncGenerator[Json]]) -> AsyncGenerator[Json]:
     """The chunks of all streams in the order of their arrival. Raises the error of the first stream that fails."""
-    chunks: asyncio.Queue[Json | None] = asyncio.Queue()
+    async with aclosing(read_ahead(streams)) as blocks:
+        async for chunks in blocks:
+            for chunk in chunks:
+                yield chunk
+
+
+async def read_ahead(streams: Iterable[AsyncGenerator[Json]]) -> AsyncGenerator[list[Json]]:
+    """As `merged`, in lists of the chunks that have come since the last list was taken."""
+    ready: list[Json] = []
+    news, has_ended = asyncio.Event(), False
 
     async def read(stream: AsyncGenerator[Json]) -> None:
         async with aclosing(stream):
             async for chunk in stream:
-                chunks.put_nowait(chunk)
+                ready.append(chunk)
+                news.set()
 
     async def read_all() -> None:
+        nonlocal has_ended
         try:
-            async with asyncio.TaskGroup() as group:
-                for stream in streams:
-                    group.create_task(read(stream))
+            await together(map(read, streams))
         finally:
-            chunks.put_nowait(None)
+            has_ended = True
+            news.set()
 
     reader = asyncio.create_task(read_all(), name="merge streams")
     try:
-        while (chunk := await chunks.get()) is not None:
-            yield chunk
+        while ready or not has_ended:
+            await news.wait()
+            news.clear()
+            if ready:
+                chunks, ready[:] = ready[:], []
+                yield chunks
         await reader
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
     finally:
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)

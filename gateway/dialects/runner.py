@@ -1,20 +1,26 @@
 """Runs one rollout of any dialect, whole or streamed: place it, ask an engine, continue what was cut off."""
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
+from typing import Any
 
 from engines.engine import Json
-from engines.errors import EngineError, EngineFailed, EngineRefused
-from gateway.dialects.assembly import Assembly
+from engines.errors import EngineError, EngineFailed, EngineRefused, Withdrawn
+from gateway.dialects.replies.assembly import Assembly
+from gateway.dialects.replies.carried import num_tokens, opened
 from gateway.dialects.resumption.cut_stream import CutStream
-from gateway.dialects.resumption.tokens import CUT_OFF, mark_cut_off, places_cut_off, retried_if_empty
-from gateway.dialects.spans import Contradiction, check_spans, stamp_versions
+from gateway.dialects.resumption.tokens import CUT_OFF, mark_cut_off, places_cut_off, retried_if_empty, was_cut_off
+from gateway.dialects.spans import Contradiction, check_spans, name_adapter, stamp_versions
 from gateway.dialects.usage import usage_of_joined
 from gateway.fleet.flight import Flight
+from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler, using
 from gateway.fleet.replica import Replica
+
+_LARGE_BYTES = 1 << 16
 
 
 class Exchange(ABC):
@@ -37,8 +43,9 @@ class Exchange(ABC):
         """The reply of the replica's engine to the whole rollout; `part` reads it if it comes in chunks."""
 
     @abstractmethod
-    def chunks(self, replica: Replica) -> AsyncGenerator[Json]:
-        """The chunks of the replica's engine, numbered as the client knows the samples."""
+    def chunks(self, replica: Replica) -> AsyncGenerator[list[Json]]:
+        """The chunks of the replica's engine, in lists of those that came together, numbered as the client knows the
+        samples."""
 
     @abstractmethod
     def prompt_ids(self, answer: Json) -> list[int] | None:
@@ -48,6 +55,14 @@ class Exchange(ABC):
     async def continued(self, answer: Json, cut: list[int]) -> Json | None:
         """The reply with the rest of the choices at the places `cut`. None where the rollout has to restart."""
 
+    @abstractmethod
+    def bare_reply(self) -> Json:
+        """The reply where its client aborted the rollout before an engine had it: choices without tokens."""
+
+    @abstractmethod
+    def bare_chunk(self) -> Json:
+        """As `bare_reply`, for a stream: numbered as the client knows the samples."""
+
     def shows(self, choice: Json, *, is_cut: bool) -> bool:
         """True if the client sees this choice of a chunk; `is_cut` where it was cut off and continues."""
         return True
@@ -56,60 +71,111 @@ class Exchange(ABC):
 class Part:
     """The part of a whole reply that has arrived from one replica."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, large: asyncio.Lock) -> None:
         self.flight = replica.take_off()
         self.is_whole = False
-        self._replica = replica
+        self.replica = replica
+        self._large = large
         self._assembly: Assembly | None = None
 
-    async def read(self, chunks: AsyncGenerator[Json], assembly: Assembly) -> Json:
-        """The whole reply out of its chunks."""
+    async def read(
+        self, events: AsyncGenerator[list[bytes]], assembly: Assembly, note: Callable[[list[bytes]], None] | None = None
+    ) -> Json:
+        """The whole reply out of its chunks. `note` gets them too."""
         self._assembly = assembly
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                self._replica.saw_progress()
-                assembly.add(chunk)
-        return assembly.reply()
+        async with aclosing(events):
+            with self.replica.awaiting_chunk():  # no client is in between, which could hold it up
+                async for together in events:
+                    self.replica.saw_progress()
+                    await self._add(together, assembly)
+                    if note is not None:
+                        note(together)
+        return await assembly.joined(self._large)
+
+    async def _add(self, together: list[bytes], assembly: Assembly) -> None:
+        if sum(map(len, together)) > _LARGE_BYTES:
+            async with self._large:  # many replies may come at once: each is read in a turn of the event loop
+                await asyncio.sleep(0)
+        assembly.add(together)
 
     def kept(self, exchange: Exchange) -> Json | None:
         """The part as a reply whose open samples continue elsewhere; None if the rollout has to restart.
 
         A whole reply was refused for its content, and nothing of it is kept.
         """
-        if self.is_whole:
+        if self.is_whole or self._assembly is None or self.replica.weight_version is None:
             return None
-        answer = self._assembly.part() if self._assembly and self._replica.weight_version is not None else None
-        if answer is None or not exchange.resumes or (read := exchange.prompt_ids(answer)) is None:
-            return None
-        answer["usage"] = {"prompt_tokens": len(read)} | (answer.get("usage") or {})
-        answer["usage"] = usage_of_joined(answer, answer["choices"])
-        for choice in answer["choices"]:
-            if choice["finish_reason"] is None:
-                choice |= {"finish_reason": CUT_OFF, "prompt_token_ids": read}
-        stamp_versions(answer, self.flight, exchange.rollout.adapter)
-        return answer
+        return kept_part(
+            self._assembly, exchange, self.flight, lambda choice: was_cut_off({"choices": [choice]}, self.replica)
+        )
+
+
+def kept_part(assembly: Assembly, exchange: Exchange, flight: Flight, was_cut: Callable[[Json], bool]) -> Json | None:
+    """The chunks of a replica as a reply whose open samples continue elsewhere; None if the rollout has to restart."""
+    answer = assembly.part()
+    if answer is None or not exchange.resumes or (read := exchange.prompt_ids(answer)) is None:
+        return None
+    answer["usage"] = {"prompt_tokens": len(read)} | (answer.get("usage") or {})
+    answer["usage"] = usage_of_joined(answer, answer["choices"])
+    for choice in answer["choices"]:
+        if choice["finish_reason"] is None or was_cut(choice):
+            choice |= {"finish_reason": CUT_OFF, "prompt_token_ids": read}
+    stamp_versions(answer, flight, exchange.rollout.adapter)
+    return answer
 
 
 class Runner:
     """Runs exchanges on the replicas that the scheduler picks."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, metrics: Metrics) -> None:
         self._scheduler = scheduler
+        self._metrics = metrics
+        self._large = asyncio.Lock()
 
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
         """End rollouts that wait for a replica with `Withdrawn`."""
         self._scheduler.withdraw(picks)
 
-    async def generate(self, exchange: Exchange) -> Json:
-        """The whole reply, each choice with its weight versions."""
+    async def generate(self, exchange: Exchange, made: Json | None = None) -> Json:
+        """The whole reply, each choice with its weight versions.
+
+        `made` is a reply of a gateway before this one, whose open samples continue.
+        """
         with using(exchange.rollout):  # also between what was cut off and its rest
             while True:
-                answer = await self._first_part(exchange)
+                answer, made = made or await self._first_part(exchange), None
                 if not (cut := places_cut_off(answer)):
+                    self._delivered(exchange.rollout, answer.get("usage"), answer["choices"])
                     return answer
-                if (whole := await exchange.continued(answer, cut)) is not None:
+                kept = [num_tokens(answer["choices"][place].get("token_ids")) for place in cut]
+                if (whole := await exchange.continued(opened(answer), cut)) is not None:
+                    self.count_kept(kept)
+                    self._delivered(exchange.rollout, whole.get("usage"), whole["choices"])
                     return whole
                 exchange.rollout.attempts.lost_tokens()
+
+    def expected(self, model: str, key: int) -> float | None:
+        """The tokens that a sample of a prompt will have, by its last samples; None where there were none."""
+        return self._scheduler.lengths.of(model, key)
+
+    def _delivered(self, rollout: Rollout, usage: Json | None, choices: Iterable[Json]) -> None:
+        """Let the scheduler learn from a whole rollout. The rest of a sample says nothing of its length."""
+        usage = usage or {}
+        made = usage.get("completion_tokens")
+        if made and not rollout.goes_on and all(choice.get("finish_reason") != "abort" for choice in choices):
+            prompt_tokens = usage.get("prompt_tokens") or rollout.prompt_tokens
+            self._scheduler.delivered(rollout, prompt_tokens, made)
+
+    def count_kept(self, lengths: Iterable[int]) -> None:
+        """Count the tokens of samples that continue from them."""
+        self._metrics.kept_tokens.inc(sum(lengths))
+
+    def _aborted(self, exchange: Exchange, bare: Json) -> Json:
+        for choice in bare["choices"]:
+            version = self._scheduler.served_version(exchange.rollout.model)
+            choice |= {"finish_reason": "abort", "stop_reason": None, "weight_version": version, "weight_versions": []}
+            name_adapter(choice, exchange.rollout.adapter)
+        return bare
 
     async def _first_part(self, exchange: Exchange) -> Json:
         """The reply of the first replica that gives one, or its part before the replica failed."""
@@ -117,7 +183,7 @@ class Runner:
 
         async def call(replica: Replica) -> Json:
             nonlocal part
-            part = Part(replica)
+            part = Part(replica, self._large)
             answer = await exchange.ask(replica, part)
             part.is_whole = True
             check_reply(answer, exchange.rollout.n, replica.replica_id)
@@ -126,13 +192,20 @@ class Runner:
             stamp_versions(answer, part.flight, exchange.rollout.adapter)
             return answer
 
-        return await self._scheduler.run(exchange.rollout, call, lambda: part.kept(exchange) if part else None)
+        def kept() -> Json | None:
+            return part.kept(exchange) if part else None
+
+        try:
+            return await self._scheduler.run(exchange.rollout, call, kept)
+        except Withdrawn:
+            return _ended(made) if (made := kept()) else self._aborted(exchange, exchange.bare_reply())
 
     async def stream(self, exchange: Exchange, cut: CutStream) -> AsyncGenerator[Json]:
         """Chunks of the first replica, up to where samples are cut off or the replica fails; `cut` has their tokens."""
-        flight: Flight
+        flight: Flight | None = None
+        is_withdrawn, usage = False, Json()
 
-        def call(replica: Replica) -> AsyncGenerator[Json]:
+        def call(replica: Replica) -> AsyncGenerator[list[Json]]:
             nonlocal flight
             flight = replica.take_off()
             return retried_if_empty(exchange.chunks(replica), replica)
@@ -142,6 +215,8 @@ class Runner:
                 async for replica, chunk in placed:
                     cut.read_prompt(chunk.get("prompt_token_ids"))
                     cut.check(chunk, replica.replica_id)
+                    assert flight is not None
+                    usage = chunk.get("usage") or usage
                     shown = [
                         choice
                         for choice in chunk["choices"]
@@ -149,17 +224,38 @@ class Runner:
                     ]
                     if shown or not chunk["choices"]:
                         yield chunk | {"choices": shown}
+            cut.check_ends()
         except EngineError as error:
-            if isinstance(error, EngineRefused | Contradiction) or not cut.interrupt(flight):
+            if isinstance(error, EngineRefused | Contradiction) or flight is None or not cut.interrupt(flight):
                 raise
+        except Withdrawn:
+            is_withdrawn = True
+        finally:
+            if cut.is_whole:  # its reader may leave before the usage comes
+                self._delivered(exchange.rollout, {"completion_tokens": cut.num_made} | usage, ())
+        if is_withdrawn or cut.lacks_aborted:
+            yield cut.abort(self._aborted(exchange, exchange.bare_chunk()), flight)
+
+
+def _ended(part: Json) -> Json:
+    """A part that does not continue, as its client aborted the rest."""
+    for place in places_cut_off(part):
+        part["choices"][place]["finish_reason"] = "abort"
+    return part
 
 
 def check_reply(answer: Json, n: int, replica_id: str) -> None:
     """Raise `EngineFailed` if a reply lacks samples, or has spans that do not fit its tokens."""
     choices = answer.get("choices")
-    if not isinstance(choices, list) or sorted(choice.get("index", -1) for choice in choices) != list(range(n)):
+    if not isinstance(choices, list) or _indexes(choices) != list(range(n)):
         found = len(choices) if isinstance(choices, list) else "no list of"
         raise EngineFailed(f"it answered with {found} choices, and {n} were asked for", replica_id=replica_id)
     for choice in choices:
         if choice.get("token_ids") is not None:
-            check_spans(choice, len(choice["token_ids"]), replica_id)
+            check_spans(choice, num_tokens(choice["token_ids"]), replica_id)
+
+
+def _indexes(choices: list[Any]) -> list[int]:
+    return sorted(
+        choice["index"] for choice in choices if isinstance(choice, dict) and type(choice.get("index")) is int
+    )

@@ -2,19 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from engines.engine import Json
 from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions
+from gateway.dialects.completions import Completions, longest_first
 from gateway.dialects.parallel import until
 from gateway.dialects.sglang_words import Asked, aborted_reply, answer, asked_prompts
 from gateway.dialects.usage import Usage
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.routing import Rollout
 
 _SHORT_TOKENS = 128  # a sample as short as this is repeated with each chunk
 _GROWTH = 1 / 32
@@ -48,19 +47,19 @@ class SglangGenerate:
     def __init__(self, completions: Completions, fleet: Fleet) -> None:
         self._completions = completions
         self._fleet = fleet
-        self._running: dict[asyncio.Task[Json], tuple[str, Rollout]] = {}
+        self._running: dict[asyncio.Task[Json], str] = {}
         self._streams: dict[asyncio.Event, Batch] = {}
 
-    def abort(self, of: Callable[[str, Rollout], bool]) -> None:
-        """Abort the prompts that `of` picks by id and rollout. Whole replies have no tokens then; streams keep theirs.
+    def abort(self, rid: str) -> None:
+        """Abort the prompts of an id. Whole replies have no tokens then; streams keep theirs.
 
         A stream of several prompts ends with the first of them.
         """
-        for task, asked in list(self._running.items()):
-            if of(*asked):
+        for task, running in list(self._running.items()):
+            if running == rid:
                 task.cancel()
         for ended, batch in list(self._streams.items()):
-            if any(of(asked.rid, prompt.rollout) for asked, prompt in zip(batch.asked, batch.prompts, strict=True)):
+            if any(asked.rid == rid for asked in batch.asked):
                 ended.set()
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Batch:
@@ -78,11 +77,13 @@ class SglangGenerate:
         began = time.monotonic()
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [self._begun(group, *prompt) for prompt in zip(batch.asked, batch.prompts, strict=True)]
+                turns = longest_first(batch.prompts)
+                begun = {prompt.index: self._begun(group, batch.asked[prompt.index], prompt) for prompt in turns}
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         seconds, usage, answers = time.monotonic() - began, Usage(), []
-        for index, (asked, task) in enumerate(zip(batch.asked, tasks, strict=True)):
+        for index, asked in enumerate(batch.asked):
+            task = begun[index]
             reply = aborted_reply(batch.n, self._fleet.version) if task.cancelled() else task.result()
             usage.add_chunk(index, reply.get("usage"))
             answers += [answer(asked, choice, reply.get("usage"), seconds) for choice in reply["choices"]]
@@ -90,7 +91,7 @@ class SglangGenerate:
 
     def _begun(self, group: asyncio.TaskGroup, asked: Asked, prompt: CompletionPrompt) -> "asyncio.Task[Json]":
         task = group.create_task(self._completions.generate([prompt]))
-        self._running[task] = (asked.rid, prompt.rollout)
+        self._running[task] = asked.rid
         task.add_done_callback(self._running.pop)
         return task
 

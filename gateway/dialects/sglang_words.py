@@ -47,12 +47,13 @@ _READ = frozenset(
     {
         *_PROMPT, "sampling_params", "rid", "stream", "return_logprob", "logprob_start_len", "top_logprobs_num",
         "return_prompt_token_ids", "extra_key", "lora_path", "log_metrics", "session_id", "user",
+        "expected_tokens",
     }
 )  # fmt: skip
 # Fields with a value for all prompts, or a list with a value for each.
 _DEFAULT_OF: Json = {
     "sampling_params": None, "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0,
-    "return_prompt_token_ids": False, "extra_key": None, "lora_path": None,
+    "return_prompt_token_ids": False, "extra_key": None, "lora_path": None, "expected_tokens": None,
 }  # fmt: skip
 # Fields of the gateway and of vLLM, passed to the completions unchanged.
 _PASSED = ("model", "priority", "min_version", "max_staleness")
@@ -142,6 +143,8 @@ def _asked(body: Json, prompt: Any, rid: str, own: Json) -> Asked:
         wanted["model"] = own["lora_path"]
     if own["extra_key"] is not None:
         wanted["cache_salt"] = own["extra_key"]
+    if own["expected_tokens"] is not None:
+        wanted["expected_tokens"] = own["expected_tokens"]
     asked = Asked(
         rid=rid,
         body=wanted,

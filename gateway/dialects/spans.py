@@ -3,6 +3,7 @@
 from engines.clients.vllm_engine import version_number
 from engines.engine import Json
 from engines.errors import EngineFailed
+from gateway.dialects.replies.carried import num_tokens
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
 
@@ -47,7 +48,7 @@ def stamp_choice(choice: Json, flight: Flight, num_tokens: int | None) -> None:
 def _token_count(answer: Json, choice: Json) -> int | None:
     """Tokens of one choice. Without token ids it is the usage, which counts all choices together."""
     if choice.get("token_ids") is not None:
-        return len(choice["token_ids"])
+        return num_tokens(choice["token_ids"])
     return (answer.get("usage") or {}).get("completion_tokens") if len(answer["choices"]) == 1 else None
 
 

@@ -4,6 +4,7 @@ An engine that serves the route gets the body as it is; any other engine gets it
 """
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
@@ -12,14 +13,16 @@ from typing import Any
 import structlog
 
 from engines.engine import Json
-from engines.errors import InvalidRequest, UnknownRoute, Withdrawn
+from engines.errors import InvalidRequest, UnknownRoute
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
-from gateway.dialects.assembly import Assembly, is_read_in_chunks
-from gateway.dialects.chunks import read_chunks
 from gateway.dialects.completions import common_room
-from gateway.dialects.freshness import read_freshness, without_freshness
-from gateway.dialects.parallel import gathered, merged
+from gateway.dialects.expected import read_expected, without_own_fields
+from gateway.dialects.freshness import read_freshness
+from gateway.dialects.parallel import merged
+from gateway.dialects.replies.assembly import Assembly, is_read_in_chunks
+from gateway.dialects.replies.carried import encoded, opened
+from gateway.dialects.replies.chunks import read_chunks
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.features import inexact_fields, marked
 from gateway.dialects.resumption.tokens import joined_tokens, rest_sampling
@@ -28,9 +31,11 @@ from gateway.dialects.sampling import check_sampling, normalise_numbers, version
 from gateway.dialects.token_words import completion_body, token_chunk, token_reply
 from gateway.dialects.usage import Usage, usage_of_joined, wants_usage
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import using
 from gateway.fleet.replica import Replica
+from gateway.fleet.together import together
 
 log = structlog.get_logger()
 
@@ -73,6 +78,8 @@ class TokenGeneration:
         n = check_sampling(sampling | asked, self._config.max_n)
         length = _checked_length(body.get("token_ids"), common_room(self._fleet, model))
         fresh = read_freshness(body, self._fleet, model)
+        key, limit = prompt_key(body["token_ids"]), sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS
+        expected = read_expected(body)[0] or self._runner.expected(model, key)
         return Rollout(
             request_id=_checked_id(body.get("request_id")) or request_id,
             model=model,
@@ -80,20 +87,17 @@ class TokenGeneration:
             prompt_tokens=length,
             needs_ids=True,
             needs_route=PATH if _media_of(body) else "",
-            tokens=length + n * (sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS),
+            tokens=length + n * min(limit, math.ceil(expected or limit)),
             min_version=fresh.min_version,
             max_staleness=fresh.max_staleness,
             session=session,
             adapter=adapter,
+            expected=expected,
+            prompt_key=key,
         )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
-        try:
-            return await self._runner.generate(_TokenPrompt(self, self._config, rollout, body))
-        except Withdrawn:
-            usage = Usage()
-            usage.add_chunk(0, {"prompt_tokens": len(body["token_ids"])})
-            return _aborted(rollout, self._fleet) | {"usage": usage.total(), "prompt_logprobs": None}
+        return await self._runner.generate(_TokenPrompt(self, self._config, rollout, body))
 
     async def stream(self, rollout: Rollout, body: Json, usage: Usage) -> AsyncGenerator[Json]:
         """Chunks in the order of arrival; counts up `usage`, whether or not the client asks for it."""
@@ -101,7 +105,7 @@ class TokenGeneration:
         cut = CutStream(range(rollout.n), rollout.adapter, inexact=prompt.inexact, read=body["token_ids"])
         tokens, chunk, last = 0, Json(), Json()
         with using(rollout):
-            async with aclosing(self._stream_unless_withdrawn(prompt, cut)) as chunks:
+            async with aclosing(self._stream_all(prompt, cut)) as chunks:
                 async for chunk in chunks:
                     tokens += sum(len(choice["token_ids"] or ()) for choice in chunk["choices"])
                     usage.add_chunk(0, {"prompt_tokens": len(body["token_ids"]), "completion_tokens": tokens})
@@ -116,20 +120,13 @@ class TokenGeneration:
         if last:
             yield last
 
-    async def _stream_unless_withdrawn(self, prompt: "_TokenPrompt", cut: CutStream) -> AsyncGenerator[Json]:
-        try:
-            async with aclosing(self._stream_all(prompt, cut)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except Withdrawn:
-            yield _aborted(prompt.rollout, self._fleet)
-
     async def _stream_all(self, prompt: "_TokenPrompt", cut: CutStream) -> AsyncGenerator[Json]:
         chunk = Json()
         async with aclosing(self._runner.stream(prompt, cut)) as chunks:
             async for chunk in chunks:
                 yield chunk
         made = cut.cut_off()
+        self._runner.count_kept(len(part["token_ids"]) for part in made.values())
         with self.rests_of(prompt.rollout, list(made)) as rollouts:
             rests = [
                 self._stream_rest(rest_of(rollout, prompt.body, made[index], index), index, cut)
@@ -162,7 +159,8 @@ class TokenGeneration:
             self._rest_ids.pop(rollout.request_id, None)
 
     async def abort(self, request_ids: Any) -> None:
-        """End requests, which are answered with the tokens they have. Unknown ids are ignored.
+        """End requests, which are answered with the tokens they have. Unknown ids, and those of submissions, which
+        belong to their keys, are ignored.
 
         Raises `UnknownRoute` where no engine serves the route.
         """
@@ -173,7 +171,7 @@ class TokenGeneration:
             raise lacking(ABORT_PATH, self._fleet.replicas)
         named = [item.removeprefix(_ID_PREFIX) for item in request_ids]
         ids = {part for name in named for part in (name, *self._rest_ids.get(name, ()))}
-        self._runner.withdraw(lambda rollout: rollout.request_id in ids)
+        self._runner.withdraw(lambda rollout: rollout.request_id in ids and not rollout.owner)
         body = {"request_ids": [_ID_PREFIX + part for part in ids]}
         results = await asyncio.gather(
             *(replica.engine.ask("POST", ABORT_PATH, body, _ABORT_TIMEOUT_S) for replica in replicas),
@@ -209,25 +207,38 @@ class _TokenPrompt(Exchange):
         limit = sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS
         if self.resumes and is_read_in_chunks(sampling, limit, self.rollout, replica.info):
             usage = {"stream_options": {"include_usage": True}}
-            chunks = self._chunks(replica, body | usage)
-            reply = await part.read(chunks, Assembly(self.rollout.n, replica.replica_id, has_text=False))
-            return self._as_whole(reply)
+            events = self._events(replica, body | usage)
+            reply = await part.read(events, Assembly(self.rollout.n, replica.replica_id, has_text=False))
+            return self._as_whole(opened(reply))
         if _serves(replica):
             return await replica.engine.generate(PATH, body, timeout_s)
         completed = completion_body(body, replica.info)
         return token_reply(await replica.engine.generate(completion_prompt.PATH, completed, timeout_s), body)
 
-    def chunks(self, replica: Replica) -> AsyncGenerator[Json]:
+    def chunks(self, replica: Replica) -> AsyncGenerator[list[Json]]:
         return self._chunks(replica, self._engine_body(replica))
 
-    async def _chunks(self, replica: Replica, body: Json) -> AsyncGenerator[Json]:
-        path, asked = PATH, body
-        if not _serves(replica):
-            path, asked = completion_prompt.PATH, completion_body(body, replica.info)
-        chunks = read_chunks(replica, path, asked, self.rollout.n, self.config.generate_timeout_s)
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                yield chunk if _serves(replica) else token_chunk(chunk, body)
+    def _chunks(self, replica: Replica, body: Json) -> AsyncGenerator[list[Json]]:
+        if _serves(replica):
+            return read_chunks(replica, PATH, body, self.rollout.n, self.config.generate_timeout_s)
+        return self._translated(replica, body)
+
+    async def _translated(self, replica: Replica, body: Json) -> AsyncGenerator[list[Json]]:
+        asked = completion_body(body, replica.info)
+        blocks = read_chunks(replica, completion_prompt.PATH, asked, self.rollout.n, self.config.generate_timeout_s)
+        async with aclosing(blocks):
+            async for chunks in blocks:
+                yield [token_chunk(chunk, body) for chunk in chunks]
+
+    def _events(self, replica: Replica, body: Json) -> AsyncGenerator[list[bytes]]:
+        if _serves(replica):
+            return replica.engine.events(PATH, body, self.config.generate_timeout_s)
+        return self._encoded(replica, body)
+
+    async def _encoded(self, replica: Replica, body: Json) -> AsyncGenerator[list[bytes]]:
+        async with aclosing(self._translated(replica, body)) as blocks:
+            async for chunks in blocks:
+                yield [encoded(chunk) for chunk in chunks]
 
     def _as_whole(self, reply: Json) -> Json:
         """A reply that was read in chunks, with the fields that only whole replies have."""
@@ -236,10 +247,19 @@ class _TokenPrompt(Exchange):
             choice.pop("prompt_token_ids", None)
         return reply | {"prompt_logprobs": None, "prompt_token_ids": ids}
 
+    def bare_reply(self) -> Json:
+        return self.bare_chunk() | {"prompt_logprobs": None}
+
+    def bare_chunk(self) -> Json:
+        choices: list[Json] = [{"index": index, "token_ids": [], "logprobs": None} for index in range(self.rollout.n)]
+        usage = usage_of_joined({"usage": {"prompt_tokens": len(self.body["token_ids"])}}, choices)
+        head = {"request_id": self.rollout.request_id, "choices": choices, "prompt_token_ids": None}
+        return head | {"usage": usage}
+
     async def continued(self, answer: Json, cut: list[int]) -> Json:
         choices = list(answer["choices"])
         with self.tokens.rests_of(self.rollout, [choices[place]["index"] for place in cut]) as rollouts:
-            rests = await gathered(
+            rests = await together(
                 self.tokens.generate(*rest_of(rollout, self.body, choices[place], choices[place]["index"]))
                 for place, rollout in zip(cut, rollouts, strict=True)
             )
@@ -261,20 +281,7 @@ class _TokenPrompt(Exchange):
                 param=field,
             )
         salt = versioned_salt(self.body, replica.weight_version, self.rollout.adapter)
-        return without_freshness(self.body) | {"request_id": self.rollout.request_id, "cache_salt": salt}
-
-
-def _aborted(rollout: Rollout, fleet: Fleet) -> Json:
-    """The reply to a rollout that was aborted before a replica had it."""
-    choice: Json = {
-        "finish_reason": "abort",
-        "stop_reason": None,
-        "token_ids": [],
-        "logprobs": None,
-        "weight_versions": [],
-    }
-    choices = [{"index": index, "weight_version": fleet.version, **choice} for index in range(rollout.n)]
-    return {"request_id": rollout.request_id, "choices": choices, "prompt_token_ids": None}
+        return without_own_fields(self.body) | {"request_id": self.rollout.request_id, "cache_salt": salt}
 
 
 def rest_of(rollout: Rollout, body: Json, choice: Json, index: int) -> tuple[Rollout, Json]:

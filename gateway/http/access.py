@@ -1,15 +1,18 @@
 """Access: bearer keys, networks that are trusted without a key, and the checks in front of handlers."""
 
+import hashlib
 import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
+from functools import lru_cache
 from typing import Protocol
 
 from aiohttp import hdrs, web
 
 from engines.errors import NotAllowed
 from gateway.config.schema import GatewayConfig
+from gateway.fleet.metrics import Metrics
 from gateway.http.direct_peer import direct_peer
 from gateway.http.guard.audit import Audit
 from gateway.http.guard.keys import Keys
@@ -17,9 +20,12 @@ from gateway.http.guard.limits import Allowance, Limits
 
 ALLOWANCE: web.RequestKey[Allowance] = web.RequestKey("allowance", Allowance)
 """What the request's key may use; absent where it has no limits."""
+CLIENT: web.RequestKey[str] = web.RequestKey("client", str)
+"""The client of a route for inference, whose rollouts are its own: a digest of its key, or `TRUSTED`."""
 TRUSTED = "trusted network"
 """In place of a key's name, where the client needs none."""
 
+_PEERS_REMEMBERED = 1024
 _STORE_KEY = secrets.token_hex(32)
 
 
@@ -48,12 +54,14 @@ class Access:
     `need_of` reports the check and the handler behind it, for the description of the routes.
     """
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, metrics: Metrics) -> None:
         self._trusted = tuple(config.trusted_networks)
+        # Most requests come from few addresses, and to read one takes longer than all other checks.
+        self._is_in_trusted_network = lru_cache(_PEERS_REMEMBERED)(self._find_network)
         self._inference = Keys("gateway.inference_keys", config.inference_keys)
         self._admin = Keys("gateway.admin_keys", config.admin_keys)
         self._store = store_key(config)
-        self._limits = Limits(config.key_limits)
+        self._limits = Limits(config.key_limits, metrics.refuse)
         self._audit = Audit(config.audit_file)
         self._needs: dict[Handler, tuple[Need, Handler]] = {}
 
@@ -68,6 +76,7 @@ class Access:
     def for_inference(self, handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
             key = self._key_of(request, admin=False)
+            request[CLIENT] = key if key == TRUSTED else _digest(request)
             if request.method != hdrs.METH_POST or not self._limits.is_on or key not in self._inference.names:
                 return await handler(request)
             request[ALLOWANCE] = allowance = self._limits.of(key)
@@ -142,8 +151,9 @@ class Access:
         return checked
 
     def _is_trusted(self, peer: str | None) -> bool:
-        if not peer:
-            return False
+        return bool(peer) and self._is_in_trusted_network(peer)
+
+    def _find_network(self, peer: str) -> bool:
         address = ipaddress.ip_address(peer.partition("%")[0])
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
             address = address.ipv4_mapped
@@ -153,6 +163,11 @@ class Access:
 def store_key(config: GatewayConfig) -> str:
     """The key that engines fetch weight versions with, drawn for this process; "" if there is no admin key."""
     return _STORE_KEY if config.admin_keys else ""
+
+
+def _digest(request: web.Request) -> str:
+    """The key itself, and not its place in the configuration or a file, which another key may have tomorrow."""
+    return hashlib.sha256(_bearer(request.headers.get("Authorization")).encode(errors="surrogateescape")).hexdigest()
 
 
 def _bearer(authorization: str | None) -> str:

@@ -9,13 +9,13 @@ from importlib.resources import files
 from aiohttp import web
 
 from engines.engine import Json
-from gateway.fleet.engine_page import EngineLoad, read_load
 from gateway.fleet.event_wait import is_set_within
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics, package_version
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
 from gateway.fleet.timeline import Timeline
+from gateway.fleet.watch.engine_page import EngineLoad, read_load
 from gateway.http.access import Access
 from gateway.http.html_page import page_reply
 from gateway.http.json_body import reply
@@ -26,6 +26,8 @@ _WATCHED_S = 1.0
 _UNWATCHED_S = 10.0
 _WATCHED_FOR_S = 30.0
 _FRESH_S = 2.0
+# A page may be older than its arrival, so two looks close together would show any rate.
+_RATED_OVER_S = 0.5
 _KEPT = 600
 _UPDATES = 20
 
@@ -55,7 +57,8 @@ class Dashboard:
         self._looking = asyncio.Lock()
         self._loads: dict[str, EngineLoad] = {}
         self._rates: dict[str, float] = {}
-        self._looked_at = 0.0
+        self._generated: dict[str, float] = {}
+        self._rated_at = self._looked_at = 0.0
         self._samples: deque[tuple[float, float, int, int]] = deque(maxlen=_KEPT)
         self._batch: Json | None = None
         self._placed_before = 0
@@ -83,12 +86,14 @@ class Dashboard:
     def _sample(self, pages: Mapping[Replica, str]) -> None:
         found = {replica.replica_id: read_load(page) for replica, page in pages.items()}
         now = time.time()
-        elapsed = now - self._looked_at
-        self._rates = {
-            replica_id: max(0.0, load.generated - self._loads[replica_id].generated) / elapsed
-            for replica_id, load in found.items()
-            if replica_id in self._loads and elapsed > 0
-        }
+        if (elapsed := now - self._rated_at) >= _RATED_OVER_S:
+            self._rates = {
+                replica_id: max(0.0, load.generated - self._generated[replica_id]) / elapsed
+                for replica_id, load in found.items()
+                if replica_id in self._generated
+            }
+            self._generated = {replica_id: load.generated for replica_id, load in found.items()}
+            self._rated_at = now
         self._loads, self._looked_at = found, now
         in_flight = sum(replica.load_samples for replica in self._fleet.replicas)
         self._samples.append((now, sum(self._rates.values()), in_flight, self._queue()))

@@ -5,11 +5,13 @@ front of the gateway, send other people's requests from the same address, so suc
 """
 
 import socket
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import SplitResult, urlsplit
 
 from aiohttp import web
 
+_REMEMBERED = 1024
 _FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Via")
 # Cross-site forms send these without asking the server first.
 _FORM_TYPES = ("text/plain", "multipart/form-data")
@@ -53,6 +55,7 @@ def _split(url: str) -> SplitResult:
         return SplitResult("", "", "", "", "")
 
 
+@lru_cache(_REMEMBERED)
 def _address_of(text: str) -> IPv4Address | IPv6Address | None:
     """The IP address in a text, without its zone; None for text that is none."""
     try:

@@ -15,6 +15,8 @@ from gateway.http.json_body import reply
 log = structlog.get_logger()
 
 _HEAD_TIMEOUT_S = 30.0
+# A timer so late shows that this process stood still, and may not have read heads that have arrived.
+_OWN_DELAY_S = 1.0
 _KEEPALIVE_S = 900.0
 _BACKLOG = 2048
 _HTTP_2 = b"PRI * HTTP/2"
@@ -124,17 +126,19 @@ class Connection(RequestHandler):
         return response
 
     def _await_head(self) -> None:
-        self._head_deadline = asyncio.get_running_loop().call_later(_HEAD_TIMEOUT_S, self._head_is_late)
+        due = asyncio.get_running_loop().time() + _HEAD_TIMEOUT_S
+        self._head_deadline = asyncio.get_running_loop().call_at(due, self._head_is_late, due)
 
     def _head_arrived(self) -> None:
         if self._head_deadline is not None:
             self._head_deadline.cancel()
             self._head_deadline = None
 
-    def _head_is_late(self) -> None:
+    def _head_is_late(self, due: float) -> None:
         self._head_deadline = None
-        if self._request_in_progress:
-            self._await_head()  # it came early; its time begins with the end of the request before it
+        stood_still = asyncio.get_running_loop().time() - due > _OWN_DELAY_S
+        if self._request_in_progress or stood_still:
+            self._await_head()  # one that came early has its time from the end of the request before it
         else:
             self.force_close()
 
@@ -162,6 +166,6 @@ class Connection(RequestHandler):
         body = reply(error_body("HTTP/2 is not spoken here: send HTTP/1.1", 505), 505).body
         assert isinstance(body, bytes)
         head = "HTTP/1.1 505 HTTP Version Not Supported\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        assert isinstance(self.transport, asyncio.Transport)
+        assert self.transport is not None  # uvloop's is no asyncio.Transport
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -20,27 +21,54 @@ _LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for char
 
 async def read_object(request: web.Request, *, required: bool = True) -> dict[str, Any]:
     """Return the body as a JSON object; an empty body is `{}` unless it is `required`."""
+    content = await read_content(request)
+    return {} if not content and not required else as_object(content)
+
+
+def as_object(content: bytes) -> dict[str, Any]:
+    """Return a body as a JSON object."""
+    try:
+        return _object(orjson.loads(content))
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is no JSON: {error}") from error
+
+
+async def read_packed(request: web.Request) -> dict[str, Any]:
+    """Return a msgpack body, whose arrays may be bytes."""
+    try:
+        return _object(msgspec.msgpack.decode(await read_content(request)))
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is no msgpack: {error}") from error
+
+
+async def read_content(request: web.Request) -> bytes:
+    """Return the body, decompressed. Raise `BodyTooLarge`, or `InvalidRequest` where it cannot be read."""
     limit = request.client_max_size
     if (request.content_length or 0) > limit:
         raise BodyTooLarge(_too_large(request.content_length or 0, limit))
     try:
+        if request.content.is_eof() and "Content-Encoding" not in request.headers:
+            return _within(request.content.read_nowait(), limit)
         async with asyncio.timeout(_READ_TIMEOUT_S):
-            content = await _content(request, limit)
+            return await _content(request, limit)
     except TimeoutError as error:
         raise InvalidRequest(
             f"the body did not arrive within {_READ_TIMEOUT_S:g} s, or no part of it for {_QUIET_TIMEOUT_S:g} s"
         ) from error
     except _UNREADABLE as error:
         raise InvalidRequest(f"the body cannot be read: {error}") from error
-    if not content and not required:
-        return {}
-    try:
-        body = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is no JSON: {error}") from error
+
+
+def _object(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body must be a JSON object, this is a {type(body).__name__}")
     return body
+
+
+def _within(content: bytes, limit: int) -> bytes:
+    if len(content) > limit:
+        raise BodyTooLarge(_too_large(0, limit))
+    return content
 
 
 async def _content(request: web.Request, limit: int) -> bytes:

@@ -64,6 +64,11 @@ class Listener:
         return self._started.result(_START_TIMEOUT_S)[2]
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of its thread."""
+        return self._started.result(_START_TIMEOUT_S)[0]
+
+    @property
     def is_alive(self) -> bool:
         """True while the thread runs and none of its background tasks has ended."""
         return self._thread.is_alive() and not (self._server and self._server.failure)
@@ -93,8 +98,7 @@ class Listener:
             assert self._server is not None
             return call(self._server)
 
-        loop = self._started.result(_START_TIMEOUT_S)[0]
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called(), loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called(), self.loop))
 
     def _run(self) -> None:
         try:

@@ -30,6 +30,7 @@ log = structlog.get_logger()
 _GONE = 499  # the client left before there was an answer
 _USAGE: web.RequestKey[Json] = web.RequestKey("usage", dict)
 _ARRIVAL = web.RequestKey("arrival", Arrival)
+_HAS_BEGUN = web.RequestKey("has_begun", bool)
 
 
 class Measurement:
@@ -82,22 +83,36 @@ def _span(request: web.Request, route: str) -> AbstractContextManager[tracing.Sp
     return tracing.span(f"{request.method} {route}", facts, "server")
 
 
+async def note_begin(request: web.Request, _: web.StreamResponse) -> None:
+    """Note that the head of a reply is on its way."""
+    request[_HAS_BEGUN] = True
+
+
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The one place where errors become replies in the client's dialect, those that nobody foresaw too."""
+    """The one place where errors become replies in the client's dialect, those that nobody foresaw too. A reply that
+    has begun is cut off: a second head would be read as its content."""
     try:
         return await handler(request)
-    except RolloutGatewayError as error:
-        return _error_reply(error)
-    except web.HTTPException as error:
-        return reply(error_body(f"{request.method} {request.path}: {error.reason}", error.status), error.status)
     except ConnectionError:
         if request.transport is not None and not request.transport.is_closing():
             raise
         return web.Response(status=_GONE)  # nobody reads it
-    except Exception:
-        log.exception("request failed in a way that was not foreseen", path=request.path)
-        return reply(error_body(f"{request.path}: the gateway failed; its log has the reason", 500), 500)
+    except Exception as error:
+        answer = _answer(request, error)
+    if request.get(_HAS_BEGUN) and request.transport is not None:
+        request.transport.close()
+        return web.Response(status=_GONE)
+    return answer
+
+
+def _answer(request: web.Request, error: Exception) -> web.Response:
+    if isinstance(error, RolloutGatewayError):
+        return _error_reply(error)
+    if isinstance(error, web.HTTPException):
+        return reply(error_body(f"{request.method} {request.path}: {error.reason}", error.status), error.status)
+    log.error("request failed in a way that was not foreseen", path=request.path, exc_info=error)
+    return reply(error_body(f"{request.path}: the gateway failed; its log has the reason", 500), 500)
 
 
 def _error_reply(error: RolloutGatewayError) -> web.Response:

@@ -1,7 +1,9 @@
 """The aiohttp application behind the rollout URL: builds the parts, adds their routes, runs the background tasks."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+import hashlib
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -12,31 +14,40 @@ from engines.model_folder import model_folder
 from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
+from gateway.dialects.replays.registry import Replays
 from gateway.dialects.runner import Runner
 from gateway.dialects.sglang_generate import SglangGenerate
+from gateway.dialects.submissions.group_run import Generation
+from gateway.dialects.submissions.registry import Submissions
+from gateway.dialects.submissions.rendering import Rendering
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.scheduler import Scheduler
+from gateway.fleet.watch.drafts import Drafts
 from gateway.http.access import Access, Routes
 from gateway.http.dashboard import Dashboard
-from gateway.http.middleware import Measurement, answer_errors
+from gateway.http.middleware import Measurement, answer_errors, note_begin
 from gateway.http.routes.about import AboutRoutes
 from gateway.http.routes.adapters import AdapterRoutes
 from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
 from gateway.http.routes.profiles import ProfileRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
+from gateway.http.routes.sessions import SessionRoutes
 from gateway.http.routes.sglang import SglangRoutes
 from gateway.http.routes.snapshot_files import SnapshotFiles
+from gateway.http.routes.submissions import SubmissionCounts, SubmissionRoutes
 from gateway.http.routes.traces import TraceRoutes
 from gateway.http.routes.trl_legacy import TrlLegacyRoutes
 from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
 from gateway.http.trace import Trace
+from gateway.ledger.ledger import Ledger, default_file
+from gateway.ledger.shared import SharedLedger
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
 
@@ -54,13 +65,24 @@ class GatewayServer:
         self._adapters = AdapterCoordinator(config.weights, fleet)
         self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
         self._measurement = Measurement(metrics, self._trace)
-        self._access = Access(config.gateway)
+        self.drafts = Drafts(config.fleet, fleet, metrics)
+        self._access = Access(config.gateway, metrics)
         self._tasks = Supervisor()
-        runner = Runner(scheduler)
+        runner = Runner(scheduler, metrics)
         completions = Completions(config.gateway, fleet, runner)
         tokens = TokenGeneration(config.gateway, fleet, runner)
         chat = Chat(config.gateway, fleet, runner, tokens)
         sglang = SglangGenerate(completions, fleet)
+        deliveries = Deliveries(fleet, metrics)
+        self._ledger = SharedLedger(_ledger_of(config))
+        self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
+        self._submissions = Submissions(
+            config.gateway.submissions,
+            config.gateway.max_prompts,
+            Generation(completions, runner, Rendering(fleet, config.gateway.queue_timeout_s).render),
+            self._ledger,
+            SubmissionCounts(metrics, deliveries),
+        )
         models = ModelRoutes(config.fleet, fleet, weights)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
@@ -72,9 +94,12 @@ class GatewayServer:
                 tokens,
                 sglang,
                 self._measurement,
-                Deliveries(fleet, metrics),
+                deliveries,
                 config.gateway.write_timeout_s,
+                self._replays,
             ),
+            SubmissionRoutes(self._submissions, scheduler.lives, config.gateway.write_timeout_s),
+            SessionRoutes(scheduler),
             SnapshotFiles(fleet, self._snapshots),
             AdapterRoutes(self._adapters),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
@@ -91,6 +116,7 @@ class GatewayServer:
         app = web.Application(
             client_max_size=self._config.gateway.max_body_bytes, middlewares=[self._measurement.measure, answer_errors]
         )
+        app.on_response_prepare.append(note_begin)
         for routes in self._routes:
             routes.add_routes(app.router, self._access)
         app.cleanup_ctx.append(self._watching)
@@ -103,7 +129,8 @@ class GatewayServer:
 
     def status(self) -> Json:
         """The status report."""
-        return status_report(self.fleet, self._scheduler, self._weights, self._snapshots)
+        report = status_report(self.fleet, self._scheduler, self._weights, self._snapshots, self.drafts)
+        return report | {"ledger": self._submissions.report() | self._replays.report()}
 
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
         if endpoint := self._config.gateway.otlp_endpoint:
@@ -111,19 +138,40 @@ class GatewayServer:
         await self._snapshots.open()
         if self._snapshots.is_open:
             self.fleet.events.keep_in(self._snapshots.folder)
+            self.fleet.places.keep_in(self._snapshots.folder, _digest(self._config))
         self.fleet.events.add("gateway", "started")
         await self.fleet.look()
         self._tasks.start("watch fleet", self.fleet.run())
         self._tasks.start("watch update", self._weights.run())
         self._tasks.start("watch adapters", self._adapters.run())
         self._tasks.start("watch load", self._dashboard.run())
+        self._tasks.start("watch drafts", self.drafts.run())
+        await self._ledger.open()
+        self._tasks.start("watch submissions", self._submissions.run())
+        self._tasks.start("watch batches", self._replays.run())
         yield
+        await self._replays.close()
+        await self._submissions.close()
+        await self._ledger.close()
         await self._tasks.stop()
         await self._snapshots.close()
         await asyncio.to_thread(self._access.close)
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
         await asyncio.to_thread(tracing.stop)
+
+
+def _ledger_of(config: Config) -> Callable[[], Ledger] | None:
+    """What makes the ledger; None where none is kept."""
+    if config.gateway.ledger is None:
+        return None
+    path = default_file(config.name) if config.gateway.ledger == "auto" else Path(config.gateway.ledger)
+    return partial(Ledger, path, config.gateway.submissions.max_bytes * 3 // 2)
+
+
+def _digest(config: Config) -> str:
+    """Return a name of the configuration, the same after a restart of the gateway."""
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
 
 
 def _checkpoint(config: Config) -> Path | None:

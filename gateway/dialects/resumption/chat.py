@@ -23,7 +23,6 @@ import structlog
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed
-from gateway.dialects.parallel import gathered
 from gateway.dialects.resumption.delivered_chat import DeliveredChat, DeliveredSample
 from gateway.dialects.resumption.features import inexact_fields, marked
 from gateway.dialects.resumption.tokens import joined_tokens
@@ -32,6 +31,7 @@ from gateway.dialects.usage import Usage, usage_of_joined
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
+from gateway.fleet.together import together
 
 log = structlog.get_logger()
 
@@ -55,6 +55,8 @@ _NEUTRAL: Json = {
     "parallel_tool_calls": True, "return_tokens_as_token_ids": False, "return_prompt_text": False,
 }  # fmt: skip
 _FREE_TOOLS = (None, "auto", "none")
+NO_WORDS: Json = {"role": "assistant", "content": "", "tool_calls": []}
+"""The message of a completion that its client aborted before it had a token."""
 _TEXT_PARTS = ("text", "input_text", "refusal")
 
 
@@ -74,8 +76,10 @@ class Opened:
 class ChatContinuation:
     """Generates the rests of conversations and joins them to the parts before."""
 
-    def __init__(self, fleet: Fleet, tokens: TokenGeneration) -> None:
+    def __init__(self, fleet: Fleet, tokens: TokenGeneration, longest_wait_s: float) -> None:
+        """`longest_wait_s` bounds the wait for a replica while none serves."""
         self._fleet = fleet
+        self._longest_wait_s = longest_wait_s
         self._tokens = tokens
         self._silent: WeakSet[Replica] = WeakSet()  # did not answer the last time
 
@@ -100,7 +104,7 @@ class ChatContinuation:
         asked = await self._rendered(rollout, body, cut[0]["prompt_token_ids"])
         if asked is None:
             return None
-        whole = await gathered(self._whole(rollout, asked, choice) for choice in cut)
+        whole = await together(self._whole(rollout, asked, choice) for choice in cut)
         parsed = await self._parsed(rollout, body, asked, cut, whole)
         if parsed is None:
             return None
@@ -220,15 +224,30 @@ class ChatContinuation:
         choices = [
             {key: choice.get(key) for key in fields} | {"token_ids": _visible_ids(choice, body) or choice["token_ids"]}
             for choice in whole
+            if choice["token_ids"]  # engines refuse a choice without
         ]
-        answer = await self._ask(DERENDER, rollout, _whole_body(rollout, body, asked, choices))
+        answer = await self._ask(DERENDER, rollout, _whole_body(rollout, body, asked, choices)) if choices else Json()
         if answer is None:
             return None
-        triples = zip(cut, whole, answer["choices"], strict=True)
-        return {first["index"]: _as_chat(first, choice, parsed, body) for first, choice, parsed in triples}
+        wordless = {choice["index"]: {"message": NO_WORDS} for choice in whole if not choice["token_ids"]}
+        parsed = wordless | {choice["index"]: choice for choice in answer.get("choices", ())}
+        pairs = zip(cut, whole, strict=True)
+        return {first["index"]: _as_chat(first, choice, parsed[first["index"]], body) for first, choice in pairs}
 
     async def _ask(self, path: str, rollout: Rollout, body: Json) -> Json | None:
-        """The answer of the first replica that gives one, which they do in an update too; None where all fail.
+        """The answer of a replica, which they give in an update too; None where all fail that serve.
+
+        Where none serves it waits for one, as a rollout does.
+        """
+        answer = await self._ask_in_turn(path, rollout, body)
+        if answer is not None or self._fleet.serving(rollout.model):
+            return answer
+        if not await self._fleet.serves_within(rollout.model, self._longest_wait_s):
+            return None
+        return await self._ask_in_turn(path, rollout, body)
+
+    async def _ask_in_turn(self, path: str, rollout: Rollout, body: Json) -> Json | None:
+        """The answer of the first replica that gives one; None where all fail.
 
         The replica that was heard last is first, often the one that made the reply; those that failed here are last.
         """
@@ -238,6 +257,8 @@ class ChatContinuation:
                 answer = await replica.unless_lost(replica.engine.ask("POST", path, body, _ASK_TIMEOUT_S))
             except (EngineError, DeadlineExceeded) as error:
                 self._silent.add(replica)
+                if isinstance(error, EngineError):
+                    await self._fleet.examine(replica, error)
                 log.warning(
                     "a replica does not help to continue a conversation", request=rollout.request_id, error=str(error)
                 )
@@ -308,7 +329,12 @@ def _has_media(messages: list[Any]) -> bool:
     """True for messages with images, sound or video, which token ids alone do not continue."""
     contents = (message.get("content") for message in messages if isinstance(message, dict))
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS for part in parts)
+    return any(map(is_medium, parts))
+
+
+def is_medium(part: Any) -> bool:
+    """True for a part of a message that is an image, a sound or a video."""
+    return isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS
 
 
 def _visible_ids(choice: Json, body: Json) -> list[int]:

@@ -1,9 +1,10 @@
 """Follows the stream of one prompt whose samples may be cut off, and joins the rests to what was delivered."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engines.engine import Json
+from engines.errors import EngineFailed
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.resumption.tokens import cut_off_at, joined_spans, was_cut_off
 from gateway.dialects.spans import Contradiction, check_spans, name_adapter, stamp_choice
@@ -11,6 +12,8 @@ from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
 
+SO_FAR = "weight_versions_so_far"
+"""The spans of a sample in a choice before its last, for records; no client sees it."""
 _OF_THE_END = ("index", "finish_reason", "stop_reason", "weight_version", "weight_versions", "kv_versions")
 
 
@@ -18,6 +21,7 @@ _OF_THE_END = ("index", "finish_reason", "stop_reason", "weight_version", "weigh
 class _Sample:
     token_ids: list[int] = field(default_factory=list)
     spans: list[Json] = field(default_factory=list)
+    shows_prompt: bool = False
     has_ended: bool = False
     end: Json | None = None
 
@@ -28,7 +32,7 @@ class CutStream:
     `indexes` number the samples as the client knows them. `inexact` are the fields with which samples that continue are
     marked; None if they may not continue from their tokens.
     `read` are the prompt's token ids, if they are known before an engine reports them. `has_ids` is False if the engine
-    reports no token ids.
+    reports no token ids. `keeps_record` is True where each choice before a sample's last has its spans so far.
     """
 
     def __init__(
@@ -39,8 +43,10 @@ class CutStream:
         inexact: Sequence[str] | None,
         read: Sequence[int] = (),
         has_ids: bool = True,
+        keeps_record: bool = False,
     ) -> None:
         self._has_ids = has_ids
+        self._keeps_record = keeps_record
         self._adapter = adapter
         self._may_resume = inexact is not None
         self._marks = {MARK: list(inexact)} if inexact else {}
@@ -63,12 +69,18 @@ class CutStream:
         for choice in chunk["choices"]:
             made = len(self._samples[choice["index"]].token_ids) + len(choice.get("token_ids") or ())
             check_spans(choice, made, replica_id)
-        counted, made = (chunk.get("usage") or {}).get("completion_tokens"), self._made
+        counted, made = (chunk.get("usage") or {}).get("completion_tokens"), self.num_made
         if not chunk["choices"] and counted is not None and made > counted:
             raise Contradiction(f"its chunks have {made} tokens, and its usage {counted}", replica_id=replica_id)
 
     @property
-    def _made(self) -> int:
+    def is_whole(self) -> bool:
+        """True if all samples have ended, uncut."""
+        return not self.is_cut and all(sample.has_ended for sample in self._samples.values())
+
+    @property
+    def num_made(self) -> int:
+        """Tokens of all samples."""
         return sum(len(sample.token_ids) for sample in self._samples.values())
 
     def see(self, choice: Json, replica: Replica, flight: Flight) -> bool:
@@ -79,16 +91,21 @@ class CutStream:
         self._replica = replica
         sample, token_ids = self._samples[choice["index"]], choice.get("token_ids") or []
         sample.token_ids += token_ids
+        sample.shows_prompt |= bool(choice.get("prompt_token_ids") or token_ids)
         self._prompt_token_ids = choice.get("prompt_token_ids") or self._prompt_token_ids
         choice["weight_version"] = replica.weight_version
         if choice.get("finish_reason") is not None:
             stamp_choice(choice, flight, len(sample.token_ids) if self._has_ids else None)
         name_adapter(choice, self._adapter)
+        if self._keeps_record and choice.get("finish_reason") is None:
+            choice[SO_FAR] = self._spans_of(sample, flight)
         if not (self._may_resume and self._prompt_token_ids and was_cut_off({"choices": [choice]}, replica)):
             sample.has_ended = choice.get("finish_reason") is not None
             return False
         sample.end = {key: choice[key] for key in _OF_THE_END if key in choice}
         self.is_cut, sample.spans = True, choice.pop("weight_versions")
+        if self._keeps_record:
+            choice[SO_FAR] = sample.spans
         choice |= {"finish_reason": None, "stop_reason": None}
         choice.pop("kv_versions", None)
         return True
@@ -102,15 +119,67 @@ class CutStream:
         if not left:
             self.is_cut = self._has_ids
             return True
-        if not (self._may_resume and self._prompt_token_ids and any(sample.token_ids for sample in left)):
+        if not (self._may_resume and self._prompt_token_ids and self.num_made):
             return False
         for sample in left:
-            end: Json = {}
-            stamp_choice(end, flight, len(sample.token_ids))
-            name_adapter(end, self._adapter)
-            sample.spans = end["weight_versions"]
+            sample.spans = self._spans_of(sample, flight)
         self.is_cut = True
         return True
+
+    @property
+    def lacks_aborted(self) -> bool:
+        """True where a stream is over and has no end of a sample. vLLM sends none of an aborted one without tokens."""
+        return any(not sample.token_ids for sample in self._without_end)
+
+    def check_ends(self) -> None:
+        """Raise `EngineFailed` where a stream is over and has tokens of a sample, and not its end."""
+        if (
+            self._replica is not None
+            and (made := [len(sample.token_ids) for sample in self._without_end])
+            and max(made)
+        ):
+            raise EngineFailed(
+                f"the stream ended before a sample did, after {max(made)} tokens", replica_id=self._replica.replica_id
+            )
+
+    @property
+    def _without_end(self) -> list[_Sample]:
+        """Samples that have not ended when the stream is over; none where an update has cut off what is left."""
+        if self.is_cut or (self._replica is not None and self._replica.cuts_off):
+            return []
+        return [sample for sample in self._samples.values() if not sample.has_ended]
+
+    def abort(self, bare: Json, flight: Flight | None) -> Json:
+        """End the samples that have not ended, as their client aborted them while no replica had them.
+
+        `bare` is a chunk that ends all samples without tokens; `flight` is the last one.
+        """
+        self.is_cut, ends = True, []
+        for choice in bare["choices"]:
+            sample = self._samples[choice["index"]]
+            if sample.has_ended:
+                continue
+            sample.has_ended = True
+            if flight is not None and (sample.token_ids or not self._has_ids):
+                stamp_choice(choice, flight, len(sample.token_ids) if self._has_ids else None)
+                name_adapter(choice, self._adapter)
+                choice |= {key: None for key in ("prompt_token_ids",) if key in choice}
+            ends.append(choice)
+        return bare | {"choices": ends, "usage": self.usage(bare["usage"], {"completion_tokens": 0})}
+
+    def restore(self, parts: Mapping[int, Json]) -> None:
+        """Take the first parts of samples, by index, from the record of a gateway before this one."""
+        for index, part in parts.items():
+            self._samples[index] = _Sample(list(part["token_ids"]), list(part["weight_versions"]))
+            self.read_prompt(part["prompt_token_ids"])
+        self.is_cut = True
+
+    def _spans_of(self, sample: _Sample, flight: Flight) -> list[Json]:
+        end: Json = {}
+        stamp_choice(end, flight, len(sample.token_ids))
+        name_adapter(end, self._adapter)
+        spans: list[Json] = end["weight_versions"]
+        return spans
 
     def cut_off(self) -> dict[int, Json]:
         """The samples that an update cut off, by index, each with its prompt's and its own token ids.
@@ -143,8 +212,10 @@ class CutStream:
     def follow(self, choice: Json) -> None:
         """Adjust a choice of the stream of a sample's rest: its spans begin where the first part ended."""
         sample = self._samples[choice["index"]]
-        if "prompt_token_ids" in choice:
+        if sample.shows_prompt and "prompt_token_ids" in choice:
             choice["prompt_token_ids"] = None  # delivered before
+        if SO_FAR in choice:
+            choice[SO_FAR] = joined_spans(sample.spans, choice[SO_FAR], len(sample.token_ids))
         if choice.get("finish_reason") is not None:
             rest = choice["weight_versions"]
             choice["weight_versions"] = joined_spans(sample.spans, rest, len(sample.token_ids))
@@ -152,6 +223,6 @@ class CutStream:
 
     def usage(self, first: Json, rests: Json) -> Json:
         """The usage of the whole: the prompt is counted once, and tokens that were read again are not counted."""
-        made = self._made + rests["completion_tokens"]
+        made = self.num_made + rests["completion_tokens"]
         read = first.get("prompt_tokens") or len(self._prompt_token_ids)
         return {**first, "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}

@@ -6,9 +6,11 @@ of a conversation. Routed experts and sampling masks are reported for all tokens
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from engines.engine import Json
 from engines.errors import EngineFailed
+from gateway.dialects.replies.carried import num_tokens
 from gateway.dialects.resumption.features import is_greedy, later_seed
 from gateway.fleet.replica import Replica
 
@@ -42,7 +44,7 @@ def refuse_half_called(answer: Json, replica: Replica) -> None:
         raise cut_off_at(replica)
 
 
-def mark_cut_off(answer: Json, replica: Replica, read: list[int] | None, *, resumes: bool) -> None:
+def mark_cut_off(answer: Json, replica: Replica, read: Any, *, resumes: bool) -> None:
     """Mark the choices that continue. Raises `EngineFailed` if the reply has to restart as a whole.
 
     `read` are the prompt's token ids, if they are known; `resumes` is True if the request may continue from tokens.
@@ -51,7 +53,7 @@ def mark_cut_off(answer: Json, replica: Replica, read: list[int] | None, *, resu
         return
     choices = answer["choices"]
     is_plain = not any(choice.get(field) for choice in choices for field in _TOLD_OF_ALL)
-    if read is None or not any(choice.get("token_ids") for choice in choices) or not (resumes and is_plain):
+    if read is None or not any(num_tokens(choice.get("token_ids")) for choice in choices) or not (resumes and is_plain):
         refuse_cut_off(answer, replica)
     for choice in choices:
         if choice["finish_reason"] == "abort":
@@ -63,29 +65,33 @@ def places_cut_off(answer: Json) -> list[int]:
     return [place for place, choice in enumerate(answer["choices"]) if choice["finish_reason"] == CUT_OFF]
 
 
-async def retried_if_empty(chunks: AsyncGenerator[Json], replica: Replica) -> AsyncGenerator[Json]:
-    """The chunks of a stream. Raises `EngineFailed`, so that it restarts, if an update ends it before its first token.
+async def retried_if_empty(blocks: AsyncGenerator[list[Json]], replica: Replica) -> AsyncGenerator[list[Json]]:
+    """The chunks of a stream, in lists. Raises `EngineFailed`, so that it restarts, if an update ends it before its
+    first token.
 
     A stream with tokens cannot be taken back.
     """
     opening: list[Json] = []
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            opening.append(chunk)
-            if not any(_has_content(choice) for choice in chunk["choices"]):
-                refuse_cut_off(chunk, replica)
-                if not any(choice.get("finish_reason") for choice in chunk["choices"]):
-                    continue
-            for held in opening:
-                yield held
-            break
+    async with aclosing(blocks):
+        async for chunks in blocks:
+            opening += chunks
+            if any(_opens(chunk, replica) for chunk in chunks):
+                yield opening
+                break
         else:  # vLLM sends no chunk for a sample that it had not begun
             if replica.cuts_off:
                 raise cut_off_at(replica)
-            for held in opening:
-                yield held
-        async for chunk in chunks:
-            yield chunk
+            yield opening
+        async for chunks in blocks:
+            yield chunks
+
+
+def _opens(chunk: Json, replica: Replica) -> bool:
+    """True if a chunk has tokens, or an end that is not an update's. Raises `EngineFailed` for an update's."""
+    if any(_has_content(choice) for choice in chunk["choices"]):
+        return True
+    refuse_cut_off(chunk, replica)
+    return any(choice.get("finish_reason") for choice in chunk["choices"])
 
 
 def rest_body(body: Json, read: list[int], kept: int, index: int = 0) -> Json:
@@ -125,8 +131,12 @@ async def whole_characters(token_ids: list[int], detokenize: Callable[[list[int]
 
 
 def joined(first: Json, rest: Json) -> Json:
-    """Two choices joined: the second continues the prompt and the tokens of the first, or most of them."""
-    kept = len(rest["prompt_token_ids"]) - len(first["prompt_token_ids"])
+    """Two choices joined: the second continues the prompt and the tokens of the first, or most of them.
+
+    An engine reports no prompt for a rest that was aborted before its first token: all of the first is kept then.
+    """
+    kept = len(rest["prompt_token_ids"] or first["prompt_token_ids"] + first["token_ids"])
+    kept -= len(first["prompt_token_ids"])
     text = first["text"].removesuffix(_HALF) if kept < len(first["token_ids"]) else first["text"]
     return {
         **rest,

@@ -4,6 +4,8 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import NoReturn
 
 from engines.errors import TooManyRequests
 from gateway.config.schema import KeyLimits
@@ -37,8 +39,12 @@ class _Bucket:
 class Allowance:
     """What one key may still use."""
 
-    def __init__(self, limits: KeyLimits, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limits: KeyLimits, refused: Callable[[str], None], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`refused` counts a refusal under the name of the limit."""
         self._limits = limits
+        self._refused = refused
         self._requests = _Bucket(limits.requests_per_minute, now) if limits.requests_per_minute else None
         self._tokens = _Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
         self._running = 0
@@ -48,9 +54,7 @@ class Allowance:
         """Count one request while the block runs. Raise `TooManyRequests` over a limit."""
         most = self._limits.requests_at_once
         if most and self._running >= most:
-            raise TooManyRequests(
-                f"this key has {self._running} requests under way (gateway.key_limits.requests_at_once)", _SOON_S
-            )
+            self._refuse("requests_at_once", f"this key has {self._running} requests under way", _SOON_S)
         self._check(self._tokens, "tokens_per_minute")
         self._check(self._requests, "requests_per_minute")
         if self._requests:
@@ -68,25 +72,28 @@ class Allowance:
 
     def _check(self, bucket: _Bucket | None, key: str) -> None:
         if bucket and (seconds := bucket.seconds_until(1)):
-            limit = getattr(self._limits, key)
-            raise TooManyRequests(
-                f"this key has used its {limit} {key.replace('_', ' ')} (gateway.key_limits.{key})", seconds
-            )
+            used = f"{getattr(self._limits, key)} {key.replace('_', ' ')}"
+            self._refuse(key, f"this key has used its {used}", seconds)
+
+    def _refuse(self, key: str, reason: str, retry_after_s: float) -> NoReturn:
+        self._refused(key)
+        raise TooManyRequests(f"{reason} (gateway.key_limits.{key})", retry_after_s)
 
 
 class Limits:
     """The allowances of all keys, by name."""
 
-    def __init__(self, config: KeyLimits) -> None:
+    def __init__(self, config: KeyLimits, refused: Callable[[str, str], None]) -> None:
+        """`refused` counts a refusal under the names of the key and of the limit."""
         self._config = config
+        self._refused = refused
+        self.is_on = config != KeyLimits()
         self._allowances: dict[str, Allowance] = {}
 
-    @property
-    def is_on(self) -> bool:
-        return self._config != KeyLimits()
-
     def of(self, key: str) -> Allowance:
-        return self._allowances.setdefault(key, Allowance(self._config))
+        if key not in self._allowances:
+            self._allowances[key] = Allowance(self._config, partial(self._refused, key))
+        return self._allowances[key]
 
 
 def whole_seconds(seconds: float) -> str:

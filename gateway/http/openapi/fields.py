@@ -20,6 +20,10 @@ _FRESHNESS = {
     "min_version": Field("integer", "The least weight version that may generate."),
     "max_staleness": Field("integer", "The greatest distance from the newest weight version."),
     "session_id": Field("string", "The session: its turns go to the replica that holds their prefix."),
+    "expected_tokens": Field(
+        "integer | array",
+        "Estimate of a sample's length, for all prompts or one each: of a turn the longest goes first.",
+    ),
 }
 _SAMPLING = {
     "model": Field("string", "A model or LoRA adapter of /v1/models; the first if left out."),
@@ -66,6 +70,27 @@ BODIES: dict[str, dict[str, Field]] = {
         "stream": _SAMPLING["stream"],
         **_FRESHNESS,
     },
+    "post /v1/rollouts": {
+        "groups": Field(
+            "array",
+            "Groups: prompt, messages or resume, session_id, parent, and any of the fields below.",
+            required=True,
+        ),
+        "id": Field("string", "Name of the submission; a second request with it joins the first."),
+        "model": _SAMPLING["model"],
+        "n": _SAMPLING["n"],
+        "need": Field("integer", "Samples of a group that are enough; n if left out."),
+        "deadline_s": Field("number", "Time from the arrival in which a group has to end."),
+        "on_deadline": Field("string", "cancel, return_partial or resume: treatment of samples that are open then."),
+        "sampling": Field("object", "Fields of /v1/completions."),
+        "min_version": _FRESHNESS["min_version"],
+        "max_staleness": _FRESHNESS["max_staleness"],
+        "priority": Field("integer", "Place among rollouts that wait; lower is earlier."),
+        "expected_tokens": Field("integer", "Estimate of a sample's length: the longest group begins first."),
+        "stream": Field("boolean", "False for an answer at once, without events."),
+    },
+    "delete /v1/rollouts/{id}": {"groups": Field("array", "Numbers of the groups to end; all if left out.")},
+    "post /v1/rollouts/{id}/ack": {"cursor": Field("integer", "The last event that the client has.", required=True)},
     "post /abort_request": {
         "rid": Field("string", "Id of the request to end."),
         "abort_all": Field("boolean", "True to end all rollouts of the policy; needs an admin key."),
@@ -103,6 +128,10 @@ QUERIES: dict[str, dict[str, Field]] = {
     "/pause": {
         "mode": Field("string", "abort, wait or keep: treatment of rollouts in flight."),
         "clear_cache": Field("boolean", "True to empty the prefix caches too."),
-    }
+    },
+    "/v1/rollouts/{id}": {
+        "cursor": Field("integer", "Event to read on after; the last that was acked if left out."),
+        "explain": Field("boolean", "True for the reasons of placements and waits, in place of samples."),
+    },
 }
 """By path."""

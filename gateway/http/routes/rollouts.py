@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 
 from aiohttp import web
@@ -11,17 +11,22 @@ from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError
 from gateway.api import error_body
 from gateway.dialects.chat import Chat
+from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
+from gateway.dialects.replays.batch import identity_of
+from gateway.dialects.replays.registry import Replays
+from gateway.dialects.replies.written import Written
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage
 from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.placement.sessions import session_of
-from gateway.http.access import Access
-from gateway.http.event_stream import send_events
-from gateway.http.json_body import read_object, reply
+from gateway.http.access import CLIENT, Access
+from gateway.http.json_body import as_object, read_content, read_object, reply
 from gateway.http.middleware import Measurement
-from gateway.http.request_id import request_id
+from gateway.http.replies.event_stream import send_events
+from gateway.http.replies.large_reply import BeforeEnd, at_once, send_pieces
+from gateway.http.request_id import given_id, request_id
 
 _HEALTH_TIMEOUT_S = 20.0
 
@@ -38,7 +43,9 @@ class RolloutRoutes:
         measurement: Measurement,
         deliveries: Deliveries,
         write_timeout_s: float,
+        replays: Replays,
     ) -> None:
+        self._replays = replays
         self._write_timeout_s = write_timeout_s
         self._completions = completions
         self._chat = chat
@@ -57,12 +64,36 @@ class RolloutRoutes:
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
         """Generate samples of one or many prompts, whole or streamed."""
-        body, session = await self._read(request)
+        at, began = time.time(), time.monotonic()
+        content = await read_content(request)
+        body = as_object(content)
+        session = self._arrived(request, body, at, began)
         prompts = self._completions.decode(body, request_id(request, body), session)
-        model = prompts[0].rollout.model
         if body.get("stream"):
+            model = prompts[0].rollout.model
             return await self._stream(request, model, partial(self._completions.stream, prompts))
-        return await self._answer(request, model, self._completions.generate(prompts))
+        if given_id(request) or not self._replays.has_identity(prompts):
+            return await self._send(request, prompts, await self._completions.written(prompts))
+        identity = await identity_of(request.path, request[CLIENT], content)
+        replying = self._replays.reply(identity, content, prompts)
+        del body, content  # large ones, for as long as the batch takes
+        async with replying as batch:
+            return await self._send(request, prompts, batch.written, batch.seal)
+
+    async def _send(
+        self,
+        request: web.Request,
+        prompts: Sequence[CompletionPrompt],
+        written: Written,
+        before_end: BeforeEnd = at_once,
+    ) -> web.StreamResponse:
+        """Send a reply, then count it: a replay may get one that breaks off."""
+        response = await send_pieces(request, written.pieces(), written.num_bytes, before_end)
+        model = prompts[0].rollout.model
+        self._measurement.count_tokens(request, model, written.head["usage"])
+        self._deliveries.count(model, written.ends)
+        self._deliveries.count_batch(model, written.seconds)
+        return response
 
     async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
         """Generate samples of one conversation, whole or streamed."""
@@ -110,9 +141,13 @@ class RolloutRoutes:
         """Return the body of a request for tokens, and its session."""
         at, began = time.time(), time.monotonic()
         body = await read_object(request)
+        return body, self._arrived(request, body, at, began)
+
+    def _arrived(self, request: web.Request, body: Json, at: float, began: float) -> str:
+        """Record a request for tokens; return its session."""
         session = session_of(request.headers, body)
         self._measurement.arrived(request, body, session, at, began)
-        return body, session
+        return session
 
     async def _answer(self, request: web.Request, model: str, generated: Awaitable[Json]) -> web.Response:
         """Send the whole answer, and count its tokens and choices."""

@@ -20,7 +20,6 @@ from gateway.http.json_body import read_object, reply
 from gateway.weights.coordinator import WeightCoordinator
 
 _MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.KEEP}
-_ABORT_TIMEOUT_S = 30.0
 
 _WORKERS = "replicas come from the configuration and join by themselves: rollout-gateway up, rollout-gateway scale"
 _GROUP = (
@@ -124,14 +123,13 @@ class SglangRoutes:
         rid = body.get("rid")
         if not isinstance(rid, str) or not rid:
             raise InvalidRequest(f"rid = {rid!r}: send the id of a request, or abort_all = true", param="rid")
-        self._generate.abort(lambda prompt_rid, _: prompt_rid == rid)
+        self._generate.abort(rid)
         return web.Response()
 
     async def _abort_all(self, request: web.Request) -> web.Response:
         """Pause the engines, which ends their rollouts; then end the rollouts that wait for a replica."""
         async with self._weights.pauses.aborting_all():
-            await self._scheduler.drained(_ABORT_TIMEOUT_S)
-            self._generate.abort(lambda _, rollout: self._scheduler.waits(rollout))
+            self._scheduler.withdraw_policy()
         return web.Response()
 
     async def _flush_cache(self, request: web.Request) -> web.Response:

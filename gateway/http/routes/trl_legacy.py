@@ -9,9 +9,9 @@ from aiohttp import web
 from engines.errors import WeightUpdateConflict
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
-from gateway.dialects.parallel import gathered
 from gateway.dialects.trl_legacy_words import chat_bodies, completion_body, generated, scored, scoring_bodies
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.together import together
 from gateway.http.access import Access
 from gateway.http.json_body import read_object, reply
 from gateway.http.request_id import request_id
@@ -63,7 +63,7 @@ class TrlLegacyRoutes:
         bodies = chat_bodies(await read_object(request))
         rollouts = [self._chat.decode(body, f"{request_id(request)}-{index}") for index, body in enumerate(bodies)]
         calls = (self._chat.generate(rollout, body) for rollout, body in zip(rollouts, bodies, strict=True))
-        return reply(generated(await gathered(calls), rollouts[0].n if rollouts else 1))
+        return reply(generated(await together(calls), rollouts[0].n if rollouts else 1))
 
     async def _score(self, request: web.Request) -> web.Response:
         """Reply with the log-probs of given sequences."""
@@ -72,7 +72,7 @@ class TrlLegacyRoutes:
             self._completions.decode(body, request_id(request), first=index)
             for index, body in enumerate(scoring_bodies(asked))
         ]
-        return reply(scored(await gathered(self._completions.generate(prompt) for prompt in prompts), asked))
+        return reply(scored(await together(self._completions.generate(prompt) for prompt in prompts), asked))
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         """Empty the prefix caches of all replicas."""

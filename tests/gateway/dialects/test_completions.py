@@ -172,7 +172,7 @@ async def test_an_error_before_the_first_chunk_keeps_its_status(rig: Rig) -> Non
 
 
 async def test_a_client_that_leaves_frees_its_place(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.05})
+    rig = await start_rig(sim={"decode_step_s": 0.05}, gateway={"replay_grace_s": 0})
     body = {"model": "sim", "prompt": PROMPTS, "max_tokens": 100, "ignore_eos": True}
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(rig.post("/v1/completions", body), 0.3)

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
+from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineUnreachable, InvalidRequest
 from engines.sim import server as sim_server
 from engines.sim.model import detokenize
@@ -135,6 +136,8 @@ def break_before_usage(rig: Rig) -> None:
 class BreakingEngine:
     """An engine whose streams break before the usage."""
 
+    reply, events = Engine.reply, Engine.events
+
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
@@ -242,6 +245,31 @@ async def test_the_stream_of_a_conversation_continues_after_a_death(slow_rig: Ri
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
     assert text == undisturbed["choices"][0]["message"]["content"]
     assert choices[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_conversation_whose_only_replica_dies_continues_on_its_successor(
+    start_rig: StartRig, streams: bool
+) -> None:
+    rig = await start_rig(1)
+    body = ASKED | {"messages": HELLO, "max_tokens": 80, "return_token_ids": True}
+    _, undisturbed = await rig.post(CHAT, body)
+
+    async def text() -> str:
+        if not streams:
+            return str((await rig.post(CHAT, body))[1]["choices"][0]["message"]["content"])
+        deltas = [choice["delta"] for chunk in await events(rig, CHAT, body) for choice in chunk["choices"]]
+        return "".join(delta.get("content") or "" for delta in deltas)
+
+    task = asyncio.create_task(text())
+    await rig.begun(tokens=40)
+    await kill_loaded(rig)
+    await rig.until({})
+    successor = await rig.add_replica("engine-0")
+    successor.hurry()
+    async with asyncio.timeout(20):
+        assert await task == undisturbed["choices"][0]["message"]["content"]
+    assert successor.generated_tokens <= 80 - 32
 
 
 async def test_sglangs_generate_continues_from_its_tokens(slow_rig: Rig) -> None:

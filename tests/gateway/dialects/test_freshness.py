@@ -133,7 +133,8 @@ async def test_the_engine_never_sees_the_fields(rig: Rig, path: str, body: Json,
 
     for replica in rig.fleet.replicas:
         engine: Any = replica.engine
-        engine.generate, engine.stream = spied(engine.generate), spied(engine.stream)
+        for name in ("generate", "stream", "reply", "events"):
+            setattr(engine, name, spied(getattr(engine, name)))
     demands = {"min_version": 0, "max_staleness": 3, "stream": streamed}
     async with rig.client.post(rig.url + path, json=body | demands) as response:
         assert response.status == 200

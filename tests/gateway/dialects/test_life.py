@@ -30,7 +30,7 @@ from gateway.fleet.placement import backoff, scheduler
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
-from tests.rigs.played_fleet import DIED, PlayedFleet
+from tests.rigs.stories.played_fleet import DIED, PlayedFleet
 
 PROMPT = [7, 8, 9]
 FIRST = 1000  # the first token of sample i is FIRST + i, so that samples differ
@@ -80,6 +80,8 @@ def name(token_id: int) -> str:
 
 class PlayedEngine:
     """Makes the tokens of `sample` as vLLM reports them, up to the ending that the world has for this attempt."""
+
+    reply, events = Engine.reply, Engine.events
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -195,7 +197,8 @@ async def _life(world: World, n: int, length: int, *, is_stream: bool) -> dict[i
     for engine, replica in zip(engines, fleet.replicas, strict=True):
         engine.replica = replica
     config = GatewayConfig(max_attempts=MAX_ATTEMPTS)
-    runner = Runner(Scheduler(config, cast(Fleet, fleet), Metrics()))
+    metrics = Metrics()
+    runner = Runner(Scheduler(config, cast(Fleet, fleet), metrics), metrics)
     rollout = Rollout(request_id="a-0", request="a", model="m", n=n, tokens=n * length)
     body = {"prompt": PROMPT, "n": n, "max_tokens": length, "logprobs": 0, "return_token_ids": True, "stream": False}
     prompt = CompletionPrompt(runner, config, "a", 0, rollout, body, length)

@@ -17,7 +17,7 @@ pytest.importorskip("openai")
 import openai
 
 from loadtests.shapes import tokenizer
-from tests.rigs.real_vllm import RealFleet, app, engine_config
+from tests.rigs.engines.real_vllm import RealFleet, app, engine_config, standing
 
 pytestmark = pytest.mark.vllm
 
@@ -199,12 +199,12 @@ def test_structured_outputs_of_vllm_reach_it_too(client: openai.OpenAI) -> None:
     assert set(chat + text) <= {"a", "b"}
 
 
-def test_errors_are_those_of_the_client(client: openai.OpenAI) -> None:
+def test_errors_are_those_of_the_client(real: RealFleet, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         ask(client, model="gpt-9")
     with pytest.raises(openai.BadRequestError, match="top_p"):
         ask(client, top_p=7)
-    with pytest.raises(openai.APITimeoutError):
+    with standing(real), pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.05).completions.create(
             model="bytes", prompt="ab", max_tokens=1500, extra_body={"ignore_eos": True}
         )

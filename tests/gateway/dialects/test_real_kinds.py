@@ -22,7 +22,7 @@ from engines.process.engine_server import free_port
 from engines.types import Dialect, EngineKind
 from examples.tiny_model.task import COMMITTED
 from tests.engines.conformance.trainers import TorchBroadcasts
-from tests.rigs import real_sglang, real_vllm
+from tests.rigs.engines import real_sglang, real_vllm
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import trl as gloo_trl
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.material import tool_model
-from tests.rigs.real_vllm import RealFleet, fleet, tokens_made
+from tests.rigs.engines.real_vllm import RealFleet, fleet, standing, tokens_made
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
@@ -62,13 +62,6 @@ def parsed(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
         yield Parsed(running, question)
 
 
-def push_same(real: RealFleet, model: Path) -> None:
-    """An update that cuts off what runs and changes nothing else."""
-    weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with BlockingRolloutClient(real.url) as client, WeightSender(client, transport="store") as sender:
-        sender.push(weights, in_flight="abort")
-
-
 def whole(real: RealFleet, body: Json) -> Json:
     status, reply = real.call(CHAT, body)
     assert status == 200, reply
@@ -102,7 +95,11 @@ def streamed(real: RealFleet, body: Json) -> Json:
 
 
 def cut_off(real: RealFleet, model: Path, ask: Callable[[], Json], after: int) -> Json:
-    """The reply to a request that an update has cut off when it had made about `after` tokens."""
+    """The reply to a request that an update has cut off when it had made about `after` tokens.
+
+    The update changes nothing else. The engine stands still until it comes, which is after the end on a fast machine.
+    """
+    weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for _ in range(TRIES):
         version = real.call("/status")[1]["weight_version"]
         wanted = tokens_made(real) + after
@@ -110,7 +107,12 @@ def cut_off(real: RealFleet, model: Path, ask: Callable[[], Json], after: int) -
             running = pool.submit(ask)
             while tokens_made(real) < wanted and not running.done():
                 time.sleep(0.005)
-            push_same(real, model)
+            with (
+                standing(real),
+                BlockingRolloutClient(real.url) as client,
+                WeightSender(client, transport="store") as sender,
+            ):
+                sender.push(weights, in_flight="abort")
             reply = running.result()
         spans = reply["choices"][0]["weight_versions"]
         print([(span["version"] - version, span["start"], span["end"]) for span in spans])

@@ -3,10 +3,12 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 import pytest
 
+from engines.engine import Engine
 from gateway.dialects.spans import stamp_versions
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
@@ -73,6 +75,8 @@ class LateEngine:
         self._generate, self._stream = replica.engine.generate, replica.engine.stream
         replica.engine.generate = self.generate  # type: ignore[method-assign]
         replica.engine.stream = self.stream  # type: ignore[method-assign]
+        replica.engine.reply = partial(Engine.reply, self)  # type: ignore[method-assign, arg-type]
+        replica.engine.events = partial(Engine.events, self)  # type: ignore[method-assign, arg-type]
 
     async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
         answer = await self._generate(path, body, timeout_s)

@@ -44,6 +44,19 @@ async def test_the_first_to_watch_sees_the_fleet_as_it_is_now(
     await running
 
 
+async def test_two_looks_close_together_keep_the_rate_of_the_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "_FRESH_S", 0.0)  # each request is a look
+    await rig.complete([[3], [4]])
+    async with asyncio.timeout(20):
+        while not (rate := (await rig.get("/dashboard.json"))[1]["series"]["tokens_per_s"][-1]):
+            await asyncio.sleep(0.05)
+    monkeypatch.setattr(dashboard, "_RATED_OVER_S", 1000.0)
+    await rig.complete([[3], [4]])
+    found = (await rig.get("/dashboard.json"))[1]
+    assert found["series"]["tokens_per_s"][-1] == rate
+    assert sum(load["tokens_per_s"] for load in found["engines"].values()) == rate
+
+
 async def test_the_timeline_has_the_states_of_a_weight_update(rig: Rig) -> None:
     await rig.open_group()
     await rig.update()
@@ -91,6 +104,9 @@ async def test_a_browser_shows_every_replica_and_a_row_for_a_missing_one(rig: Ri
     assert '<b id="serving">1 of 2</b>' in page
     (rows,) = re.findall(r'<tbody id="replicas">(.*?)</tbody>', page)
     assert rows.count("<tr") == 2
+    (heads,) = re.findall(r"<thead>(<tr>\s*<th>Replica</th>.*?)</thead>", page, re.DOTALL)
+    assert "Restarts" in heads
+    assert rows.count("<td") == 2 * heads.count("<th")
     assert "MISSING" in rows
     assert "engine-0 was lost" in rows
     (timeline,) = re.findall(r'<div id="timeline">(.*?)</div>', page)

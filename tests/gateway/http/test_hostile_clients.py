@@ -14,7 +14,7 @@ from engines.types import ReplicaState
 from gateway.http.descriptors import raise_limit
 from gateway.http.json_body import event
 from gateway.http.supervisor import Supervisor
-from tests.rigs.rig import Json, Rig, StartRig
+from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
 
 ASKED: Json = {"model": "sim", "prompt": [[5, 6]], "max_tokens": 4}
 
@@ -74,7 +74,7 @@ async def test_an_error_that_nobody_foresaw_ends_a_stream_in_its_own_words(
             raise ZeroDivisionError
         return event(chunk)
 
-    monkeypatch.setattr("gateway.http.event_stream.event", broken)
+    monkeypatch.setattr("gateway.http.replies.event_stream.event", broken)
     body = ASKED | {"prompt": [[5], [6]], "stream": True}
     async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
         events = [line for line in (await response.text()).split("\n\n") if line]
@@ -96,7 +96,7 @@ async def test_a_client_that_leaves_its_stream_is_no_error_of_the_server(
                 raise ConnectionResetError
             await super().write(data)
 
-    monkeypatch.setattr("gateway.http.event_stream.web", SimpleNamespace(StreamResponse=Left))
+    monkeypatch.setattr("gateway.http.replies.parted.web", SimpleNamespace(StreamResponse=Left))
     async with rig.client.post(rig.url + "/v1/completions", json=ASKED | {"stream": True}) as response:
         with pytest.raises(ClientError):
             await response.read()
@@ -134,7 +134,7 @@ async def test_a_client_that_stops_reading_holds_no_replica_and_is_cut_off(
             blocked.set()
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("gateway.http.event_stream.web", SimpleNamespace(StreamResponse=Unread))
+    monkeypatch.setattr("gateway.http.replies.parted.web", SimpleNamespace(StreamResponse=Unread))
     body = {"prompt": [5], "messages": [{"role": "user", "content": "a"}], "max_tokens": 50, "ignore_eos": True}
     if path == "/generate":
         body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}
@@ -209,6 +209,25 @@ async def test_a_rid_ends_its_stream_with_the_tokens_it_has(start_rig: StartRig)
     assert '"type":"abort"' in rest
     assert rest.rstrip().endswith("[DONE]")
     async with asyncio.timeout(30):
+        await rig.fleet.replicas[0].idle.wait()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "sim", "prompt": [5], "max_tokens": 100, "ignore_eos": True}),
+        ("/v1/chat/completions", {"messages": [{"content": "a"}], "max_tokens": 100, "ignore_eos": True}),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 100, "ignore_eos": True}}),
+        ("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}),
+    ],
+)
+async def test_a_client_that_leaves_its_stream_ends_its_rollout(start_rig: StartRig, path: str, body: Any) -> None:
+    rig = await start_rig(1, sim={"decode_step_s": 0.01}, fleet=FAST_WATCH | {"stalled_after_s": 600.0})
+    begun = asyncio.create_task(rig.begun())
+    async with rig.client.post(rig.url + path, json=body | {"stream": True}) as response:
+        await begun
+        response.close()
+    async with asyncio.timeout(20):
         await rig.fleet.replicas[0].idle.wait()
 
 

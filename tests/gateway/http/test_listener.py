@@ -1,7 +1,9 @@
 """A gateway's needs at its start, and its client for a replica."""
 
+import json
 import socket
 import threading
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +79,7 @@ async def test_of_a_gateway_on_loopback_nobody_fetches_but_where_it_is_said(caps
 async def test_the_key_of_a_forwarder_is_sent_and_shown_nowhere() -> None:
     client = engine_client(Config.model_validate({"engine": {"kind": "sim"}}), FAR)
     assert isinstance(client, VllmEngine)
-    assert client._session.headers["Authorization"] == "Bearer secret"
+    assert "Authorization: Bearer secret" in client._connections._fixed.split("\r\n")
     await client.close()
     assert "secret" not in repr(FAR)
 
@@ -86,9 +88,23 @@ async def nobody() -> list[ReplicaInfo]:
     return []
 
 
-def listening(tmp_path: Path, port: int = 0) -> Listener:
-    tree = {"gateway": {"port": port}, "engine": {"kind": "sim"}, "weights": {"store": str(tmp_path)}}
+def listening(tmp_path: Path, port: int = 0, **gateway: Any) -> Listener:
+    gateway |= {"port": port, "ledger": None}
+    tree = {"gateway": gateway, "engine": {"kind": "sim"}, "weights": {"store": str(tmp_path)}}
     return Listener(Config.model_validate(tree), nobody)
+
+
+def test_a_keyed_gateway_on_all_addresses_prints_a_url_that_others_can_use(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"inference_keys": ["a"], "admin_keys": ["b"], "trusted_networks": []}
+    gateway = listening(tmp_path, host="0.0.0.0", **keys)
+    url = gateway.start()
+    try:
+        assert "0.0.0.0" not in url
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(urllib.request.Request(f"{url}/status", headers={"Authorization": "Bearer a"})) as response:
+            assert json.load(response)["replicas"] == []
+    finally:
+        gateway.stop()
 
 
 def test_two_gateways_never_share_a_weight_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,34 @@ async def test_a_successor_takes_the_label_of_the_replica_before_it(rig: Rig) ->
     assert await labels(rig) == {"engine-abc": "engine-0", "engine-1": "engine-1"}
 
 
+async def test_restarts_outlive_the_engine_and_the_gateway(start_rig: StartRig, tmp_path: Path) -> None:
+    rig = await start_rig(2, weights={"store": str(tmp_path)})
+    assert await restarts(rig) == {"engine-0": 0, "engine-1": 0}
+    await rig.replicas.pop(0).kill()
+    await rig.until({"engine-1": "SERVING"})
+    await rig.add_replica("engine-abc", seed=2)
+    await rig.until({"engine-1": "SERVING", "engine-abc": "SERVING"})
+    assert await restarts(rig) == {"engine-0": 1, "engine-1": 0}
+    async with rig.client.get(rig.url + "/metrics") as response:
+        assert 'rollout_gateway_replica_restarts{replica="engine-0"} 1.0' in await response.text()
+    await rig.stop_gateway()
+    second = await start_rig(2, weights={"store": str(tmp_path)}, replicas=rig.replicas)
+    assert await restarts(second) == {"engine-0": 1, "engine-1": 0}
+
+
+async def test_a_replica_that_serve_removed_and_scaled_up_again_is_no_restart(rig: Rig) -> None:
+    rig.fleet.drain("engine-0")
+    await rig.replicas.pop(0).kill()
+    await rig.until({"engine-1": "SERVING"})
+    await rig.add_replica("engine-abc", seed=2)
+    await rig.until({"engine-1": "SERVING", "engine-abc": "SERVING"})
+    assert await restarts(rig) == {"engine-0": 0, "engine-1": 0}
+
+
+async def restarts(rig: Rig) -> dict[str, int]:
+    return {one["label"]: one["restarts"] for one in (await rig.get("/status"))[1]["replicas"]}
+
+
 async def labels(rig: Rig) -> dict[str, str]:
     return {one["replica_id"]: one["label"] for one in (await rig.get("/status"))[1]["replicas"]}
 

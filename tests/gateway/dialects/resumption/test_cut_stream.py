@@ -54,6 +54,23 @@ def test_a_sample_that_was_never_begun_is_made_also_where_the_others_had_ended()
     assert seen.cut_off() == {1: {"prompt_token_ids": [5, 6], "token_ids": []}}
 
 
+def test_a_sample_that_was_never_begun_is_made_also_where_its_replica_fails_after_the_others_ended() -> None:
+    seen = stream()
+    seen.see(told(0, "stop"), replica(cuts_off=False), Flight(1))
+    assert seen.interrupt(Flight(1))
+    assert seen.cut_off() == {1: {"prompt_token_ids": [5, 6], "token_ids": []}}
+
+
+def test_a_sample_that_was_never_begun_shows_its_prompt_with_its_rest() -> None:
+    seen = stream()
+    seen.see(told(0, None), replica(cuts_off=False), Flight(1))
+    assert seen.interrupt(Flight(1))
+    rests = [told(0, None) | {"prompt_token_ids": [5, 6, 7, 8]}, told(1, None)]
+    for rest in rests:
+        seen.follow(rest)
+    assert [rest["prompt_token_ids"] for rest in rests] == [None, [5, 6]]
+
+
 def test_one_that_was_never_begun_and_cannot_go_on_is_an_error_and_not_left_out() -> None:
     seen = stream(resumes=False)
     seen.see(told(0, "stop"), replica(cuts_off=True), Flight(1))

@@ -78,7 +78,7 @@ class PlayedParser:
         (asked,), (choice,) = body.generate_chunk.choices, told["chunk"]["choices"]
         ids, lengths = state["output_token_ids"], state["output_chunk_lens"]
         held = ids[len(ids) - lengths[-1] :] if lengths else []
-        said = held + asked.token_ids if asked.finish_reason else held
+        said = held + asked.token_ids if asked.finish_reason else held if asked.token_ids else []
         is_ended = asked.finish_reason is not None and state["last_tool_call_ids"]
         choice |= {"delta": {"content": detokenize(said) or None, "tool_calls": []}, "logprobs": None}
         choice["finish_reason"] = "tool_calls" if is_ended else asked.finish_reason

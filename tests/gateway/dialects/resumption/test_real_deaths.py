@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from transformers import AutoTokenizer
 
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.real_vllm import RealFleet, fleet, until_generating
+from tests.rigs.engines.real_vllm import RealFleet, fleet, gathered, tokens_made, until_made
 
 pytestmark = pytest.mark.vllm
 
@@ -106,16 +106,18 @@ def test_requests_whose_replica_is_killed_come_as_if_it_had_lived(real: RealFlee
     asking = FORMS | GROUP_FORMS
     with ThreadPoolExecutor(len(asking)) as pool:
         undisturbed = dict(zip(FORMS, pool.map(lambda form: form(real), FORMS.values()), strict=True))
-        asked = {name: pool.submit(form, real) for name, form in asking.items()}
-        until_generating(real, SAMPLES // 2, tokens=TOKENS // 3)
+        with gathered(real, SAMPLES):
+            before = tokens_made(real)
+            asked = {name: pool.submit(form, real) for name, form in asking.items()}
+        until_made(real, before + SAMPLES * TOKENS // 3)
         real.kill(0)
         continued = {name: future.result() for name, future in asked.items()}
     for name, samples in undisturbed.items():
-        for before, after in zip(samples, continued[name], strict=True):
+        for alone, after in zip(samples, continued[name], strict=True):
             assert len(after[0]) == TOKENS, name
-            assert after[0] == before[0], name
-            assert after[1] == before[1], name
-            assert after[2] == pytest.approx(before[2], abs=1e-3), name
+            assert after[0] == alone[0], name
+            assert after[1] == alone[1], name
+            assert after[2] == pytest.approx(alone[2], abs=1e-3), name
     decode = AutoTokenizer.from_pretrained(MODEL).decode
     for name in GROUP_FORMS:
         assert len(continued[name]) == SAMPLES_EACH * len(PROMPTS)

@@ -2,15 +2,20 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from engines.errors import EngineUnreachable
 from engines.sim import server as sim_server
 from engines.sim.dialect import DerenderBody, chat_text, derendered, rendered
 from engines.sim.model import SimModel, detokenize, read, weights_key
 from engines.sim.model import tokenize as chat_ids
+from gateway.dialects.replies.assembly import Assembly
+from gateway.dialects.replies.carried import opened
 from gateway.dialects.resumption.tokens import joined, joined_spans, rest_body, rest_sampling, whole_characters
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 
@@ -87,6 +92,13 @@ def test_tokens_that_were_left_out_of_the_rests_prompt_are_left_out_of_the_whole
     both = joined(first, choice("éc", [6, 7], [9, 1, 2], 1) | {"logprobs": None})
     assert (both["text"], both["token_ids"]) == ("abéc", [1, 2, 6, 7])
     assert both["weight_versions"] == [span(0, 0, 2), span(1, 2, 4)]
+
+
+async def test_a_rest_that_was_aborted_before_its_first_token_leaves_all_of_the_first_part() -> None:
+    first = choice("abc", [1, 2, 3], [8, 9], 0)
+    [rest] = opened(await Assembly(1, "engine-0").joined(asyncio.Lock()))["choices"]
+    both = joined(first, rest | {"weight_versions": [span(1, 0, 0)], "kv_versions": [0]})
+    assert both == first | {"finish_reason": "abort", "stop_reason": None, "prompt_logprobs": None}
 
 
 @pytest.mark.parametrize(
@@ -172,6 +184,36 @@ async def test_a_completion_goes_on_from_its_tokens_on_the_new_weights(start_rig
     (record,) = (await rig.get("/v1/weight_updates"))[1]["weight_updates"]
     assert (record["in_flight"], record["end"]) == ("abort", "committed")
     assert sum(replica.load_samples for replica in rig.fleet.replicas) == 0
+
+
+class BreakingEngine:
+    """An engine whose connection breaks once an update has ended a sample in a stream."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        async with aclosing(self._engine.events(path, body, timeout_s)) as blocks:
+            async for events in blocks:
+                yield events
+                if any(b'"finish_reason":"abort"' in event for event in events):
+                    raise EngineUnreachable(path, replica_id=self._engine.replica_id)
+
+
+async def test_a_sample_goes_on_where_the_connection_breaks_after_the_update_has_ended_it(start_rig: StartRig) -> None:
+    rig = await started(start_rig)
+    for replica in rig.fleet.replicas:
+        replica.engine = BreakingEngine(replica.engine)  # type: ignore[assignment]  # all but its streams is the engine's
+    running = asyncio.create_task(posted(rig, COMPLETIONS, BODY | {"return_token_ids": True}))
+    await rig.begun()
+    await rig.update()
+    rig.hurry()
+    (told,) = (await running)["choices"]
+    assert told["token_ids"] == expected(rig, seam(told), [5, 6])
+    assert told["finish_reason"] == "length"
 
 
 async def test_ids_that_nobody_asked_for_are_not_told(start_rig: StartRig) -> None:

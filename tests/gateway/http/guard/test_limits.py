@@ -24,7 +24,8 @@ async def complete_as(rig: Rig, key: str) -> tuple[int, str | None, Json]:
 
 def test_requests_of_a_minute_refill_evenly() -> None:
     now = 0.0
-    allowance = Allowance(KeyLimits(requests_per_minute=2), lambda: now)
+    refused_by: list[str] = []
+    allowance = Allowance(KeyLimits(requests_per_minute=2), refused_by.append, lambda: now)
     for _ in range(2):
         with allowance.used():
             pass
@@ -40,11 +41,12 @@ def test_requests_of_a_minute_refill_evenly() -> None:
             pass
     with pytest.raises(TooManyRequests), allowance.used():
         pass
+    assert refused_by == ["requests_per_minute"] * 2
 
 
 def test_tokens_are_counted_after_the_request_and_hold_up_the_next() -> None:
     now = 0.0
-    allowance = Allowance(KeyLimits(tokens_per_minute=60), lambda: now)
+    allowance = Allowance(KeyLimits(tokens_per_minute=60), lambda limit: None, lambda: now)
     with allowance.used():
         allowance.charge(90)
     with pytest.raises(TooManyRequests, match="60 tokens per minute") as refused, allowance.used():
@@ -67,6 +69,18 @@ async def test_a_key_over_its_limit_gets_429_and_other_keys_go_on(start_rig: Sta
     for _ in range(3):
         assert (await complete_as(rig, "owner"))[0] == 200
     assert (await rig.get("/status", **as_("first")))[0] == 200, "only POST requests count"
+
+
+async def test_metrics_count_refusals_by_the_name_of_the_key_and_the_limit(start_rig: StartRig) -> None:
+    rig = await start_rig(1, gateway=KEYS | {"key_limits": {"requests_per_minute": 1}})
+    assert [(await complete_as(rig, "second"))[0] for _ in range(3)] == [200, 429, 429]
+    async with rig.client.get(rig.url + "/metrics", **as_("owner")) as response:
+        page = await response.text()
+    assert (
+        'rollout_gateway_limited_requests_total{key="gateway.inference_keys[1]",limit="requests_per_minute"} 2.0\n'
+        in page
+    )
+    assert "second" not in page.replace("_seconds", "")
 
 
 async def test_tokens_of_whole_replies_and_streams_count(start_rig: StartRig) -> None:

@@ -102,7 +102,8 @@ async def test_fields_stand_at_routes_that_exist_and_required_fields_are_require
         method, path = name.split()
         if not required:
             continue
-        async with all_routes.client.request(method, all_routes.url + path, json={}) as response:
+        url = all_routes.url + re.sub(r"{(\w+)}", "1", path)
+        async with all_routes.client.request(method, url, json={}) as response:
             assert response.status == 400, name
             reason = await response.text()
         assert any(field in reason for field in required), (name, reason)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.tiny_model import task
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.real_vllm import RealFleet, fleet
+from tests.rigs.engines.real_vllm import RealFleet, fleet
 from tests.trainer_client.transports.test_real_senders import checkpoint
 from trainer_client import BlockingRolloutClient, WeightSender
 

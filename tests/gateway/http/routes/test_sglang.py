@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import orjson
 import pytest
 
 from gateway.http.routes.sglang import REFUSED
@@ -38,6 +39,25 @@ async def test_abort_all_ends_what_runs_with_its_tokens_and_what_waits_with_none
     rig.hurry()
     whole = (await rig.post("/generate", LONG))[1]
     assert len(whole["output_ids"]) == 100, "the gate is open again"
+
+
+async def test_abort_all_ends_a_request_that_reaches_its_engine_after_the_pause(rig: Rig) -> None:
+    for replica in rig.replicas:
+        replica.inject(held="/v1/completions")
+    asked = [asyncio.create_task(rig.post("/generate", LONG)) for _ in range(4)]
+    async with asyncio.timeout(20):
+        while sum(replica.num_held for replica in rig.replicas) < 4:
+            await asyncio.sleep(0.01)
+    ended = asyncio.create_task(text(rig, "/abort_request", {"abort_all": True}))
+    async with asyncio.timeout(20):
+        while not all(replica.is_paused for replica in rig.replicas):
+            await asyncio.sleep(0.01)
+    for replica in rig.replicas:
+        replica.inject()
+    async with asyncio.timeout(20):
+        assert await ended == (200, "")
+        replies = [reply for _, reply in await asyncio.gather(*asked)]
+    assert {reply["meta_info"]["finish_reason"]["type"] for reply in replies} == {"abort"}
 
 
 async def test_abort_all_leaves_a_fleet_paused_that_was(rig: Rig) -> None:
@@ -101,3 +121,159 @@ async def test_what_makes_no_sense_at_a_router_is_refused_with_another_way(rig: 
     message: Json = reply["error"]["message"]
     assert path in message
     assert any(way in message for way in ("rollout-gateway up", "trainer_client", "own their GPUs"))
+
+
+LONG_PROMPT: Json = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "return_token_ids": True}
+CHAT: Json = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 100, "ignore_eos": True}
+TOKENS: Json = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 100, "ignore_eos": True}}
+WAITING = [("/v1/completions", LONG_PROMPT), ("/v1/chat/completions", CHAT), ("/inference/v1/generate", TOKENS)]
+
+
+async def abort_all(rig: Rig) -> None:
+    assert await text(rig, "/abort_request", {"abort_all": True}) == (200, "")
+
+
+async def events(rig: Rig, path: str, body: Json) -> list[Json]:
+    async with rig.client.post(rig.url + path, json=body | {"stream": True}) as response:
+        lines = [line.removeprefix(b"data: ") async for line in response.content if line.startswith(b"data: ")]
+    assert lines.pop().strip() == b"[DONE]"
+    return [orjson.loads(line) for line in lines]
+
+
+async def in_line(rig: Rig, count: int) -> None:
+    """Returns when so many rollouts wait for a replica."""
+    async with asyncio.timeout(20):
+        while (await rig.get("/status"))[1]["queue_length"] < count:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("path", "body"), WAITING)
+async def test_abort_all_ends_waiting_rollouts_of_every_dialect(rig: Rig, path: str, body: Json) -> None:
+    await rig.post("/pause?mode=keep", None)
+    many = {} if "token_ids" in body else {"n": 2}
+    waiting = [asyncio.create_task(rig.post(path, body | many)), asyncio.create_task(rig.post(path, body | many))]
+    await in_line(rig, 2)
+    await abort_all(rig)
+    for status, reply in await asyncio.gather(*waiting):
+        assert status == 200, reply
+        for index, choice in enumerate(reply["choices"]):
+            assert (choice["index"], choice["finish_reason"], choice["weight_versions"]) == (index, "abort", [])
+            assert not choice["token_ids"]
+        assert reply["usage"]["completion_tokens"] == 0
+        assert len(reply["choices"]) == many.get("n", 1)
+    await rig.post("/resume", None)
+
+
+async def test_abort_all_ends_a_group_of_conversations_of_which_some_samples_have_not_begun(
+    start_rig: StartRig,
+) -> None:
+    rig = await start_rig(num_replicas=1)
+    room = rig.fleet.replicas[0].info.max_num_seqs
+    body = {"messages": [{"content": "a"}], "n": room + 1, "max_tokens": 80, "ignore_eos": True}
+    asked = asyncio.create_task(rig.post("/v1/chat/completions", body | {"return_token_ids": True}))
+    await rig.begun(room)
+    await abort_all(rig)
+    _, reply = await asked
+    assert [choice["finish_reason"] for choice in reply["choices"]] == ["abort"] * (room + 1)
+    assert [len(choice["token_ids"]) for choice in reply["choices"]] == [6] * room + [0]
+    assert [len(choice["message"]["content"]) for choice in reply["choices"]] == [6] * room + [0]
+    assert rig.fleet.replicas[0].placed == room + 1
+
+
+@pytest.mark.parametrize(("path", "body"), WAITING[:2])
+async def test_abort_all_ends_streamed_samples_that_have_not_begun(start_rig: StartRig, path: str, body: Json) -> None:
+    rig = await start_rig(num_replicas=1)
+    room = rig.fleet.replicas[0].info.max_num_seqs
+    options = {"stream_options": {"include_usage": True}, "n": room + 2}
+    asked = asyncio.create_task(events(rig, path, body | options))
+    await rig.begun(room)
+    await abort_all(rig)
+    *chunks, last = await asked
+    ends = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert sorted(choice["index"] for choice in ends) == list(range(room + 2))
+    assert {choice["finish_reason"] for choice in ends} == {"abort"}
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 6 * room
+
+
+@pytest.mark.parametrize(("path", "body"), WAITING)
+async def test_a_stream_that_is_aborted_before_its_first_token_has_an_end(
+    start_rig: StartRig, path: str, body: Json
+) -> None:
+    rig = await start_rig(num_replicas=1)
+    room = rig.fleet.replicas[0].info.max_num_seqs
+    running = asyncio.create_task(rig.post("/v1/completions", LONG_PROMPT | {"n": room}))
+    await rig.begun(room)
+    asked = asyncio.create_task(events(rig, path, body))
+    async with asyncio.timeout(20):
+        while rig.fleet.replicas[0].load_samples <= room or rig.fleet.replicas[0].placed <= room:
+            await asyncio.sleep(0.01)
+    await abort_all(rig)
+    chunks = await asked
+    await running
+    assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]][-1] == "abort"
+
+
+async def test_an_aborted_completion_has_its_prompt_where_that_is_asked(rig: Rig) -> None:
+    await rig.post("/pause?mode=keep", None)
+    bodies = [LONG_PROMPT | {"prompt": [[5, 6], [7]]}, LONG_PROMPT | {"return_token_ids": False}]
+    waiting = [asyncio.create_task(rig.post("/v1/completions", body)) for body in bodies]
+    await in_line(rig, 3)
+    await abort_all(rig)
+    (_, shown), (_, hidden) = await asyncio.gather(*waiting)
+    assert [choice["prompt_token_ids"] for choice in shown["choices"]] == [[5, 6], [7]]
+    assert [choice["token_ids"] for choice in shown["choices"]] == [[], []]
+    assert shown["usage"]["prompt_tokens"] == 3
+    assert (hidden["choices"][0]["prompt_token_ids"], hidden["choices"][0]["token_ids"]) == (None, None)
+    assert hidden["id"].startswith("cmpl-")
+    await rig.post("/resume", None)
+
+
+@pytest.mark.parametrize(("path", "body"), [*WAITING, ("/generate", LONG)])
+async def test_abort_all_ends_waiting_streams_of_every_dialect(rig: Rig, path: str, body: Json) -> None:
+    await rig.post("/pause?mode=keep", None)
+    usage = {} if path == "/generate" else {"stream_options": {"include_usage": True}}
+    waiting = asyncio.create_task(events(rig, path, body | usage))
+    await in_line(rig, 1)
+    await abort_all(rig)
+    told = await waiting
+    if path == "/generate":
+        assert [(one["meta_info"]["finish_reason"]["type"], one["output_ids"]) for one in told] == [("abort", [])]
+    else:
+        end, last = told
+        assert [choice["finish_reason"] for choice in end["choices"]] == ["abort"]
+        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 0)
+    await rig.post("/resume", None)
+
+
+def made_of(told: Any) -> tuple[list[int], str, list[Json]]:
+    """Tokens, end and spans of the one sample of a reply or a stream, of any dialect."""
+    chunks = told if isinstance(told, list) else [told]
+    if "output_ids" in chunks[-1]:
+        meta = chunks[-1]["meta_info"]
+        return chunks[-1]["output_ids"], meta["finish_reason"]["type"], meta["weight_versions"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    made = [token_id for choice in choices for token_id in choice.get("token_ids") or ()]
+    return made, choices[-1]["finish_reason"], choices[-1]["weight_versions"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [*WAITING, ("/generate", LONG)])
+async def test_abort_all_keeps_the_tokens_of_a_rollout_whose_rest_waits(
+    start_rig: StartRig, path: str, body: Json, is_stream: bool
+) -> None:
+    rig = await start_rig(2)
+    asked = body if path == "/generate" else body | {"return_token_ids": True}
+    call = events(rig, path, asked) if is_stream else rig.post(path, asked)
+    running = asyncio.create_task(call)
+    await rig.begun(tokens=12)
+    busy = next(replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
+    for replica in rig.fleet.replicas:  # nobody takes the rest
+        replica.backoff.busy(60.0)
+    await next(one for one in rig.replicas if one.info.replica_id == busy).kill()
+    await in_line(rig, 1)
+    await abort_all(rig)
+    told = await running
+    made, end, spans = made_of(told if is_stream else told[1])
+    assert (len(made), end) == (12, "abort")
+    assert [(span["version"], span["start"], span["end"]) for span in spans] == [(0, 0, 12)]

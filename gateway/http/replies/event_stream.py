@@ -4,8 +4,7 @@ Chunks are read ahead of the client: a client that stops reading blocks no engin
 after `gateway.write_timeout_s`.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 
 import structlog
@@ -14,35 +13,31 @@ from aiohttp import web
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from gateway.api import body_of, error_body
-from gateway.dialects.parallel import merged
+from gateway.dialects.parallel import read_ahead
 from gateway.http.json_body import event
-from gateway.http.request_id import HEADER, given_id
+from gateway.http.replies.parted import parted, writing
 
 log = structlog.get_logger()
 
 
+_BLOCK_BYTES = 1 << 16  # so that a slow client has the time of one write for each
+
+
 async def send_events(request: web.Request, chunks: AsyncGenerator[Json], write_timeout_s: float) -> web.StreamResponse:
     """The head is sent with the first chunk, so that an error before it keeps its status."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    if given := given_id(request):
-        response.headers[HEADER] = given
+    response = parted(request, {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
     async def write(data: bytes) -> None:
-        try:
-            async with asyncio.timeout(write_timeout_s):
-                if not response.prepared:
-                    await response.prepare(request)
-                await response.write(data)
-        except TimeoutError:
-            log.warning("a client does not read its stream and is cut off", seconds=write_timeout_s)
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError("the client does not read") from None
+        async with writing(request, write_timeout_s):
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(data)
 
     try:
-        async with aclosing(merged([chunks])) as ahead:
-            async for chunk in ahead:
-                await write(event(chunk))
+        async with aclosing(read_ahead([chunks])) as ahead:
+            async for together in ahead:
+                for block in _blocks(together):
+                    await write(block)
     except RolloutGatewayError as error:
         if not response.prepared:
             raise
@@ -57,3 +52,19 @@ async def send_events(request: web.Request, chunks: AsyncGenerator[Json], write_
     await write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+def _blocks(chunks: Sequence[Json]) -> Iterator[bytes]:
+    """Events in blocks of one write each; those before one that cannot be written too."""
+    block = bytearray()
+    try:
+        for chunk in chunks:
+            block += event(chunk)
+            if len(block) >= _BLOCK_BYTES:
+                yield bytes(block)
+                block.clear()
+    except Exception:
+        yield bytes(block)
+        raise
+    if block:
+        yield bytes(block)

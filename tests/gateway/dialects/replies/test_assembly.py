@@ -1,13 +1,16 @@
 """A reply put together from an engine's chunks is the reply that the engine would have sent as a whole."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 
+import orjson
 import pytest
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
-from gateway.dialects.assembly import Assembly, is_read_in_chunks
 from gateway.dialects.completion_prompt import PATH
+from gateway.dialects.replies.assembly import Assembly, is_read_in_chunks
+from gateway.dialects.replies.carried import opened
 from gateway.fleet.placement.routing import Rollout
 from tests.rigs.rig import Json, Rig
 
@@ -17,8 +20,9 @@ BODY: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 21, "return_tok
 async def assemble(chunks: AsyncGenerator[Json], n: int, replica_id: str) -> Json:
     assembly = Assembly(n, replica_id)
     async for one in chunks:
-        assembly.add(one)
-    return assembly.reply()
+        assembly.add([orjson.dumps(one)])
+    reply: Json = opened(assembly.reply())
+    return reply
 
 
 async def told(*chunks: Json) -> AsyncGenerator[Json]:
@@ -81,9 +85,55 @@ async def test_a_sample_aborted_before_its_first_token_is_an_empty_one() -> None
     assert (choices[1]["finish_reason"], choices[1]["text"], choices[1]["token_ids"]) == ("abort", "", [])
 
 
+@pytest.mark.parametrize("length", [2, 1 << 19])
+async def test_a_sample_that_was_never_begun_goes_on_beside_one_without_an_end(length: int) -> None:
+    assembly = Assembly(2, "a")
+    assembly.add([orjson.dumps(chunk(0, "a" * length, token_ids=[1, 2]))])
+    with pytest.raises(EngineFailed):
+        await assembly.joined(asyncio.Lock())
+    part = assembly.part()
+    assert part is not None
+    assert [choice["finish_reason"] for choice in part["choices"]] == [None, None]
+
+
 async def test_a_sample_without_an_end_is_a_failure_of_the_engine() -> None:
     with pytest.raises(EngineFailed, match=r"replica a: .* sample 0 did, after 2 tokens"):
         await assemble(told(chunk(0, "ab", token_ids=[1, 2])), 1, "a")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        chunk(0, "a", token_ids="no list"),
+        chunk(0, "a", token_ids={"no": "list"}),
+        chunk(0, "a", finish_reason="stop", logprobs={"text_offset": [0], "token_logprobs": [-1.0]}),
+        chunk(0, "a", finish_reason="stop") | {"usage": [1]},
+        chunk(0, "a", finish_reason="stop") | {"usage": {"completion_tokens": "one"}},
+    ],
+)
+async def test_a_chunk_of_another_form_is_a_failure_of_the_engine(odd: Json) -> None:
+    with pytest.raises(EngineFailed, match="replica a: "):
+        await assemble(told(chunk(0, "b", token_ids=[5]), odd), 1, "a")
+
+
+async def test_tokens_before_a_chunk_of_another_form_are_kept() -> None:
+    assembly = Assembly(1, "a")
+    assembly.add([orjson.dumps(chunk(0, "b", token_ids=[5]))])
+    with pytest.raises(EngineFailed):
+        assembly.add([orjson.dumps(chunk(0, "a", token_ids="no list"))])
+    part = assembly.part()
+    assert part is not None
+    assert part["choices"][0]["token_ids"] == [5]
+
+
+@pytest.mark.parametrize("odd", [{"text": 5}, {"logprobs": {"text_offset": [0]}}])
+async def test_nothing_is_kept_of_chunks_that_cannot_be_joined(odd: Json) -> None:
+    assembly = Assembly(1, "a")
+    assembly.add([orjson.dumps(chunk(0, "b", token_ids=[5], finish_reason="stop"))])
+    assembly.add([orjson.dumps({"choices": [{"index": 0, "finish_reason": "stop"} | odd]})])
+    with pytest.raises(EngineFailed, match="cannot be joined"):
+        assembly.reply()
+    assert assembly.part() is None
 
 
 def rollout(n: int, *, goes_on: bool = False) -> Rollout:

@@ -1,0 +1,267 @@
+"""All batches under way: the ones whose client has gone run on, and an equal request adopts each once.
+
+TRL's client, as every client on urllib3 with retries, sends a request again whose connection broke: the same bytes,
+without an id. Two equal requests whose clients are both there never share: each wants samples of its own.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import orjson
+import structlog
+
+from engines.engine import Json
+from engines.errors import RolloutGatewayError
+from gateway.config.schema import GatewayConfig
+from gateway.dialects.completion_prompt import CompletionPrompt
+from gateway.dialects.completions import Completions
+from gateway.dialects.replays.batch import Batch, End
+from gateway.dialects.replays.made import Made
+from gateway.dialects.replays.record import Record, Request
+from gateway.dialects.replies.written import Written
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.metrics import Metrics
+from gateway.ledger.batches import BatchRow
+from gateway.ledger.ledger import Ledger
+from gateway.ledger.shared import SharedLedger
+
+log = structlog.get_logger()
+
+_MOST_ORPHANS = 1024
+_MOST_BYTES = 1 << 30
+# A client's end and its replay may arrive together, and the end is noticed a few turns of the event loop later.
+_NOTICED_WITHIN_S = 0.05
+_TICK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A batch's reply. `seal` before its last bytes: from then on no later gateway delivers it again."""
+
+    written: Written
+    seal: Callable[[], Awaitable[None]]
+
+
+class Replays:
+    """Runs batches, and brings them over a restart."""
+
+    def __init__(
+        self, config: GatewayConfig, completions: Completions, fleet: Fleet, metrics: Metrics, ledger: SharedLedger
+    ) -> None:
+        self._grace_s = config.replay_grace_s
+        self._most_written = config.submissions.max_bytes // 4
+        self._ledger = ledger
+        ledger.add(self)
+        self._number = 0
+        self._completions = completions
+        self._fleet = fleet
+        self._metrics = metrics
+        self._batches: defaultdict[bytes, list[Batch]] = defaultdict(list)
+        self._orphans: dict[Batch, int] = {}  # with the bytes of replies; in the order in which their clients left
+        self._kept_bytes = 0
+
+    def report(self) -> Json:
+        """The state for /status."""
+        records = self._records
+        return {
+            "batches": sum(record.is_written for record in records),
+            "unwritten_batches": sum(record.has_news for record in records),
+            "orphaned_batches": len(self._orphans),
+        }
+
+    def has_identity(self, prompts: Sequence[CompletionPrompt]) -> bool:
+        """True for a batch; a single sample is cheap to make again."""
+        return self._grace_s > 0 and (len(prompts) > 1 or prompts[0].rollout.n > 1)
+
+    @asynccontextmanager
+    async def reply(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> AsyncIterator[Reply]:
+        """The reply to a batch with the body `content`, delivered at the end of the block.
+
+        It is left to a replay where the client goes in the block.
+        """
+        batch = await self._adopted(identity, prompts) or self._begun(identity, content, prompts)
+        del content  # a large one, for as long as the batch takes
+        try:
+            written = await asyncio.shield(batch.task)
+            written.head["id"] = f"cmpl-{prompts[0].request_id}"
+            yield Reply(written, batch.record.forgotten)
+        except (asyncio.CancelledError, ConnectionError):
+            self._leave(batch)
+            raise
+        except BaseException:
+            self._drop(batch)
+            raise
+        self._drop(batch)
+
+    def _begun(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> Batch:
+        first = prompts[0]
+        request = Request(identity, first.request_id, first.rollout.session, self._oldest(first))
+        self._number += 1
+        record = Record(self._number, request, content, self._ledger)
+        return self._running(request, record, self._completions.written(record.noting(prompts)))
+
+    def _running(self, request: Request, record: Record, writing: Coroutine[Any, Any, Written]) -> Batch:
+        task = asyncio.create_task(writing, name=f"batch {request.request_id}")
+        batch = Batch(request.identity, request.request_id, request.oldest, task, record)
+        self._batches[request.identity].append(batch)
+        return batch
+
+    def _oldest(self, prompt: CompletionPrompt) -> int:
+        """The oldest version that a token made from now on may have."""
+        rollout = prompt.rollout
+        served = [replica.weight_version or 0 for replica in self._fleet.serving(rollout.model)]
+        return max(min(served, default=0), self._least(prompt))
+
+    def _least(self, prompt: CompletionPrompt) -> int:
+        """The oldest version that the client takes now."""
+        return prompt.rollout.least_version(self._fleet.target_of(prompt.rollout.model))
+
+    # Ledger
+
+    async def run(self) -> None:
+        """Write what batches have made."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            due = [record for record in self._records if record.is_due]
+            if due:
+                await self._ledger.opened()
+                self._write(due)
+
+    @property
+    def _records(self) -> list[Record]:
+        return [batch.record for equal in self._batches.values() for batch in equal]
+
+    def _write(self, due: Sequence[Record]) -> None:
+        written = sum(record.num_bytes for record in self._records)
+        for record in due:
+            written += record.write()
+            if written > self._most_written:
+                log.warning("batches fill their part of the ledger: one of them is in memory alone")
+                written -= record.num_bytes
+                record.forget()
+        if not self._ledger.is_durable:
+            for record in self._records:
+                record.stop()
+
+    def take_up(self, ledger: Ledger, *, is_left: bool) -> None:
+        """Batches that another file had are in memory alone."""
+        in_memory = self._records
+        self._number = max((self._number, *(row.number for row in ledger.batches)))
+        for record in in_memory:
+            self._number += 1
+            record.move(self._number)
+        for row in ledger.batches:
+            if is_left:
+                self._bring_back(row)
+            else:
+                self._forget(row)
+
+    def _bring_back(self, row: BatchRow) -> None:
+        try:
+            request = msgspec.msgpack.decode(row.request, type=Request)
+            self._go_on(request, row)
+        except (ValueError, KeyError, TypeError, RolloutGatewayError) as error:
+            log.error("a batch in the ledger cannot be read", error=repr(error))
+            self._forget(row)
+
+    def _go_on(self, request: Request, row: BatchRow) -> None:
+        """Run the batch of a gateway before this one, whose client has gone with it."""
+        if not self._grace_s:
+            self._forget(row)
+            return
+        prompts = self._completions.decode(orjson.loads(row.body), request.request_id, request.session)
+        record = Record(row.number, request, b"", self._ledger, is_written=True)
+        made = Made(row.parts)
+        batch = self._running(request, record, self._completions.written(record.noting(prompts), made.of))
+        batch.newest = made.newest
+        self._leave(batch)
+
+    def _forget(self, row: BatchRow) -> None:
+        self._ledger.put(lambda file: file.batches.forget(row.number), lambda: None)
+
+    async def close(self) -> None:
+        """Stop all batches without a client, which a later gateway goes on with."""
+        tasks = [batch.task for batch in self._orphans]
+        if due := [record for record in self._records if record.is_on]:
+            await self._ledger.opened()
+            self._write(due)
+        for record in self._records:
+            record.stop()
+        for batch in list(self._orphans):
+            self._end_orphanhood(batch, End.STOPPED)
+            batch.task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Adoption
+
+    async def _adopted(self, identity: bytes, prompts: Sequence[CompletionPrompt]) -> Batch | None:
+        """Take an equal batch that has no client; None where there is none."""
+        live = [batch.has_left for batch in self._batches.get(identity, ())]
+        if live:
+            await asyncio.wait(live, timeout=_NOTICED_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        for batch in [batch for batch in self._batches.get(identity, ()) if batch.is_orphan]:
+            if not self._fits(batch, prompts[0]):
+                self._end(batch, End.STALE)
+                continue
+            self._end_orphanhood(batch, End.ADOPTED, by=prompts[0].request_id)
+            batch.has_left = asyncio.get_running_loop().create_future()
+            return batch
+        return None
+
+    def _fits(self, batch: Batch, prompt: CompletionPrompt) -> bool:
+        """True if the client takes the batch's versions. Versions above the fleet's are of another run's weights."""
+        model = prompt.rollout.model
+        is_ours = max(batch.oldest, batch.newest) <= self._fleet.target_of(model) or not self._fleet.serving(model)
+        return is_ours and self._least(prompt) <= batch.oldest
+
+    def _leave(self, batch: Batch) -> None:
+        """Let a batch run on whose client has gone."""
+        self._metrics.orphaned_batches.inc()
+        log.info("a batch has lost its client, and runs on", request=batch.request_id, seconds=self._grace_s)
+        batch.has_left.set_result(None)
+        self._orphans[batch] = 0
+        batch.expiry = asyncio.get_running_loop().call_later(self._grace_s, self._end, batch, End.EXPIRED)
+        self._keep_bounds()
+        batch.task.add_done_callback(lambda _: self._has_ended(batch))
+
+    def _has_ended(self, batch: Batch) -> None:
+        """Keep the reply of an orphan, unless nobody may have it."""
+        if batch not in self._orphans:
+            return
+        if batch.has_failed:
+            self._end(batch, End.FAILED)
+        elif batch.is_aborted:
+            self._end(batch, End.ABORTED)
+        else:
+            self._kept_bytes += batch.num_bytes - self._orphans[batch]
+            self._orphans[batch] = batch.num_bytes
+            self._keep_bounds()
+
+    def _keep_bounds(self) -> None:
+        while len(self._orphans) > _MOST_ORPHANS or self._kept_bytes > _MOST_BYTES:
+            self._end(next(iter(self._orphans)), End.CROWDED)
+
+    def _end(self, batch: Batch, end: End) -> None:
+        """End an orphan."""
+        self._end_orphanhood(batch, end)
+        self._drop(batch)
+
+    def _end_orphanhood(self, batch: Batch, end: End, **facts: str) -> None:
+        assert batch.expiry is not None
+        batch.expiry.cancel()
+        self._kept_bytes -= self._orphans.pop(batch)
+        self._metrics.orphaned_batch_ends.labels(end).inc()
+        log.info("a batch without a client has ended", request=batch.request_id, end=end, **facts)
+
+    def _drop(self, batch: Batch) -> None:
+        batch.task.cancel()
+        batch.record.forget()
+        equal = self._batches[batch.identity]
+        equal.remove(batch)
+        if not equal:
+            del self._batches[batch.identity]

@@ -1,0 +1,1 @@
+"""Engines' replies as bytes: carried, joined and written."""

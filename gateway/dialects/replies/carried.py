@@ -1,0 +1,108 @@
+"""Replies carried as their engine wrote them: split into fields, and a field is decoded where it is looked at.
+
+A carried value is a `msgspec.Raw`: the bytes of a JSON value. Short values are decoded at once, since to look at them
+costs next to nothing; so a long list may be carried, and a short or empty one never is.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from engines.engine import Json
+from engines.errors import EngineFailed
+
+_SHORT_BYTES = 32
+_DECODED = ("index", "finish_reason", "stop_reason", "weight_versions", "usage")
+
+NULL, EMPTY = Raw(b"null"), Raw(b"[]")
+NO_JSON = (ValueError, RecursionError)
+"""The errors of a decoder; msgspec's own are of the first kind."""
+
+_fields = msgspec.json.Decoder(dict[str, Raw]).decode
+_list_of_fields = msgspec.json.Decoder(list[dict[str, Raw]]).decode
+_decoded = msgspec.json.Decoder().decode
+_encoded = msgspec.json.Encoder().encode
+
+
+def carried_reply(content: bytes, path: str, replica_id: str) -> Json:
+    """Return a whole reply, its choices split into fields. Raise `EngineFailed` where it is no JSON object."""
+    try:
+        check_text(content)
+        reply = _read(_fields(content or b"{}"))
+        if isinstance(choices := reply.get("choices"), Raw):
+            reply["choices"] = [_read(choice) for choice in _list_of_fields(choices)]
+    except NO_JSON as error:
+        raise EngineFailed(f"{path} did not answer JSON: {content[:200]!r}", replica_id=replica_id) from error
+    return reply
+
+
+def head_of(chunk: bytes) -> Json:
+    """Return the fields of a chunk beside its choices and its usage."""
+    fields = _fields(chunk)
+    return _read({key: value for key, value in fields.items() if key not in ("choices", "usage")})
+
+
+def choice_of(chunk: bytes, index: int) -> Json:
+    """Return the fields of the last choice of a chunk that has this index."""
+    choices = map(_read, _list_of_fields(_fields(chunk)["choices"]))
+    return next(choice for choice in reversed(list(choices)) if choice["index"] == index)
+
+
+def opened(value: Any) -> Any:
+    """Return a value of a reply decoded, with all values in it."""
+    match value:
+        case Raw():
+            return _decoded(value)
+        case dict():
+            return {key: opened(item) for key, item in value.items()}
+        case list() if any(isinstance(item, Raw | dict) for item in value):
+            return [opened(item) for item in value]
+        case _:
+            return value
+
+
+def num_tokens(token_ids: Any) -> int:
+    """Return the length of a list of token ids, carried or decoded; None has none."""
+    if not isinstance(token_ids, Raw):
+        return len(token_ids or ())
+    return 0 if token_ids == EMPTY else bytes(token_ids).count(b",") + 1
+
+
+def joined_text(parts: Iterable[Raw]) -> Raw:
+    """Return texts, one after the other. Raise `ValueError` for a value that is neither text nor null."""
+    joined = b"".join(_insides(parts, b'"'))
+    check_text(joined)
+    return Raw(b'"%b"' % joined)
+
+
+def joined_list(parts: Iterable[Raw]) -> Raw:
+    """Return lists, one after the other. Raise `ValueError` for a value that is neither a list nor null."""
+    return Raw(b"[%b]" % b",".join([inside for inside in _insides(parts, b"[") if inside and not inside.isspace()]))
+
+
+def _insides(parts: Iterable[Raw], begin: bytes) -> list[bytes]:
+    """Return values without their delimiters; each begins with `begin`, and null has none."""
+    values = [bytes(part) for part in parts if part != NULL]
+    if odd := [value for value in values if value[:1] != begin]:
+        raise ValueError(f"a value is {odd[0]!r:.80}, which does not begin with {begin!r}")
+    return [value[1:-1] for value in values]
+
+
+def encoded(value: Any) -> bytes:
+    """Return JSON: carried values as they came, and NaN as null."""
+    return _encoded(value)
+
+
+def check_text(content: bytes) -> None:
+    """Raise `UnicodeDecodeError` for bytes that are no UTF-8: carried values are not checked for it."""
+    if not content.isascii():
+        content.decode()
+
+
+def _read(fields: Mapping[str, Raw]) -> Json:
+    return {
+        key: _decoded(value) if len(value) <= _SHORT_BYTES or key in _DECODED else value
+        for key, value in fields.items()
+    }

@@ -1,0 +1,50 @@
+"""The chunks of an engine's stream, with choices that can be read."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+
+from engines.engine import Json
+from engines.errors import EngineFailed
+from gateway.fleet.replica import Replica
+
+
+async def read_chunks(replica: Replica, path: str, body: Json, n: int, timeout_s: float) -> AsyncGenerator[list[Json]]:
+    """The chunks of a replica's engine, in lists of those that came together.
+
+    Raises `EngineFailed` at a chunk without choices of the `n` samples; the chunks that came before it are yielded.
+    """
+    async with aclosing(replica.engine.events(path, body, timeout_s)) as blocks:
+        while True:
+            with replica.awaiting_chunk():
+                events = await anext(blocks, None)
+            if events is None:
+                return
+            chunks: list[Json] = []
+            for event in events:
+                try:
+                    chunks.append(_chunk(event, n))
+                except ValueError as error:
+                    if chunks:
+                        yield chunks
+                    raise EngineFailed(f"{path}: {error}", replica_id=replica.replica_id) from error
+            yield chunks
+
+
+def _chunk(event: bytes, n: int) -> Json:
+    """A chunk, decoded. Raises `ValueError` if it is none."""
+    try:
+        chunk = orjson.loads(event)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"it did not answer JSON: {event[:200]!r}") from error
+    choices = chunk.get("choices") if isinstance(chunk, dict) else chunk
+    if not isinstance(choices, list) or not all(_is_of(choice, n) for choice in choices):
+        raise ValueError(f"a chunk's choices are {choices!r:.200}, not choices of {n} samples")
+    found: Json = chunk
+    return found
+
+
+def _is_of(choice: Any, n: int) -> bool:
+    return isinstance(choice, dict) and isinstance(index := choice.get("index"), int) and 0 <= index < n

@@ -1,0 +1,243 @@
+"""Runs one group of a submission: places, attempts, cuts and deaths are those of /v1/completions."""
+
+import asyncio
+import math
+from array import array
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Protocol
+
+from engines.engine import Json
+from engines.errors import InvalidRequest
+from gateway.dialects.completion_prompt import CompletionPrompt
+from gateway.dialects.completions import Completions
+from gateway.dialects.replies.carried import opened
+from gateway.dialects.runner import Runner
+from gateway.dialects.spans import Contradiction
+from gateway.dialects.submissions.sample import Sample
+from gateway.dialects.submissions.words import Group, OnDeadline
+from gateway.fleet.together import together
+from gateway.ledger.file import PartRow
+
+DEADLINE = "deadline"
+"""The finish_reason of a sample that its group's deadline ended."""
+
+
+class Outcome(StrEnum):
+    """The end of a group."""
+
+    DELIVERED = "delivered"
+    SHORT = "short"
+    PARTIAL = "partial"
+    SUSPENDED = "suspended"
+    EXPIRED = "expired"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_AT_DEADLINE = {
+    OnDeadline.CANCEL: Outcome.EXPIRED,
+    OnDeadline.RETURN_PARTIAL: Outcome.PARTIAL,
+    OnDeadline.RESUME: Outcome.SUSPENDED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What runs groups: the dialect and its runner, and the rendering of conversations to token ids."""
+
+    completions: Completions
+    runner: Runner
+    render: Callable[[Group, str], Awaitable[list[int]]]
+
+
+class Record(Protocol):
+    """Takes what a run reports: a chunk of a sample, a sample's end, a sample that begins again."""
+
+    def grew(self, run: "GroupRun", sample: Sample) -> None: ...
+    def ended(self, run: "GroupRun", sample: Sample) -> None: ...
+    def forgot(self, run: "GroupRun", sample: Sample) -> None: ...
+
+
+class GroupRun:
+    """One group under way. `read` are the token ids of its prompt, once they are known."""
+
+    def __init__(self, group: Group, index: int, owner: str, submission_id: str, record: Record) -> None:
+        self.group = group
+        self.index = index
+        self.samples = [Sample(sample, is_done=sample in group.done) for sample in range(group.n)]
+        self.read: list[int] = []
+        self.model = ""
+        """The model that makes it, once it has begun."""
+        self.rank = -math.inf
+        """Its place by length among the groups of its submission; lower begins earlier."""
+        self.num_good = 0
+        """Samples that count towards `need`."""
+        self.num_bytes = 0
+        """Size of the tokens of open samples."""
+        self._owner, self._submission_id = owner, submission_id
+        self._record = record
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens made here, and those of the prompt."""
+        return self.num_prompt_tokens + sum(sample.num_tokens or len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.group.prompt if isinstance(self.group.prompt, list) else self.read)
+
+    @property
+    def is_read_by_engine(self) -> bool:
+        """True where an engine turned the client's text or messages into token ids."""
+        return bool(self.read) and not isinstance(self.group.prompt, list)
+
+    @property
+    def read_bytes(self) -> bytes:
+        """The prompt as int32, little-endian."""
+        return array("i", self.read).tobytes()
+
+    def drop(self) -> None:
+        """Forget what open samples have."""
+        self.num_bytes = 0
+        for sample in self.open:
+            sample.deliver()
+
+    def restore_end(self, index: int, *, is_good: bool) -> None:
+        """Note a sample that a gateway before this one has ended."""
+        self.samples[index].is_done = True
+        self.num_good += is_good
+
+    def take_over(self, other: "GroupRun") -> None:
+        """Take the tokens of a suspended group's open samples."""
+        self.read = other.read
+        for mine, its in zip(self.samples, other.samples, strict=True):
+            if mine.is_open and (part := its.everything()):
+                self.grow(mine.index, part)
+        other.drop()
+
+    def grow(self, index: int, part: PartRow) -> None:
+        """Take tokens of an open sample."""
+        self.samples[index].grow(part)
+        self.num_bytes += len(part.token_ids) + len(part.logprobs)
+
+    @property
+    def open(self) -> list[Sample]:
+        return [sample for sample in self.samples if sample.is_open]
+
+    async def run(self, generation: Generation, left_s: float | None) -> Outcome:
+        """Run to the end. Raise the error that ended it."""
+        try:
+            async with asyncio.timeout(left_s) as limit:
+                await self._make(generation)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return self._at_deadline()
+        return Outcome.DELIVERED if self._has_enough else Outcome.SHORT
+
+    @property
+    def _has_enough(self) -> bool:
+        return self.num_good >= self.group.need
+
+    def _at_deadline(self) -> Outcome:
+        if self._has_enough:
+            return Outcome.DELIVERED
+        if self.group.on_deadline is OnDeadline.RETURN_PARTIAL:
+            for sample in self.open:
+                self._record.ended(self, sample)
+        return _AT_DEADLINE[self.group.on_deadline]
+
+    async def _make(self, generation: Generation) -> None:
+        if self._has_enough or not self.open:
+            return
+        prompt = await self._prompt(generation)
+        if prompt.resumes:
+            try:
+                await self._read(self._chunks(generation.completions, prompt))
+            except Contradiction:
+                pass  # what is open is made again, read whole
+            else:
+                return
+        await self._make_whole(generation.runner, prompt)
+
+    async def _prompt(self, generation: Generation) -> CompletionPrompt:
+        asked = self.group.prompt
+        if asked is None:
+            asked = self.read = self.read or await generation.render(self.group, f"{self._submission_id}-{self.index}")
+        prompt = decoded(generation.completions, self.group, self.index, self._owner, self._submission_id, asked)
+        self.model = prompt.rollout.model
+        return prompt
+
+    def _chunks(self, completions: Completions, prompt: CompletionPrompt) -> AsyncGenerator[Json]:
+        """The chunks of the open samples. A group without any token starts as a whole, which shares its prompt's KV."""
+        if len(self.open) == self.group.n and not any(sample.token_ids for sample in self.samples):
+            return completions.stream([prompt])
+        return completions.stream_rests(prompt, self._parts(prompt))
+
+    def _parts(self, prompt: CompletionPrompt) -> Mapping[int, Json]:
+        read = self.read or prompt.body["prompt"]
+        return {prompt.indexes[sample.index]: sample.part(read) for sample in self.open}
+
+    async def _read(self, chunks: AsyncGenerator[Json]) -> None:
+        offset = self.index * self.group.n
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                for choice in chunk["choices"]:
+                    self._take(self.samples[choice["index"] - offset], choice)
+                if self._has_enough:
+                    return
+
+    def _take(self, sample: Sample, choice: Json) -> None:
+        self.read = self.read or choice.get("prompt_token_ids") or []
+        before = sample.num_bytes
+        sample.add(choice)
+        self.num_bytes += sample.num_bytes - before
+        self._record.grew(self, sample)
+        if sample.end is not None:
+            self.num_bytes -= sample.num_bytes
+            self.num_good += sample.counts
+            self._record.ended(self, sample)
+
+    async def _make_whole(self, runner: Runner, prompt: CompletionPrompt) -> None:
+        """Make each open sample by itself: requests whose fields restart, and engines that contradict themselves."""
+        enough = asyncio.Event()
+
+        async def make(sample: Sample) -> None:
+            self.num_bytes -= sample.num_bytes
+            sample.forget()
+            self._record.forgot(self, sample)
+            alone = prompt.rest_of(sample.part(self.read or prompt.body["prompt"]), prompt.indexes[sample.index])
+            alone = replace(alone, rollout=replace(alone.rollout, goes_on=False))
+            [choice] = (await runner.generate(alone))["choices"]
+            self._take(sample, opened(choice))
+            if self._has_enough:
+                enough.set()
+
+        making = asyncio.ensure_future(together(make(sample) for sample in self.open))
+        waiting = asyncio.ensure_future(enough.wait())
+        try:
+            await asyncio.wait({making, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if making.done():
+                making.result()
+        finally:
+            making.cancel()
+            waiting.cancel()
+            await asyncio.gather(making, waiting, return_exceptions=True)
+
+
+def decoded(
+    completions: Completions, group: Group, index: int, owner: str, submission_id: str, prompt: str | list[int]
+) -> CompletionPrompt:
+    """The group as a prompt of /v1/completions. Raise `InvalidRequest` with the group's place."""
+    try:
+        [read] = completions.decode(group.body(prompt), submission_id, group.session_id, first=index)
+    except InvalidRequest as error:
+        where = f"groups[{index}]"
+        error.args = (f"{where}: {str(error).replace(f'prompt[{index}]', 'prompt')}",)
+        error.param = f"{where}.{error.param}" if error.param else where
+        raise
+    rollout = replace(read.rollout, priority=group.priority, owner=owner)
+    return replace(read, rollout=rollout, keeps_record=True)

@@ -1,0 +1,386 @@
+"""All submissions of a gateway: joins equal ones, runs their groups, keeps bounds, and brings them over a restart."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import orjson
+import structlog
+
+from engines.engine import Json
+from engines.errors import (
+    DeadlineExceeded,
+    IdTaken,
+    InvalidRequest,
+    RolloutGatewayError,
+    TooManyRequests,
+    UnknownRequest,
+)
+from gateway.api import body_of, error_body
+from gateway.config.schema import SubmissionsConfig
+from gateway.dialects.submissions.group_run import Generation, GroupRun, Outcome, decoded
+from gateway.dialects.submissions.submission import Counts, Submission
+from gateway.dialects.submissions.words import Asked, Group, Resumption
+from gateway.ledger.file import LedgerFile, SubmissionRow
+from gateway.ledger.ledger import Ledger
+from gateway.ledger.moment import Moment
+from gateway.ledger.shared import SharedLedger
+
+log = structlog.get_logger()
+
+_TICK_S = 0.05  # engines' chunks come less often, so most are written once, and soon after they came
+_TICKS_OF_BOUNDS = 20
+_RELEASED_KEPT = 10_000
+_CHECKED_AT_ONCE = 100  # groups, before others get their turn on the loop
+_ENDED_AT_ONCE = _BEGUN_AT_ONCE = 20
+_CANCELLED_WITHIN_S = 5.0
+_FULL_RETRY_S = 10.0
+_UNFORESEEN = error_body("the gateway failed; its log has the reason", 500)["error"]
+
+Charge = Callable[[int], None]
+
+
+class Submissions:
+    """The submissions, by owner and id."""
+
+    def __init__(
+        self,
+        config: SubmissionsConfig,
+        max_groups: int,
+        generation: Generation,
+        ledger: SharedLedger,
+        counts: Counts,
+    ) -> None:
+        self._config = config
+        self.max_groups = max_groups
+        self._generation = generation
+        self._ledger = ledger
+        ledger.add(self)
+        self._counts = counts
+        self._kept: dict[tuple[str, str], Submission] = {}
+        self._running: set[Submission] = set()
+        self._number = 0
+
+    def report(self) -> Json:
+        """The state for /status."""
+        kept = self._kept.values()
+        ledger = self._ledger.current
+        return {
+            "submissions": sum(not one.is_released for one in kept),
+            "open": sum(not one.is_ended for one in kept),
+            "kept_bytes": sum(one.num_bytes for one in kept),
+            "unwritten_samples": sum(one.num_unwritten for one in kept),
+            "file": str(ledger.path) if ledger else None,
+            "durable": self.is_durable,
+            "failure": ledger.failure if ledger else "",
+        }
+
+    @property
+    def is_durable(self) -> bool:
+        """True if events outlive the gateway."""
+        return self._ledger.is_durable
+
+    # Clients
+
+    async def submit(self, owner: str, name: str, asked: Sequence[Asked], charge: Charge) -> Submission:
+        """Begin a submission, or join the one of this id. Return it once it is durable."""
+        digest = _digest(asked)
+        submission = self._kept.get((owner, name))
+        if submission is None:
+            groups, ranks = await self._checked(owner, name, asked)
+            submission = self._kept.get((owner, name))  # another client may have begun it meanwhile
+        if submission is None:
+            submission = self._begin(owner, name, digest, asked, groups, charge)
+            for run, rank in zip(submission.runs, ranks, strict=True):
+                run.rank = rank
+        elif submission.digest != digest:
+            raise IdTaken(f"id = {name!r} is that of a submission with other groups: choose another id", param="id")
+        await submission.opened.wait()
+        return submission
+
+    def find(self, owner: str, name: str) -> Submission:
+        """Return a submission. Raise `UnknownRequest`."""
+        found = self._kept.get((owner, name))
+        if found is None and (reason := self._ledger.unread):
+            raise DeadlineExceeded(f"{name!r} may be a submission in the ledger, which cannot be read yet: {reason}")
+        if found is None:
+            raise UnknownRequest(
+                f"no submission {name!r} of this key: it never arrived, was acked long ago, or was forgotten (see "
+                "gateway.submissions and gateway.ledger)",
+                param="id",
+            )
+        return found
+
+    async def ack(self, submission: Submission, cursor: int) -> None:
+        """Free events, and the submission where all are acked. Return once that is durable."""
+        submission.ack(cursor)
+        self._release_if_done(submission)
+        done = asyncio.Event()
+        self._put(_nothing, done.set)
+        await done.wait()
+
+    async def cancel(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> None:
+        """End groups that run; all unless named. Return once that is durable, so that no later gateway runs them."""
+        running = await self._cancel(submission, groups, reason)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CANCELLED_WITHIN_S):
+                await submission.groups_ended(running)
+
+    async def _cancel(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> list[int]:
+        wanted = range(len(submission.runs)) if groups is None else groups
+        running = [index for index in wanted if index not in submission.outcomes]
+        for index in running:
+            submission.cancelled.setdefault(index, reason)
+        for place, index in enumerate(running):
+            if task := submission.tasks.get(index):
+                task.cancel()
+            if place % _ENDED_AT_ONCE == _ENDED_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        return running
+
+    # Life
+
+    async def run(self) -> None:
+        """Write growth, keep bounds, watch the ledger."""
+        for tick in _counting():
+            await asyncio.sleep(_TICK_S)
+            for submission in self._running:
+                if not submission.is_writing:
+                    submission.write_growth()
+            if self._ledger.current is not None:
+                self._ledger.current.look()
+            if tick % _TICKS_OF_BOUNDS == 0:
+                await self._keep_bounds()
+                await self._ledger.renew()
+
+    async def close(self) -> None:
+        """Stop all groups, which a later gateway goes on with."""
+        tasks = [submission.task for submission in self._kept.values() if submission.task]
+        for submission in self._kept.values():
+            submission.write_growth()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _checked(self, owner: str, name: str, asked: Sequence[Asked]) -> tuple[list[Group], list[float]]:
+        """Return the groups, and their ranks by length. Raise `InvalidRequest` before any of them runs."""
+        await self._refuse_if_full()
+        groups, ranks = [], []
+        for index, one in enumerate(asked):
+            group = self._resumed(owner, index, one) if isinstance(one, Resumption) else one
+            prompt = "a" if group.prompt is None else group.prompt
+            read = decoded(self._generation.completions, group, index, owner, name, prompt)
+            ranks.append(read.rollout.rank)
+            groups.append(group)
+            if index % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        sources = [(one.id, one.group) for one in asked if isinstance(one, Resumption)]
+        if len(set(sources)) < len(sources):
+            raise InvalidRequest("groups: two groups resume the same group", param="groups")
+        return groups, ranks
+
+    def _resumed(self, owner: str, index: int, asked: Resumption) -> Group:
+        source = self.find(owner, asked.id)
+        if source.outcomes.get(asked.group) != Outcome.SUSPENDED:
+            found = source.outcomes.get(asked.group) or ("running" if asked.group < len(source.runs) else "unknown")
+            raise InvalidRequest(
+                f"groups[{index}].resume: group {asked.group} of {asked.id!r} is {found}, not suspended",
+                param=f"groups[{index}].resume",
+            )
+        run = source.runs[asked.group]
+        done = tuple(sample.index for sample in run.samples if not sample.is_open)
+        return run.group.resumed(done, run.num_good, asked)
+
+    def _begin(
+        self, owner: str, name: str, digest: bytes, asked: Sequence[Asked], groups: Sequence[Group], charge: Charge
+    ) -> Submission:
+        for index, one in enumerate(asked):  # a client that checked at the same time may have been first
+            if isinstance(one, Resumption):
+                self._resumed(owner, index, one)
+        self._number += 1
+        submission = self._made(self._number, owner, name, digest, groups, Moment.now())
+        submission.charge = charge
+        for index, one in enumerate(asked):
+            if isinstance(one, Resumption):
+                submission.take_over(index, self.find(owner, one.id), one.group)
+        submission.task = asyncio.create_task(self._live(submission, is_new=True), name=f"submission {name}")
+        return submission
+
+    def _made(
+        self, number: int, owner: str, name: str, digest: bytes, groups: Sequence[Group], moment: Moment
+    ) -> Submission:
+        submission = Submission(number, owner, name, digest, groups, moment, self._put, self._counts)
+        submission.life = self._ledger.life
+        self._kept[owner, name] = submission
+        return submission
+
+    async def _live(self, submission: Submission, *, is_new: bool) -> None:
+        """Run all groups. Clients that read get an end, also where the gateway fails."""
+        self._running.add(submission)
+        try:
+            await self._run_groups(submission, is_new=is_new)
+        except Exception:
+            log.exception("a submission failed in a way that was not foreseen", id=submission.id)
+            submission.opened.set()
+            for run in submission.runs:
+                if run.index not in submission.outcomes:
+                    submission.end_group(run, Outcome.FAILED, _UNFORESEEN)
+        finally:
+            self._running.discard(submission)
+        submission.end()
+
+    async def _run_groups(self, submission: Submission, *, is_new: bool) -> None:
+        if is_new:
+            await self._ledger.opened()
+            submission.life = self._ledger.life
+            submission.write()
+            await submission.opened.wait()
+            for source in list(self._kept.values()):
+                self._release_if_done(source)  # its last suspended group may be here now
+        age_s = submission.moment.seconds_until(Moment.now())
+        async with asyncio.TaskGroup() as group:
+            for place, run in enumerate(sorted(submission.runs, key=lambda run: run.rank)):
+                if run.index not in submission.outcomes:
+                    work = self._run_group(submission, run, age_s)
+                    submission.tasks[run.index] = group.create_task(work, name=f"{submission.id}-{run.index}")
+                if place % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
+                    await asyncio.sleep(0)
+        for run in submission.runs:
+            if run.index not in submission.outcomes:  # cancelled before its task took its first step
+                self._end_cancelled(submission, run)
+
+    async def _run_group(self, submission: Submission, run: GroupRun, age_s: float) -> None:
+        deadline_s = run.group.deadline_s
+        left_s = None if deadline_s is None else max(0.0, deadline_s - age_s)
+        try:
+            if run.index in submission.cancelled:
+                raise asyncio.CancelledError
+            submission.end_group(run, await run.run(self._generation, left_s))
+        except asyncio.CancelledError:
+            if run.index not in submission.cancelled:
+                raise  # the gateway stops
+            self._end_cancelled(submission, run)
+        except RolloutGatewayError as error:
+            submission.end_group(run, Outcome.FAILED, body_of(error).get("error") or body_of(error))
+        except Exception:
+            log.exception("a group failed in a way that was not foreseen", submission=submission.id, group=run.index)
+            submission.end_group(run, Outcome.FAILED, _UNFORESEEN)
+        finally:
+            submission.tasks.pop(run.index, None)
+
+    def _end_cancelled(self, submission: Submission, run: GroupRun) -> None:
+        error = error_body(submission.cancelled[run.index], 499)["error"]
+        submission.end_group(run, Outcome.CANCELLED, error)
+
+    # Bounds
+
+    async def _refuse_if_full(self) -> None:
+        if self._over_bytes() > 0:
+            await self._keep_bounds()
+        if (over := self._over_bytes()) > 0:
+            raise TooManyRequests(
+                f"submissions that have not ended fill gateway.submissions.max_bytes = {self._config.max_bytes} "
+                f"({over} bytes too many): ack what was delivered, or raise it",
+                _FULL_RETRY_S,
+            )
+
+    def _over_bytes(self) -> int:
+        return sum(one.num_bytes for one in self._kept.values()) - self._config.max_bytes
+
+    async def _keep_bounds(self) -> None:
+        now, clock = Moment.now(), time.monotonic()
+        for submission in list(self._kept.values()):
+            is_old = submission.moment.seconds_until(now) > self._config.max_age_s
+            quiet_s = 0.0 if submission.readers else clock - submission.quiet_since
+            if submission.is_ended and is_old:
+                self._forget(submission, f"older than gateway.submissions.max_age_s = {self._config.max_age_s:g}")
+            elif is_old:
+                await self._cancel(
+                    submission, None, f"older than gateway.submissions.max_age_s = {self._config.max_age_s:g}"
+                )
+            elif not submission.is_ended and quiet_s > self._config.abandoned_after_s:
+                limit = f"gateway.submissions.abandoned_after_s = {self._config.abandoned_after_s:g}"
+                await self._cancel(submission, None, f"nobody has read its events for {limit}")
+        over = self._over_bytes()
+        for submission in [one for one in self._kept.values() if one.is_ended and not one.is_released]:
+            if over <= 0:
+                break
+            over -= submission.num_bytes
+            self._forget(submission, f"gateway.submissions.max_bytes = {self._config.max_bytes}")
+        released = [one for one in self._kept.values() if one.is_released]
+        for submission in released[: max(0, len(released) - _RELEASED_KEPT)]:
+            self._forget(submission, "")
+
+    def _forget(self, submission: Submission, reason: str) -> None:
+        if not submission.is_released:
+            log.warning("a submission is forgotten that was not acked", id=submission.id, reason=reason)
+        if self._kept.pop((submission.owner, submission.id), None) is None:
+            return
+        submission.release()
+        self._put(lambda file: file.forget(submission.number), _nothing)
+
+    def _release_if_done(self, submission: Submission) -> None:
+        if submission.is_acked and not submission.has_suspended and not submission.is_released:
+            submission.release()
+
+    # Ledger
+
+    def take_up(self, ledger: Ledger, *, is_left: bool) -> None:
+        in_memory = list(self._kept.values())
+        self._number = max((self._number, *(row.number for row in ledger.submissions)))
+        for row in ledger.submissions:
+            if is_left:
+                self._bring_back(row)
+            else:
+                self._put(partial(_forget, row.number), _nothing)
+        for submission in in_memory:
+            self._number += 1
+            submission.number = self._number  # a submission of the ledger may have the one before
+        for submission in in_memory:
+            if submission.opened.is_set():  # others write themselves
+                submission.write()
+
+    def _put(self, work: Callable[[LedgerFile], None], then: Callable[[], None]) -> None:
+        self._ledger.put(work, then)
+
+    def _bring_back(self, row: SubmissionRow) -> None:
+        if (row.owner, row.id) in self._kept:  # a client was faster than the ledger
+            self._put(lambda file: file.forget(row.number), _nothing)
+            return
+        try:
+            groups = [Group.restored(group) for group in orjson.loads(row.body)] if row.body else []
+            submission = self._made(row.number, row.owner, row.id, row.digest, groups, row.moment)
+            submission.restore(row)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            log.error("a submission in the ledger cannot be read", id=row.id, error=repr(error))
+            self._kept.pop((row.owner, row.id), None)
+            self._put(lambda file: file.forget(row.number), _nothing)
+            return
+        if not submission.is_ended:
+            submission.task = asyncio.create_task(self._live(submission, is_new=False), name=f"submission {row.id}")
+
+
+def _nothing(file: LedgerFile | None = None) -> None:
+    pass
+
+
+def _forget(number: int, file: LedgerFile) -> None:
+    file.forget(number)
+
+
+def _counting() -> Iterable[int]:
+    tick = 0
+    while True:
+        tick += 1
+        yield tick
+
+
+def _digest(asked: Sequence[Asked]) -> bytes:
+    try:
+        content = orjson.dumps(list(asked), option=orjson.OPT_SORT_KEYS)
+    except TypeError as error:
+        raise InvalidRequest(f"groups has a value that JSON does not have: {error}", param="groups") from error
+    return hashlib.blake2b(content, digest_size=16).digest()

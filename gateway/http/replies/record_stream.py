@@ -1,0 +1,87 @@
+"""Sends the events of a submission, as NDJSON or as msgpack.
+
+In msgpack each event comes after its length, itself a msgpack integer of five bytes: a reader with a streaming decoder
+sees both in turn, any other cuts by length. Arrays are int32 and float32 bytes there, little-endian.
+"""
+
+import struct
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+import orjson
+from aiohttp import web
+
+from engines.engine import Json
+from engines.errors import InvalidRequest
+from gateway.http.replies.parted import parted, writing
+
+_DTYPES = {"token_ids": "<i4", "prompt_token_ids": "<i4", "logprobs": "<f4"}
+_LENGTH = struct.Struct(">BI")
+_UINT32 = 0xCE
+
+
+class Wire(StrEnum):
+    """A form of events, by its media type."""
+
+    NDJSON = "application/x-ndjson"
+    MSGPACK = "application/msgpack"
+
+
+_NAMES = {
+    "application/x-ndjson": Wire.NDJSON, "application/ndjson": Wire.NDJSON, "application/jsonl": Wire.NDJSON,
+    "application/json": Wire.NDJSON, "application/*": Wire.NDJSON, "*/*": Wire.NDJSON,
+    "application/msgpack": Wire.MSGPACK, "application/x-msgpack": Wire.MSGPACK,
+    "application/vnd.msgpack": Wire.MSGPACK,
+}  # fmt: skip
+
+
+def wire_of(request: web.Request) -> Wire:
+    """Return the form that the client accepts. Raise `InvalidRequest` where it accepts none."""
+    accepted = request.headers.get("Accept", "*/*")
+    for name in accepted.split(","):
+        if wire := _NAMES.get(name.partition(";")[0].strip().lower()):
+            return wire
+    raise InvalidRequest(f"Accept: {accepted[:80]!r} is unknown here: send {Wire.NDJSON} or {Wire.MSGPACK}")
+
+
+def is_packed(request: web.Request) -> bool:
+    """True if the body is msgpack."""
+    return _NAMES.get(request.content_type) is Wire.MSGPACK
+
+
+async def send_records(
+    request: web.Request, head: Json, events: AsyncGenerator[Sequence[bytes]], write_timeout_s: float
+) -> web.StreamResponse:
+    """Send `head`, then the events, which are msgpack. A client that stops reading is cut off."""
+    wire = wire_of(request)
+    response = parted(request, {"Content-Type": wire, "Cache-Control": "no-cache"})
+    write = packed if wire is Wire.MSGPACK else as_lines
+    async with aclosing(events):
+        async with writing(request, write_timeout_s):
+            await response.prepare(request)
+            await response.write(write([msgspec.msgpack.encode(head)]))
+        async for some in events:
+            async with writing(request, write_timeout_s):
+                await response.write(write(some))
+    await response.write_eof()
+    return response
+
+
+def packed(events: Sequence[bytes]) -> bytes:
+    """Frame events."""
+    return b"".join(part for event in events for part in (_LENGTH.pack(_UINT32, len(event)), event))
+
+
+def as_lines(events: Sequence[bytes]) -> bytes:
+    """Turn events into lines of JSON."""
+    return b"".join(_line(msgspec.msgpack.decode(event)) for event in events)
+
+
+def _line(event: Json) -> bytes:
+    for name, dtype in _DTYPES.items():
+        if isinstance(content := event.get(name), bytes):
+            event[name] = np.frombuffer(content, dtype)
+    return orjson.dumps(event, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"

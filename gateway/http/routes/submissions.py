@@ -1,0 +1,124 @@
+"""/v1/rollouts: groups under one id, whose samples are read as they end, read again after a break, and acked."""
+
+from aiohttp import web
+
+from engines.engine import Json
+from engines.errors import InvalidRequest
+from gateway.dialects.submissions.group_run import GroupRun
+from gateway.dialects.submissions.registry import Charge, Submissions
+from gateway.dialects.submissions.sample import Sample
+from gateway.dialects.submissions.submission import Submission
+from gateway.dialects.submissions.words import read_groups, read_id
+from gateway.fleet.deliveries import Deliveries
+from gateway.fleet.metrics import Metrics
+from gateway.fleet.placement.lives import Lives
+from gateway.http.access import ALLOWANCE, CLIENT, Access
+from gateway.http.json_body import read_object, read_packed, reply
+from gateway.http.replies.record_stream import is_packed, send_records, wire_of
+
+
+class SubmissionCounts:
+    """Counts samples and tokens of submissions in the gateway's metrics."""
+
+    def __init__(self, metrics: Metrics, deliveries: Deliveries) -> None:
+        self._metrics = metrics
+        self._deliveries = deliveries
+
+    def sample(self, run: GroupRun, sample: Sample) -> None:
+        if run.model:
+            self._metrics.completion_tokens.labels(run.model).inc(len(sample.token_ids))
+        if sample.end is not None:
+            self._deliveries.count(run.model, [sample.end])
+
+    def group(self, run: GroupRun) -> None:
+        if run.model:
+            self._metrics.prompt_tokens.labels(run.model).inc(run.num_prompt_tokens)
+
+
+class SubmissionRoutes:
+    """Submissions: groups of rollouts under one id, kept until they are acked."""
+
+    def __init__(self, submissions: Submissions, lives: Lives, write_timeout_s: float) -> None:
+        self._submissions = submissions
+        self._lives = lives
+        self._write_timeout_s = write_timeout_s
+
+    def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
+        router.add_post("/v1/rollouts", access.for_inference(self._submit))
+        router.add_get("/v1/rollouts/{id}", access.for_inference(self._read), allow_head=False)
+        router.add_delete("/v1/rollouts/{id}", access.for_inference(self._cancel))
+        router.add_post("/v1/rollouts/{id}/ack", access.for_inference(self._ack))
+
+    async def _submit(self, request: web.Request) -> web.StreamResponse:
+        """Begin groups under an id, or join those of this id, and stream their samples as they end."""
+        body = await _body(request)
+        wire_of(request)
+        streams = body.get("stream")
+        if type(streams) not in (bool, type(None)):
+            raise InvalidRequest(f"stream = {streams!r:.80} must be true or false", param="stream")
+        asked = await read_groups(body, self._submissions.max_groups)
+        name = read_id(body)
+        submission = await self._submissions.submit(request[CLIENT], name, asked, _charge(request))
+        if streams is False:
+            return reply(self._head(submission), 202)
+        return await self._stream(request, submission, submission.acked)
+
+    async def _read(self, request: web.Request) -> web.StreamResponse:
+        """Stream the samples after `cursor`, as they end; with `explain` reply with the reasons of their placement."""
+        submission = self._found(request)
+        if _flag(request, "explain"):
+            placements = self._lives.placements_of(submission.owner, submission.id)
+            return reply(self._head(submission) | {"rollouts": placements})
+        given = request.query.get("cursor")
+        if given is not None and not (given.isascii() and given.isdecimal() and len(given) < 20):
+            raise InvalidRequest(f"cursor = {given!r:.80} must be a whole number", param="cursor")
+        return await self._stream(request, submission, submission.acked if given is None else int(given))
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        """End groups that run; their samples stay readable."""
+        submission = self._found(request)
+        groups = (await _body(request, required=False)).get("groups")
+        if groups is not None and not (isinstance(groups, list) and all(type(one) is int for one in groups)):
+            raise InvalidRequest(f"groups = {groups!r:.80} must be a list of numbers of groups", param="groups")
+        for group in groups or ():
+            if not 0 <= group < len(submission.runs):
+                raise InvalidRequest(f"groups: {submission.id!r} has no group {group}", param="groups")
+        await self._submissions.cancel(submission, groups, "its client cancelled it")
+        return reply(self._head(submission))
+
+    async def _ack(self, request: web.Request) -> web.Response:
+        """Free the events up to `cursor`, which the client has."""
+        cursor = (await _body(request)).get("cursor")
+        if type(cursor) is not int or cursor < 0:
+            raise InvalidRequest(f"cursor = {cursor!r:.80} must be a whole number of at least 0", param="cursor")
+        submission = self._found(request)
+        await self._submissions.ack(submission, cursor)
+        return reply(self._head(submission))
+
+    def _found(self, request: web.Request) -> Submission:
+        return self._submissions.find(request[CLIENT], request.match_info["id"])
+
+    def _head(self, submission: Submission) -> Json:
+        return submission.report() | {"durable": self._submissions.is_durable}
+
+    async def _stream(self, request: web.Request, submission: Submission, cursor: int) -> web.StreamResponse:
+        wire_of(request)
+        submission.check_cursor(cursor)
+        return await send_records(request, self._head(submission), submission.read(cursor), self._write_timeout_s)
+
+
+def _flag(request: web.Request, name: str) -> bool:
+    """Return the value of a query. Raise `InvalidRequest` for one that is neither true nor false."""
+    given = request.query.get(name, "false")
+    if given not in ("true", "false"):
+        raise InvalidRequest(f"{name} = {given!r:.80} must be true or false", param=name)
+    return given == "true"
+
+
+async def _body(request: web.Request, *, required: bool = True) -> Json:
+    return await (read_packed(request) if is_packed(request) else read_object(request, required=required))
+
+
+def _charge(request: web.Request) -> Charge:
+    allowance = request.get(ALLOWANCE)
+    return allowance.charge if allowance else lambda tokens: None

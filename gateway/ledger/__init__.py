@@ -1,0 +1,1 @@
+"""The ledger: a file that brings submissions over a restart of the gateway."""

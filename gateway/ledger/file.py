@@ -1,0 +1,242 @@
+"""The ledger's SQLite file. Its methods are called in a transaction, by the thread that owns the connection."""
+
+import os
+import sqlite3
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gateway.ledger.batches import BatchFiles
+from gateway.ledger.moment import Moment
+
+OF_GROUP = -1
+"""In place of a sample's number: the event is of a whole group. Of `OF_SUBMISSION` groups it is of all."""
+OF_SUBMISSION = -1
+
+_PAGE = 4096
+_FREED_AT_ONCE = 1000  # pages, so that a large submission holds up no write
+_WAL_BYTES = 16 << 20
+_BUSY_S = 0.2
+_LAYOUT = 1
+_ROOT = 0
+_TABLES = """
+CREATE TABLE life (number INTEGER NOT NULL);
+CREATE TABLE submissions (
+    number INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, digest BLOB NOT NULL, body BLOB NOT NULL,
+    wall REAL NOT NULL, boot TEXT NOT NULL, uptime REAL NOT NULL, acked INTEGER NOT NULL, UNIQUE (owner, id));
+CREATE TABLE events (
+    number INTEGER, cursor INTEGER, grp INTEGER NOT NULL, sample INTEGER NOT NULL, mark TEXT NOT NULL, content BLOB,
+    PRIMARY KEY (number, cursor)) WITHOUT ROWID;
+CREATE TABLE prompts (number INTEGER, grp INTEGER, token_ids BLOB NOT NULL, PRIMARY KEY (number, grp)) WITHOUT ROWID;
+CREATE TABLE parts (
+    number INTEGER, grp INTEGER, sample INTEGER, start INTEGER, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL,
+    text TEXT NOT NULL, spans BLOB NOT NULL, PRIMARY KEY (number, grp, sample, start)) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """One event; `content` is None once it was acked. `mark` is the end of its sample or group."""
+
+    cursor: int
+    group: int
+    sample: int
+    mark: str
+    content: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartRow:
+    """Tokens of an open sample from `start` on: int32 and float32, little-endian; `spans` is JSON."""
+
+    start: int
+    token_ids: bytes
+    logprobs: bytes
+    text: str
+    spans: bytes
+
+
+@dataclass(slots=True)
+class SubmissionRow:
+    """A submission as the file has it."""
+
+    number: int
+    owner: str
+    id: str
+    digest: bytes
+    body: bytes
+    moment: Moment
+    acked: int = 0
+    events: list[EventRow] = field(default_factory=list)
+    prompts: dict[int, bytes] = field(default_factory=dict)
+    parts: dict[tuple[int, int], list[PartRow]] = field(default_factory=lambda: defaultdict(list))
+
+
+def batch_folder(path: Path) -> Path:
+    """The folder of the batches beside the file."""
+    return path.with_name(f"{path.name}.batches")
+
+
+class LedgerFile:
+    """One connection. Another process that has the file open makes it fail as locked."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Open or create the file, of at most `max_bytes`. Raise `sqlite3.Error` or `OSError`."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(path.parent, os.getuid(), _ROOT)
+        if path.exists():
+            _check_owner(path, os.getuid())
+        self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            self._set_up(max_bytes)
+        except BaseException:
+            self._connection.close()
+            raise
+        path.chmod(0o600)
+        self.batches = BatchFiles(batch_folder(path))
+
+    def _set_up(self, max_bytes: int) -> None:
+        ask = self._connection.execute
+        ask("PRAGMA locking_mode = EXCLUSIVE")
+        ask("PRAGMA auto_vacuum = INCREMENTAL")
+        if ask("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
+            raise sqlite3.OperationalError("the file system has no write-ahead log")
+        ask("PRAGMA synchronous = NORMAL")
+        ask(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
+        ask(f"PRAGMA max_page_count = {max(16, max_bytes // _PAGE)}")
+        self.begin()
+        layout = ask("PRAGMA user_version").fetchone()[0]
+        if layout == 0:
+            for statement in _TABLES.split(";\n")[:-1]:
+                ask(statement)
+            ask("INSERT INTO life VALUES (0)")
+            ask(f"PRAGMA user_version = {_LAYOUT}")
+        elif layout != _LAYOUT:
+            raise sqlite3.DatabaseError(f"its layout is {layout}, and this release reads {_LAYOUT}")
+        self.commit()
+
+    def begin(self) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        self._connection.execute("COMMIT")
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def begin_life(self, least: int) -> int:
+        """Return the number of this life: more than any before, and at least `least`."""
+        [(before,)] = self._connection.execute("SELECT number FROM life")
+        life: int = max(before + 1, least)
+        self._connection.execute("UPDATE life SET number = ?", (life,))
+        return life
+
+    def load(self) -> list[SubmissionRow]:
+        """Return all submissions. Raise `sqlite3.DatabaseError` for a file that is damaged."""
+        ask = self._connection.execute
+        if (found := ask("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise sqlite3.DatabaseError(found)
+        rows = {
+            number: SubmissionRow(number, owner, name, digest, body, Moment(wall, boot, uptime), acked)
+            for number, owner, name, digest, body, wall, boot, uptime, acked in ask(
+                "SELECT number, owner, id, digest, body, wall, boot, uptime, acked FROM submissions ORDER BY number"
+            )
+        }
+        for number, *event in ask("SELECT number, cursor, grp, sample, mark, content FROM events"):
+            rows[number].events.append(EventRow(*event))
+        for number, group, token_ids in ask("SELECT number, grp, token_ids FROM prompts"):
+            rows[number].prompts[group] = token_ids
+        for number, group, sample, *part in ask(
+            "SELECT number, grp, sample, start, token_ids, logprobs, text, spans FROM parts"
+        ):
+            rows[number].parts[group, sample].append(PartRow(*part))
+        return list(rows.values())
+
+    @property
+    def num_submissions(self) -> int:
+        [(number,)] = self._connection.execute("SELECT count(*) FROM submissions")
+        return int(number)
+
+    def add_submission(self, row: SubmissionRow) -> None:
+        moment = row.moment
+        self._connection.execute(
+            "INSERT INTO submissions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (row.number, row.owner, row.id, row.digest, row.body, moment.wall, moment.boot, moment.uptime, row.acked),
+        )
+        self._add_events(row.number, row.events)
+        for group, token_ids in row.prompts.items():
+            self.read_prompt(row.number, group, token_ids)
+        for (group, sample), parts in row.parts.items():
+            for part in parts:
+                self.grow(row.number, group, sample, part)
+
+    def add_event(self, number: int, event: EventRow, *, keeps_parts: bool = False) -> None:
+        """Add an event. The tokens of its sample or group are in it, or dropped, unless `keeps_parts`."""
+        self._add_events(number, [event])
+        if keeps_parts:
+            return
+        if event.sample == OF_GROUP:
+            self._drop_parts(number, event.group)
+        else:
+            self.begin_again(number, event.group, event.sample)
+
+    def _drop_parts(self, number: int, group: int) -> None:
+        self._connection.execute("DELETE FROM parts WHERE number = ? AND grp = ?", (number, group))
+
+    def _add_events(self, number: int, events: Sequence[EventRow]) -> None:
+        self._connection.executemany(
+            "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)",
+            [(number, event.cursor, event.group, event.sample, event.mark, event.content) for event in events],
+        )
+
+    def read_prompt(self, number: int, group: int, token_ids: bytes) -> None:
+        """Note a prompt as an engine read it."""
+        self._connection.execute("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?)", (number, group, token_ids))
+
+    def grow(self, number: int, group: int, sample: int, part: PartRow) -> None:
+        self._connection.execute(
+            "INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (number, group, sample, part.start, part.token_ids, part.logprobs, part.text, part.spans),
+        )
+
+    def begin_again(self, number: int, group: int, sample: int) -> None:
+        """Drop the tokens of an open sample."""
+        self._connection.execute(
+            "DELETE FROM parts WHERE number = ? AND grp = ? AND sample = ?", (number, group, sample)
+        )
+
+    def take_over(self, number: int, group: int, mark: str) -> None:
+        """Note that another submission goes on with a suspended group."""
+        self._drop_parts(number, group)
+        self._connection.execute(
+            "UPDATE events SET mark = ? WHERE number = ? AND grp = ? AND sample = ?", (mark, number, group, OF_GROUP)
+        )
+
+    def ack(self, number: int, cursor: int) -> None:
+        """Free the events up to `cursor`; their marks stay, so that nothing is made again."""
+        self._connection.execute("UPDATE submissions SET acked = ? WHERE number = ?", (cursor, number))
+        self._connection.execute("UPDATE events SET content = NULL WHERE number = ? AND cursor <= ?", (number, cursor))
+
+    def release(self, number: int) -> None:
+        """Free all but the id and the cursor of a submission that is delivered."""
+        self._connection.execute("UPDATE submissions SET body = x'' WHERE number = ?", (number,))
+        self._delete(number, "events", "prompts", "parts")
+
+    def forget(self, number: int) -> None:
+        self._delete(number, "submissions", "events", "prompts", "parts")
+
+    def _delete(self, number: int, *tables: str) -> None:
+        for table in tables:
+            self._connection.execute(f"DELETE FROM {table} WHERE number = ?", (number,))
+
+    def shrink(self) -> bool:
+        """Return some free pages to the file system; outside of a transaction. False where none are left."""
+        self._connection.execute(f"PRAGMA incremental_vacuum({_FREED_AT_ONCE})").fetchall()
+        return bool(self._connection.execute("PRAGMA freelist_count").fetchone()[0])
+
+
+def _check_owner(path: Path, *owners: int) -> None:
+    """Raise `PermissionError` where another user could have made the file."""
+    if (found := path.stat().st_uid) not in owners:
+        raise PermissionError(f"{path} belongs to user {found}: set gateway.ledger to a file of your own")

@@ -1,0 +1,297 @@
+"""Batches whose connection breaks run on, and an equal request adopts each once."""
+
+import asyncio
+import re
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway.dialects.replays import registry
+from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
+
+PROMPTS = [[5, 6, number + 7] for number in range(4)]
+LENGTH = 24
+BATCH: Json = {
+    "prompt": PROMPTS,
+    "n": 2,
+    "max_tokens": LENGTH,
+    "ignore_eos": True,
+    "return_token_ids": True,
+    "logprobs": 0,
+}
+ALL = 8 * LENGTH
+
+
+async def until(rig: Rig, name: str, count: int, **labels: str) -> None:
+    """Return when a counter of the gateway has this value."""
+    shown = ",".join(f'{key}="{value}"' for key, value in labels.items())
+    line = re.compile(
+        rf"^rollout_gateway_{name}_total{re.escape('{' + shown + '}' if shown else '')} ({count}\.0)$", re.M
+    )
+    async with asyncio.timeout(20):
+        while True:
+            async with rig.client.get(rig.url + "/metrics") as response:
+                if line.search(await response.text()):
+                    return
+            await asyncio.sleep(0.02)
+
+
+def made(rig: Rig) -> int:
+    return sum(replica.generated_tokens for replica in rig.replicas)
+
+
+async def broken(rig: Rig, body: Json = BATCH, **kwargs: Any) -> None:
+    """Send a batch, and break its connection while its samples have 6 tokens; the engines stand still from then on."""
+    asking = asyncio.create_task(rig.post("/v1/completions", body, **kwargs))
+    await rig.begun(samples=8)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+async def left(rig: Rig, body: Json = BATCH, **kwargs: Any) -> None:
+    """As `broken`, once the gateway has noticed it."""
+    await broken(rig, body, **kwargs)
+    await until(rig, "orphaned_batches", 1)
+
+
+async def whole(rig: Rig, body: Json = BATCH, **kwargs: Any) -> Json:
+    status, reply = await rig.post("/v1/completions", body, **kwargs)
+    assert status == 200, reply
+    assert [len(choice["token_ids"]) for choice in reply["choices"]] == [LENGTH] * 8
+    return reply
+
+
+async def test_a_replay_adopts_the_batch(rig: Rig) -> None:
+    await left(rig)
+    asking = asyncio.create_task(whole(rig))
+    await until(rig, "orphaned_batch_ends", 1, end="adopted")
+    rig.hurry()
+    reply = await asking
+    assert [choice["index"] for choice in reply["choices"]] == list(range(8))
+    assert reply["usage"]["completion_tokens"] == made(rig) == ALL
+
+
+async def test_a_replay_that_arrives_with_the_break_adopts_the_batch(rig: Rig) -> None:
+    await broken(rig)
+    asking = asyncio.create_task(whole(rig))
+    await until(rig, "orphaned_batch_ends", 1, end="adopted")
+    rig.hurry()
+    await asking
+    assert made(rig) == ALL
+
+
+async def test_a_batch_that_has_ended_waits_for_its_replay(rig: Rig) -> None:
+    await left(rig)
+    rig.hurry()
+    async with asyncio.timeout(20):
+        while made(rig) < ALL:
+            await asyncio.sleep(0.01)
+    await whole(rig)
+    assert made(rig) == ALL
+
+
+async def test_a_batch_is_adopted_once(rig: Rig) -> None:
+    await left(rig)
+    asking = [asyncio.create_task(whole(rig)) for _ in range(3)]
+    await until(rig, "orphaned_batch_ends", 1, end="adopted")
+    rig.hurry()
+    await asyncio.gather(*asking)
+    await whole(rig)
+    assert made(rig) == 4 * ALL
+
+
+async def test_a_replay_whose_connection_breaks_too_leaves_the_batch_to_the_next(rig: Rig) -> None:
+    await left(rig)
+    asking = asyncio.create_task(whole(rig))
+    await until(rig, "orphaned_batch_ends", 1, end="adopted")
+    asking.cancel()
+    await until(rig, "orphaned_batches", 2)
+    rig.hurry()
+    await whole(rig)
+    assert made(rig) == ALL
+
+
+async def test_equal_requests_whose_clients_are_there_never_share(rig: Rig) -> None:
+    asking = [asyncio.create_task(whole(rig)) for _ in range(2)]
+    await rig.begun(samples=16)
+    rig.hurry()
+    one, other = await asyncio.gather(*asking)
+    assert made(rig) == 2 * ALL
+    assert [choice["token_ids"] for choice in one["choices"]] != [choice["token_ids"] for choice in other["choices"]]
+
+
+async def test_a_reply_that_breaks_off_is_adopted_whole(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client goes while the gateway writes, and the first blocks have left."""
+    monkeypatch.setattr("gateway.http.replies.large_reply._SMALL_BYTES", 1)
+    monkeypatch.setattr("gateway.http.replies.large_reply._BLOCK_BYTES", 64)
+    write, blocks = aiohttp.web.StreamResponse.write, 0
+
+    async def breaking(response: aiohttp.web.StreamResponse, data: Any) -> None:
+        nonlocal blocks
+        blocks += 1
+        if blocks == 3:
+            rig.break_connections()
+        await write(response, data)
+
+    monkeypatch.setattr(aiohttp.web.StreamResponse, "write", breaking)
+    rig.hurry()
+    with pytest.raises(aiohttp.ClientError):
+        await rig.post("/v1/completions", BATCH)
+    await until(rig, "orphaned_batches", 1)
+    await whole(rig)
+    assert made(rig) == ALL
+
+
+async def test_a_small_reply_that_cannot_be_sent_is_adopted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, is_first = aiohttp.web.Response.prepare, True
+
+    async def breaking(response: aiohttp.web.Response, request: Any) -> Any:
+        nonlocal is_first
+        if is_first and request.path == "/v1/completions":
+            is_first = False
+            rig.break_connections()
+        return await prepare(response, request)
+
+    monkeypatch.setattr(aiohttp.web.Response, "prepare", breaking)
+    with pytest.raises(aiohttp.ClientError):
+        await rig.post("/v1/completions", BATCH)
+    await until(rig, "orphaned_batches", 1)
+    await whole(rig)
+    assert made(rig) == ALL
+
+
+@pytest.mark.parametrize("change", [{"max_tokens": LENGTH + 1}, {"prompt": PROMPTS[::-1]}, {"user": "b"}])
+async def test_another_request_adopts_nothing(rig: Rig, change: Json) -> None:
+    await left(rig)
+    asking = asyncio.create_task(rig.post("/v1/completions", BATCH | change))
+    await rig.begun(samples=16)
+    rig.hurry()
+    assert (await asking)[0] == 200
+    assert made(rig) >= 2 * ALL
+
+
+async def test_another_key_adopts_nothing(start_rig: StartRig) -> None:
+    rig = await start_rig(2, gateway={"inference_keys": ["a", "b"], "admin_keys": ["c"], "trusted_networks": []})
+    asking = asyncio.create_task(rig.post("/v1/completions", BATCH, headers={"Authorization": "Bearer a"}))
+    await rig.begun(samples=8)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    other = asyncio.create_task(whole(rig, headers={"Authorization": "Bearer b"}))
+    await rig.begun(samples=16)
+    mine = asyncio.create_task(whole(rig, headers={"Authorization": "Bearer a"}))
+    rig.hurry()
+    await asyncio.gather(other, mine)
+    assert made(rig) == 2 * ALL
+
+
+@pytest.mark.parametrize(
+    ("alone", "headers"),
+    [({"prompt": PROMPTS[0], "n": 1}, {}), ({"stream": True}, {}), ({}, {"X-Request-Id": "one"})],
+    ids=["a single sample", "a stream", "a request with an id"],
+)
+async def test_what_is_no_blind_replay_ends_with_its_connection(rig: Rig, alone: Json, headers: dict[str, str]) -> None:
+    asking = asyncio.create_task(rig.post("/v1/completions", BATCH | alone, headers=headers))
+    await rig.begun(samples=1)
+    asking.cancel()
+    async with asyncio.timeout(20):
+        while any(replica.scheduler.stalled for replica in rig.replicas):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("grace_s", [0, 0.1])
+async def test_a_batch_ends_after_its_grace(start_rig: StartRig, grace_s: float) -> None:
+    rig = await start_rig(2, gateway={"replay_grace_s": grace_s})
+    await broken(rig)
+    async with asyncio.timeout(20):
+        while any(replica.scheduler.stalled for replica in rig.replicas):
+            await asyncio.sleep(0.01)
+    if grace_s:
+        await until(rig, "orphaned_batch_ends", 1, end="expired")
+    rig.hurry()
+    before = made(rig)
+    await whole(rig)
+    assert made(rig) - before == ALL
+
+
+async def test_an_error_is_not_kept(start_rig: StartRig) -> None:
+    rig = await start_rig(2, gateway={"queue_timeout_s": 0.1})
+    await left(rig)
+    await asyncio.gather(*(replica.kill() for replica in rig.replicas))
+    await until(rig, "orphaned_batch_ends", 1, end="failed")
+    for index in range(2):
+        await rig.add_replica(f"engine-{index}", seed=index)
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
+    await whole(rig)
+
+
+async def test_an_abort_of_all_ends_it(rig: Rig) -> None:
+    await left(rig)
+    async with rig.client.post(rig.url + "/abort_request", json={"abort_all": True}) as response:
+        assert response.status == 200
+    await until(rig, "orphaned_batch_ends", 1, end="aborted")
+    rig.hurry()
+    await whole(rig)
+
+
+async def test_an_update_in_between_is_in_the_spans(start_rig: StartRig) -> None:
+    rig = await start_rig(2, weights={"canary": {"enabled": False}})
+    await rig.open_group()
+    await left(rig)
+    await rig.update()
+    rig.hurry()
+    reply = await whole(rig)
+    assert made(rig) == ALL
+    for choice in reply["choices"]:
+        assert [span["version"] for span in choice["weight_versions"]] == [0, 1]
+
+
+@pytest.mark.parametrize(("demand", "shares"), [({"max_staleness": 0}, False), ({"max_staleness": 1}, True)])
+async def test_a_replay_is_not_given_staler_tokens_than_it_takes(rig: Rig, demand: Json, shares: bool) -> None:
+    await rig.open_group()
+    await left(rig, BATCH | demand)
+    await rig.update()
+    asking = asyncio.create_task(whole(rig, BATCH | demand))
+    await until(rig, "orphaned_batch_ends", 1, end="adopted" if shares else "stale")
+    rig.hurry()
+    reply = await asking
+    versions = {span["version"] for choice in reply["choices"] for span in choice["weight_versions"]}
+    assert versions == ({0, 1} if shares else {1})
+
+
+async def test_the_oldest_end_where_there_are_too_many(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_MOST_ORPHANS", 1)
+    for number in range(2):
+        asking = asyncio.create_task(rig.post("/v1/completions", BATCH | {"seed": number}))
+        await rig.begun(samples=8 * (number + 1))
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(rig, "orphaned_batches", number + 1)
+    await until(rig, "orphaned_batch_ends", 1, end="crowded")
+    rig.hurry()
+    await whole(rig, BATCH | {"seed": 1})
+    await until(rig, "orphaned_batch_ends", 1, end="adopted")
+
+
+async def test_replies_beyond_the_bound_are_dropped(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_MOST_BYTES", 100)
+    await left(rig)
+    rig.hurry()
+    await until(rig, "orphaned_batch_ends", 1, end="crowded")
+
+
+async def test_a_gateway_that_ends_ends_its_orphans(start_rig: StartRig) -> None:
+    rig = await start_rig(2)
+    await left(rig)
+    await rig.stop_gateway()
+    async with asyncio.timeout(20):
+        while any(replica.scheduler.stalled for replica in rig.replicas):
+            await asyncio.sleep(0.01)
+
+
+async def test_an_engine_that_dies_under_an_orphan_costs_no_token(start_rig: StartRig) -> None:
+    rig = await start_rig(2, fleet=FAST_WATCH)
+    await left(rig)
+    await rig.replicas[0].kill()
+    rig.hurry()
+    await whole(rig)

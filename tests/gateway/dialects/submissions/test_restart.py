@@ -1,0 +1,310 @@
+"""Submissions go on after a restart of their gateway, from what the ledger has: nothing lost, nothing twice."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from engines.config import SimConfig
+from engines.process.engine_server import free_port
+from gateway.ledger import ledger as ledger_module
+from gateway.ledger import shared
+from gateway.ledger.file import LedgerFile
+from tests.rigs.forked_gateway import ForkedGateway
+from tests.rigs.rig import Json, Rig, SimReplica, StartRig
+from tests.rigs.submissions import GROUP, ack, body, detached, lines, of_type, outcomes, read, samples, submitted
+
+LENGTH = 60
+GROUPS = [{"prompt": [5, 6, number + 7], "n": 2} for number in range(6)]
+SAMPLING = {"max_tokens": LENGTH, "ignore_eos": True}
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[SimReplica]:
+    replica = await SimReplica("engine-0", 0, SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)).start()
+    yield replica
+    await replica.kill()
+
+
+@pytest.fixture
+async def kept_rig(start_rig: StartRig, tmp_path: Path) -> Rig:
+    """Two replicas behind a gateway with a ledger."""
+    return await start_rig(2, gateway={"ledger": str(tmp_path / "ledger.sqlite")})
+
+
+async def restarted(start_rig: StartRig, rig: Rig) -> Rig:
+    """A gateway after `rig`'s, with its configuration and its engines."""
+    await rig.stop_gateway()
+    gateway = rig.config.gateway.model_dump(include={"ledger", "submissions"})
+    return await start_rig(2, replicas=rig.replicas, gateway=gateway)
+
+
+async def written(url: str, client: aiohttp.ClientSession) -> None:
+    """Return when the ledger has all tokens that the gateway has."""
+    async with asyncio.timeout(20):
+        while True:
+            async with client.get(f"{url}/status") as response:
+                if not (await response.json())["ledger"]["unwritten_samples"]:
+                    return
+            await asyncio.sleep(0.02)
+
+
+class Kills:
+    """A gateway in a process of its own in front of one engine, and a client that goes on from its cursor."""
+
+    def __init__(self, engine: SimReplica, folder: Path) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.gateway = ForkedGateway(port, engine.info.url, folder / "log", folder / "ledger.sqlite")
+        self.engine = engine
+        self.events: list[Json] = []
+        self.cursor = 0
+
+    async def submit(self, client: aiohttp.ClientSession) -> None:
+        asked = {"id": "one", "groups": GROUPS, "sampling": SAMPLING, "stream": False}
+        async with client.post(self.url + "/v1/rollouts", json=asked) as response:
+            assert response.status == 202, await response.text()
+
+    async def read(self, client: aiohttp.ClientSession) -> bool:
+        """Read on from the cursor, as far as it goes. True at the end."""
+        try:
+            async with client.get(f"{self.url}/v1/rollouts/one?cursor={self.cursor}") as response:
+                assert response.status == 200, await response.text()
+                await response.content.readline()
+                while line := await response.content.readline():
+                    [event] = lines(line)
+                    self.events.append(event)
+                    self.cursor = event["cursor"]
+        except aiohttp.ClientError:
+            return False
+        return bool(self.events) and self.events[-1]["type"] == "end"
+
+
+async def test_a_kill_loses_no_written_token_and_delivers_nothing_twice(engine: SimReplica, tmp_path: Path) -> None:
+    kills = Kills(engine, tmp_path)
+    try:
+        async with aiohttp.ClientSession() as client:
+            await kills.gateway.serve(client)
+            engine.scheduler.stall(after=30)
+            await kills.submit(client)
+            async with asyncio.timeout(60):
+                while len(engine.scheduler.stalled) < 8:  # its batch
+                    await asyncio.sleep(0.01)
+            reading = asyncio.create_task(kills.read(client))
+            await written(kills.url, client)
+            kills.gateway.kill()
+            assert not await reading
+            async with asyncio.timeout(20):
+                while engine.scheduler.stalled:  # it works for the dead gateway until it notices
+                    await asyncio.sleep(0.01)
+            engine.hurry()
+            await kills.gateway.serve(client)
+            assert await kills.read(client)
+    finally:
+        kills.gateway.kill()
+    assert sorted(samples(kills.events)) == [(group, sample) for group in range(6) for sample in range(2)]
+    for sample in of_type(kills.events, "sample"):
+        assert len(sample["token_ids"]) == len(sample["logprobs"]) == LENGTH
+        assert sample["weight_versions"] == [{"version": 0, "start": 0, "end": LENGTH}]
+    assert engine.generated_tokens <= 12 * LENGTH + 8 * 4  # a chunk of each sample may have been on its way
+
+
+async def test_kills_at_any_moment_lose_nothing_and_deliver_nothing_twice(engine: SimReplica, tmp_path: Path) -> None:
+    kills = Kills(engine, tmp_path)
+    try:
+        async with aiohttp.ClientSession() as client:
+            await kills.gateway.serve(client)
+            engine.scheduler.stall(after=7)
+            await kills.submit(client)
+            for after in (20, 40):
+                reading = asyncio.create_task(kills.read(client))
+                async with asyncio.timeout(60):
+                    while not engine.scheduler.stalled:
+                        await asyncio.sleep(0.003)
+                kills.gateway.kill()
+                assert not await reading
+                engine.scheduler.go_on()
+                engine.scheduler.stall(after=after)
+                await kills.gateway.serve(client)
+            engine.hurry()
+            assert await kills.read(client)
+    finally:
+        kills.gateway.kill()
+    assert sorted(samples(kills.events)) == [(group, sample) for group in range(6) for sample in range(2)]
+    assert all(len(sample["token_ids"]) == LENGTH for sample in of_type(kills.events, "sample"))
+    assert set(outcomes(kills.events).values()) == {"delivered"}
+
+
+async def test_events_are_the_same_after_a_restart(start_rig: StartRig, kept_rig: Rig) -> None:
+    events = await submitted(kept_rig, [GROUP | {"n": 2}, {"prompt": "abc"}], id="one")
+    assert events[0]["durable"]
+    again = await restarted(start_rig, kept_rig)
+    assert (await read(again, "one"))[1:] == events[1:]
+    assert (await read(again, "one", events[2]["cursor"]))[1:] == events[3:]
+
+
+async def test_a_replay_joins_over_a_restart(start_rig: StartRig, kept_rig: Rig) -> None:
+    events = await submitted(kept_rig, [GROUP | {"n": 2}], id="one")
+    made = sum(replica.generated_tokens for replica in kept_rig.replicas)
+    again = await restarted(start_rig, kept_rig)
+    assert (await submitted(again, [GROUP | {"n": 2}], id="one"))[1:] == events[1:]
+    assert (await again.post("/v1/rollouts", body([GROUP | {"n": 3}], id="one")))[0] == 409
+    assert sum(replica.generated_tokens for replica in kept_rig.replicas) == made
+
+
+async def test_acks_hold_over_a_restart(start_rig: StartRig, kept_rig: Rig) -> None:
+    first = await submitted(kept_rig, [GROUP | {"n": 2}], id="first")
+    second = await submitted(kept_rig, id="second")
+    await ack(kept_rig, "first", first[2]["cursor"])
+    await ack(kept_rig, "second", second[-1]["cursor"])
+    again = await restarted(start_rig, kept_rig)
+    assert (await read(again, "first"))[1:] == first[3:]
+    [head] = await submitted(again, id="second")
+    assert (head["ended"], head["cursor"]) == (True, second[-1]["cursor"])
+
+
+async def test_a_sample_that_was_acked_is_not_made_again(start_rig: StartRig, kept_rig: Rig) -> None:
+    group = GROUP | {"sampling": {"max_tokens": 4}}
+    await detached(kept_rig, "one", [group, GROUP])
+    await kept_rig.begun(samples=1)
+    async with kept_rig.client.get(kept_rig.url + "/v1/rollouts/one") as response:
+        await response.content.readline()
+        [sample] = lines(await response.content.readline())
+    await ack(kept_rig, "one", sample["cursor"])
+    await written(kept_rig.url, kept_rig.client)
+    again = await restarted(start_rig, kept_rig)
+    again.hurry()
+    events = await read(again, "one")
+    assert samples(events) == [(1, 0)]
+    assert outcomes(events) == {0: "delivered", 1: "delivered"}
+
+
+async def test_a_text_prompt_goes_on_from_its_tokens(start_rig: StartRig, kept_rig: Rig) -> None:
+    group = {"prompt": "abc", "sampling": {"temperature": 0}}
+    [whole] = of_type(await submitted(kept_rig, [group]), "sample")
+    made = sum(replica.generated_tokens for replica in kept_rig.replicas)
+    await detached(kept_rig, "one", [group])
+    await kept_rig.begun(samples=1)
+    await written(kept_rig.url, kept_rig.client)
+    again = await restarted(start_rig, kept_rig)
+    again.hurry()
+    events = await read(again, "one")
+    [sample] = of_type(events, "sample")
+    assert sample["token_ids"] == whole["token_ids"]
+    assert of_type(events, "group")[0]["prompt_token_ids"]
+    assert sum(replica.generated_tokens for replica in kept_rig.replicas) - made == 8
+
+
+async def test_tokens_of_two_versions_keep_their_spans_over_a_restart(start_rig: StartRig, kept_rig: Rig) -> None:
+    await kept_rig.open_group()
+    await detached(kept_rig, "one")
+    await kept_rig.begun(samples=1, tokens=4)
+    await written(kept_rig.url, kept_rig.client)
+    await kept_rig.stop_gateway()
+    for replica in kept_rig.replicas:
+        replica.label(1)
+    again = await restarted(start_rig, kept_rig)
+    again.hurry()
+    [sample] = of_type(await read(again, "one"), "sample")
+    spans = [(span["version"], span["start"], span["end"]) for span in sample["weight_versions"]]
+    assert spans[0] == (0, 0, 4)
+    assert spans[-1][2] == 8
+
+
+async def test_a_suspended_group_outlives_a_restart_and_is_taken_once(start_rig: StartRig, kept_rig: Rig) -> None:
+    group = GROUP | {"deadline_s": 1.0, "on_deadline": "resume"}
+    asking = asyncio.create_task(submitted(kept_rig, [group], id="first"))
+    await kept_rig.begun(samples=1, tokens=6)
+    events = await asking
+    await ack(kept_rig, "first", events[-1]["cursor"])
+    again = await restarted(start_rig, kept_rig)
+    again.hurry()
+    resume: Json = {"resume": {"id": "first", "group": 0}}
+    await detached(again, "second", [resume])
+    once_more = await restarted(start_rig, again)
+    assert samples(await read(once_more, "second")) == [(0, 0)]
+    assert (await once_more.post("/v1/rollouts", body([resume], id="third")))[0] in (400, 404)
+
+
+async def test_a_cancelled_group_stays_cancelled(start_rig: StartRig, kept_rig: Rig) -> None:
+    await detached(kept_rig, "one")
+    await kept_rig.begun(samples=1)
+    async with kept_rig.client.delete(kept_rig.url + "/v1/rollouts/one") as response:
+        assert response.status == 200
+    assert outcomes(await read(kept_rig, "one")) == {0: "cancelled"}
+    again = await restarted(start_rig, kept_rig)
+    assert outcomes(await read(again, "one")) == {0: "cancelled"}
+
+
+async def test_a_kill_right_after_a_cancellation_brings_nothing_back(
+    start_rig: StartRig, kept_rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "_LINGER_S", 0.3)
+    submitting = asyncio.create_task(detached(kept_rig, "one", GROUPS))
+    await kept_rig.begun(samples=12)
+    await submitting
+    async with kept_rig.client.delete(kept_rig.url + "/v1/rollouts/one") as response:
+        assert response.status == 200
+    left = tmp_path / "left"  # the file as a kill leaves it
+    left.mkdir()
+    for name in ("ledger.sqlite", "ledger.sqlite-wal"):
+        (left / name).write_bytes((tmp_path / name).read_bytes())
+    await kept_rig.stop_gateway()
+    again = await start_rig(2, replicas=kept_rig.replicas, gateway={"ledger": str(left / "ledger.sqlite")})
+    again.hurry()
+    assert outcomes(await read(again, "one")) == dict.fromkeys(range(6), "cancelled")
+
+
+async def test_a_deadline_that_passed_during_the_restart_ends_the_group(start_rig: StartRig, kept_rig: Rig) -> None:
+    group = GROUP | {"deadline_s": 0.5, "on_deadline": "return_partial"}
+    await detached(kept_rig, "one", [group])
+    await kept_rig.begun(samples=1, tokens=6)
+    await written(kept_rig.url, kept_rig.client)
+    await kept_rig.stop_gateway()
+    await asyncio.sleep(0.5)  # the deadline itself
+    again = await restarted(start_rig, kept_rig)
+    events = await read(again, "one")
+    assert outcomes(events) == {0: "partial"}
+    assert [len(sample["token_ids"]) for sample in of_type(events, "sample")] == [6]
+
+
+async def test_without_a_ledger_a_restart_loses_submissions_and_says_so(start_rig: StartRig) -> None:
+    rig = await start_rig(2)
+    events = await submitted(rig, id="one")
+    assert not events[0]["durable"]
+    again = await restarted(start_rig, rig)
+    status, error = await again.get("/v1/rollouts/one")
+    assert (status, "gateway.ledger" in error["error"]["message"]) == (404, True)
+
+
+async def test_a_ledger_that_is_locked_at_the_start_is_brought_back_once_it_opens(
+    start_rig: StartRig, kept_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway before it has not ended yet; meanwhile clients submit."""
+    monkeypatch.setattr(shared, "_RETRY_S", 0.0)
+    monkeypatch.setattr(ledger_module, "_LOCKED_S", 0.0)
+    before = await submitted(kept_rig, id="one")
+    submitting = asyncio.gather(detached(kept_rig, "two", GROUPS), detached(kept_rig, "three"))
+    await kept_rig.begun(samples=13)
+    await submitting
+    await kept_rig.stop_gateway()
+    gateway = kept_rig.config.gateway.model_dump(include={"ledger"})
+    holder = LedgerFile(Path(str(gateway["ledger"])), 1 << 20)
+    try:
+        again = await start_rig(2, replicas=kept_rig.replicas, gateway=gateway)
+        again.hurry()
+        status, error = await again.get("/v1/rollouts/one")
+        assert (status, "another process has it open" in error["error"]["message"]) == (504, True)
+        here = [await submitted(again, id=name) for name in ("three", "four")]
+    finally:
+        holder.close()
+    async with asyncio.timeout(20):
+        while not (await again.get("/status"))[1]["ledger"]["durable"]:
+            await asyncio.sleep(0.02)
+    last = await restarted(start_rig, again)
+    last.hurry()
+    assert (await read(last, "one"))[1:] == before[1:]
+    assert sorted(samples(await read(last, "two"))) == [(group, sample) for group in range(6) for sample in range(2)]
+    assert [(await read(last, name))[1:] for name in ("three", "four")] == [events[1:] for events in here]

@@ -1,0 +1,525 @@
+"""POST /v1/rollouts over simulated engines: delivery, cursors, deadlines, joins, cancellation, keys."""
+
+import asyncio
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.rigs.rig import Json, Rig, StartRig
+from tests.rigs.submissions import (
+    GROUP,
+    ack,
+    body,
+    detached,
+    lines,
+    of_type,
+    outcomes,
+    read,
+    samples,
+    submitted,
+)
+
+SLOW = {"decode_step_s": 0.01}
+
+
+async def idle(rig: Rig) -> None:
+    """Return when no engine has work."""
+    async with asyncio.timeout(20):
+        while any(replica.load_samples for replica in rig.fleet.replicas):
+            await asyncio.sleep(0.01)
+
+
+async def ended(rig: Rig, name: str) -> None:
+    async with asyncio.timeout(20):
+        while not (await rig.post(f"/v1/rollouts/{name}/ack", {"cursor": 0}))[1]["ended"]:
+            await asyncio.sleep(0.01)
+
+
+async def test_each_sample_comes_once_and_groups_end_after_theirs(rig: Rig) -> None:
+    events = await submitted(rig, [GROUP | {"n": 3}, {"prompt": "abc", "n": 2}])
+    head, *rest, end = events
+    assert (head["type"], head["groups"], end["type"]) == ("submission", 2, "end")
+    assert sorted(samples(rest)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert outcomes(rest) == {0: "delivered", 1: "delivered"}
+    places = {event["group"]: place for place, event in enumerate(rest) if event["type"] == "group"}
+    assert all(place <= places[event["group"]] for place, event in enumerate(rest))
+    cursors = [event["cursor"] for event in events]
+    assert cursors == sorted(set(cursors))
+
+
+async def test_a_sample_is_that_of_the_same_completion(rig: Rig) -> None:
+    reply = await rig.complete([[5, 6, 7]], logprobs=0, temperature=0, ignore_eos=True)
+    [choice] = reply["choices"]
+    [sample] = of_type(await submitted(rig, [GROUP | {"sampling": {"temperature": 0}}]), "sample")
+    assert (sample["token_ids"], sample["text"]) == (choice["token_ids"], choice["text"])
+    assert sample["logprobs"] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-6)
+    assert sample["weight_versions"] == choice["weight_versions"] == [{"version": 0, "start": 0, "end": 8}]
+    assert (sample["finish_reason"], sample["kv_versions"]) == ("length", [0])
+
+
+async def test_a_conversation_is_rendered_and_its_prompt_is_reported(rig: Rig) -> None:
+    message = {"role": "user", "content": "hi"}
+    _, rendered = await rig.post("/v1/chat/completions/render", {"model": "sim", "messages": [message]})
+    events = await submitted(rig, [{"messages": [message]}])
+    assert of_type(events, "group")[0]["prompt_token_ids"] == rendered["token_ids"]
+
+
+async def test_a_conversation_waits_for_a_replica_that_renders_it(start_rig: StartRig) -> None:
+    rig = await start_rig(1)
+    await rig.replicas[0].kill()
+    await rig.until({})
+    await detached(rig, "one", [{"messages": [{"role": "user", "content": "hello"}]}])
+    await rig.add_replica("engine-0")
+    async with asyncio.timeout(20):
+        assert outcomes(await read(rig, "one")) == {0: "delivered"}
+
+
+async def test_need_of_n_ends_the_others_on_their_engines(start_rig: StartRig) -> None:
+    rig = await start_rig(1, sim=SLOW)
+    sampling = {"max_tokens": 100, "ignore_eos": False}
+    group = GROUP | {"n": 8, "need": 2, "sampling": sampling}
+    events = await submitted(rig, [group])
+    assert outcomes(events) == {0: "delivered"}
+    assert 2 <= len(samples(events)) < 8
+    await idle(rig)
+
+
+@pytest.mark.parametrize(
+    ("on_deadline", "outcome", "delivered"),
+    [("cancel", "expired", []), ("return_partial", "partial", [6, 6]), ("resume", "suspended", [])],
+)
+async def test_a_deadline_ends_open_samples_as_asked(
+    rig: Rig, on_deadline: str, outcome: str, delivered: list[int]
+) -> None:
+    group = GROUP | {"n": 2, "deadline_s": 1.0, "on_deadline": on_deadline}
+    asking = asyncio.create_task(submitted(rig, [group]))
+    await rig.begun(samples=2, tokens=6)
+    events = await asking
+    assert outcomes(events) == {0: outcome}
+    found = of_type(events, "sample")
+    assert [len(sample["token_ids"]) for sample in found] == delivered
+    assert all(sample["finish_reason"] == "deadline" for sample in found)
+    assert all(sample["weight_versions"] == [{"version": 0, "start": 0, "end": 6}] for sample in found)
+    await idle(rig)
+
+
+async def test_a_suspended_group_goes_on_from_its_tokens_once(rig: Rig) -> None:
+    whole = of_type(await submitted(rig, [GROUP | {"sampling": {"temperature": 0}}]), "sample")[0]
+    group = GROUP | {"deadline_s": 1.0, "on_deadline": "resume", "sampling": {"temperature": 0}}
+    asking = asyncio.create_task(submitted(rig, [group], id="first"))
+    await rig.begun(samples=1, tokens=6)
+    [event] = of_type(await asking, "group")
+    assert event["open"] == {"0": 6}
+    made = sum(replica.generated_tokens for replica in rig.replicas)
+    rig.hurry()
+    resume: Json = {"resume": {"id": "first", "group": 0}}
+    events = await submitted(rig, [resume], id="second")
+    [sample] = of_type(events, "sample")
+    assert (sample["token_ids"], sample["weight_versions"]) == (whole["token_ids"], whole["weight_versions"])
+    assert sample["logprobs"] == pytest.approx(whole["logprobs"])
+    assert sum(replica.generated_tokens for replica in rig.replicas) - made == 2
+    status, error = await rig.post("/v1/rollouts", body([resume], id="third"))
+    assert (status, error["error"]["param"]) == (400, "groups[0].resume")
+    assert "taken" in error["error"]["message"]
+
+
+async def test_a_replay_of_the_same_id_joins_and_nothing_is_made_twice(rig: Rig) -> None:
+    asking = [asyncio.create_task(submitted(rig, [GROUP | {"n": 2}], id="one")) for _ in range(3)]
+    first, *others = await asyncio.gather(*asking)
+    assert [events[1:] for events in others] == [first[1:]] * 2
+    assert await submitted(rig, [GROUP | {"n": 2}], id="one") != []
+    assert sum(replica.generated_tokens for replica in rig.replicas) == 16
+
+
+async def test_an_id_with_other_groups_is_refused(rig: Rig) -> None:
+    await submitted(rig, id="one")
+    status, error = await rig.post("/v1/rollouts", body([GROUP | {"n": 2}], id="one"))
+    assert (status, error["error"]["type"], error["error"]["param"]) == (409, "IdTaken", "id")
+
+
+async def test_reading_goes_on_after_any_cursor(rig: Rig) -> None:
+    events = (await submitted(rig, [GROUP | {"n": 2}, GROUP], id="one"))[1:]
+    for place, event in enumerate(events):
+        assert (await read(rig, "one", event["cursor"]))[1:] == events[place + 1 :]
+    assert (await read(rig, "one"))[1:] == events
+
+
+async def test_a_cursor_of_no_event_is_refused(rig: Rig) -> None:
+    events = await submitted(rig, id="one")
+    last = events[-1]["cursor"]
+    for cursor in (last + 1, 7):
+        status, error = await rig.get(f"/v1/rollouts/one?cursor={cursor}")
+        assert (status, error["error"]["type"]) == (409, "UnknownCursor")
+        status, error = await rig.post("/v1/rollouts/one/ack", {"cursor": cursor})
+        assert (status, error["error"]["type"]) == (409, "UnknownCursor")
+
+
+async def test_what_was_acked_is_freed_and_the_rest_is_read_from_there(rig: Rig) -> None:
+    events = await submitted(rig, [GROUP | {"n": 2}], id="one")
+    cursor = events[1]["cursor"]
+    assert (await ack(rig, "one", cursor))["cursor"] == cursor
+    assert (await ack(rig, "one", 0))["cursor"] == cursor
+    assert (await read(rig, "one"))[1:] == events[2:]
+    assert (await submitted(rig, [GROUP | {"n": 2}], id="one"))[1:] == events[2:]
+    status, error = await rig.get("/v1/rollouts/one?cursor=0")
+    assert (status, error["error"]["param"]) == (400, "cursor")
+
+
+async def test_a_submission_that_was_acked_is_not_made_again(rig: Rig) -> None:
+    events = await submitted(rig, id="one")
+    made = sum(replica.generated_tokens for replica in rig.replicas)
+    assert (await ack(rig, "one", events[-1]["cursor"]))["ended"]
+    [head] = await submitted(rig, id="one")
+    assert (head["ended"], head["cursor"]) == (True, events[-1]["cursor"])
+    assert sum(replica.generated_tokens for replica in rig.replicas) == made
+    assert (await rig.get("/status"))[1]["ledger"]["kept_bytes"] == 0
+
+
+async def test_a_client_that_leaves_finds_all_that_was_made(rig: Rig) -> None:
+    request = rig.client.post(rig.url + "/v1/rollouts", json=body([GROUP | {"n": 2}], id="one"))
+    async with request as response:
+        await response.content.readline()
+        await rig.begun(samples=2)
+    rig.hurry()
+    assert sorted(samples(await read(rig, "one"))) == [(0, 0), (0, 1)]
+
+
+async def test_a_client_may_leave_at_once(rig: Rig) -> None:
+    head = await detached(rig, "one")
+    assert (head["id"], head["ended"]) == ("one", False)
+    assert samples(await read(rig, "one")) == [(0, 0)]
+
+
+async def test_a_cancelled_submission_ends_on_the_engines_and_keeps_what_ended(rig: Rig) -> None:
+    await detached(rig, "one", [GROUP | {"sampling": {"max_tokens": 2}}, GROUP])
+    await rig.begun(samples=1, tokens=6)
+    async with rig.client.delete(rig.url + "/v1/rollouts/one") as response:
+        assert response.status == 200
+    events = await read(rig, "one")
+    assert samples(events) == [(0, 0)]
+    assert outcomes(events) == {0: "delivered", 1: "cancelled"}
+    await idle(rig)
+
+
+async def test_single_groups_are_cancelled(rig: Rig) -> None:
+    await detached(rig, "one", [GROUP, GROUP])
+    await rig.begun(samples=2)
+    async with rig.client.delete(rig.url + "/v1/rollouts/one", json={"groups": [1]}) as response:
+        assert response.status == 200
+    rig.hurry()
+    assert outcomes(await read(rig, "one")) == {0: "delivered", 1: "cancelled"}
+    async with rig.client.delete(rig.url + "/v1/rollouts/one", json={"groups": [2]}) as response:
+        assert (response.status, (await response.json())["error"]["param"]) == (400, "groups")
+
+
+async def test_a_submission_belongs_to_its_key(start_rig: StartRig) -> None:
+    keys = {"inference_keys": ["mine", "yours"], "admin_keys": ["owner"], "trusted_networks": []}
+    rig = await start_rig(1, gateway=keys)
+    mine, yours = ({"Authorization": f"Bearer {key}"} for key in ("mine", "yours"))
+    assert (await rig.post("/v1/rollouts", body(id="one")))[0] == 401
+    assert (await rig.post("/v1/rollouts", body(id="one", stream=False), headers=mine))[0] == 202
+    status, error = await rig.get("/v1/rollouts/one", headers=yours)
+    assert (status, error["error"]["type"]) == (404, "NotFoundError")
+    assert (await rig.post("/v1/rollouts", body([GROUP | {"n": 2}], id="one", stream=False), headers=yours))[0] == 202
+
+
+async def test_a_key_in_the_place_of_a_removed_one_has_nothing_of_it(start_rig: StartRig, tmp_path: Path) -> None:
+    ledger = str(tmp_path / "ledger.sqlite")
+    keys = {"inference_keys": ["mine", "yours"], "admin_keys": ["owner"], "trusted_networks": [], "ledger": ledger}
+    rig = await start_rig(1, gateway=keys)
+    mine, yours = ({"Authorization": f"Bearer {key}"} for key in ("mine", "yours"))
+    for name, headers in (("one", mine), ("two", yours)):
+        assert (await rig.post("/v1/rollouts", body(id=name, stream=False), headers=headers))[0] == 202
+    await rig.stop_gateway()
+    again = await start_rig(1, replicas=rig.replicas, gateway=keys | {"inference_keys": ["yours"]})
+    status = [(await again.get(f"/v1/rollouts/{name}?explain=true", headers=yours))[0] for name in ("one", "two")]
+    assert status == [404, 200]
+
+
+async def test_another_key_neither_sees_nor_ends_the_rollouts_of_an_equal_id(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"inference_keys": ["mine", "yours"], "admin_keys": ["owner"], "trusted_networks": []}
+    rig = await start_rig(1, gateway=keys)
+    mine, yours = ({"Authorization": f"Bearer {key}"} for key in ("mine", "yours"))
+    sending = asyncio.create_task(rig.post("/v1/rollouts", body([GROUP] * 40, id="one-1", stream=False), headers=mine))
+    await rig.begun(samples=8)
+    await sending
+    for name in ("one-1", "one"):
+        assert (await rig.post("/v1/rollouts", body(id=name, stream=False), headers=yours))[0] == 202
+    async with asyncio.timeout(20):
+        while (await rig.get("/status", headers=mine))[1]["queue_length"] < 10:
+            await asyncio.sleep(0.02)
+    assert [await _placed(rig, name, yours) for name in ("one-1", "one")] == [["one-1-0"], ["one-0"]]
+    [replica] = rig.fleet.replicas
+    able = replace(replica.info, capabilities=replica.info.capabilities | {"/inference/v1/abort_requests"})
+    monkeypatch.setattr(replica, "info", able)
+    ids = [f"one-1-{group}" for group in range(40)]
+    status, _ = await rig.post("/inference/v1/abort_requests", {"request_ids": ids}, headers=yours)
+    assert status == 200
+    rig.hurry()
+    async with rig.client.get(f"{rig.url}/v1/rollouts/one-1", headers=mine) as response:
+        assert outcomes(lines(await response.read())) == dict.fromkeys(range(40), "delivered")
+    assert await _placed(rig, "one-1", mine) == [f"one-1-{group}" for group in range(40)]
+
+
+async def _placed(rig: Rig, name: str, headers: dict[str, str]) -> list[str]:
+    """Rollouts of a submission whose placement the key may see."""
+    status, head = await rig.get(f"/v1/rollouts/{name}?explain=true", headers=headers)
+    assert status == 200, head
+    return [rollout["rollout"] for rollout in head["rollouts"]]
+
+
+async def test_tokens_of_a_submission_count_against_its_key(start_rig: StartRig) -> None:
+    limits = {"key_limits": {"tokens_per_minute": 10}, "inference_keys": ["mine"], "admin_keys": ["owner"]}
+    rig = await start_rig(1, gateway=limits | {"trusted_networks": []})
+    mine = {"Authorization": "Bearer mine"}
+    async with rig.client.post(rig.url + "/v1/rollouts", json=body(id="one"), headers=mine) as response:
+        assert len(lines(await response.read())) == 4
+    assert (await rig.post("/v1/rollouts", body(id="two"), headers=mine))[0] == 429
+
+
+def frames(content: bytes) -> Iterator[Json]:
+    while content:
+        mark, length = struct.unpack_from(">BI", content)
+        assert mark == 0xCE
+        yield msgspec.msgpack.decode(content[5 : 5 + length])
+        content = content[5 + length :]
+
+
+async def test_msgpack_has_the_same_events_with_arrays_as_bytes(rig: Rig) -> None:
+    lined = await submitted(rig, [{"prompt": "abc"}], id="one")
+    async with rig.client.get(rig.url + "/v1/rollouts/one", headers={"Accept": "application/msgpack"}) as response:
+        packed = list(frames(await response.read()))
+    for event in packed:
+        for name, dtype in (("token_ids", "<i4"), ("prompt_token_ids", "<i4"), ("logprobs", "<f4")):
+            if name in event:
+                event[name] = pytest.approx(np.frombuffer(event[name], dtype).tolist())
+    assert lined[1:] == packed[1:]
+
+
+async def test_a_msgpack_body_may_have_prompts_as_bytes(rig: Rig) -> None:
+    first = await submitted(rig, id="one")
+    asked = msgspec.msgpack.encode(body([{"prompt": np.asarray([5, 6, 7], "<i4").tobytes()}], id="one"))
+    headers = {"Content-Type": "application/msgpack"}
+    async with rig.client.post(rig.url + "/v1/rollouts", data=asked, headers=headers) as response:
+        assert lines(await response.read())[1:] == first[1:]
+
+
+BAD: list[tuple[Any, str]] = [
+    ({"groups": []}, "groups"),
+    ({"groups": None}, "groups"),
+    ({"groups": 7}, "groups"),
+    ({"groups": ["a"]}, "groups[0]"),
+    ({"groups": [{}]}, "groups[0].prompt"),
+    ({"groups": [{"prompt": "a", "messages": []}]}, "groups[0].prompt"),
+    ({"groups": [{"prompt": []}]}, "groups[0].prompt"),
+    ({"groups": [{"prompt": ""}]}, "groups[0].prompt"),
+    ({"groups": [{"prompt": [1.5]}]}, "groups[0].prompt"),
+    ({"groups": [{"prompt": [True]}]}, "groups[0].prompt"),
+    ({"groups": [{"prompt": [1] * 128}]}, "groups[0].prompt"),
+    ({"groups": [{"messages": "hi"}]}, "groups[0].messages"),
+    ({"groups": [{"messages": ["hi"]}]}, "groups[0].messages"),
+    ({"groups": [{"promt": "a"}]}, "groups[0].promt"),
+    ({"groups": [GROUP, GROUP | {"n": 0}]}, "groups[1].n"),
+    ({"groups": [GROUP | {"n": 1.0}]}, "groups[0].n"),
+    ({"groups": [GROUP | {"n": True}]}, "groups[0].n"),
+    ({"groups": [GROUP | {"n": 2000}]}, "groups[0].n"),
+    ({"groups": [GROUP | {"n": 2, "need": 3}]}, "groups[0].need"),
+    ({"groups": [GROUP | {"need": "1"}]}, "groups[0].need"),
+    ({"groups": [GROUP | {"deadline_s": 0}]}, "groups[0].deadline_s"),
+    ({"groups": [GROUP | {"deadline_s": "1"}]}, "groups[0].deadline_s"),
+    ({"groups": [GROUP | {"deadline_s": 1e99}]}, "groups[0].deadline_s"),
+    ({"groups": [GROUP | {"on_deadline": "stop"}]}, "groups[0].on_deadline"),
+    ({"groups": [GROUP | {"on_deadline": []}]}, "groups[0].on_deadline"),
+    ({"groups": [GROUP | {"sampling": [1]}]}, "groups[0].sampling"),
+    ({"groups": [GROUP | {"sampling": {"stream": True}}]}, "groups[0].sampling.stream"),
+    ({"groups": [GROUP | {"sampling": {"logprobs": 5}}]}, "groups[0].sampling.logprobs"),
+    ({"groups": [GROUP | {"sampling": {"max_tokens": 0}}]}, "groups[0].max_tokens"),
+    ({"groups": [GROUP | {"sampling": {"temperature": "warm"}}]}, "groups[0].temperature"),
+    ({"groups": [GROUP | {"min_version": -1}]}, "groups[0].min_version"),
+    ({"groups": [GROUP | {"max_staleness": "1"}]}, "groups[0].max_staleness"),
+    ({"groups": [GROUP | {"priority": 0.5}]}, "groups[0].priority"),
+    ({"groups": [GROUP | {"priority": 10**7}]}, "groups[0].priority"),
+    ({"groups": [GROUP | {"session_id": 7}]}, "groups[0].session_id"),
+    ({"groups": [GROUP | {"parent": "a"}]}, "groups[0].parent"),
+    ({"groups": [GROUP | {"parent": {"id": "a", "group": 0}}]}, "groups[0].parent.sample"),
+    ({"groups": [GROUP | {"model": 7}]}, "groups[0].model"),
+    ({"groups": [GROUP | {"model": "unknown"}]}, "groups[0].model"),
+    ({"groups": [{"resume": {"id": "none", "group": 0}}]}, "id"),
+    ({"groups": [{"resume": {"id": "none"}}]}, "groups[0].resume.group"),
+    ({"groups": [{"resume": {"id": "none", "group": 0}, "n": 2}]}, "groups[0].n"),
+    ({"groups": [GROUP], "id": ""}, "id"),
+    ({"groups": [GROUP], "id": "a/b"}, "id"),
+    ({"groups": [GROUP], "id": "."}, "id"),
+    ({"groups": [GROUP], "id": "{a}"}, "id"),
+    ({"groups": [GROUP], "id": "a" * 257}, "id"),
+    ({"groups": [GROUP], "id": "\u00e9"}, "id"),
+    ({"groups": [GROUP], "id": 7}, "id"),
+    ({"groups": [GROUP], "stream": "no"}, "stream"),
+    ({"groups": [GROUP], "nn": 2}, "nn"),
+]
+
+
+@pytest.mark.parametrize(("sent", "param"), BAD)
+async def test_a_bad_field_is_named_and_nothing_begins(rig: Rig, sent: Json, param: str) -> None:
+    status, error = await rig.post("/v1/rollouts", sent)
+    assert status in (400, 404), error
+    assert error["error"]["param"] == param, error
+    assert (await rig.get("/status"))[1]["ledger"]["submissions"] == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"\xc1", b"\x81\xa1a", b"\x93\x01\x02\x03", b"\x91" * 5000])
+async def test_a_body_that_is_no_msgpack_object_is_refused(rig: Rig, content: bytes) -> None:
+    headers = {"Content-Type": "application/msgpack"}
+    async with rig.client.post(rig.url + "/v1/rollouts", data=content, headers=headers) as response:
+        assert response.status == 400
+
+
+async def test_a_form_that_nobody_writes_is_refused(rig: Rig) -> None:
+    status, error = await rig.post("/v1/rollouts", body(), headers={"Accept": "text/html"})
+    assert (status, "application/x-ndjson" in error["error"]["message"]) == (400, True)
+
+
+async def test_one_group_fails_alone(rig: Rig) -> None:
+    for replica in rig.replicas:
+        replica.inject(deadly_prompt="[66, 6, 6]", status=None)
+    await rig.replicas[0].kill()
+    events = await submitted(rig, [{"messages": [{"role": "user"}], "chat_template_kwargs": {"a": 1}}, GROUP])
+    assert outcomes(events)[1] == "delivered"
+
+
+async def test_engines_that_fail_end_a_group_with_their_error(rig: Rig) -> None:
+    for replica in rig.replicas:
+        replica.inject(status=500)
+    events = await submitted(rig)
+    [group] = of_type(events, "group")
+    assert (group["outcome"], group["error"]["code"], bool(group["error"]["replica_id"])) == ("failed", 502, True)
+
+
+async def test_a_refusal_of_the_engine_is_the_groups_error(rig: Rig) -> None:
+    for replica in rig.replicas:
+        replica.inject(status=422)
+    [group] = of_type(await submitted(rig), "group")
+    assert (group["outcome"], group["error"]["code"]) == ("failed", 422)
+
+
+async def test_a_death_costs_a_group_no_token(rig: Rig) -> None:
+    whole = of_type(await submitted(rig, [GROUP | {"sampling": {"temperature": 0}}]), "sample")[0]
+    asking = asyncio.create_task(submitted(rig, [GROUP | {"sampling": {"temperature": 0}}], id="one"))
+    await rig.begun(samples=1, tokens=6)
+    busy = next(one for one in rig.replicas if one.scheduler.stalled)
+    await busy.kill()
+    rig.hurry()
+    [sample] = of_type(await asking, "sample")
+    assert sample["token_ids"] == whole["token_ids"]
+    assert sample["weight_versions"] == [{"version": 0, "start": 0, "end": 8}]
+
+
+async def test_a_group_whose_fields_restart_is_made_again_after_a_death(rig: Rig) -> None:
+    sampling = {"temperature": 0, "stop": ["never"]}
+    asking = asyncio.create_task(submitted(rig, [GROUP | {"sampling": sampling}], id="one"))
+    await rig.begun(samples=1, tokens=6)
+    busy = next(one for one in rig.replicas if one.scheduler.stalled)
+    await busy.kill()
+    rig.hurry()
+    [sample] = of_type(await asking, "sample")
+    assert (len(sample["token_ids"]), "resumed" in sample) == (8, False)
+
+
+async def test_need_of_n_holds_for_groups_whose_fields_restart(start_rig: StartRig) -> None:
+    rig = await start_rig(1, sim=SLOW)
+    sampling = {"max_tokens": 100, "ignore_eos": False, "stop": ["never"]}
+    events = await submitted(rig, [GROUP | {"n": 8, "need": 2, "sampling": sampling}])
+    assert outcomes(events) == {0: "delivered"}
+    assert 2 <= len(samples(events)) < 8
+    await idle(rig)
+
+
+async def test_an_engine_that_contradicts_itself_is_asked_no_more(rig: Rig) -> None:
+    rig.replicas[0].inject(contradicting_spans=True)
+    events = await submitted(rig, [GROUP | {"n": 2}] * 4)
+    assert set(outcomes(events).values()) == {"delivered"}
+    assert len(set(samples(events))) == len(samples(events)) == 8
+
+
+async def test_an_update_that_cuts_off_leaves_spans_of_both_versions(start_rig: StartRig) -> None:
+    rig = await start_rig(2, weights={"in_flight": "abort"})
+    await rig.open_group()
+    await detached(rig, "one", [GROUP | {"n": 2}])
+    await rig.begun(samples=2, tokens=4)
+    await rig.update()
+    rig.hurry()
+    for sample in of_type(await read(rig, "one"), "sample"):
+        spans = [(span["version"], span["start"], span["end"]) for span in sample["weight_versions"]]
+        assert spans == [(0, 0, 4), (1, 4, 8)]
+        assert len(sample["token_ids"]) == len(sample["logprobs"]) == 8
+
+
+async def test_a_lower_priority_number_is_placed_first(start_rig: StartRig) -> None:
+    rig = await start_rig(1)
+    filling = asyncio.create_task(submitted(rig, [GROUP | {"n": 16}]))
+    await rig.begun(samples=8)
+    late = asyncio.create_task(submitted(rig, [GROUP | {"n": 16, "priority": 1}], id="late"))
+    async with asyncio.timeout(20):
+        while (await rig.get("/status"))[1]["queue_length"] < 1:
+            await asyncio.sleep(0.01)
+    early = asyncio.create_task(submitted(rig, [GROUP | {"n": 16, "priority": -1}], id="early"))
+    async with asyncio.timeout(20):
+        while (await rig.get("/status"))[1]["queue_length"] < 2:
+            await asyncio.sleep(0.01)
+    rig.go_on()
+    await filling
+    done, _ = await asyncio.wait({early, late}, return_when=asyncio.FIRST_COMPLETED)
+    assert early in done
+    await late
+
+
+async def test_a_submission_that_nobody_reads_is_cancelled(start_rig: StartRig) -> None:
+    rig = await start_rig(1, gateway={"submissions": {"abandoned_after_s": 0.5}})
+    await detached(rig, "one")
+    await rig.begun(samples=1)
+    await ended(rig, "one")
+    [group] = of_type(await read(rig, "one"), "group")
+    assert (group["outcome"], "abandoned_after_s" in group["error"]["message"]) == ("cancelled", True)
+
+
+async def test_ended_submissions_are_forgotten_beyond_the_bound_oldest_first(start_rig: StartRig) -> None:
+    rig = await start_rig(1, gateway={"submissions": {"max_bytes": 1500}})
+    for number in range(5):
+        await submitted(rig, [GROUP], id=f"s{number}")
+    async with asyncio.timeout(20):
+        while (await rig.get("/status"))[1]["ledger"]["kept_bytes"] > 1500:
+            await asyncio.sleep(0.05)
+    assert (await rig.get("/v1/rollouts/s0"))[0] == 404
+    assert samples(await read(rig, "s4")) == [(0, 0)]
+
+
+async def test_open_submissions_beyond_the_bound_refuse_new_ones(start_rig: StartRig) -> None:
+    rig = await start_rig(1, gateway={"submissions": {"max_bytes": 40}})
+    await detached(rig, "one")
+    await rig.begun(samples=1)
+    async with rig.client.post(rig.url + "/v1/rollouts", json=body(id="two")) as response:
+        assert (response.status, response.headers["Retry-After"]) == (429, "10")
+        assert "max_bytes" in (await response.json())["error"]["message"]
+
+
+async def test_sessions_stay_on_their_replica(rig: Rig) -> None:
+    for turn in range(4):
+        await submitted(rig, [{"prompt": [5] * (turn + 1), "session_id": "agent"}], id=f"turn-{turn}")
+    assert sorted(replica.placed for replica in rig.fleet.replicas) == [0, 4]
+
+
+async def test_the_metrics_count_what_was_delivered(rig: Rig) -> None:
+    await submitted(rig, [GROUP | {"n": 3}])
+    async with rig.client.get(rig.url + "/metrics") as response:
+        page = await response.text()
+    assert 'rollout_gateway_completion_tokens_total{model="sim"} 24.0' in page
+    assert 'rollout_gateway_prompt_tokens_total{model="sim"} 3.0' in page
+    assert 'rollout_gateway_completions_total{finish_reason="length",model="sim"} 3.0' in page

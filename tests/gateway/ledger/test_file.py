@@ -1,0 +1,183 @@
+"""The ledger's file: it gives back what was written, survives nothing that is damaged, and stays small."""
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.ledger.file import OF_GROUP, EventRow, LedgerFile, PartRow, SubmissionRow
+from gateway.ledger.moment import Moment
+
+MOMENT = Moment(1.0, "boot", 2.0)
+MAX_BYTES = 1 << 20
+
+
+def row(number: int, **fields: object) -> SubmissionRow:
+    return replace(SubmissionRow(number, "owner", f"id-{number}", b"d", b"[]", MOMENT), **fields)  # type: ignore[arg-type]
+
+
+def opened(path: Path, max_bytes: int = MAX_BYTES) -> LedgerFile:
+    file = LedgerFile(path, max_bytes)
+    file.begin()
+    return file
+
+
+def closed(file: LedgerFile) -> None:
+    file.commit()
+    file.close()
+
+
+def loaded(path: Path) -> list[SubmissionRow]:
+    file = opened(path)
+    rows = file.load()
+    closed(file)
+    return rows
+
+
+def event(cursor: int, group: int, sample: int, content: bytes | None = b"content") -> EventRow:
+    return EventRow(cursor, group, sample, "good", content)
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    part = PartRow(0, b"ids!", b"logp", "text", b"[]")
+    first = row(1, prompts={0: b"[5]"}, events=[event(7, 0, 0), event(8, 0, OF_GROUP)])
+    first.parts[1, 2].append(part)
+    file = opened(path)
+    file.add_submission(first)
+    file.add_submission(row(2))
+    file.grow(1, 1, 2, replace(part, start=4))
+    closed(file)
+    [one, other] = loaded(path)
+    assert (one.events, one.prompts, dict(one.parts)) == (
+        first.events, first.prompts, {(1, 2): [part, replace(part, start=4)]},
+    )  # fmt: skip
+    assert (other.id, other.moment, other.events) == ("id-2", MOMENT, [])
+
+
+def test_a_transaction_that_was_not_committed_never_was(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    closed(opened(path))
+    file = opened(path)
+    file.add_submission(row(1))
+    file.close()
+    assert loaded(path) == []
+
+
+def test_lives_grow_whatever_the_clock_says(tmp_path: Path) -> None:
+    lives = []
+    for least in (100, 50, 0, 300):
+        file = opened(tmp_path / "ledger")
+        lives.append(file.begin_life(least))
+        closed(file)
+    assert lives == [100, 101, 102, 300]
+
+
+def test_a_second_process_finds_the_file_locked(tmp_path: Path) -> None:
+    file = opened(tmp_path / "ledger")
+    closed_early = tmp_path / "ledger"
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        LedgerFile(closed_early, MAX_BYTES)
+    closed(file)
+
+
+def test_a_file_of_another_layout_is_not_read(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "ledger")
+    connection.execute("PRAGMA user_version = 77")
+    connection.close()
+    with pytest.raises(sqlite3.DatabaseError, match="layout is 77"):
+        LedgerFile(tmp_path / "ledger", MAX_BYTES)
+
+
+def test_others_cannot_read_the_file(tmp_path: Path) -> None:
+    closed(opened(tmp_path / "folder" / "ledger"))
+    assert (tmp_path / "folder" / "ledger").stat().st_mode & 0o77 == 0
+    assert (tmp_path / "folder").stat().st_mode & 0o77 == 0
+
+
+def test_the_file_never_grows_beyond_its_bound(tmp_path: Path) -> None:
+    file = opened(tmp_path / "ledger", 1 << 17)
+    large = row(1, events=[event(cursor, 0, 0, bytes(1000)) for cursor in range(1000)])
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        file.add_submission(large)
+    file.close()
+    assert (tmp_path / "ledger").stat().st_size <= 1 << 17
+
+
+def test_space_of_what_was_forgotten_is_returned(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    file = LedgerFile(path, 1 << 30)
+    for number in range(200):
+        file.begin()
+        file.add_submission(row(number, events=[event(1, 0, 0, bytes(100_000))]))
+        file.ack(number, 1)
+        file.release(number)
+        file.forget(number)
+        file.commit()
+        file.shrink()
+    file.close()
+    assert path.stat().st_size < 300_000  # 20 MB went through it
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["submit", "grow", "end", "end_group", "again", "ack", "release", "forget", "reopen"]),
+        st.integers(0, 2),
+        st.integers(0, 1),
+        st.integers(0, 2),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(OPERATIONS)
+def test_the_file_equals_plain_objects_after_any_operations(
+    tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, int, int, int]]
+) -> None:
+    path = tmp_path_factory.mktemp("ledger") / "file"
+    rows: dict[int, SubmissionRow] = {}
+    file, cursor = opened(path), 0
+    for name, number, group, sample in operations:
+        cursor += 1
+        known = rows.get(number)
+        if name == "reopen":
+            closed(file)
+            file = opened(path)
+        elif name == "submit" and known is None:
+            rows[number] = row(number)
+            file.add_submission(rows[number])
+        elif known is None:
+            continue
+        elif name == "grow":
+            part = PartRow(cursor, b"%d" % cursor, b"", "t", b"[]")
+            known.parts[group, sample].append(part)
+            file.grow(number, group, sample, part)
+        elif name == "end":
+            known.events.append(event(cursor, group, sample))
+            known.parts.pop((group, sample), None)
+            file.add_event(number, known.events[-1])
+        elif name == "end_group":
+            known.events.append(event(cursor, group, OF_GROUP))
+            for key in [key for key in known.parts if key[0] == group]:
+                del known.parts[key]
+            file.add_event(number, known.events[-1])
+        elif name == "again":
+            known.parts.pop((group, sample), None)
+            file.begin_again(number, group, sample)
+        elif name == "ack" and known.events:
+            known.acked = known.events[len(known.events) // 2].cursor
+            known.events = [replace(one, content=None) if one.cursor <= known.acked else one for one in known.events]
+            file.ack(number, known.acked)
+        elif name == "release":
+            known.body, known.events = b"", []
+            known.parts.clear()
+            file.release(number)
+        elif name == "forget":
+            del rows[number]
+            file.forget(number)
+    closed(file)
+    assert loaded(path) == [rows[number] for number in sorted(rows)]

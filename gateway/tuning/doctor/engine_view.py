@@ -138,8 +138,11 @@ def verl_engine(file: VerlFile) -> EngineView | None:
         # A lever that this release does not have is the engine's own choice.
         if file.keys.has(ROLLOUT + key) or values.has_any(ROLLOUT + key)
     }
-    if settings["max_model_len"].value is None and _sums_lengths(file.keys.release):
+    if settings["max_model_len"].value is None and not file.keys.is_at_least(0, 7):
         settings["max_model_len"] = replace(values.at(ROLLOUT + "max_model_len"), value=verl_workload(file).tokens)
+    elif file.keys.is_at_least(0, 7) and not file.keys.is_at_least(0, 8):
+        # verl 0.7 gives its engines the model's context, whatever the key has.
+        settings["max_model_len"] = replace(values.at(ROLLOUT + "max_model_len"), value=None)
     for key, lever in (("mem_fraction_static", "gpu_memory_utilization"), ("context_length", "max_model_len")):
         passed = values.at(f"{ROLLOUT}engine_kwargs.{name}.{key}")
         settings |= {lever: passed} if passed.value is not None else {}
@@ -156,12 +159,6 @@ def verl_engine(file: VerlFile) -> EngineView | None:
         on_cpu=values.text("trainer.device") not in ("", "cuda"),
         owner="verl",
     )
-
-
-def _sums_lengths(release: str) -> bool:
-    """True for releases that give an engine prompt and response as its max_model_len; later ones leave it the model's
-    context."""
-    return tuple(int(part) for part in release.split(".")[:2]) < (0, 7)
 
 
 def _is_colocated(file: VerlFile) -> bool:

@@ -52,6 +52,10 @@ class VerlKeys:
     def name(self) -> str:
         return f"verl {self.release}"
 
+    def is_at_least(self, *release: int) -> bool:
+        """True for that release, such as 0, 7, and later ones."""
+        return _numbers(self.release) >= release
+
     def has(self, key: str) -> bool:
         """True for a key and for a section of keys."""
         return key in self.defaults or self.is_section(key)

@@ -5,6 +5,7 @@ import os
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 from engines.errors import ConfigError, GatewayUnreachable
 from engines.types import EngineKind
 from gateway.config.load import Setting, revealed
+from gateway.fleet.watch.engine_page import kv_tokens_of
 from gateway.tuning.doctor.engine_view import EngineView
 
 if TYPE_CHECKING:
@@ -83,15 +85,13 @@ class Live:
         return sum(found.values()) if found else None
 
     def kv_tokens(self) -> dict[str, int]:
-        """Return the tokens that fit each replica's KV cache, where its engine reports blocks and their size."""
-        found: dict[str, int] = {}
+        """Return the tokens that fit each replica's KV cache, where its engine reports them."""
+        rows = defaultdict[str, list[Mapping[str, str]]](list)
         for sample in self.samples:
             if sample.name == "vllm:cache_config_info" and "replica" in sample.labels:
-                sizes = [sample.labels.get(name, "") for name in ("num_gpu_blocks", "block_size")]
-                if all(size.isdigit() for size in sizes):
-                    replica = sample.labels["replica"]
-                    found[replica] = found.get(replica, 0) + int(sizes[0]) * int(sizes[1])
-        return found
+                rows[sample.labels["replica"]].append(sample.labels)
+        found = {replica: kv_tokens_of(labels) for replica, labels in rows.items()}
+        return {replica: tokens for replica, tokens in found.items() if tokens is not None}
 
     def seconds_of_update_steps(self) -> dict[str, float]:
         """Seconds of the last update by step; empty before the first."""

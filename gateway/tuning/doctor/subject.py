@@ -26,6 +26,13 @@ class Subject:
     live: Live | None = None
     gpu_gib: float = 80.0
 
+    @property
+    def model(self) -> str:
+        """The model that is trained, else that of the first engine; "" where no file has it."""
+        trained = [self.verl.values.text("actor_rollout_ref.model.path")] if self.verl else []
+        trained += [self.trl.values.text("model_name_or_path")] if self.trl else []
+        return next(filter(None, [*trained, *(engine.model for engine in self.engines)]), "")
+
     def samples_per_replica(self, engine: EngineView) -> int | None:
         """Return the completions of a step for one replica of `engine`, if the whole step goes to its group."""
         if not self.workload.samples or not engine.replicas:

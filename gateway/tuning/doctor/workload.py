@@ -7,6 +7,9 @@ from gateway.tuning.doctor.files.verl import VerlFile
 from gateway.tuning.doctor.known_keys import ROLLOUT
 from gateway.tuning.doctor.values import Values, as_number
 
+# Completions of a step that any KV cache holds at the same time.
+FEW_COMPLETIONS = 32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:

@@ -48,6 +48,15 @@ MISTAKES = {
         "doctor/test_rules.py",
         "test_what_trl_gives_by_name_or_dictionary_is_read_and_the_rest_is_listed",
     ),
+    "another trainer of TRL is judged as GRPO": (
+        "doctor/test_trl_file.py",
+        "test_another_trainer_is_refused_with_its_program",
+    ),
+    "an option that TRL drops is advised": ("doctor/test_rules.py", "test_trl_is_not_told_to_use_what_it_drops"),
+    "fields that the program sets after its parser are not seen": (
+        "doctor/test_trl_file.py",
+        "test_fields_that_the_program_sets_later_count",
+    ),
     "use_vllm 'true' is off": ("doctor/test_rules.py", "test_trl_rules", "trl-vllm"),
     "0.15 beside a trainer is fine": ("doctor/test_rules.py", "test_verl_rules", "gpu-memory"),
     "text for numbers or booleans": ("doctor/test_planted_defects.py", "test_nine_of_ten_planted_defects_are_found"),

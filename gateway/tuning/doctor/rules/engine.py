@@ -19,11 +19,14 @@ from gateway.tuning.doctor.rules.rule import (
     engine_rule,
 )
 from gateway.tuning.doctor.subject import Subject
+from gateway.tuning.doctor.workload import FEW_COMPLETIONS
 
 # Memory of an engine beside weights and KV cache: activations, CUDA graphs, the buffers of a weight transfer.
 _BESIDE_KV_GIB = 5.0
 # Full sequences beside the weights of one GPU that make a second one worth its cost in each layer.
 _FEW_ALONE = 64
+# Completions of a step for one replica, with which its GPUs do as much together as apart: 0.97 of the tokens/s at 64.
+_FEW_FOR_REPLICAS = 64
 _GRAPHS = "CUDA graphs: 1.53 times the tokens/s at 64 streams and 1.01 at 512; with slow CPU cores 2.5 and 1.13"
 _FEW_SEQS = "max_num_seqs 64 under 512 streams: 0.64 of the tokens/s, 0.57 for groups of 8; 256: 1.09 and 1.04"
 
@@ -88,6 +91,8 @@ def _shared(engine: EngineView, share: float, subject: Subject) -> Iterator[Foun
     name = "gpu_memory_utilization" if engine.is_vllm or engine.owner == "verl" else "mem_fraction_static"
     setting, resident = engine.at(name), engine.resident_gib
     weights = None if engine.weight_gib is None else engine.weight_gib / engine.gpus_of_weights
+    load = subject.samples_per_replica(engine)
+    has_few = load is not None and load <= FEW_COMPLETIONS
     room = None if resident is None else 1 - (resident + _BESIDE_KV_GIB) / subject.gpu_gib
     if weights is not None and share * subject.gpu_gib < weights:
         message = f"{share:g} of {subject.gpu_gib:g} GiB holds no KV cache beside {weights:.0f} GiB of weights"
@@ -95,6 +100,8 @@ def _shared(engine: EngineView, share: float, subject: Subject) -> Iterator[Foun
     elif room is not None and resident is not None and share > room + _BESIDE_KV_GIB / subject.gpu_gib:
         message = f"{share:g} beside at least {resident:.0f} GiB of the trainer's, which stay on the GPU: more than "
         yield hurts(setting, f"{message}{subject.gpu_gib:g} GiB", f"{max(room, 0.1):.2f}, or offload the optimizer")
+    elif has_few and (engine.is_offloaded or share < 0.4):
+        yield fine(setting, f"{share:g}, for {load} completions of a step")
     elif engine.is_offloaded and share < 0.7:
         yield consider(setting, f"{share:g}, though the trainer leaves the GPU while the engine runs", "0.8 to 0.9")
     elif room is None and not engine.is_offloaded and share > 0.7:
@@ -136,9 +143,11 @@ def _tensor_parallel(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield hurts(setting, message, f"{needed}")
     elif tp > 1 and (alone := whole_sequences(engine, subject.gpu_gib, 1)) is not None and alone < _FEW_ALONE:
         yield fine(setting, f"one GPU would hold {alone} sequences of full length beside the weights")
-    elif tp > 1 and (engine.number("api_server_count") or 1) > 1 and not subject.samples_per_replica(engine):
+    elif tp > 1 and _is_of_unknown_load(engine, subject):
         yield fine(setting, f"{tp} GPUs; replicas of fewer do more where a batch keeps them busy (plan)")
-    elif tp > 1 and weights is not None and weights < 0.5 * subject.gpu_gib * _share_of_gpu(engine):
+    elif tp > 1 and (load := subject.samples_per_replica(engine)) and load <= _FEW_FOR_REPLICAS:
+        yield fine(setting, f"{load} completions of a step for {tp} GPUs, which as replicas do no more with so few")
+    elif tp > 1 and weights is not None and weights < _roomy(engine) * subject.gpu_gib:
         message = (
             f"weights of about {weights:.0f} GiB fit one GPU of {subject.gpu_gib:g} GiB: {tp} replicas of one GPU "
             "each do more than one of all"
@@ -153,9 +162,16 @@ def _tensor_parallel(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "one GPU a replica: the most replicas that the GPUs give")
 
 
-def _share_of_gpu(engine: EngineView) -> float:
-    """The share that the engine may take; all of it where the engine is alone."""
-    return (engine.number("gpu_memory_utilization") or 1.0) if engine.shares_gpu else 1.0
+def _is_of_unknown_load(engine: EngineView, subject: Subject) -> bool:
+    """True where more replicas may cost instead: beside several API processes, and for an engine of another's loop."""
+    costs = (engine.number("api_server_count") or 1) > 1 or engine.owner == "TRL"
+    return costs and not subject.samples_per_replica(engine)
+
+
+def _roomy(engine: EngineView) -> float:
+    """The share of a GPU that weights may take and leave a KV cache of use. Beside a trainer they count twice: what
+    they take of the engine's own share is missing to the sequences of a step, which come all at the same time."""
+    return 0.3 * (engine.number("gpu_memory_utilization") or 1.0) if engine.shares_gpu else 0.5
 
 
 def _is_busy(engine: EngineView, subject: Subject) -> bool:

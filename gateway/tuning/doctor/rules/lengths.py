@@ -1,5 +1,6 @@
 """Rules about lengths: truncation, and the sequences that an engine has to hold."""
 
+import re
 from collections.abc import Iterator
 
 from gateway.tuning.doctor.engine_view import EngineView
@@ -10,7 +11,10 @@ from gateway.tuning.doctor.subject import Subject
 from gateway.tuning.doctor.workload import Workload
 
 _SHORT_RESPONSE = 512
+# Models that reason at length before they answer.
+_REASONS = re.compile(r"thinking|reason|\br1\b|qwq|gpt-oss|qwen3(?!.*instruct)", re.IGNORECASE)
 _LONG_RESPONSE = 2048
+_OF_GSM8K = 400  # twice what its answers have
 _WATCH = "share of completions that end by length (clip ratio): above 0.1 means truncation"
 
 
@@ -61,14 +65,36 @@ def _responses(workload: Workload, subject: Subject) -> Iterator[Found]:
         yield hurts(setting, f"{message}: reasoning is cut in the middle, and its answer is never seen", f"{reference}")
     elif tokens < 1:
         yield hurts(setting, f"{tokens} tokens: no completion has a token", f"{_LONG_RESPONSE} or more")
+    elif _is_told_not_to_think(subject):
+        yield fine(setting, f"{tokens} tokens, and chat_template_kwargs turn thinking off; watch the {_WATCH}")
+    elif tokens >= _OF_GSM8K and _is_gsm8k(subject) and not _REASONS.search(subject.model):
+        yield fine(setting, f"{tokens} tokens, and answers to GSM8K have about 200; watch the {_WATCH}")
     elif tokens <= _SHORT_RESPONSE:
         origin = "the default of verl and TRL" if setting.origin == "default" else "given"
         message = f"{tokens} tokens, {origin}: reasoning that takes more is cut before its answer"
         yield consider(setting, message, f"{_LONG_RESPONSE} or more for reasoning; watch the {_WATCH}")
-    elif tokens < _LONG_RESPONSE:
-        yield consider(setting, f"{tokens} tokens may cut longer reasoning", f"watch the {_WATCH}")
+    elif tokens < _LONG_RESPONSE and _REASONS.search(subject.model):
+        yield consider(
+            setting,
+            f"{tokens} tokens, and the model reasons at length",
+            f"{_LONG_RESPONSE} or more; watch the {_WATCH}",
+        )
     else:
         yield fine(setting, f"{tokens} tokens; watch the {_WATCH}")
+
+
+def _is_told_not_to_think(subject: Subject) -> bool:
+    kwargs = subject.trl.values.at("chat_template_kwargs").value if subject.trl else None
+    return isinstance(kwargs, dict) and kwargs.get("enable_thinking") is False
+
+
+def _is_gsm8k(subject: Subject) -> bool:
+    """True if all data that the file gives is GSM8K's."""
+    files = subject.verl.values.at("data.train_files") if subject.verl else None
+    if files is None or files.origin == "default":
+        return False
+    names = re.findall(r"[^\s,'\"\[\]]+", str(files.value))
+    return bool(names) and all("gsm8k" in name.lower() for name in names)
 
 
 @engine_rule(
@@ -82,7 +108,7 @@ def _responses(workload: Workload, subject: Subject) -> Iterator[Found]:
 def _max_model_len(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, needed, has = engine.at("max_model_len"), subject.workload.tokens, engine.number("max_model_len")
     if has is None:
-        yield _ungiven(engine, subject.workload)
+        yield _ungiven(engine, subject)
     elif needed and has < needed:
         message = f"{has:.0f} tokens; prompt {subject.workload.prompt_tokens} + response "
         message += f"{subject.workload.response_tokens} take {needed}"
@@ -94,14 +120,19 @@ def _max_model_len(engine: EngineView, subject: Subject) -> Iterator[Found]:
         yield fine(setting, f"{has:.0f} tokens" + (f" for prompt + response of {needed}" if needed else ""))
 
 
-def _ungiven(engine: EngineView, workload: Workload) -> Found:
+def _ungiven(engine: EngineView, subject: Subject) -> Found:
     """The finding about an engine that takes the model's whole context."""
-    positions, needed = context(engine.model), workload.tokens
+    setting, positions, needed = engine.at("max_model_len"), context(engine.model), subject.workload.tokens
     if needed and positions and positions < needed:
         return hurts(None, f"the model has {positions} positions, prompt and response take {needed}", "shorter lengths")
     taken = f"the model's whole context{f' of {positions:,} tokens' if positions else ''}"
+    if engine.owner == "verl" and setting and setting.origin != "default":
+        return consider(setting, f"verl 0.7 sets it itself: {engine.name} takes {taken}", "leave it out")
+    if engine.owner == "TRL" or (engine.owner == "verl" and subject.verl and subject.verl.has_trainer):
+        # Both trainers bound each completion.
+        return fine(setting, f"{engine.name} takes {taken}; KV cache is taken as sequences grow")
     message = f"not given: {engine.name} takes {taken}"
     message += ", and does not start where one such sequence outgrows the KV cache" if engine.is_vllm else ""
-    wanted = f"{needed} (prompt {workload.prompt_tokens} + response {workload.response_tokens})"
+    wanted = f"{needed} (prompt {subject.workload.prompt_tokens} + response {subject.workload.response_tokens})"
     suggestion = wanted if needed else "longest prompt + longest response"
-    return consider(engine.at("max_model_len"), message, f"max_model_len: {suggestion}")
+    return consider(setting, message, f"max_model_len: {suggestion}")

@@ -10,6 +10,10 @@ from gateway.tuning.doctor.subject import Subject
 # Fewer say nothing of a share.
 _ENOUGH_COMPLETIONS = 20
 _ENOUGH_TOKENS = 1000
+_DRAFT_REMEDY = (
+    "compare tokens per second without speculative_config; ngram and suffix have no weights that age, MTP layers "
+    "follow where the trainer sends them, another draft is trained again and the engine restarted with it"
+)
 # Decoding reads all weights for each step, so that fewer sequences leave most of the GPU idle.
 _FEW_SEQUENCES = 4
 
@@ -159,6 +163,30 @@ def _update_path(live: Live, subject: Subject) -> Iterator[Found]:
             message = f"an update is a reload by the engine itself, for which generation stops: {reason}"
             effect = "1.3 s for 16 GB of experts in 4,719 tensors on an H200, against 0.15 s in place"
             yield consider(live.setting(replica["replica_id"], "reload", "/status"), message, "", effect)
+
+
+@live_rule(
+    id="live-draft",
+    asks="Does the draft follow the weights?",
+    reads="/status replicas, draft",
+    why="The target checks each token of a draft, so old weights there make tokens slower, not wrong.",
+    source="docs/design/weight-updates.md, Speculative decoding",
+)
+def _draft(live: Live, subject: Subject) -> Iterator[Found]:
+    for replica in live.status["replicas"]:
+        draft, version = replica.get("draft"), replica["weight_version"]
+        if not draft:
+            continue
+        setting = live.setting(replica["replica_id"], draft["method"], "/status")
+        share, reference = draft["acceptance"], draft["reference"]
+        seen = "acceptance is not known yet" if share is None else f"acceptance is {share:.0%}"
+        if reference and share is not None and reference["version"] != version:
+            seen += f", and was {reference['acceptance']:.0%} at version {reference['version']}"
+        if draft["weights"] != "frozen" or draft["version"] == version:
+            yield fine(setting, f"weights of the draft: {draft['summary']}; {seen}")
+            continue
+        message = f"the draft is {draft['summary']} beside weights of version {version} ({draft['reason']}); {seen}"
+        yield consider(setting, message, _DRAFT_REMEDY)
 
 
 @live_rule(

@@ -1,5 +1,6 @@
 """Rules about TRL's trainer."""
 
+import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -9,7 +10,15 @@ from gateway.tuning.doctor.known_keys import nearest_trl_field, trl_defaults
 from gateway.tuning.doctor.rules.rule import TRL_CODE, TRL_GUIDE, trl_file_rule, trl_trainer_rule
 from gateway.tuning.doctor.subject import Subject
 from gateway.tuning.doctor.values import Values, as_number
-from gateway.tuning.doctor.workload import generation_batch, key_of_steps
+from gateway.tuning.doctor.workload import FEW_COMPLETIONS, generation_batch, key_of_steps
+
+_FIELD = re.compile(r": (\w+)=")
+# The fields that a rule reads.
+_JUDGED = re.compile(
+    r"use_vllm|vllm_\w+|num_generations|max_completion_length|per_device_train_batch_size|gradient_\w+"
+    r"|steps_per_generation|generation_\w+|temperature|top_[pk]|min_p|repetition_penalty|bf16|fp16|use_cpu"
+    r"|use_liger_kernel|liger_kernel_config|chat_template_kwargs|\w*model_name_or_path"
+)
 
 
 @trl_file_rule(
@@ -21,8 +30,11 @@ from gateway.tuning.doctor.workload import generation_batch, key_of_steps
     gain=0.0,
 )
 def _unread(file: TrlFile, subject: Subject) -> Iterator[Found]:
-    if file.unread:
-        yield consider(None, "; ".join(file.unread), "judge it by hand")
+    unread = [text for text in file.unread if not (field := _FIELD.search(text)) or _JUDGED.fullmatch(field[1])]
+    if unread:
+        yield consider(None, "; ".join(unread), "judge it by hand")
+    elif file.unread:
+        yield fine(None, f"{'; '.join(file.unread)}; no rule reads it")
 
 
 @trl_file_rule(
@@ -63,10 +75,18 @@ def _vllm(values: Values, subject: Subject) -> Iterator[Found]:
     elif mode.value == "colocate" and subject.config is not None:
         message = "engines run inside the trainer's processes, and the gateway is never asked"
         yield hurts(mode, message, "vllm_mode='server' with vllm_server_base_url")
+    elif mode.value == "colocate" and (load := _colocated_load(subject)) is not None and load <= FEW_COMPLETIONS:
+        yield fine(mode, f"{load} completions of a step for an engine, beside the trainer's memory")
     elif mode.value == "colocate":
-        yield consider(mode, "the trainer's GPUs generate, and nothing trains meanwhile", "vllm_mode='server'")
+        message = "engines have the memory that the trainer leaves, and so run fewer completions at a time"
+        yield consider(mode, message, "vllm_mode='server'")
     else:
         yield fine(mode, "engines have GPUs of their own")
+
+
+def _colocated_load(subject: Subject) -> int | None:
+    """Completions of a step for one of the trainer's own engines; None where their number is not known."""
+    return next((subject.samples_per_replica(engine) for engine in subject.engines if engine.shares_gpu), None)
 
 
 @trl_trainer_rule(
@@ -200,15 +220,19 @@ def _checkpointing(values: Values, subject: Subject) -> Iterator[Found]:
 
 @trl_trainer_rule(
     id="trl-liger",
-    asks="Are fused kernels used?",
-    reads="use_liger_kernel",
-    why="Fewer kernels read and write activations, and logits need not be held whole.",
-    source=TRL_CODE,
-    is_general=True,
+    asks="Do its kernels last?",
+    reads="use_liger_kernel, liger_kernel_config",
+    why="TRL 2 drops Liger, and its loss needs no logits held whole without it: it computes them in chunks.",
+    source=f"{TRL_CODE}, trainer/grpo_trainer.py",
+    gain=0.05,
 )
 def _liger(values: Values, subject: Subject) -> Iterator[Found]:
+    config = values.at("liger_kernel_config")
+    if not values.is_true("use_liger_kernel"):
+        return
+    if isinstance(config.value, dict) and config.value.get("fused_linear_cross_entropy"):
+        message = "TRL refuses fused_linear_cross_entropy: it replaces the forward pass that the loss patches"
+        yield hurts(config, message, "leave it out")
     setting = values.at("use_liger_kernel")
-    if setting.value is True:
-        yield fine(setting, "fused kernels")
-    else:
-        yield consider(setting, "kernels are not fused", "True, where liger-kernel is installed; measure it")
+    message = "TRL 1.16 warns of it and TRL 2 drops it; of Liger it takes the layers' kernels alone"
+    yield consider(setting, message, "leave it out; measure model_init_kwargs={'use_kernels': True}")

@@ -1,5 +1,6 @@
 """Rules about verl's trainer."""
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -18,7 +19,7 @@ from gateway.tuning.doctor.rules.rule import (
     verl_trainer_rule,
 )
 from gateway.tuning.doctor.subject import Subject
-from gateway.tuning.doctor.trainer_memory import gpus_of, is_megatron
+from gateway.tuning.doctor.trainer_memory import gpus_of, is_fsdp, is_megatron
 from gateway.tuning.doctor.values import Values
 
 REF = "actor_rollout_ref.ref."
@@ -28,6 +29,16 @@ _MIGRATION = "verl's guide (FSDP1 to FSDP2): about 7 % less memory, 1.5 % more t
 # float32 logits, autocast for softmax and logsumexp, the softmax's output: bytes per entry of [tokens, vocabulary].
 _ENTROPY_BYTES = 7
 _LONG_CONTEXT = 32_768
+# Tokens of a pass on one GPU. With many, gathering the weights is a small share of the computing. With few, kernels are
+# so short that their launches on the CPU are waited for.
+_FULL_PASS, _FULL_PASS_OVER_NODES = 8_192, 16_384
+_SHORT_PASS = 4_096
+# Tokens that verl's chunked entropy computes at a time.
+_ENTROPY_CHUNK = 2_048
+# Models that liger-kernel has kernels for, but for those with images, which verl patches in the same place.
+_LIGER = re.compile(
+    r"llama|mistral|mixtral|gemma|phi-?[34]|qwen(?!.*(vl|moe|omni|a\d+b))|deepseek-(llm|math)", re.IGNORECASE
+)
 
 
 @verl_file_rule(
@@ -73,6 +84,10 @@ def _unknown_in_yaml(file: VerlFile) -> Iterator[Found]:
             yield hurts(setting, f"{file.keys.name} has no such key, and leaves it unread", file.values.shown(near))
 
 
+# Keys of names and places, with which nothing can be wrong that a file shows.
+_LABEL = re.compile(r"\b(trainer\.(project_name|experiment_name|default_local_dir)|data\.(train|val)_files)=")
+
+
 @verl_file_rule(
     id="verl-unread",
     asks="Was everything read?",
@@ -83,7 +98,10 @@ def _unknown_in_yaml(file: VerlFile) -> Iterator[Found]:
 )
 def _unread(file: VerlFile, subject: Subject) -> Iterator[Found]:
     for text in file.unread:
-        yield consider(None, text, "judge it by hand, or give the YAML that --cfg job prints")
+        if _LABEL.search(text):
+            yield fine(None, f"{text}; no rule reads it")
+        else:
+            yield consider(None, text, "judge it by hand, or give the YAML that --cfg job prints")
 
 
 @verl_file_rule(
@@ -169,10 +187,44 @@ def _micro_batches_given(values: Values, subject: Subject) -> Iterator[Found]:
 
 
 def _mini_batch_per_gpu(values: Values) -> float | None:
-    """verl's own normalisation: samples of a mini batch over the groups of GPUs that share sequences."""
-    mini, group, gpus = values.number(ACTOR + "ppo_mini_batch_size"), values.number(ROLLOUT + "n"), gpus_of(values)
-    shards = values.number(ACTOR + "ulysses_sequence_parallel_size") or 1
-    return mini * group * shards / gpus if mini and group and gpus else None
+    return _per_gpu(values, values.number(ACTOR + "ppo_mini_batch_size"))
+
+
+def _per_gpu(values: Values, prompts: float | None) -> float | None:
+    """verl's own normalisation: the samples of `prompts` over the groups of GPUs that share sequences."""
+    group, gpus = values.number(ROLLOUT + "n"), gpus_of(values)
+    return prompts * group * _gpus_a_sequence(values) / gpus if prompts and group and gpus else None
+
+
+def _gpus_a_sequence(values: Values) -> float:
+    """The GPUs that work on one sequence together."""
+    if not is_megatron(values):
+        return values.number(ACTOR + "ulysses_sequence_parallel_size") or 1
+    sizes = [values.number(f"{ACTOR}megatron.{name}_parallel_size") for name in _MEGATRON_SPLITS]
+    return math.prod(size or 1 for size in sizes)
+
+
+_MEGATRON_SPLITS = ("tensor_model", "pipeline_model", "context")
+
+
+def _stages(values: Values) -> int:
+    """The stages of Megatron's pipeline, which micro batches fill; 1 without one."""
+    size = values.whole(ACTOR + "megatron.pipeline_model_parallel_size") if is_megatron(values) else None
+    return size or 1
+
+
+def _full_pass(values: Values) -> int:
+    """Tokens whose computing hides the all-gather of a layer's weights, within a node or over several."""
+    return _FULL_PASS if values.whole("trainer.nnodes") == 1 else _FULL_PASS_OVER_NODES
+
+
+def _pass_tokens(values: Values, subject: Subject, size: float) -> float:
+    """About the tokens on one GPU of a pass of `size`: a budget of tokens, or sequences, which are half as long as they
+    may be. 0 where lengths are not known."""
+    if values.is_true(ACTOR + "use_dynamic_bsz"):
+        return size
+    shards = 1 if is_megatron(values) else _gpus_a_sequence(values)
+    return size * (subject.workload.tokens or 0) / 2 / shards
 
 
 @verl_trainer_rule(
@@ -188,7 +240,11 @@ def _micro_batch_size(values: Values, subject: Subject) -> Iterator[Found]:
     size = values.number(ACTOR + "ppo_micro_batch_size_per_gpu")
     if values.is_true(ACTOR + "use_dynamic_bsz") or size is None or whole is None:
         return
-    if size < whole:
+    if size < whole and _stages(values) > 1:
+        yield fine(micro, f"{whole / size:.0f} micro batches fill a pipeline of {_stages(values)} stages")
+    elif size < whole and (held := _pass_tokens(values, subject, size)) >= _full_pass(values):
+        yield fine(micro, f"{size:g} sequences of about {held / size:.0f} tokens fill a pass")
+    elif size < whole:
         message = f"{size:g} of the {whole:g} sequences that a mini batch has per GPU: {whole / size:.0f} passes"
         yield consider(micro, message, f"as large as memory allows, up to {whole:g}")
     elif size > whole:
@@ -207,6 +263,9 @@ def _micro_batch_size(values: Values, subject: Subject) -> Iterator[Found]:
 )
 def _dynamic_batches(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at(ACTOR + "use_dynamic_bsz")
+    if setting.value is not True and is_fsdp(values) and values.at(MODEL + "use_remove_padding").value is False:
+        yield fine(setting, "a budget counts tokens, and padding is computed beside them: use_remove_padding first")
+        return
     if setting.value is not True:
         message = "a micro batch is a number of sequences, and so as many tokens as chance has it"
         yield consider(setting, message, "True, with ppo_max_token_len_per_gpu at 2 to 3 times prompt + response")
@@ -242,6 +301,8 @@ def _token_budget(values: Values, subject: Subject) -> Iterator[Found]:
             yield hurts(
                 setting, f"{held:.0f} tokens do not hold one sequence of {tokens}", f"{2 * tokens} to {3 * tokens}"
             )
+        elif held < 2 * tokens and _stages(values) > 1:
+            yield fine(setting, f"{held / tokens:.1f} times prompt + response: a pipeline wants many micro batches")
         elif held < 2 * tokens:
             message = f"{held:.0f} tokens are {held / tokens:.1f} times prompt + response ({tokens}): little is packed"
             yield consider(setting, message, f"{2 * tokens} to {3 * tokens}")
@@ -264,7 +325,14 @@ def _forward_only(values: Values, subject: Subject) -> Iterator[Found]:
         size = values.number(key)
         if size is None or not training or (is_critic and not _critic_runs(values)):
             continue
-        if size < 2 * training:
+        samples = _per_gpu(values, values.number("data.train_batch_size"))
+        if _stages(values) > 1:
+            yield fine(setting, f"micro batches fill a pipeline of {_stages(values)} stages")
+        elif _pass_tokens(values, subject, size) >= _full_pass(values):
+            yield fine(setting, f"{size:g} fill a pass")
+        elif samples and not values.is_true(ACTOR + "use_dynamic_bsz") and size >= samples:
+            yield fine(setting, f"one pass holds the {samples:g} samples of a GPU")
+        elif size < 2 * training:
             message = f"{size:g}, and the training pass has {training:g}; this one keeps no activations"
             yield consider(setting, message, f"{2 * training:g}")
         else:
@@ -282,7 +350,7 @@ def _forward_pairs(values: Values) -> Iterator[tuple[str, str, bool]]:
         name, trained = "log_prob_micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu"
         critic = "forward_micro_batch_size_per_gpu"
     yield ROLLOUT + name, ACTOR + trained, False
-    if _reference_runs(values) or values.has_any(REF + name):
+    if _reference_runs(values):
         yield REF + name, ACTOR + trained, False
     yield f"critic.{critic}", f"critic.{trained}", True
 
@@ -303,7 +371,9 @@ def _critic_batches(values: Values, subject: Subject) -> Iterator[Found]:
     setting, actor, critic = values.at(f"critic.{name}"), values.number(ACTOR + name), values.number(f"critic.{name}")
     if actor is None or critic is None:
         return
-    if critic < 2 * actor:
+    if critic < 2 * actor and _stages(values) > 1:
+        yield fine(setting, f"micro batches fill a pipeline of {_stages(values)} stages")
+    elif critic < 2 * actor:
         yield consider(
             setting, f"{critic:g}, the actor's is {actor:g}; its last layer has one output", f"{2 * actor:g}"
         )
@@ -370,9 +440,18 @@ def _ulysses(values: Values, subject: Subject) -> Iterator[Found]:
         message = f"sequences of {tokens} tokens have all their activations on one GPU"
         yield hurts(setting, message, "2 or more, with smaller micro batches or token limits")
     elif tokens <= _LONG_CONTEXT and shards > 1:
-        yield consider(setting, f"sequences of {tokens} tokens need no splitting over {shards:g} GPUs", "1")
+        message = f"sequences of {tokens} tokens need no splitting over {shards:g} GPUs"
+        yield consider(setting, message, f"1{_smaller_micro_batch(values, shards)}")
     else:
         yield fine(setting, f"sequences of at most {tokens} tokens")
+
+
+def _smaller_micro_batch(values: Values, shards: float) -> str:
+    """The change of a micro batch by count that keeps the tokens of a GPU as they are without the splitting."""
+    micro = values.number(ACTOR + "ppo_micro_batch_size_per_gpu")
+    if not micro or micro <= 1 or values.is_true(ACTOR + "use_dynamic_bsz"):
+        return ""
+    return f", and ppo_micro_batch_size_per_gpu {max(1, micro // shards):g}"
 
 
 @fsdp_rule(
@@ -440,12 +519,17 @@ def _entropy(values: Values, subject: Subject) -> Iterator[Found]:
     how = f"{tokens:.0f} tokens x {entries or USUAL_VOCABULARY:,} entries{'' if entries else ' (Qwen2)'} x 7 bytes"
     message = f"entropy of all logits at once takes up to {size:.1f} GiB: {how}"
     effect = "logits in pieces of 2,048 tokens: at most "
-    effect += f"{2048 * (entries or USUAL_VOCABULARY) * _ENTROPY_BYTES / 2**30:.1f} GiB"
+    effect += f"{_ENTROPY_CHUNK * (entries or USUAL_VOCABULARY) * _ENTROPY_BYTES / 2**30:.1f} GiB"
     chunking = values.at(ACTOR + "entropy_from_logits_with_chunking")
+    if tokens <= _ENTROPY_CHUNK:
+        yield fine(chunking, f"a pass of {tokens:.0f} tokens is one piece")
+        return
     if values.is_true(MODEL + "use_fused_kernels"):
         yield fine(values.at(MODEL + "use_fused_kernels"), "fused kernels compute entropy without the whole logits")
         return
-    if chunking.value is True:
+    if values.at(MODEL + "use_remove_padding").value is False:
+        yield fine(chunking, "verl computes the entropy of packed sequences alone in pieces")
+    elif chunking.value is True:
         yield fine(chunking, "entropy is computed in pieces")
     else:
         yield consider(chunking, message, "True, under ref too", effect)
@@ -480,7 +564,9 @@ def _tokens_of_a_pass(values: Values, subject: Subject) -> float | None:
 def _fsdp2(values: Values, subject: Subject) -> Iterator[Found]:
     for key in (ACTOR + "strategy", *(["critic.strategy"] if _critic_runs(values) else [])):
         setting = values.at(key)
-        if setting.value == "fsdp":
+        if setting.value == "fsdp" and gpus_of(values) == 1:
+            yield fine(setting, "one GPU has nothing to shard")
+        elif setting.value == "fsdp":
             yield consider(setting, "FSDP1; FSDP2 is verl's advice for new runs", "fsdp2", _MIGRATION)
         else:
             yield fine(setting, f"{setting.value}")
@@ -502,9 +588,20 @@ def _forward_prefetch(values: Values, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "FSDP2 gathers the next layer by itself; verl passes the key to FSDP1 alone")
     elif setting.value is True:
         yield fine(setting, "the next layer is gathered while one is computed")
+    elif (tokens := _training_tokens(values, subject)) is None:
+        yield fine(setting, "of use where passes are so short that the GPU waits for the CPU")
+    elif tokens >= _SHORT_PASS:
+        yield fine(setting, f"a pass has about {tokens:.0f} tokens: the GPU computes while the CPU is layers ahead")
     else:
-        message = "each layer's all-gather waits for the layer before it (backward prefetch is not supported)"
+        message = f"a pass has about {tokens:.0f} tokens: the GPU waits for the CPU to issue each all-gather"
         yield consider(setting, message, "True")
+
+
+def _training_tokens(values: Values, subject: Subject) -> float | None:
+    """About the tokens on one GPU of a pass that trains; None where its size is not known."""
+    name = "ppo_max_token_len_per_gpu" if values.is_true(ACTOR + "use_dynamic_bsz") else "ppo_micro_batch_size_per_gpu"
+    size = values.number(ACTOR + name)
+    return None if size is None else _pass_tokens(values, subject, size) or None
 
 
 @fsdp_rule(
@@ -519,11 +616,18 @@ def _liger(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at(MODEL + "use_liger")
     if setting.value is True:
         yield fine(setting, "fused RMSNorm, SwiGLU and RoPE")
-    elif not _is_on_cuda(values):
+    elif not _is_on_cuda(values) or not _LIGER.search(values.text(MODEL + "path")):
         return
+    elif values.is_true(MODEL + "use_fused_kernels") and not _has_separate_liger(subject):
+        yield fine(setting, "Liger would replace the forward pass that use_fused_kernels needs")
     else:
-        message = "RMSNorm, SwiGLU and RoPE run unfused; it works beside use_fused_kernels"
+        message = "RMSNorm, SwiGLU and RoPE run unfused"
         yield consider(setting, message, "True, where liger-kernel is installed; measure it")
+
+
+def _has_separate_liger(subject: Subject) -> bool:
+    """True for releases that leave Liger's own cross entropy out."""
+    return subject.verl is not None and subject.verl.keys.is_at_least(0, 9)
 
 
 @verl_trainer_rule(
@@ -616,7 +720,7 @@ def _profiler(values: Values, subject: Subject) -> Iterator[Found]:
     elif steps.value is None:
         yield consider(steps, f"{tool.value} is chosen, and no step to profile", "[5, 6, 7]")
     else:
-        yield consider(steps, f"{tool.value} slows the steps {steps.value}", "null once you have the profile")
+        yield fine(steps, f"{tool.value} slows the steps {steps.value}, and no others")
 
 
 @verl_trainer_rule(

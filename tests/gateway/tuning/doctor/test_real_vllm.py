@@ -16,7 +16,7 @@ from gateway.tuning.doctor.finding import Severity
 from gateway.tuning.doctor.live import look
 from gateway.tuning.doctor.rules.all import examine
 from gateway.tuning.doctor.subject import subject_of
-from tests.rigs.real_vllm import RealFleet, app, engine_config
+from tests.rigs.engines.real_vllm import RealFleet, app, engine_config
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm

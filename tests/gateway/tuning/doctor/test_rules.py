@@ -16,6 +16,7 @@ HURTS, CONSIDER, FINE = Severity.HURTS, Severity.CONSIDER, Severity.FINE
 SEVEN_B = "Qwen/Qwen2-7B-Instruct"
 R, A, M = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 # A verl run on GPUs of one node that has nothing to complain of but what a row says.
+OFFLOADED = {A + "fsdp_config.param_offload": True, A + "fsdp_config.optimizer_offload": True}
 VERL = {
     "data.train_batch_size": 512,
     "data.max_prompt_length": 1024,
@@ -180,8 +181,26 @@ def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) ->
         (
             "verl-micro-batch-size",
             "",
-            {A + "use_dynamic_bsz": False, A + "ppo_micro_batch_size_per_gpu": 4},
+            {A + "use_dynamic_bsz": False, A + "ppo_micro_batch_size_per_gpu": 1},
             CONSIDER,
+        ),
+        (
+            "verl-micro-batch-size",
+            "",
+            {A + "use_dynamic_bsz": False, A + "ppo_micro_batch_size_per_gpu": 2},
+            FINE,
+        ),
+        (
+            "verl-micro-batch-size",
+            "",
+            {A + "use_dynamic_bsz": False, A + "ppo_micro_batch_size_per_gpu": 2, "trainer.nnodes": 2},
+            CONSIDER,
+        ),
+        (
+            "verl-micro-batch-size",
+            "",
+            {A + "use_dynamic_bsz": False, A + "ppo_micro_batch_size_per_gpu": 4},
+            FINE,
         ),
         (
             "verl-micro-batch-size",
@@ -195,7 +214,13 @@ def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) ->
         ("verl-token-budget", "", {}, FINE),
         ("verl-token-budget", "", {A + "ppo_max_token_len_per_gpu": 16383}, CONSIDER),
         ("verl-token-budget", "", {A + "ppo_max_token_len_per_gpu": 8000}, HURTS),
-        ("verl-forward-only", "rollout.log_prob_max_token_len_per_gpu", {}, CONSIDER),
+        ("verl-forward-only", "rollout.log_prob_max_token_len_per_gpu", {}, FINE),
+        (
+            "verl-forward-only",
+            "rollout.log_prob_max_token_len_per_gpu",
+            {A + "ppo_max_token_len_per_gpu": 4096, R + "log_prob_max_token_len_per_gpu": 4096},
+            CONSIDER,
+        ),
         (
             "verl-forward-only",
             "rollout.log_prob_max_token_len_per_gpu",
@@ -225,11 +250,28 @@ def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) ->
         ("verl-entropy-memory", "use_fused_kernels", {M + "use_fused_kernels": True}, FINE),
         ("verl-fsdp2", "", {}, CONSIDER),
         ("verl-fsdp2", "", {A + "strategy": "fsdp2"}, FINE),
-        ("verl-forward-prefetch", "", {}, CONSIDER),
+        ("verl-forward-prefetch", "", {}, FINE),
+        ("verl-forward-prefetch", "", {A + "ppo_max_token_len_per_gpu": 2048}, CONSIDER),
         ("verl-forward-prefetch", "", {A + "fsdp_config.forward_prefetch": True}, FINE),
         ("verl-forward-prefetch", "", {A + "strategy": "fsdp2"}, FINE),
         ("verl-liger", "", {}, CONSIDER),
         ("verl-liger", "", {M + "use_liger": True}, FINE),
+        ("verl-fsdp2", "", {"trainer.n_gpus_per_node": 1}, FINE),
+        ("verl-forward-prefetch", "", {A + "use_dynamic_bsz": False}, FINE),
+        ("verl-dynamic-batches", "", {A + "use_dynamic_bsz": False, M + "use_remove_padding": False}, FINE),
+        ("verl-entropy-memory", "chunking", {M + "use_remove_padding": False}, FINE),
+        ("verl-entropy-memory", "chunking", {A + "ppo_max_token_len_per_gpu": 2048}, FINE),
+        ("verl-profiler", "steps", {"global_profiler.tool": "nsys", "global_profiler.steps": [1, 2]}, FINE),
+        ("response-length", "", {"data.max_response_length": 1024}, FINE),
+        ("response-length", "", {"data.max_response_length": 1024, M + "path": "Qwen/Qwen3-8B"}, CONSIDER),
+        ("response-length", "", {"data.max_response_length": 512, "data.train_files": "gsm8k/train.parquet"}, FINE),
+        ("response-length", "", {"data.max_response_length": 256, "data.train_files": "gsm8k/train.parquet"}, CONSIDER),
+        ("response-length", "", {"data.max_response_length": 512, "data.train_files": "[gsm8k.pq,math.pq]"}, CONSIDER),
+        ("tensor-parallel", "", {R + "tensor_model_parallel_size": 2, "data.train_batch_size": 32}, FINE),
+        ("max-model-len", "", {}, FINE),
+        ("gpu-memory", "", {R + "gpu_memory_utilization": 0.5, **OFFLOADED, "data.train_batch_size": 2}, FINE),
+        ("tensor-parallel", "", {R + "tensor_model_parallel_size": 2, R + "gpu_memory_utilization": 0.4}, FINE),
+        ("tensor-parallel", "", {R + "tensor_model_parallel_size": 2, R + "gpu_memory_utilization": 0.7}, CONSIDER),
         (
             "verl-offload",
             "",
@@ -267,7 +309,11 @@ def test_verl_rules(tmp_path: Path, rule: str, key: str, given: dict[str, Any], 
     ("rule", "given", "severity"),
     [
         ("trl-vllm", {"use_vllm": False}, HURTS),
-        ("trl-vllm", {"vllm_mode": "colocate"}, CONSIDER),
+        ("trl-vllm", {"vllm_mode": "colocate"}, FINE),
+        ("trl-vllm", {"vllm_mode": "colocate", "gradient_accumulation_steps": 8}, CONSIDER),
+        ("gpu-memory", {"vllm_mode": "colocate"}, FINE),
+        ("gpu-memory", {"vllm_mode": "colocate", "gradient_accumulation_steps": 8}, CONSIDER),
+        ("max-model-len", {"vllm_mode": "colocate"}, FINE),
         ("trl-vllm", {}, FINE),
         ("gpu-memory", {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.9}, CONSIDER),
         ("trl-fields", {"max_prompt_length": 512}, HURTS),
@@ -280,18 +326,37 @@ def test_verl_rules(tmp_path: Path, rule: str, key: str, given: dict[str, Any], 
         ("trl-precision", {"bf16": False}, HURTS),
         ("trl-precision", {"bf16": False, "use_cpu": True}, FINE),
         ("trl-gradient-checkpointing", {"gradient_checkpointing": False}, CONSIDER),
-        ("trl-liger", {}, CONSIDER),
-        ("trl-liger", {"use_liger_kernel": True}, FINE),
+        ("trl-liger", {"use_liger_kernel": True}, CONSIDER),
         ("trl-vllm", {"use_vllm": "true"}, FINE),
         ("trl-sampling", {"temperature": 0}, HURTS),
         ("trl-sampling", {"num_generations": 1}, HURTS),
         ("trl-sampling", {"repetition_penalty": 1.3}, CONSIDER),
         ("response-length", {}, CONSIDER),
         ("response-length", {"max_completion_length": 4096}, FINE),
+        ("response-length", {"chat_template_kwargs": {"enable_thinking": False}}, FINE),
+        ("response-length", {"chat_template_kwargs": {"enable_thinking": True}}, CONSIDER),
     ],
 )
 def test_trl_rules(tmp_path: Path, rule: str, given: dict[str, Any], severity: Severity) -> None:
     assert severities(trl(tmp_path, **given), rule) == [severity]
+
+
+def test_trl_is_not_told_to_use_what_it_drops(tmp_path: Path) -> None:
+    assert severities(trl(tmp_path), "trl-liger") == []
+    refused: dict[str, Any] = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}}
+    assert severities(trl(tmp_path, **refused), "trl-liger") == [HURTS, CONSIDER]
+
+
+def test_the_engine_of_another_loop_is_judged_by_its_load_alone(tmp_path: Path) -> None:
+    path = tmp_path / "serve.sh"
+    path.write_text("trl vllm-serve --model Qwen/Qwen3-4B --tensor-parallel-size 2\n", encoding="utf-8")
+    found = examine(subject_of(trl=path))
+    assert severities(found, "tensor-parallel") == severities(found, "max-model-len") == [FINE]
+    path.write_text(
+        f"{path.read_text()}trl grpo --per_device_train_batch_size 256 --use_vllm --vllm_mode server\n",
+        encoding="utf-8",
+    )
+    assert severities(examine(subject_of(trl=path)), "tensor-parallel") == [CONSIDER]
 
 
 def test_an_override_behind_a_comment_hurts(tmp_path: Path) -> None:
@@ -425,12 +490,70 @@ def test_an_npu_gets_no_advice_that_was_made_for_cuda(tmp_path: Path) -> None:
     assert not {one.rule for one in examine(subject_of(verl=path))} & {"verl-liger", "chunked-prefill"}
 
 
-def test_an_older_release_sums_the_lengths_for_its_engine(tmp_path: Path) -> None:
+PIPELINE = {"model_engine": "megatron", A + "megatron.pipeline_model_parallel_size": 2}
+
+
+def test_micro_batches_are_not_made_fewer_where_they_fill_a_pipeline(tmp_path: Path) -> None:
+    by_count = {A + "use_dynamic_bsz": False, A + "ppo_micro_batch_size_per_gpu": 1}
+    by_count[R + "log_prob_micro_batch_size_per_gpu"] = 1
+    for rule in ("verl-micro-batch-size", "verl-forward-only"):
+        assert CONSIDER in severities(verl(tmp_path, **by_count), rule)
+        assert set(severities(verl(tmp_path, **by_count, **PIPELINE), rule)) == {FINE}
+    budget = {A + "ppo_max_token_len_per_gpu": 10_000}
+    assert severities(verl(tmp_path, **budget), "verl-token-budget") == [CONSIDER]
+    assert severities(verl(tmp_path, **budget, **PIPELINE), "verl-token-budget") == [FINE]
+
+
+def test_the_mini_batch_of_a_megatron_gpu_is_that_of_its_group(tmp_path: Path) -> None:
+    given = {A + "use_dynamic_bsz": False, A + "ppo_micro_batch_size_per_gpu": 1, A + "ppo_mini_batch_size": 64}
+    split = {"model_engine": "megatron", A + "megatron.tensor_model_parallel_size": 4}
+    (found,) = [one for one in verl(tmp_path, **given, **split) if one.rule == "verl-micro-batch-size"]
+    assert "1 of the 256 sequences" in found.message  # 64 prompts x 8 over two groups of four GPUs
+
+
+def test_a_pass_of_a_reference_that_does_not_run_is_not_judged(tmp_path: Path) -> None:
+    short = {A + "ppo_max_token_len_per_gpu": 8192, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 8192}
+    keys = [one.key for one in verl(tmp_path, **short) if one.rule == "verl-forward-only"]
+    with_kl = [
+        one.key for one in verl(tmp_path, **short, **{A + "use_kl_loss": True}) if one.rule == "verl-forward-only"
+    ]
+    assert not any(".ref." in key for key in keys)
+    assert any(".ref." in key for key in with_kl)
+
+
+def test_splitting_that_is_not_needed_is_undone_with_as_many_tokens_a_gpu(tmp_path: Path) -> None:
+    given = {A + "ulysses_sequence_parallel_size": 4, A + "ppo_micro_batch_size_per_gpu": 8}
+    (found,) = [one for one in verl(tmp_path, **given, **{A + "use_dynamic_bsz": False}) if one.rule == "verl-ulysses"]
+    assert found.suggestion == "1, and ppo_micro_batch_size_per_gpu 2"
+
+
+def test_liger_is_not_advised_where_it_replaces_the_fused_forward_pass(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    words = f"{R}name=vllm {M}path=Qwen2-7B {M}use_fused_kernels=True"
+    path.write_text(f"python -m verl.trainer.main_ppo {words}\n", encoding="utf-8")
+    assert severities(examine(subject_of(verl=path, verl_version="0.7.0")), "verl-liger") == [FINE]
+    assert severities(examine(subject_of(verl=path, verl_version="0.9.1")), "verl-liger") == [CONSIDER]
+    path.write_text(f"python -m verl.trainer.main_ppo {R}name=vllm {M}path=openbmb/MiniCPM-o-2_6\n", encoding="utf-8")
+    assert severities(examine(subject_of(verl=path)), "verl-liger") == []
+
+
+def test_labels_that_only_a_run_has_are_listed_and_need_no_look(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    words = f"{R}name=vllm 'trainer.experiment_name=a_$(date)' 'trainer.nnodes=$(wc)'"
+    path.write_text(f"python -m verl.trainer.main_ppo {words}\n".replace("'", '"'), encoding="utf-8")
+    found = [one for one in examine(subject_of(verl=path)) if one.rule == "verl-unread"]
+    assert sorted((one.severity, "nnodes" in one.message) for one in found) == [(CONSIDER, True), (FINE, False)]
+
+
+def test_the_release_decides_what_an_engine_holds_without_a_length(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(f"python -m verl.trainer.main_ppo {R}name=vllm\n", encoding="utf-8")
-    assert severities(examine(subject_of(verl=path)), "max-model-len") == [CONSIDER]
+    for release in ("0.6.1", "0.7.0", "0.9.1"):
+        assert severities(examine(subject_of(verl=path, verl_version=release)), "max-model-len") == [FINE]
+    path.write_text(f"python -m verl.trainer.main_ppo {R}name=vllm {R}max_model_len=512\n", encoding="utf-8")
+    assert severities(examine(subject_of(verl=path, verl_version="0.6.1")), "max-model-len") == [HURTS]
     assert severities(examine(subject_of(verl=path, verl_version="0.7.0")), "max-model-len") == [CONSIDER]
-    assert severities(examine(subject_of(verl=path, verl_version="0.6.1")), "max-model-len") == [FINE]
+    assert severities(examine(subject_of(verl=path, verl_version="0.9.1")), "max-model-len") == [HURTS]
 
 
 def test_an_npu_is_not_judged_by_cuda_graphs(tmp_path: Path) -> None:

@@ -110,3 +110,78 @@ def test_processes_are_those_of_accelerates_file_and_unknown_without_it(tmp_path
     write(tmp_path, "zero3.yaml", "compute_environment: LOCAL_MACHINE\nnum_processes: 8\n")
     assert read_trl(path).processes == 8
     assert [one.severity for one in examine(subject_of(trl=path)) if one.rule == "trl-prompt-batch"] == [Severity.FINE]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["accelerate launch {}", "accelerate launch --num_processes 2 {} --use_vllm", "python {} --num_generations 4"],
+)
+def test_another_trainer_is_refused_with_its_program(tmp_path: Path, command: str) -> None:
+    write(tmp_path, "sft.py", "from trl import SFTConfig, SFTTrainer\n")
+    with pytest.raises(ConfigError, match=r"run\.sh:1: sft\.py is another trainer"):
+        read_trl(write(tmp_path, "run.sh", f"{command.format('sft.py')}\n"))
+
+
+def test_a_program_that_is_not_found_may_be_any_trainer(tmp_path: Path) -> None:
+    path = write(tmp_path, "run.sh", "accelerate launch train.py --learning_rate 1e-6\n")
+    found = examine(subject_of(trl=path))
+    assert [one.rule for one in found if one.severity is not Severity.FINE] == ["trl-unread"]
+    assert "train.py is not found from here, and may be any trainer" in found[0].message
+
+
+def test_a_program_that_calls_the_configuration_is_read_for_its_launcher(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", "args = GRPOConfig(num_generations=4, use_vllm=True)\n")
+    file = read_trl(write(tmp_path, "run.sh", "torchrun --nproc_per_node=4 train.py --num-generations 2\n"))
+    assert (file.values.whole("num_generations"), file.processes, file.is_call) == (4, 4, True)
+
+
+def test_the_command_line_is_over_the_file_of_config(tmp_path: Path) -> None:
+    write(tmp_path, "grpo.yaml", "num_generations: 4\nuse_vllm: true\n")
+    file = read_trl(write(tmp_path, "run.sh", "trl grpo --config grpo.yaml --num_generations 16\n"))
+    assert (file.values.whole("num_generations"), file.values.is_true("use_vllm")) == (16, True)
+    file = read_trl(write(tmp_path, "run.sh", "trl grpo --config elsewhere.yaml --num_generations 16\n"))
+    assert "--config elsewhere.yaml is not found from here" in file.unread[0]
+    assert file.values.at("use_vllm").value is None
+
+
+def test_a_second_trainer_is_listed(tmp_path: Path) -> None:
+    command = "trl grpo --num_generations 4\n"
+    file = read_trl(write(tmp_path, "run.sh", f"{command}{command}"))
+    assert [text.rpartition("run.sh:")[2] for text in file.unread] == [
+        "2: one more trainer: give it in a script of its own"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "value", "is_listed"),
+    [
+        ("args.use_vllm = True", True, False),
+        ("def main():\n    args.use_vllm = True", True, False),
+        ("if __name__ == '__main__':\n    args.use_vllm = True", True, False),
+        ("if other:\n    args.use_vllm = True", None, True),
+        ("args.use_vllm = True\nargs.use_vllm = False", None, True),
+        ("args.use_vllm = ask()", None, True),
+        ("other.use_vllm = True", False, False),
+    ],
+)
+@pytest.mark.parametrize(
+    "made", ["args = GRPOConfig(beta=0)", "_, args = TrlParser(GRPOConfig).parse_args_and_config()"]
+)
+def test_fields_that_the_program_sets_later_count(
+    tmp_path: Path, made: str, program: str, value: object, is_listed: bool
+) -> None:
+    write(tmp_path, "train.py", f"{made}\n{program}\n")
+    file = read_trl(write(tmp_path, "run.sh", "python train.py --beta 0\n"))
+    assert file.values.at("use_vllm").value is value
+    assert any("use_vllm=" in text for text in file.unread) == is_listed
+
+
+def test_a_parsers_program_asks_for_its_script(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give the script that launches it"):
+        read_trl(write(tmp_path, "train.py", "args = TrlParser(GRPOConfig).parse_args_and_config()\n"))
+
+
+def test_values_that_no_rule_reads_need_no_look(tmp_path: Path) -> None:
+    path = write(tmp_path, "train.py", "GRPOConfig(run_name=a.name, use_vllm=True)\n")
+    found = [one for one in examine(subject_of(trl=path)) if one.rule == "trl-unread"]
+    assert [one.severity for one in found] == [Severity.FINE]

@@ -128,12 +128,9 @@ def test_production_could_gain_from_what_the_guides_advise(production: list[Find
     assert rules >= {
         "tensor-parallel",
         "verl-dynamic-batches",
-        "verl-micro-batch-size",
-        "verl-forward-only",
         "verl-critic-batches",
         "verl-entropy-memory",
         "verl-fsdp2",
-        "verl-forward-prefetch",
         "verl-liger",
     }
 

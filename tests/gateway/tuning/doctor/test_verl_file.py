@@ -1,12 +1,16 @@
 """A verl configuration: what is given, by whom, and what verl makes of the rest."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from engines.errors import ConfigError
 from gateway.tuning.doctor.files.verl import VerlKind, read_verl
-from gateway.tuning.doctor.known_keys import ROLLOUT
+from gateway.tuning.doctor.known_keys import ROLLOUT, verl_keys
+from gateway.tuning.doctor.rules.all import examine
+from gateway.tuning.doctor.subject import subject_of
 
 
 def script(folder: Path, text: str) -> Path:
@@ -217,3 +221,20 @@ def test_all_keys_of_a_standalone_rollout_server_are_known(tmp_path: Path) -> No
         asked = [setting.key if file.has_trainer else ROLLOUT + setting.key for setting in file.values]
         assert len(asked) >= 2
         assert [key for key in asked if not file.keys.has(key)] == []
+
+
+@pytest.mark.parametrize("name", ["job.yaml", ".hydra/config.yaml"])
+def test_a_composed_configuration_is_read_whole_with_no_key_refused(tmp_path: Path, name: str) -> None:
+    """That is what `--cfg job` prints, and what Hydra saves beside a run."""
+    tree: dict[str, Any] = {}
+    for key, value in verl_keys().defaults.items():
+        *sections, last = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    tree["data"]["train_batch_size"] = 96
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    path = document(tmp_path, yaml.safe_dump(tree, sort_keys=False), name)
+    assert (read_verl(path).values.whole("data.train_batch_size"), read_verl(path).has_trainer) == (96, True)
+    assert not [one for one in examine(subject_of(verl=path)) if one.rule == "verl-keys" and one.severity != "fine"]

@@ -27,9 +27,10 @@ from gateway.tuning.doctor.files.verl import read_verl
 _BOUND_S = 20
 _REAL = ("basename", "dirname")
 _ROOTS = ("data.", "actor_rollout_ref.", "critic.", "algorithm.", "trainer.", "model.", "optim.", "rollout.")
-# A stub: its name and words go to the log; its name stands for its output.
+# A stub: its name and words go to a file of its own, as programs in the background write at the same time; its name
+# stands for its output.
 _STUB = """#!/bin/bash
-{ printf '%s\\0' "${0##*/}" "$@"; printf '\\n'; } >> "$STUB_LOG"
+printf '%s\\0' "${0##*/}" "$@" > "$STUB_LOG/$EPOCHREALTIME-$$"
 [ -p /dev/stdout ] && printf '$(%s)\\n' "${0##*/}"
 exit 0
 """
@@ -64,7 +65,7 @@ def _run(script: Path, arguments: Sequence[str], variables: Mapping[str, str]) -
         programs, log = folder / "programs", folder / "log"
         _stub(programs, script.read_text(encoding="utf-8", errors="replace"))
         (folder / "prelude").write_text(_PRELUDE, encoding="utf-8")
-        log.touch()
+        log.mkdir()
         environ = {
             "PATH": str(programs),
             "HOME": "$HOME",
@@ -88,8 +89,7 @@ def _run(script: Path, arguments: Sequence[str], variables: Mapping[str, str]) -
         with contextlib.suppress(ProcessLookupError):  # what a script left in the background
             os.killpg(bash.pid, signal.SIGKILL)
         bash.communicate()
-        lines = log.read_bytes().split(b"\0\n")
-        found = [[word.decode("utf-8", errors="replace") for word in line.split(b"\0")] for line in lines if line]
+        found = [path.read_bytes().decode("utf-8", errors="replace").split("\0")[:-1] for path in sorted(log.iterdir())]
         return found, errors.decode("utf-8", errors="replace")
 
 

@@ -1,0 +1,154 @@
+"""A workload on the gateway's own fleet and scheduler, with a model in the place of each engine."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+
+import structlog
+
+from engines.errors import ConfigError
+from gateway.config.schema import Config
+from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.replica import Replica
+from gateway.tuning.simulate import virtual_time
+from gateway.tuning.simulate.bound import bound_s
+from gateway.tuning.simulate.engine import ModelledEngine, Sample
+from gateway.tuning.simulate.modelled_fleet import ModelledFleet
+from gateway.tuning.simulate.outcome import Outcome, outcome_of
+from gateway.tuning.simulate.placements import Placed, Placement
+from gateway.tuning.simulate.speed import Speed
+from gateway.tuning.simulate.workloads.workload import Ask, Chain, Stream, Workload
+
+# A gateway sees its engines make tokens all the time, and so no rollout waits too long while they do.
+_LOOKS_IN_PATIENCE = 4
+
+
+def simulated(config: Config, speeds: Mapping[str, Speed], workload: Workload, placed: Placed) -> Outcome:
+    """Run a workload to its end. `speeds` are those of the engine groups that take part.
+
+    Raise `ConfigError` where a sample fits into no KV cache.
+    """
+    _check_room(workload, speeds)
+
+    async def main() -> Outcome:
+        fleet = ModelledFleet(config, speeds)
+        async with fleet.running() as served:
+            run = _Run(fleet, placed(fleet.config, served))
+            seconds = await run.play(workload)
+        engines = list(fleet.engines.values())
+        bound = bound_s(workload, [engine.speed for engine in engines])
+        return outcome_of(seconds, bound, run.latencies, run.late, [engine.counts for engine in engines])
+
+    with _without_reports():
+        return virtual_time.run(main)
+
+
+@contextmanager
+def _without_reports() -> Iterator[None]:
+    """Log warnings alone: a simulated fleet's replicas join each time, which is no news."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+class _Run:
+    """One run of a workload. `late` counts prompts whose work on a replica the gateway would have ended."""
+
+    def __init__(self, fleet: ModelledFleet, placement: Placement) -> None:
+        self.latencies: list[float] = []
+        self.late = 0
+        self._fleet = fleet
+        self._config = fleet.config.gateway
+        self._placement = placement
+        self._clock = asyncio.get_running_loop().time
+        self._ids = count()
+
+    async def play(self, workload: Workload) -> float:
+        """Return the seconds that it took."""
+        began = self._clock()
+        async with asyncio.TaskGroup() as tasks:
+            for stream in workload.streams:
+                tasks.create_task(self._play(stream))
+        return self._clock() - began
+
+    async def _play(self, stream: Stream) -> None:
+        for phase in stream:
+            async with asyncio.TaskGroup() as tasks:
+                for chain in sorted(phase, key=self._rank):  # as the dialects order the prompts of a request
+                    tasks.create_task(self._follow(chain))
+
+    async def _follow(self, chain: Chain) -> None:
+        for ask in chain:
+            if ask.after_s:
+                await asyncio.sleep(ask.after_s)
+            began, rollout = self._clock(), self._rollout(ask)
+            await self._placement.run(rollout, partial(self._made, ask))
+            self._placement.delivered(rollout, ask.prompt, sum(ask.lengths))
+            self.latencies.append(self._clock() - began)
+            if ask.is_last:
+                self._placement.finish_session(ask.session)
+
+    def _rank(self, chain: Chain) -> float:
+        return self._rollout(chain[0]).rank
+
+    def _rollout(self, ask: Ask) -> Rollout:
+        """Return what the dialects make of a request."""
+        expected = self._placement.expected(self._fleet.model, ask.text)
+        return Rollout(
+            request_id=f"{ask.request}-{next(self._ids)}",
+            request=ask.request,
+            model=self._fleet.model,
+            n=len(ask.lengths),
+            tokens=ask.prompt + len(ask.lengths) * min(ask.limit, math.ceil(expected or ask.limit)),
+            prompt_tokens=ask.prompt,
+            session=ask.session,
+            expected=expected,
+            prompt_key=ask.text,
+        )
+
+    async def _made(self, ask: Ask, replica: Replica) -> None:
+        """Return when all samples of a prompt are made."""
+        began, made = self._clock(), _generate(ask, self._fleet.engines[replica.replica_id])
+        while not made.done():
+            await asyncio.wait([made], timeout=self._config.queue_timeout_s / _LOOKS_IN_PATIENCE)
+            replica.saw_progress()
+        self.late += self._clock() - began > self._config.generate_timeout_s
+
+
+def _generate(ask: Ask, engine: ModelledEngine) -> "asyncio.Future[None]":
+    """Have an engine make the samples of a prompt; the future ends with the last."""
+    made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    left = len(ask.lengths)
+
+    def ended() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            made.set_result(None)
+
+    engine.add(
+        Sample(
+            prefix=ask.prefix, prompt=ask.prompt, tokens=length, ended=ended, goes_on=bool(ask.session),
+            known=ask.known,
+        )
+        for length in ask.lengths
+    )  # fmt: skip
+    return made
+
+
+def _check_room(workload: Workload, speeds: Mapping[str, Speed]) -> None:
+    longest = max(ask.longest for ask in workload.asks())
+    for group, speed in speeds.items():
+        if longest > speed.kv_tokens:
+            raise ConfigError(
+                f"engines.{group}: a sample of the workload has {longest} tokens with its prompt, and the KV cache "
+                f"holds {speed.kv_tokens}: make its lengths shorter, or give the engine a larger cache "
+                "(engine.sim.kv_tokens, or --gpu)"
+            )

@@ -1,0 +1,1 @@
+"""Workloads that are simulated: groups of a trainer, agents, and recorded requests."""

@@ -4,50 +4,50 @@ import json
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import gevent
 from gevent import Greenlet
 
-from gateway.fleet.engine_page import read_load, read_total
+from gateway.fleet.watch.engine_page import read_load, read_total
 from loadtests.run import Run
 
 _EVERY_S = 1.0
-_TIMEOUT_S = 5.0
+# An engine that is busy answers late, and a late figure of a spike is worth more than none.
+_TIMEOUT_S = 30.0
 _PREEMPTIONS = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
 
 
 class ServerWatch:
-    """Records both pages each second, until its end. A server without them, or one that is busy, leaves gaps."""
+    """Records each page a second after its last answer, until its end. A server without one leaves it out."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._url = str(run.settings.host).rstrip("/")
         self._preemptions: float | None = None
-        self._watcher: Greenlet | None = None
+        self._watchers: list[Greenlet] = []
 
     def start(self, **_: Any) -> None:
-        self._watcher = gevent.spawn(self._watch)
+        readers = {"/metrics": self._read_metrics, "/status": self._read_status}
+        self._watchers = [gevent.spawn(self._watch, path, read) for path, read in readers.items()]
 
     def stop(self, **_: Any) -> None:
         """Do nothing: replies that are read to their end belong to the run."""
 
     def end(self, **_: Any) -> None:
-        if self._watcher is not None:
-            self._watcher.kill()
+        gevent.killall(self._watchers)
 
-    def _watch(self) -> None:
-        readers = {"/metrics": self._read_metrics, "/status": self._read_status}
-        while readers:
-            for path, reader in list(readers.items()):
-                try:
-                    reader(self._get(path))
-                except urllib.error.HTTPError as error:
-                    error.close()
-                    del readers[path]
-                    print(f"{self._url}{path} answered {error.code}: the report lacks its figures", file=sys.stderr)
-                except (OSError, ValueError):
-                    continue  # no answer in time, or half of one
+    def _watch(self, path: str, read: Callable[[str], None]) -> None:
+        while True:
+            try:
+                read(self._get(path))
+            except urllib.error.HTTPError as error:
+                error.close()
+                print(f"{self._url}{path} answered {error.code}: the report lacks its figures", file=sys.stderr)
+                return
+            except (OSError, ValueError):
+                pass  # no answer in time, or half of one
             gevent.sleep(_EVERY_S)
 
     def _get(self, path: str) -> str:

@@ -19,6 +19,7 @@ of the second part failed, or a fleet did not recover.
 import argparse
 import asyncio
 import dataclasses
+import os
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ import orjson
 from engines.config import SimConfig
 from engines.process.engine_server import free_port
 from engines.types import InFlight
+from gateway.cli.cluster.ray_head import SERVE_ENVIRONMENT
 from gateway.config.schema import Config
 from loadtests.chaos.faults import DISK_FULL, FAULTS, CallFailed, Hung, Trainer, World, until
 from loadtests.chaos.rollouts import OF_ROLLOUTS, hurt_rollouts, report
@@ -103,6 +105,7 @@ def running(config: Config) -> Iterator[str]:
 
     from gateway.app import build
 
+    os.environ |= {**SERVE_ENVIRONMENT, **os.environ}
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": free_port()})

@@ -22,7 +22,7 @@ from engines.process.engine_server import EngineServer, free_port
 from engines.store.weight_store import remove_store
 from engines.types import ReplicaInfo
 from gateway.config.schema import Config
-from gateway.fleet.engine_page import EngineLoad, read_load
+from gateway.fleet.watch.engine_page import EngineLoad, read_load
 from gateway.weights.snapshots import in_memory
 from loadtests.chaos.gateway_process import REPLICAS
 

@@ -4,14 +4,16 @@
                                    [--kill-every 30] [--json out.json]
 
 Engines are simulated; `--vllm 2` soaks a second fleet beside it, of real vLLM replicas on CPU. Every token is checked
-(`witness.py`, `real_engines.py`). Each gateway's process is measured twice a second and compared between the second
-quarter of the run and the last: memory, descriptors, threads, and the bytes of its weight store in /dev/shm. The exit
-status is 1 if a rollout was lost, duplicated, stale, wrong or failed, or if something grew.
+(`witness.py`, `real_engines.py`). Each gateway's process is measured every two seconds and compared between the second
+quarter of the run and the last: memory, descriptors, threads, tasks, and the bytes of its weight store in /dev/shm. The
+exit status is 1 if a rollout was lost, duplicated, stale, wrong or failed, or if something grew.
 """
 
 import argparse
 import asyncio
 import dataclasses
+import os
+import re
 import statistics
 import sys
 import tempfile
@@ -39,8 +41,15 @@ Push = Callable[[], Awaitable[None]]
 
 _SIM = SimConfig(load_s=0.1, decode_step_s=0.01)
 _BOUND_S = 120.0
-_LOOK_S = 0.5
-_MOST_GROWTH = {"rss_mb": (1.1, 16.0), "descriptors": (1.1, 24.0), "threads": (1.0, 4.0), "store_mb": (1.1, 1.0)}
+_LOOK_S = 2.0
+_TASKS = re.compile(rb"^rollout_gateway_tasks (\S+)$", re.MULTILINE)
+_MOST_GROWTH = {
+    "rss_mb": (1.1, 16.0),
+    "descriptors": (1.1, 24.0),
+    "threads": (1.0, 4.0),
+    "tasks": (1.2, 40.0),
+    "store_mb": (1.1, 1.0),
+}
 """Growth that is no drift, as a factor and a sum: the larger bound holds."""
 
 
@@ -52,6 +61,7 @@ class Look:
     rss_mb: float
     descriptors: int
     threads: int
+    tasks: int
     store_mb: float
 
 
@@ -128,10 +138,12 @@ async def soak(seconds: float, soaked: Sequence[Soaked], *, update_every_s: floa
                 one.witness.start()
                 work += [_updates(push, one, update_every_s), _kills(one, kill_every_s), _looks(one)]
             tasks = [asyncio.create_task(one) for one in work]
-            ended, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            try:
+                ended, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
             for task in ended:
                 task.result()  # raises: none of them ends by itself
             for one in soaked:
@@ -179,19 +191,31 @@ async def _kills(soaked: Soaked, every_s: float) -> None:
 
 async def _looks(soaked: Soaked) -> None:
     process, began, store = psutil.Process(soaked.fleet.gateway_pid), time.monotonic(), in_memory(soaked.config.name)
-    while True:
-        await asyncio.sleep(_LOOK_S)
-        with process.oneshot():
-            rss, threads, descriptors = process.memory_info().rss, process.num_threads(), process.num_fds()
-        size = await asyncio.to_thread(_bytes_in, store)
-        soaked.result.looks.append(Look(time.monotonic() - began, rss / 1e6, descriptors, threads, size / 1e6))
+    async with aiohttp.ClientSession(soaked.fleet.url, timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            tasks = await _tasks(session)
+            with process.oneshot():
+                rss, threads, descriptors = process.memory_info().rss, process.num_threads(), process.num_fds()
+            size = await asyncio.to_thread(bytes_in, store)
+            look = Look(time.monotonic() - began, rss / 1e6, descriptors, threads, tasks, size / 1e6)
+            soaked.result.looks.append(look)
 
 
-def _bytes_in(folder: Path) -> int:
+async def _tasks(session: aiohttp.ClientSession) -> int:
+    async with session.get("/metrics") as response:
+        found = _TASKS.search(await response.read())
+    if found is None:
+        raise CallFailed("/metrics", response.status, "no number of tasks")
+    return int(float(found[1]))
+
+
+def bytes_in(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # a version that is being removed
-            total += path.stat().st_size
+    for path, _, names in os.walk(folder):  # leaves out a folder that is removed under it
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(path, name)).st_size
     return total
 
 
@@ -226,7 +250,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         soaked = [simulated(args.replicas, args.clients, next(folders))]
         soaked += [real(args.vllm, args.clients, next(folders))] if args.vllm else []
         work = soak(60 * args.minutes, soaked, update_every_s=args.update_every, kill_every_s=args.kill_every)
-        asyncio.run(work)
+        try:
+            asyncio.run(work)
+        except KeyboardInterrupt:
+            print("interrupted: no result", file=sys.stderr)
+            return 130
     for one in soaked:
         _print(one.name, one.result)
     if args.json:

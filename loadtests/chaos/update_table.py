@@ -29,7 +29,7 @@ from gateway.config.schema import Config
 from loadtests.chaos.faults import CallFailed, Hung, Trainer
 from loadtests.chaos.process_fleet import ProcessFleet, fleet_config
 from loadtests.chaos.witness import Tally, Witness
-from loadtests.studies.pusher import Pusher
+from loadtests.studies.weights.pusher import Pusher
 
 Json = dict[str, Any]
 

@@ -14,11 +14,23 @@ _MOST_TIMES = 8
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points of (seconds since the start, value). `style` is the number of a page colour."""
+    """Points of (seconds since the start, value), joined where they are at most `gap_s` apart. `style` is the number
+    of a page colour."""
 
     name: str
     points: Sequence[tuple[float, float]]
     style: int
+    gap_s: float = math.inf
+
+    def pieces(self) -> list[list[tuple[float, float]]]:
+        """Return the points of each stretch without a gap."""
+        found: list[list[tuple[float, float]]] = []
+        for point in self.points:
+            if found and point[0] - found[-1][-1][0] <= self.gap_s:
+                found[-1].append(point)
+            else:
+                found.append([point])
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +71,12 @@ def chart(lines: Sequence[Line], seconds: float, bands: Sequence[Band] = (), mar
     for mark in marks:
         parts.append(f'<line class="mark" x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
     for line in lines:
-        places = " ".join(f"{x(second):.1f},{y(value):.1f}" for second, value in line.points)
-        parts.append(
-            f'<polyline class="line{line.style}" points="{places}"><title>{escape(line.name)}</title></polyline>'
-        )
+        for piece in line.pieces():
+            shown = piece if len(piece) > 1 else 2 * piece  # a line of one point shows nothing
+            places = " ".join(f"{x(second):.1f},{y(value):.1f}" for second, value in shown)
+            parts.append(
+                f'<polyline class="line{line.style}" points="{places}"><title>{escape(line.name)}</title></polyline>'
+            )
     return "".join([*parts, "</svg>"])
 
 

@@ -1,5 +1,6 @@
 """A self-contained HTML page about a run: verdict, figures, charts over time."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ MEASURES = {
     "watched_mib": "Memory of the watched process, MiB",
     "watched_cores": "Cores of the watched process",
 }
+# Measures of each second, whose silence says that the server was too busy to answer.
+_SAMPLED = ("engine_", "gateway_", "replicas_", "weight_version", "watched_")
+_GAP_S = 5
 _COLUMNS = ("count", "mean", "p50", "p90", "p95", "p99", "max")
 _TILES = ("makespan_s", "session_s", "ttft_s", "tpot_s", "completion_s", "update_s")
 
@@ -143,7 +147,8 @@ def _over_time(report: Report, began: float) -> str:
                 points.append((at, named[name].sum / width if name in named else 0.0))
             elif name in named:
                 points.append((at, named[name].percentile(share)))
-        return Line(label, points, style)
+        is_sampled = name.startswith(_SAMPLED)
+        return Line(label, points, style, max(_GAP_S, 3 * width) if is_sampled else math.inf)
 
     total = report.measures.total()
     charts = [("Tokens/s", [line("tokens/s", "tokens", None, 0)])]
@@ -244,7 +249,7 @@ svg { width: 100%; display: block; } svg text { fill: var(--quiet); font-size: 1
 svg .left { text-anchor: end; } svg .below, svg .band { text-anchor: middle; }
 .grid { stroke: var(--rule); } .mark { stroke: var(--good); stroke-dasharray: 3 4; }
 rect.band0 { fill: var(--shade); } rect.band1 { fill: none; }
-polyline { fill: none; stroke-width: 2; stroke-linejoin: round; }
+polyline { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
 .line0 { stroke: var(--one); } .line1 { stroke: var(--two); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; background: var(--card);
   border: 1px solid var(--rule); font-variant-numeric: tabular-nums; }

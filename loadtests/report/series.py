@@ -12,6 +12,7 @@ Json = dict[str, Any]
 # A percentile is exact to half of this share of its value, and fully exact in a series with one value.
 _BUCKET = math.log(1.01)
 _LEAST = 1e-9
+_ZERO = round(math.log(_LEAST) / _BUCKET)
 _MOST_WINDOWS = 240
 _FIRST_WIDTH_S = 1
 
@@ -50,7 +51,8 @@ class Series:
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
             if seen >= wanted:
-                return min(max(math.exp(bucket * _BUCKET), self.least), self.greatest)
+                value = math.exp(bucket * _BUCKET) if bucket > _ZERO else 0.0
+                return min(max(value, self.least), self.greatest)
         return self.greatest
 
     def summary(self) -> dict[str, float]:

@@ -7,8 +7,8 @@ import pytest
 
 from examples.tiny_model.task import COMMITTED
 from tests.loadtests.locust_runs import Ended, locust
-from tests.rigs import real_vllm
-from tests.rigs.real_vllm import RealFleet
+from tests.rigs.engines import real_vllm
+from tests.rigs.engines.real_vllm import RealFleet
 
 pytestmark = pytest.mark.vllm
 

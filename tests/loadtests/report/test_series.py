@@ -33,6 +33,12 @@ def test_one_value_is_told_exactly() -> None:
     assert Series().summary() == {"count": 0}
 
 
+def test_percentiles_of_zeros_are_zero_beside_other_values() -> None:
+    told = series([0.0] * 9 + [50.0])
+    assert told.percentile(0.5) == told.percentile(0.9) == 0.0
+    assert told.percentile(0.99) == pytest.approx(50.0, rel=0.006)
+
+
 def test_two_processes_measure_as_one() -> None:
     whole, first, second = Measures(), Measures(), Measures()
     for index in range(100):

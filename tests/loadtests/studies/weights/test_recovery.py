@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from loadtests.studies.recovery import Watch
+from loadtests.studies.weights.recovery import Watch
 
 
 def replica(pid: int, state: str = "SERVING", placed: int = 0, group: str = "engine") -> dict[str, Any]:

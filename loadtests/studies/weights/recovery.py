@@ -1,6 +1,6 @@
 """The time from kill -9 of an engine to the first completion of its successor, in parts.
 
-    python -m loadtests.studies.recovery --url http://127.0.0.1:8100 [--replica engine-0] [--times 2] [--json out.json]
+    python -m loadtests.studies.weights.recovery --url http://127.0.0.1:8100 [--times 2] [--json out.json]
 
 The fleet was started by `rollout-gateway up` on this machine, where Ray restarts replicas. The parts end when the
 gateway's status shows them: the death is noticed, the new engine is up, it serves (weights loaded, canary passed), and
@@ -153,7 +153,9 @@ async def _measured(args: argparse.Namespace) -> list[Recovery]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study. The exit status is 1 if a replica did not recover, or answered with other weights than the
     fleet's."""
-    parser = argparse.ArgumentParser(prog="python -m loadtests.studies.recovery", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.studies.weights.recovery", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--url", required=True, help="the gateway's URL")
     parser.add_argument("--key", default="", help="inference key, if the gateway has one")
     parser.add_argument("--replica", default="", help="replica to kill; default: the first that serves")

@@ -1,6 +1,6 @@
 """Whether updates leave the weights that were sent: small random models in a real vLLM, judged by transformers.
 
-    python -m loadtests.studies.update_check dense experts "experts, LoRA on" --updates 10 --json out.json
+    python -m loadtests.studies.weights.update_check dense experts "experts, LoRA on" --updates 10 --json out.json
 
 Each update goes through the worker's extension as the gateway has it do: packed chunks through the tee, in place. After
 each, log-probabilities of prompts and of tokens that the engine has made (by CUDA graphs) are compared with those of
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ KINDS = (
     "dense", "tied head", "square transposed", "experts", "dense, LoRA on", "experts, LoRA on", "dense, fp8",
     "experts, fp8",
 )  # fmt: skip
-_NEAR, _NEAR_FP8 = 0.02, 0.25
+NEAR, NEAR_FP8 = 0.02, 0.25
 """Mean distances that an engine's own arithmetic may cause, in nats; a single token's may be 25 times as large."""
 
 
@@ -52,13 +53,28 @@ class Checked:
     farthest: float
     distance_before: float
     """From the weights of the version before: what an update that came to nothing would leave."""
-    near: float = _NEAR
+    near: float = NEAR
     """The mean distance that is the engine's own arithmetic."""
 
     @property
     def is_right(self) -> bool:
         is_near = self.distance < self.near and self.farthest < 25 * self.near
         return is_near and self.distance_before > 10 * self.distance
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Return the words for the versions of one kind of model."""
+    far = [max(one[key] for one in report["versions"]) for key in ("distance", "farthest")]
+    nearest = min((one["distance_before"] for one in report["versions"]), default=math.nan)
+    return (
+        f"{'right' if report['is_right'] else 'WRONG'}; mean distance at most {far[0]:.4f}, of one token "
+        f"{far[1]:.3f}, from the version before {nearest:.2f}"
+    )
+
+
+def device_kind(device: str) -> str:
+    """Return GPU or CPU, as tables name devices."""
+    return "GPU" if device.startswith("cuda") else "CPU"
 
 
 class Subject:
@@ -138,9 +154,9 @@ class Subject:
         outputs = self._engine.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
         told = [_told(output) for output in outputs]
         whole = [[*ids, *output.outputs[0].token_ids] for ids, output in zip(prompts, outputs, strict=True)]
-        right, wrong = (_differences(self.model(one), whole, told) for one in (version, before))
+        right, wrong = (differences(self.model(one), whole, told) for one in (version, before))
         mean = [sum(found) / len(found) for found in (right, wrong)]
-        near = _NEAR_FP8 if self._is_fp8 else _NEAR
+        near = NEAR_FP8 if self._is_fp8 else NEAR
         return Checked(
             version=version, way=way, distance=mean[0], farthest=max(right), distance_before=mean[1], near=near
         )
@@ -193,7 +209,10 @@ def check(kind: str, updates: int, device: str) -> dict[str, Any]:
 
 
 def _checked(subject: Subject, kind: str, updates: int) -> dict[str, Any]:
-    report: dict[str, Any] = {"kind": kind, "obstacle": subject.obstacle(), "versions": []}
+    report: dict[str, Any] = {
+        "engine": f"vllm {version_of('vllm')}", "device": device_kind(subject.device), "transport": "the worker alone",
+        "kind": kind, "obstacle": subject.obstacle(), "versions": [],
+    }  # fmt: skip
     seconds = []
     for version in range(1, updates + 1):
         in_memory = version % 2 == 0
@@ -259,7 +278,8 @@ def _told(output: Any) -> list[float]:
     return [one[token].logprob for one, token in zip(found, ids[1:], strict=True)]
 
 
-def _differences(model: Any, whole: Sequence[Sequence[int]], told: Sequence[Sequence[float]]) -> list[float]:
+def differences(model: Any, whole: Sequence[Sequence[int]], told: Sequence[Sequence[float]]) -> list[float]:
+    """Return the distances of log-probabilities from those of `model`, in nats, token by token."""
     import torch
 
     ids = torch.tensor(whole, device=model.device)
@@ -271,7 +291,7 @@ def _differences(model: Any, whole: Sequence[Sequence[int]], told: Sequence[Sequ
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1 where a version is not what was sent."""
     parser = argparse.ArgumentParser(
-        prog="python -m loadtests.studies.update_check", description=__doc__.splitlines()[0]
+        prog="python -m loadtests.studies.weights.update_check", description=__doc__.splitlines()[0]
     )
     parser.add_argument("kinds", nargs="+", choices=KINDS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -282,11 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind in args.kinds:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
             reports.append(report := alone.submit(check, kind, args.updates, args.device).result())
-        far = [max(one[key] for one in report["versions"]) for key in ("distance", "farthest")]
-        nearest = min((one["distance_before"] for one in report["versions"]), default=math.nan)
         print(
-            f"{kind}: {'right' if report['is_right'] else 'WRONG'}; mean distance at most {far[0]:.4f}, of one token "
-            f"{far[1]:.3f}, from the version before {nearest:.2f}; obstacle {report['obstacle'] or 'none'}; "
+            f"{kind}: {verdict(report)}; obstacle {report['obstacle'] or 'none'}; "
             f"{len(report['differ_from_vllms_reload'])} parameters differ from vLLM's own reload",
             flush=True,
         )

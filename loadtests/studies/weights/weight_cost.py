@@ -1,8 +1,9 @@
 """The cost of weight updates for rollouts: the same load with and without updates, in alternating runs.
 
-    python -m loadtests.studies.weight_cost -c FILE.yaml --transport nccl --device cuda:0 --streams 256 --json out.json
-    python -m loadtests.studies.weight_cost -c FILE.yaml [KEY=VALUE ...] --transport store --in-flight keep drain
-    python -m loadtests.studies.weight_cost -c FILE.yaml --variant "staged: transport=nccl weights.relay=never" \
+    python -m loadtests.studies.weights.weight_cost -c FILE.yaml --transport nccl --device cuda:0 --json out.json
+    python -m loadtests.studies.weights.weight_cost -c FILE.yaml [KEY=VALUE ...] --transport store --in-flight drain
+    python -m loadtests.studies.weights.weight_cost -c FILE.yaml \
+        --variant "staged: transport=nccl weights.relay=never" \
         --variant "flat: transport=nccl weights.relay=never weights.stage=never" \
         --variant "relay: transport=nccl weights.relay=always weights.relay_device=cuda:1" --restores 2
 
@@ -38,8 +39,8 @@ from engines.types import InFlight
 from gateway.config.load import load as load_config
 from loadtests.fleet import LocalFleet
 from loadtests.studies.clients import ClientPool, Stream, Totals, total
-from loadtests.studies.pusher import Flaw, Pushed, Pusher, Way
 from loadtests.studies.raw_speed import broadcast_speed, copy_speeds, file_speeds
+from loadtests.studies.weights.pusher import Flaw, Pushed, Pusher, Way
 from loadtests.workloads import LengthMix, Workload
 from trainer_client.transports.sender import TransportName
 
@@ -63,7 +64,8 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Restore:
     """A refused update. `seconds` from its end to the first completion, made by `version`; `stopped_s` is the time
-    for which the update itself stopped generation."""
+    for which the update itself stopped generation. `source` is where replicas had that version from by then, "" where a
+    replica served it that was not overwritten."""
 
     flaw: Flaw
     seconds: float
@@ -71,12 +73,14 @@ class Restore:
     staged: bool
     stopped_s: float
     error: str
+    source: str
 
     def told(self) -> str:
         way = "staged, " if self.staged else ""
+        source = f" from {self.source}" if self.source else ""
         return (
             f"refused ({way}{self.flaw}): generation stopped for {self.stopped_s:.3f} s, and back at version "
-            f"{self.version} after {self.seconds:.3f} s"
+            f"{self.version}{source} after {self.seconds:.3f} s"
         )
 
 
@@ -143,16 +147,27 @@ class Bench:
             self.restores.append(await self._restore(flaw))
 
     async def _restore(self, flaw: Flaw) -> Restore:
-        pushed = await asyncio.to_thread(self._pusher.push_in_vain, flaw)
+        pushing = asyncio.create_task(asyncio.to_thread(self._pusher.push_in_vain, flaw))
+        answers = []
+        while not pushing.done():  # the trainer's own end of a refused push takes longer than a replica's
+            answers.append(await self._answered())
+        pushed = await pushing
         if not pushed.error:
             raise ConfigError("the canary let pass what it should not: weights.canary.enabled must be true")
-        body = {"prompt": [1, 2, 3], "max_tokens": 1}
-        answer = await self._ask("POST", "/v1/completions", body)
-        served = time.time()
+        answers.append(await self._answered())
         [refused] = await self._records(1)
         ended = datetime.fromisoformat(refused["started"]).timestamp() + refused["age_s"]
-        version = answer["choices"][0]["weight_versions"][-1]["version"]
-        return Restore(flaw, served - ended, version, refused["staged"], refused["stopped_s"], pushed.error)
+        served, version = next((at, version) for at, version in answers if at > ended)
+        sources = {one["taken_back"]["source"] for one in refused["replicas"].values() if "taken_back" in one}
+        return Restore(
+            flaw, served - ended, version, refused["staged"], refused["stopped_s"], pushed.error,
+            ", ".join(sorted(sources)),
+        )  # fmt: skip
+
+    async def _answered(self) -> tuple[float, int]:
+        """Ask for one token; return the time of the reply and the version that made it."""
+        reply = await self._ask("POST", "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 1})
+        return time.time(), reply["choices"][0]["weight_versions"][-1]["version"]
 
     async def _run(self, pair: int, in_flight: str, expected_s: float) -> Run:
         count = 0 if in_flight == _QUIET else self._args.updates
@@ -375,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m loadtests.studies.weight_cost", description=__doc__.splitlines()[0]
+        prog="python -m loadtests.studies.weights.weight_cost", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
     add("-c", "--config", type=Path, metavar="FILE")

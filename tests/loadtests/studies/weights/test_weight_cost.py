@@ -7,9 +7,9 @@ import pytest
 
 from engines.errors import ConfigError
 from engines.types import InFlight
-from loadtests.studies.pusher import Flaw, Pushed
 from loadtests.studies.raw_speed import broadcast_speed, file_speeds
-from loadtests.studies.weight_cost import Restore, Run, Variant, main, steps_of, summarise
+from loadtests.studies.weights.pusher import Flaw, Pushed
+from loadtests.studies.weights.weight_cost import Restore, Run, Variant, main, steps_of, summarise
 
 
 def run(pair: int, in_flight: str, wall_s: float, stopped_s: float = 0.0, error: str = "") -> Run:
@@ -34,10 +34,13 @@ def test_the_work_lost_is_what_the_run_beside_it_did_not_take_by_update() -> Non
 
 
 def test_a_refused_update_is_reported_with_its_stop_and_the_way_back() -> None:
-    restore = Restore(Flaw.HALF, 0.004, 2, staged=True, stopped_s=0.0, error="WeightUpdateFailed: the trainer gives up")
-    assert restore.told() == (
+    error = "WeightUpdateFailed: the trainer gives up"
+    half = Restore(Flaw.HALF, 0.004, 2, staged=True, stopped_s=0.0, error=error, source="")
+    assert half.told() == (
         "refused (staged, half sent): generation stopped for 0.000 s, and back at version 2 after 0.004 s"
     )
+    undone = Restore(Flaw.LOGPROBS, 0.06, 2, staged=True, stopped_s=0.05, error=error, source="kept weights")
+    assert undone.told().endswith("and back at version 2 from kept weights after 0.060 s")
 
 
 def test_each_way_with_rollouts_in_flight_has_a_row_and_failures_are_counted() -> None:
@@ -60,13 +63,15 @@ def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: py
     report = orjson.loads(out.read_bytes())
     together, rolling = report["variants"]
     assert (together["name"], rolling["settings"]) == ("together", ["weights.rolling=true"])
-    for variant, version in ((together, 4), (rolling, 8)):  # the second gateway finds the first one's
+    # The second gateway finds the first one's version. A rolling update leaves a replica that serves meanwhile.
+    for variant, version, sources in ((together, 4, ["store"]), (rolling, 8, ["", "store"])):
         assert [row["in_flight"] for row in variant["summary"]] == ["keep", "drain"]
         assert all(row["updates"] == 1 and row["push_s"] > 0 for row in variant["summary"])
         assert {one["in_flight"] for one in variant["runs"]} == {"none", "keep", "drain"}
         (restore,) = variant["restores"]
         assert restore["version"] == version
         assert "canary" in restore["error"]
+        assert restore["source"] in sources
     assert report["bytes"] == 64
     assert "work lost s" in capsys.readouterr().out
 

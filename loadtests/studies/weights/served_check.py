@@ -1,7 +1,7 @@
 """Whether updates leave the weights that were sent: small random models behind a gateway, judged by transformers.
 
-    python -m loadtests.studies.served_check -c FILE.yaml dense "tied head" experts --transport nccl --device cuda:0
-    python -m loadtests.studies.served_check -c FILE.yaml dense --transport trl --device cuda:0 --json out.json
+    python -m loadtests.studies.weights.served_check -c FILE.yaml dense experts --transport nccl --device cuda:0
+    python -m loadtests.studies.weights.served_check -c FILE.yaml dense --transport trl --device cuda:0 --json out.json
 
 The file names the engines, of any kind; their model is replaced. After each update log-probabilities of prompts and of
 tokens that the engines have made are compared with those of transformers on the weights that were sent, and with those
@@ -21,12 +21,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engines.config import EngineConfig
 from engines.errors import WeightUpdateFailed
 from examples.tiny_model.task import COMMITTED
 from gateway.config.load import load
 from loadtests.fleet import LocalFleet
-from loadtests.studies.pusher import Way, sender_of
-from loadtests.studies.update_check import Checked
+from loadtests.studies.weights.pusher import Way, sender_of
+from loadtests.studies.weights.update_check import KINDS, NEAR, NEAR_FP8, Checked, device_kind, differences, verdict
 from trainer_client import BlockingRolloutClient
 
 _EXPERTS = {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "decoder_sparse_step": 1}
@@ -36,9 +37,8 @@ _KEPT = (
 )  # fmt: skip
 _PROMPTS, _PROMPT_TOKENS, _MADE_TOKENS = 32, 24, 8
 _TIMEOUT_S = 120.0
-_NEAR = 0.02
-"""Nats between two computations in bfloat16, on average."""
-KINDS = ("dense", "tied head", "experts")
+_SETTINGS = {"fp8": ("engine.quantization=fp8",), "LoRA on": ("engine.enable_lora=true",)}
+"""The engine's settings for the second word of a kind."""
 
 
 class Models:
@@ -69,11 +69,16 @@ class Models:
             return {name: one.to(self._device) for file in files for name, one in load_file(file).items()}
 
     def _config(self) -> Any:
-        from transformers import AutoConfig, Qwen3MoeConfig
+        from transformers import AutoConfig, GPT2Config, Qwen3MoeConfig
 
         config = AutoConfig.from_pretrained(COMMITTED)
         more = {"tie_word_embeddings": self._kind == "tied head", "initializer_range": 0.08, "dtype": "bfloat16"}
-        if self._kind != "experts":
+        if self._kind == "square transposed":
+            return GPT2Config(
+                n_embd=config.hidden_size, n_layer=config.num_hidden_layers, n_head=2, vocab_size=config.vocab_size,
+                n_positions=config.max_position_embeddings, **more | {"tie_word_embeddings": True},
+            )  # fmt: skip
+        if not self._kind.startswith("experts"):
             config.update(more)
             return config
         return Qwen3MoeConfig(**{name: getattr(config, name) for name in _KEPT}, **_EXPERTS, **more)
@@ -82,18 +87,19 @@ class Models:
 class Subject:
     """The gateway under test."""
 
-    def __init__(self, url: str, models: Models) -> None:
+    def __init__(self, url: str, models: Models, near: float) -> None:
         self._url = url
         self._models = models
+        self._near = near
 
     def judged(self, version: int, way: str, before: int) -> Checked:
         answers = self._complete()
         whole = [[*ids, *choice["token_ids"]] for ids, choice in zip(_prompts(), answers, strict=True)]
         told = [_told(choice, ids) for choice, ids in zip(answers, whole, strict=True)]
-        right, wrong = (_differences(self._models.version(one), whole, told) for one in (version, before))
+        right, wrong = (differences(self._models.version(one), whole, told) for one in (version, before))
         means = [sum(found) / len(found) for found in (right, wrong)]
         return Checked(
-            version=version, way=way, distance=means[0], farthest=max(right), distance_before=means[1], near=_NEAR
+            version=version, way=way, distance=means[0], farthest=max(right), distance_before=means[1], near=self._near
         )
 
     def _complete(self) -> list[Any]:
@@ -109,12 +115,16 @@ async def check(kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """All versions of one kind, with engines of their own."""
     with tempfile.TemporaryDirectory() as folder:
         models = Models(kind, Path(folder), args.device)
-        config = load(args.config, [*args.overrides, f"engine.model={folder}", "gateway.port=0"])
+        settings = _SETTINGS.get(kind.partition(", ")[2], ())
+        config = load(args.config, [*settings, *args.overrides, f"engine.model={folder}", "gateway.port=0"])
         fleet = LocalFleet(config, [])
         try:
-            _, (gateway,) = await fleet.start()
+            infos, (gateway,) = await fleet.start()
             is_dummy = config.engine.load_format == "dummy"
-            return await asyncio.to_thread(_checked, gateway.url, models, kind, args, has_dummy_weights=is_dummy)
+            found = await asyncio.to_thread(_checked, gateway.url, models, kind, args, has_dummy_weights=is_dummy)
+            engines = sorted({f"{info.kind} {info.engine_version}" for info in infos})
+            told = {"engine": " and ".join(engines), "device": device_kind(args.device), "split": _split(config.engine)}
+            return told | found
         finally:
             await fleet.stop()
 
@@ -122,7 +132,7 @@ async def check(kind: str, args: argparse.Namespace) -> dict[str, Any]:
 def _checked(
     url: str, models: Models, kind: str, args: argparse.Namespace, *, has_dummy_weights: bool
 ) -> dict[str, Any]:
-    subject, seconds, transport = Subject(url, models), [], args.transport
+    subject, seconds, transport = Subject(url, models, NEAR_FP8 if "fp8" in kind else NEAR), [], args.transport
     with BlockingRolloutClient(url) as client, sender_of(client, transport, args.device, _TIMEOUT_S) as sender:
         found = [] if has_dummy_weights else [subject.judged(0, "the checkpoint", 1)]
         for version in range(1, args.updates + 1):
@@ -150,6 +160,14 @@ def _refuse(client: BlockingRolloutClient, sender: Any, models: Models, served: 
     raise SystemExit("the canary let pass what it should not: weights.canary.enabled must be true")
 
 
+def _split(engine: EngineConfig) -> str:
+    """Return the words for how a replica's GPUs share the model, "" for one GPU."""
+    sizes = {"TP": engine.tensor_parallel_size, "PP": engine.pipeline_parallel_size}
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    has_experts_apart = bool(engine.extra.get("enable_expert_parallel")) or engine.extra.get("ep_size", 1) > 1
+    return " ".join([*parts, *(["EP"] if has_experts_apart else [])])
+
+
 def _prompts() -> list[list[int]]:
     return [
         [5 + (7 * row + 13 * place * (row + 1)) % 100 for place in range(_PROMPT_TOKENS)] for row in range(_PROMPTS)
@@ -163,20 +181,11 @@ def _told(choice: Any, ids: Sequence[int]) -> list[float]:
     return [*(entry[str(token)]["logprob"] for entry, token in scored), *made]
 
 
-def _differences(model: Any, whole: Sequence[Sequence[int]], told: Sequence[Sequence[float]]) -> list[float]:
-    import torch
-
-    ids = torch.tensor(whole, device=model.device)
-    with torch.no_grad():
-        said = model.float()(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0].tolist()
-    return [abs(x - y) for row, other in zip(said, told, strict=True) for x, y in zip(row, other, strict=True)]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1 where a version is not what was sent."""
     ways: tuple[Way, ...] = ("nccl", "gloo", "store", "trl")
     parser = argparse.ArgumentParser(
-        prog="python -m loadtests.studies.served_check", description=__doc__.splitlines()[0]
+        prog="python -m loadtests.studies.weights.served_check", description=__doc__.splitlines()[0]
     )
     parser.add_argument("kinds", nargs="+", choices=KINDS)
     parser.add_argument("-c", "--config", type=Path, required=True, metavar="FILE")
@@ -189,13 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reports = []
     for kind in args.kinds:
         reports.append(report := asyncio.run(check(kind, args)))
-        far = [max(one[key] for one in report["versions"]) for key in ("distance", "farthest")]
-        nearest = min(one["distance_before"] for one in report["versions"])
-        print(
-            f"{kind}, {args.transport}: {'right' if report['is_right'] else 'WRONG'}; mean distance at most "
-            f"{far[0]:.4f}, of one token {far[1]:.3f}, from the version before {nearest:.2f}",
-            flush=True,
-        )
+        print(f"{kind}, {args.transport}: {verdict(report)}", flush=True)
         if args.json:
             args.json.write_text(json.dumps(reports, indent=2))
     return 0 if all(report["is_right"] for report in reports) else 1

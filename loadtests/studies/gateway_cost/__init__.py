@@ -1,0 +1,1 @@
+"""Studies of the gateway's CPU and memory beside a pass-through."""

@@ -1,0 +1,204 @@
+"""CPU of the gateway for each kind of request, beside a pass-through of aiohttp and routers, on recorded replies.
+
+    python -m loadtests.studies.gateway_cost.gateway_cpu [--rounds 7] [--rows "single 64/64"] [--vllm-router COMMAND]
+
+One engine of recorded replies, which a simulated engine has made in chunks of 32 tokens, log-probabilities on. The
+servers between take turns, request for request the same load; the figure is CPU time of the server's process, the
+median of the rounds, so other work on the machine matters little.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import os
+import statistics
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import aiohttp
+import orjson
+import structlog
+
+from engines.process.engine_server import EngineServer
+from engines.types import ReplicaInfo
+from gateway.config.load import load
+from gateway.config.schema import Config
+from gateway.http.listener import Listener
+from loadtests.studies.gateway_cost import canned_engine, pass_through
+from loadtests.studies.gateway_cost.own_process import Served, own_process
+from loadtests.studies.ratios import pair_ratios
+from loadtests.studies.routers import running_router
+
+_TOKENS = "/v1/completions"
+_CHAT = "/v1/chat/completions"
+_TIMEOUT_S = 300.0
+_SAMPLING = {"temperature": 1.0, "ignore_eos": True}
+_STEPS = {"decode_step_s": 0.0005, "decode_step_per_seq_s": 0.0}
+TOKEN_IDS = {**_SAMPLING, "logprobs": 0, "return_token_ids": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of request: `requests` of it are a round, `at_once` of them in flight."""
+
+    name: str
+    path: str
+    body: Mapping[str, object]
+    requests: int
+    at_once: int
+
+
+def _prompt(tokens: int) -> list[int]:
+    return list(range(10, 10 + tokens))
+
+
+def _completion(prompt_tokens: int, max_tokens: int, **more: object) -> Mapping[str, object]:
+    return {**TOKEN_IDS, "prompt": _prompt(prompt_tokens), "max_tokens": max_tokens, **more}
+
+
+def _conversation(**more: object) -> Mapping[str, object]:
+    words = " ".join(f"word{number}" for number in range(40))
+    return {**_SAMPLING, "messages": [{"role": "user", "content": words}], "max_tokens": 64, "logprobs": True, **more}
+
+
+ROWS = (
+    Row("single 64/64", _TOKENS, _completion(64, 64), 400, 16),
+    Row("single 256/256", _TOKENS, _completion(256, 256), 400, 16),
+    Row("single 1k/4k", _TOKENS, _completion(1024, 4096), 60, 8),
+    Row("group n=8, 256/256", _TOKENS, _completion(256, 256, n=8), 60, 8),
+    Row("TRL batch 64x8, 256/256", _TOKENS, _completion(256, 256, n=8, prompt=[_prompt(256)] * 64), 2, 1),
+    Row("stream, chunks of 32", _TOKENS, _completion(256, 256, stream=True), 300, 16),
+    Row("chat 64", _CHAT, _conversation(), 400, 16),
+    Row("chat 64, streamed", _CHAT, _conversation(stream=True), 300, 16),
+)
+
+
+def _run_gateway(config: Config, info: ReplicaInfo, pipe: Connection) -> None:
+    """Run a gateway process over one engine until the pipe closes."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+
+    async def discover() -> list[ReplicaInfo]:
+        return [info]
+
+    listener = Listener(config.model_copy(update={"name": f"{config.name}-{os.getpid()}"}), discover)
+    pipe.send(listener.start())
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    listener.stop()
+
+
+class Load:
+    """Sends rounds of a row to servers, and measures the servers' CPU."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def seconds_a_request(self, server: Served, row: Row) -> float:
+        """Return the CPU seconds of the server for each request of one round."""
+        data, left = orjson.dumps({"model": "sim", **row.body}), iter(range(row.requests))
+        before = server.cpu_s
+
+        async def caller() -> None:
+            for _ in left:
+                await self._ask(server.url + row.path, data)
+
+        await asyncio.gather(*(caller() for _ in range(row.at_once)))
+        return (server.cpu_s - before) / row.requests
+
+    async def _ask(self, url: str, data: bytes) -> None:
+        headers = {"Content-Type": "application/json"}
+        async with self._session.post(url, data=data, headers=headers) as response:
+            async for _ in response.content.iter_any():
+                pass
+            if response.status != 200:
+                raise RuntimeError(f"{url} answered {response.status}")
+
+
+Costs = dict[str, dict[str, list[float]]]
+"""CPU seconds a request of each round, by row and server."""
+
+
+async def measured(servers: Mapping[str, Served], rows: Sequence[Row], rounds: int) -> Costs:
+    """Measure all rows on all servers in alternating order; a first round without record warms all up."""
+    costs: Costs = {row.name: {name: [] for name in servers} for row in rows}
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        load = Load(session)
+        for row in rows:
+            for number in range(rounds + 1):
+                for name in servers if number % 2 else reversed(list(servers)):
+                    seconds = await load.seconds_a_request(servers[name], row)
+                    if number:
+                        costs[row.name][name].append(seconds)
+    return costs
+
+
+def table(costs: Costs) -> str:
+    """Return microseconds a request, and the ratio of the gateway to each other server, as a table of Markdown."""
+    others = [name for name in next(iter(costs.values())) if name != "gateway"]
+    head = ["case", "gateway, us a request", *(f"{name}, us" for name in others), *(f"/ {name}" for name in others)]
+    lines = [head, ["---"] * len(head)]
+    for row, by_server in costs.items():
+        medians = [statistics.median(by_server[name]) * 1e6 for name in ("gateway", *others)]
+        ratios = [statistics.median(pair_ratios(by_server["gateway"], by_server[name])) for name in others]
+        lines.append([row, *(f"{median:,.0f}" for median in medians), *(f"{ratio:.2f}" for ratio in ratios)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def studied_config() -> Config:
+    """Return the configuration of a gateway over one simulated engine."""
+    config = load(None, ["engine.kind=sim", "weights.store=null", "gateway.port=0"])
+    sim = config.engine.sim.model_copy(update=_STEPS)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"sim": sim})})
+
+
+@contextlib.asynccontextmanager
+async def recorded_from(config: Config) -> AsyncIterator[ReplicaInfo]:
+    """Run the engine whose replies are recorded."""
+    server = EngineServer(config.engine, replica_id="engine-0", group="engine", index=0)
+    try:
+        yield await server.start()
+    finally:
+        await server.stop()
+
+
+async def _run(args: argparse.Namespace) -> Costs:
+    config = studied_config()
+    async with recorded_from(config) as info:
+        with contextlib.ExitStack() as stack:
+            canned = stack.enter_context(own_process(canned_engine.run, info.url))
+            ours = dataclasses.replace(info, url=canned.url)
+            servers = {
+                "gateway": stack.enter_context(own_process(_run_gateway, config, ours)),
+                "pass-through": stack.enter_context(own_process(pass_through.run, canned.url)),
+            }
+            for name, command in (("vllm-router", args.vllm_router), ("sglang-router", args.sglang_router)):
+                if command:
+                    servers[name] = Served(*stack.enter_context(running_router(command, [canned.url])))
+            rows = [row for row in ROWS if not args.rows or row.name in args.rows]
+            return await measured(servers, rows, args.rounds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.studies.gateway_cost.gateway_cpu", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rows", nargs="*", choices=[row.name for row in ROWS], help="default: all")
+    parser.add_argument("--vllm-router", default=os.environ.get("VLLM_ROUTER"), help="its command")
+    parser.add_argument("--sglang-router", default=os.environ.get("SGLANG_ROUTER"), help="its command")
+    parser.add_argument("--json", type=Path, help="file for all rounds")
+    args = parser.parse_args()
+    costs = asyncio.run(_run(args))
+    print(table(costs))
+    if args.json:
+        args.json.write_bytes(orjson.dumps(costs, option=orjson.OPT_INDENT_2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""A server in a process of its own, and the CPU time that it uses."""
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+_START_S = 60.0
+_STOP_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that runs."""
+
+    url: str
+    pid: int
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of all its threads since its start, to the nanosecond (ticks of /proc/pid/stat are 10 ms)."""
+        threads = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+    @property
+    def peak_mib(self) -> float:
+        """The largest resident size since `forget_peak`."""
+        return _status_mib(self.pid, "VmHWM")
+
+    @property
+    def resident_mib(self) -> float:
+        return _status_mib(self.pid, "VmRSS")
+
+    def forget_peak(self) -> None:
+        """Begin a new peak of the resident size."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+
+def _status_mib(pid: int, field: str) -> float:
+    words = next(
+        line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(field)
+    )
+    return int(words[1]) / 1024
+
+
+@contextmanager
+def own_process(run: Callable[..., None], *arguments: object) -> Iterator[Served]:
+    """Run a server in a process: `run` takes the arguments and a pipe, sends its URL, and ends with the pipe."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run, args=(*arguments, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_START_S):
+            raise TimeoutError(f"{run.__module__} did not start within {_START_S:g} s")
+        yield Served(ours.recv(), process.pid or 0)
+    finally:
+        ours.close()
+        process.join(_STOP_S)
+        process.kill()
+
+
+async def until_closed(pipe: Connection) -> None:
+    """Return when the other end of the pipe closes, also by its process's death."""
+
+    def wait() -> None:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+
+    await asyncio.to_thread(wait)

@@ -1,0 +1,1 @@
+"""Studies of weight updates: their cost, their bytes, recovery."""

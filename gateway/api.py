@@ -12,6 +12,8 @@ _STATUS: dict[type[errors.RolloutGatewayError], int] = {
     errors.UnknownModel: 404,
     errors.UnknownRequest: 404,
     errors.UnknownRoute: 404,
+    errors.UnknownCursor: 409,
+    errors.IdTaken: 409,
     errors.InvalidRequest: 400,
     errors.DeadlineExceeded: 504,
     errors.TooManyRequests: 429,
@@ -22,6 +24,8 @@ _STATUS: dict[type[errors.RolloutGatewayError], int] = {
     errors.EngineError: 502,
     errors.RolloutGatewayError: 500,
 }
+
+_OPENAIS = {400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError"}
 
 
 def status_of(error: errors.RolloutGatewayError) -> int:
@@ -37,7 +41,8 @@ def body_of(error: errors.RolloutGatewayError) -> dict[str, Any]:
     """Build the body of an error reply: the engine's own body where it refused, else OpenAI's form."""
     if isinstance(error, errors.EngineRefused) and error.body:
         return error.body
-    kind = None if isinstance(error, errors.InvalidRequest | errors.NotAllowed) else type(error).__name__
+    is_openais = isinstance(error, errors.InvalidRequest | errors.NotAllowed) and status_of(error) in _OPENAIS
+    kind = None if is_openais else type(error).__name__
     body = error_body(str(error), status_of(error), param=getattr(error, "param", None), kind=kind)
     if replica_id := getattr(error, "replica_id", ""):
         body["error"]["replica_id"] = replica_id
@@ -67,11 +72,10 @@ def error_of(status: int, body: Any) -> errors.RolloutGatewayError:
 
 def error_body(message: str, status: int, *, param: str | None = None, kind: str | None = None) -> dict[str, Any]:
     """Build an error in OpenAI's and vLLM's form."""
-    kinds = {400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError"}
     return {
         "error": {
             "message": message,
-            "type": kind or kinds.get(status, "RolloutGatewayError"),
+            "type": kind or _OPENAIS.get(status, "RolloutGatewayError"),
             "param": param,
             "code": status,
         }

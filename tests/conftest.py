@@ -1,20 +1,24 @@
 """Fixtures that start gateways over simulated engines, see `rig.py`; and the hooks of five files beside this one."""
 
+import os
 from collections.abc import AsyncIterator
 
 import pytest
 
 from engines.config import SimConfig
+from gateway.cli.cluster.ray_head import SERVE_ENVIRONMENT
 from gateway.config.schema import Config
 from tests.material.garbage import pytest_collection as pytest_collection
 from tests.material.garbage import pytest_collection_finish as pytest_collection_finish
 from tests.material.garbage import pytest_unconfigure as pytest_unconfigure
-from tests.rigs.real_vllm import pytest_sessionfinish as pytest_sessionfinish
+from tests.rigs.engines.real_vllm import pytest_sessionfinish as pytest_sessionfinish
 from tests.rigs.rig import FAST_WATCH, Json, Rig, SimReplica, StartRig
 from tests.running.client_records import pytest_runtest_logreport as pytest_runtest_logreport
 from tests.running.client_records import pytest_runtest_setup as pytest_runtest_setup
 from tests.running.selection import pytest_ignore_collect as pytest_ignore_collect
 from tests.running.spreading import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
+
+os.environ |= {**SERVE_ENVIRONMENT, **os.environ}
 
 
 @pytest.fixture
@@ -31,7 +35,8 @@ async def start_rig() -> AsyncIterator[StartRig]:
     ) -> Rig:
         engine = {"kind": "sim", "model": "sim", "num_replicas": num_replicas}
         weights = {"store": None} | sections.pop("weights", {})
-        tree = {"engine": engine, "fleet": FAST_WATCH, "weights": weights, **sections}
+        gateway = {"ledger": None} | sections.pop("gateway", {})
+        tree = {"engine": engine, "fleet": FAST_WATCH, "weights": weights, "gateway": gateway, **sections}
         fast = {"decode_step_s": 0.0, "decode_step_per_seq_s": 0.0}
         rig = Rig(Config.model_validate(tree), SimConfig.model_validate(fast | (sim or {})), odd)
         rigs.append(rig)

@@ -2,8 +2,12 @@
 
 import itertools
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 SUITES = dict(re.findall(r'^  \[([\w-]+)\]="(.+)"$', (ROOT / "scripts" / "suites").read_text(encoding="utf-8"), re.M))
@@ -21,7 +25,7 @@ def suites_of(marks: set[str]) -> list[str]:
 def named_by(target: str) -> list[str]:
     """The suites that a target of the Makefile runs."""
     (suites,) = re.findall(rf"^{target}:.*\n\t@scripts/suites (.+)$", MAKEFILE, re.M)
-    return str(suites).split()
+    return [suite for suite in str(suites).split() if suite != "--"]
 
 
 def test_every_set_of_marks_belongs_to_one_suite() -> None:
@@ -47,3 +51,29 @@ def test_stories_are_in_their_folder() -> None:
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark." + "story" in path.read_text("utf-8")]
     assert marked
     assert {path.parent.name for path in marked} == {"stories"}
+
+
+@pytest.fixture
+def suites(tmp_path: Path) -> Path:
+    """The script in a folder where Python says which marks it was given, and fails for verl's."""
+    (tmp_path / "scripts").mkdir()
+    for venv in (".venv", ".venv-verl"):
+        python = tmp_path / venv / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text('#!/bin/sh\necho "ran $*"\ncase "$*" in *" verl and "*) exit 1;; esac\n')
+        python.chmod(0o755)
+    return Path(shutil.copy(ROOT / "scripts" / "suites", tmp_path / "scripts"))
+
+
+@pytest.mark.parametrize("failing", [["verl", "--", "load", "ray"], ["load", "ray", "--", "verl"], ["ray", "verl"]])
+def test_a_suite_that_fails_fails_the_run_on_either_side_and_all_run(suites: Path, failing: list[str]) -> None:
+    found = subprocess.run([suites, *failing], capture_output=True, text=True, timeout=30)
+    assert found.returncode == 1
+    assert sorted(re.findall(r"== (\S+) tests", found.stdout)) == sorted(set(failing) - {"--"})
+    assert "failed: verl" in found.stdout
+
+
+def test_suites_that_pass_side_by_side_pass_and_the_second_side_follows_the_first(suites: Path) -> None:
+    found = subprocess.run([suites, "load", "ray", "--", "sglang"], capture_output=True, text=True, timeout=30)
+    assert found.returncode == 0
+    assert re.findall(r"== (\S+) tests", found.stdout) == ["load", "ray", "sglang"]

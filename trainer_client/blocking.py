@@ -14,9 +14,11 @@ from trainer_client.batch import Batch
 from trainer_client.client import RolloutClient
 from trainer_client.progress import Progress
 from trainer_client.results import Completion, Rollout
+from trainer_client.submission import Submission
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R")
 
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -33,16 +35,16 @@ def _blocking(
     return waiting
 
 
-def _starting(
-    call: Callable[Concatenate[RolloutClient, P], Batch],
-) -> Callable[Concatenate["BlockingRolloutClient", P], "BlockingBatch"]:
-    """Make a method that starts a batch on the client's thread and returns at once."""
+def _beginning(
+    call: Callable[Concatenate[RolloutClient, P], T], wrapped: Callable[[T, "BlockingRolloutClient"], R]
+) -> Callable[Concatenate["BlockingRolloutClient", P], R]:
+    """Make a method that makes `call` on the client's thread, and returns its result `wrapped`, at once."""
 
     @functools.wraps(call)
-    def starting(self: "BlockingRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> "BlockingBatch":
-        return BlockingBatch(self._run(lambda: call(self._client, *args, **kwargs)), self)
+    def beginning(self: "BlockingRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return wrapped(self._run(lambda: call(self._client, *args, **kwargs)), self)
 
-    return starting
+    return beginning
 
 
 class BlockingRolloutClient:
@@ -86,7 +88,8 @@ class BlockingRolloutClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    generate = _starting(RolloutClient.generate)
+    generate = _beginning(RolloutClient.generate, lambda batch, client: BlockingBatch(batch, client))
+    submit = _beginning(RolloutClient.submit, lambda submission, client: BlockingSubmission(submission, client))
     wait_ready = _blocking(RolloutClient.wait_ready)
     status = _blocking(RolloutClient.status)
     models = _blocking(RolloutClient.models)
@@ -145,6 +148,23 @@ class BlockingRolloutClient:
         finally:
             if not self._loop.is_closed():
                 self._wait(close())
+
+
+class BlockingSubmission:
+    """The completions of one call of `submit`, as `Submission`."""
+
+    def __init__(self, submission: Submission, client: BlockingRolloutClient) -> None:
+        self._submission = submission
+        self._client = client
+        self.id = submission.id
+        self.outcomes, self.failures = submission.outcomes, submission.failures
+
+    def __iter__(self) -> Generator[Completion]:
+        return self._client._each(aiter(self._submission))
+
+    def cancel(self, groups: list[int] | None = None) -> None:
+        """End groups that run; all unless named."""
+        self._client._wait(self._submission.cancel(groups))
 
 
 class BlockingBatch:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from engines.errors import (
     ConfigError,
@@ -26,16 +26,18 @@ from engines.errors import (
 from engines.types import InFlight, PauseMode
 from gateway.api import status_of
 from trainer_client.batch import Batch, Failures
-from trainer_client.http import GatewayHttp, Json
+from trainer_client.http import CONNECT_TIMEOUT_S, GatewayHttp, Json
 from trainer_client.progress import OnProgress
 from trainer_client.push_options import PushOptions
 from trainer_client.results import Rollout, read_rollout
 from trainer_client.sampling import SamplingParams
 from trainer_client.served import ServedWeights
+from trainer_client.submission import Submission
 
 URL_VARIABLE = "ROLLOUT_URL"
 KEY_VARIABLE = "ROLLOUT_API_KEY"
 
+OnDeadline = Literal["cancel", "return_partial", "resume"]
 Prompt = str | Sequence[int] | Any
 """Text, or token ids: a list, or an array or tensor with one dimension."""
 
@@ -120,8 +122,7 @@ class RolloutClient:
         """
         sampling = sampling or SamplingParams()
         checked = [_checked_prompt(index, prompt) for index, prompt in enumerate(_checked_prompts(prompts))]
-        if sessions is not None and len(sessions) != len(checked):
-            raise InvalidRequest(f"sessions has {len(sessions)} ids for {len(checked)} prompts", param="sessions")
+        of_prompts = _checked_sessions(sessions, len(checked))
         asked = {"model": self._model, "min_version": min_version, "max_staleness": max_staleness}
         rest = sampling.body() | {key: value for key, value in asked.items() if value is not None}
         request_id = uuid.uuid4().hex
@@ -129,13 +130,49 @@ class RolloutClient:
 
         async def run(index: int) -> Rollout:
             body = {"prompt": [checked[index]], **rest}
-            session = sessions[index] if sessions else ""
+            session = of_prompts[index]
             asking = _Asking(f"{request_id}-{index}", session, index, body, sampling.n, timeout_s)
             return await self._rollout(asking, deadline)
 
         batch = Batch(request_id, len(checked), run, failures, on_progress)
         self._batches = [other for other in self._batches if not other.is_done] + [batch]
         return batch
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        submission_id: str | None = None,
+        need: int | None = None,
+        deadline_s: float | None = None,
+        on_deadline: OnDeadline = "cancel",
+        min_version: int | None = None,
+        max_staleness: int | None = None,
+        sessions: Sequence[str] | None = None,
+        priority: int = 0,
+        timeout_s: float = 3600.0,
+    ) -> Submission:
+        """Return `sampling.n` completions of each prompt, of which `need` are enough, kept by the gateway until they
+        have arrived (/v1/rollouts). It begins with its iteration.
+
+        submission_id: with the same id a restarted trainer goes on where it was, and no completion is made twice.
+        deadline_s, on_deadline: a group's time, and the treatment of samples that are open then: `cancel`,
+        `return_partial` or `resume`.
+        """
+        sampling = sampling or SamplingParams()
+        groups: list[Json] = [
+            {"prompt": _checked_prompt(index, prompt)} for index, prompt in enumerate(_checked_prompts(prompts))
+        ]
+        for group, session in zip(groups, _checked_sessions(sessions, len(groups)), strict=True):
+            group |= {"session_id": session} if session else {}
+        fields = {key: value for key, value in sampling.body().items() if key not in ("n", "return_token_ids")}
+        body = {"groups": groups, "n": sampling.n, "sampling": fields | {"logprobs": sampling.logprobs}}
+        terms = {"need": need, "deadline_s": deadline_s, "on_deadline": on_deadline, "priority": priority}
+        bounds = {"min_version": min_version, "max_staleness": max_staleness}
+        given = {"id": submission_id, "model": self._model, **terms, **bounds}
+        body |= {key: value for key, value in given.items() if value is not None}
+        return Submission(self._http, body, timeout_s=timeout_s, outage_s=self._outage_s)
 
     async def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Wait for a complete, serving fleet. Raise `DeadlineExceeded`, which lists missing replicas."""
@@ -280,24 +317,29 @@ class RolloutClient:
             except TooManyRequests as error:
                 pause = _pause_after(attempt, error)
                 if clock() + pause >= deadline:
-                    raise
+                    raise _too_late(error, pause, timeout_s) from error.__cause__
                 await asyncio.sleep(pause)
         raise AssertionError("the loop returns or raises")
 
     async def _rollout(self, asking: "_Asking", deadline: float) -> Rollout:
         """Return one prompt's completions from the first successful attempt. Raises the last attempt's error."""
         last: RolloutGatewayError | None = None
+        clock = asyncio.get_running_loop().time
         retries = _Retries(self._attempts, self._outage_s)
         try:
             async with asyncio.timeout_at(deadline), self._room:
                 for attempt in count(1):
+                    began = clock()
                     try:
                         return await self._ask(asking, attempt)
                     except RolloutGatewayError as error:
-                        if not retries.allow(error):
+                        if not retries.allow(error, after_s=clock() - began):
                             raise asking.naming(error, attempt) from error.__cause__
                         last = error
-                    await asyncio.sleep(_pause_after(attempt, last))
+                    pause = _pause_after(attempt, last)
+                    if isinstance(last, TooManyRequests) and clock() + pause >= deadline:
+                        raise asking.naming(_too_late(last, pause, asking.timeout_s), attempt)
+                    await asyncio.sleep(pause)
         except TimeoutError as error:
             met = f"; the attempt before it: {last}" if last else ""
             raise DeadlineExceeded(
@@ -318,8 +360,8 @@ class _Retries:
         self._outage_s = outage_s
         self._outage_began: float | None = None
 
-    def allow(self, error: RolloutGatewayError) -> bool:
-        """True if the prompt may be tried again after this error."""
+    def allow(self, error: RolloutGatewayError, *, after_s: float) -> bool:
+        """True if the prompt may be tried again after this error, which ended an attempt of `after_s` seconds."""
         if isinstance(error, TooManyRequests):
             return True
         if status_of(error) not in _PASSING:
@@ -329,7 +371,8 @@ class _Retries:
             self._left -= 1
             return self._left > 0
         now = time.monotonic()
-        self._outage_began = now if self._outage_began is None else self._outage_began
+        if self._outage_began is None or after_s > CONNECT_TIMEOUT_S:  # the gateway was reached, and is lost again
+            self._outage_began = now
         return now - self._outage_began < self._outage_s
 
 
@@ -369,6 +412,13 @@ def _pause_after(attempt: int, error: RolloutGatewayError) -> float:
     return error.retry_after_s + random.uniform(0.0, pause) if isinstance(error, TooManyRequests) else pause
 
 
+def _too_late(error: TooManyRequests, pause: float, timeout_s: float) -> TooManyRequests:
+    """Return the error of a call whose next attempt would be later than the end of its time."""
+    wish = f"Retry-After is {error.retry_after_s:g} s"
+    error.args = (f"{error}; {wish}, and timeout_s = {timeout_s:g} ends before the next attempt in {pause:.1f} s",)
+    return error
+
+
 def _checked_url(url: str) -> str:
     if not url:
         raise ConfigError(f"no rollout URL: give url, or set {URL_VARIABLE}, such as http://127.0.0.1:8100")
@@ -383,6 +433,12 @@ def _checked_prompts(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     if len(prompts) == 0:
         raise InvalidRequest("prompts is empty: give at least one prompt", param="prompts")
     return prompts
+
+
+def _checked_sessions(sessions: Sequence[str] | None, num_prompts: int) -> Sequence[str]:
+    if sessions is not None and len(sessions) != num_prompts:
+        raise InvalidRequest(f"sessions has {len(sessions)} ids for {num_prompts} prompts", param="sessions")
+    return sessions or [""] * num_prompts
 
 
 def _checked_prompt(index: int, prompt: Prompt) -> str | list[int]:

@@ -1,7 +1,7 @@
 """HTTP to the rollout URL, and the only place that translates its failures."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ from gateway.api import error_of
 
 Json = dict[str, Any]
 
-_CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
+_SILENT_S = 60.0
 
 
 class Answer(NamedTuple):
@@ -75,7 +76,7 @@ class GatewayHttp:
         sent = {"Content-Type": "application/json"} if body is not None else {}
         sent.update(headers or {})
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._opened().request(
                 method, self.url + path, data=data, headers=sent, timeout=timeout
@@ -90,12 +91,30 @@ class GatewayHttp:
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s or 0:g} s") from error
 
+    async def streamed(
+        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
+    ) -> AsyncGenerator[bytes]:
+        """Yield an answer's body as it comes. Raise the gateway's error, or `GatewayUnreachable`, also where no byte
+        came for a minute."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=_SILENT_S)
+        try:
+            async with self._opened().request(
+                method, self.url + path, data=content, headers=headers, timeout=timeout
+            ) as response:
+                if response.status >= 400:
+                    decoded = self._decoded(path, response.status, await response.read())
+                    raise Answer(response.status, decoded, _seconds(response.headers.get("Retry-After", ""))).error
+                async for block in response.content.iter_any():
+                    yield block
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise GatewayUnreachable(f"{self.url} is unreachable: {path}: {error or type(error).__name__}") from error
+
     @asynccontextmanager
     async def held(self, path: str, body: Json, *, timeout_s: float) -> AsyncIterator[None]:
         """Keep the connection of an answer without an end open during the block. Raise the gateway's error, or as
         `answer` does; `timeout_s` bounds the answer's begin."""
         async with AsyncExitStack() as stack:
-            sent, timeout = {"Content-Type": "application/json"}, aiohttp.ClientTimeout(sock_connect=_CONNECT_TIMEOUT_S)
+            sent, timeout = {"Content-Type": "application/json"}, aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S)
             request = self._opened().post(self.url + path, data=orjson.dumps(body), headers=sent, timeout=timeout)
             try:
                 async with asyncio.timeout(timeout_s):

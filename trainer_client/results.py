@@ -1,5 +1,6 @@
 """Rollouts and their completions, as arrays with weight versions."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -95,21 +96,32 @@ def _read_completion(choice: Json, prompt_index: int, sample_index: int) -> Comp
     if choice.get("token_ids") is None:
         raise EngineFailed("the reply lacks the requested token_ids: the server is neither vLLM nor SGLang")
     token_ids = np.asarray(choice["token_ids"], np.int32)
-    logprobs = None
-    if (scores := choice.get("logprobs")) is not None:
-        # Through float64, which turns None (JSON's NaN) into NaN.
-        logprobs = np.asarray(scores["token_logprobs"], np.float64).astype(np.float32)
-        if len(logprobs) != len(token_ids):
-            raise EngineFailed(f"{len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
+    scores = choice.get("logprobs")
+    # Through float64, which turns None (JSON's NaN) into NaN.
+    logprobs = None if scores is None else np.asarray(scores["token_logprobs"], np.float64).astype(np.float32)
+    return completion_of(choice, prompt_index, sample_index, token_ids, logprobs)
+
+
+def completion_of(
+    given: Mapping[str, Any],
+    prompt_index: int,
+    sample_index: int,
+    token_ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32] | None,
+) -> Completion:
+    """Return the completion in a choice, or in an event. Raise `EngineFailed` where its log-probs are not one a
+    token."""
+    if logprobs is not None and len(logprobs) != len(token_ids):
+        raise EngineFailed(f"{len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
     return Completion(
         prompt_index=prompt_index,
         sample_index=sample_index,
         token_ids=token_ids,
         logprobs=logprobs,
-        text=choice.get("text") or "",
-        finish_reason=choice.get("finish_reason") or "abort",
+        text=given.get("text") or "",
+        finish_reason=given.get("finish_reason") or "abort",
         spans=tuple(
-            WeightSpan(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()
+            WeightSpan(span["version"], span["start"], span["end"]) for span in given.get("weight_versions") or ()
         ),
-        kv_versions=tuple(choice.get("kv_versions") or ()),
+        kv_versions=tuple(given.get("kv_versions") or ()),
     )

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sqlite3
 import threading
 import time
 from collections.abc import Mapping
@@ -10,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from engines.process.process import MARK
+from engines.process.temporary import remove_left_folders
 from engines.store.weight_store import remove_store
 from gateway.cli.cluster.application import deployed_config, gateway_status, running, serve_api
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import stop_ray
-from gateway.cli.cluster.serve_api import ClusterSilent, ClusterUnreachable, ServeApi
+from gateway.cli.cluster.serve_api import ClusterSilent, ClusterTroubled, ClusterUnreachable, ServeApi
 from gateway.cli.cluster.state import State, process_started_at
 from gateway.cli.cluster.waiting import wait_until
+from gateway.ledger.ledger import default_file, remove_unless_needed
 from gateway.weights.snapshots import in_memory
 
 _DELETE_TIMEOUT_S = 120.0
@@ -38,7 +41,7 @@ def down(name: str, report: Report) -> bool:
         application = applications.get(name)
         engines = _local_engines(api, application)
         removed = application is not None and delete(api, name, report)
-    except ClusterSilent:
+    except (ClusterSilent, ClusterTroubled):
         if state is None or not state.ray_lives:
             raise
         application, removed = None, False  # its Ray is ours, and takes the application along
@@ -50,6 +53,9 @@ def down(name: str, report: Report) -> bool:
         removed = True
     _end(engines, report)
     _remove_memory(name, report)
+    _remove_ledger(default_file(name), report)
+    for folder in remove_left_folders():
+        report.note(f"removed {folder}, the temporary files of a killed engine")
     if state is not None:
         state.remove()
     if removed and application is not None:
@@ -75,7 +81,7 @@ def delete(api: ServeApi, name: str, report: Report) -> bool:
 def stay(name: str, report: Report) -> None:
     """Wait until the application is gone or this process is ended, and then remove what is left of it.
 
-    Raises `ClusterUnreachable` or `ClusterSilent` when its Ray has not answered for three minutes.
+    Raises the error of its Ray when that has not answered for three minutes.
     """
     ended = threading.Event()
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -87,7 +93,7 @@ def stay(name: str, report: Report) -> None:
                     report.step(f"{name} was taken down")
                     return
                 heard = time.monotonic()
-            except (ClusterUnreachable, ClusterSilent):
+            except (ClusterUnreachable, ClusterSilent, ClusterTroubled):
                 if time.monotonic() - heard > _STAY_SILENCE_S:
                     raise
         down(name, report)
@@ -141,6 +147,21 @@ def _remove_memory(name: str, report: Report) -> None:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     if remove_store(folder):
         report.note(f"removed the weight store {folder} ({size / 1e6:.0f} MB)")
+
+
+def _remove_ledger(file: Path, report: Report) -> None:
+    """Remove the default ledger, unless a client has results to fetch from it."""
+    if not file.exists():
+        return
+    try:
+        left = remove_unless_needed(file)
+    except (sqlite3.Error, OSError) as error:
+        report.note(f"kept: the ledger {file}, which cannot be read: {error}")
+        return
+    if left:
+        report.note(f"kept: the ledger {file} with {left} submissions, which the next `up` goes on with")
+    else:
+        report.note(f"removed the ledger {file}")
 
 
 def _log_folders(application: Mapping[str, Any]) -> list[str]:

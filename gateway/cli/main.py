@@ -10,6 +10,7 @@ fetch                   copy a weight version out of a gateway's store
 config                  show, validate, explain, schema
 build                   print the document for `serve deploy`
 plan, tune, doctor      choose engines for GPUs; measure levers; find mistakes in configurations
+simulate                run a workload through the scheduler in virtual time, beside other placements
 """
 
 import contextlib
@@ -61,6 +62,7 @@ from gateway.tuning.doctor.rules.all import examine
 from gateway.tuning.doctor.subject import subject_of
 from gateway.tuning.duration import seconds_of
 from gateway.tuning.plan.command import EXAMPLE_SHAPE, plan_command
+from gateway.tuning.simulate.command import simulate_command
 from gateway.tuning.tune.command import tune_command
 
 DEFAULT_NAME = str(Config.model_fields["name"].default)
@@ -88,6 +90,7 @@ Name = Annotated[str, typer.Option("--name", help="Name of the Serve application
 
 
 app.command("plan", epilog=f"Anywhere: rollout-gateway plan --shape {EXAMPLE_SHAPE}")(plan_command)
+app.command("simulate", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)(simulate_command)
 app.command("tune", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)(tune_command)
 
 
@@ -340,7 +343,8 @@ def doctor_command(
         str, typer.Option("--verl-version", metavar="X.Y.Z", help="Release of verl; the newest known unless given.")
     ] = "",
     trl: Annotated[
-        Path | None, typer.Option("--trl", metavar="FILE", help="TRL: YAML, JSON, or Python with a GRPOConfig(...).")
+        Path | None,
+        typer.Option("--trl", metavar="FILE", help="TRL: YAML, JSON, Python with a GRPOConfig(...), or a script."),
     ] = None,
     against: Annotated[
         Path | None, typer.Option("--against", metavar="FILE", help="A verl configuration known to be good.")

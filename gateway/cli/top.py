@@ -68,7 +68,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 def _replicas(data: Json) -> Table:
     table = plain_table(
-        "replica", "state", "version", "KV", "running", "waiting", "tokens/s", "up", "process", "reason"
+        "replica", "state", "version", "KV", "running", "waiting", "tokens/s", "up", "restarts", "process", "reason"
     )
     for replica in sorted(data["status"]["replicas"], key=lambda row: str(row["label"])):
         load = data["engines"].get(replica["replica_id"], {})
@@ -81,11 +81,12 @@ def _replicas(data: Json) -> Table:
             _shown(load.get("waiting"), str),
             _shown(load.get("tokens_per_s"), lambda rate: f"{rate:,.0f}"),
             _shown(replica["uptime_s"], lambda seconds: f"{seconds:,.0f} s"),
+            str(replica["restarts"]),
             str(replica["pid"] or "-"),
             replica["reason"],
         )
     for missing in data["status"]["replicas_missing"]:
-        table.add_row(missing["group"], Text("MISSING", style="red"), *["-"] * 7, missing["reason"])
+        table.add_row(missing["group"], Text("MISSING", style="red"), *["-"] * 8, missing["reason"])
     return table
 
 

@@ -7,6 +7,14 @@ from urllib.parse import quote
 from engines.engine import Json
 from gateway.cli.rollout_url import ask
 
+_CAUSES = {
+    "gate": "the gate: an update or a pause",
+    "replica": "a replica that serves",
+    "version": "weights as new as demanded",
+    "room": "room on a replica",
+    "kv": "KV that other sessions hold",
+}
+
 
 def trace(url: str, key: str, request_id: str) -> Json:
     """Return the gateway's record of a request."""
@@ -35,7 +43,10 @@ def _attempt(number: int, attempt: Json) -> Iterator[str]:
     if attempt["placed"] is not None:
         waited = attempt["placed"] - attempt["queued"]
         version = _version(attempt["weight_versions"][0])
-        yield f"  {_clock(attempt['placed'])}  on {attempt['replica']}, {version}, after {waited:.3f} s"
+        where = f"on {attempt['replica']}, {version}, after {waited:.3f} s: {attempt['why']}"
+        yield f"  {_clock(attempt['placed'])}  {where}"
+    for cause, seconds in attempt["waited_s"].items():
+        yield f"                waited {seconds:.3f} s for {_CAUSES[cause]}"
     if attempt["ended"] is None:
         yield "  it goes on"
         return

@@ -19,8 +19,7 @@ class Models:
     def __init__(self, groups: Mapping[str, EngineConfig]) -> None:
         """Raises `ConfigError` where the groups do not fit together."""
         self._groups = groups
-        self._names = {name: group.served_name for name, group in groups.items()}
-        self._check(self._names)
+        self._know({name: group.served_name for name, group in groups.items()})
 
     @property
     def groups(self) -> Mapping[str, EngineConfig]:
@@ -30,13 +29,12 @@ class Models:
     @property
     def names(self) -> list[str]:
         """Known models, the policy first: trainers and benchmarks take the first of a list for theirs."""
-        policy = self.policy
-        return sorted({name for name in self._names.values() if name}, key=lambda name: (name != policy, name))
+        return list(self._known)
 
     @property
     def policy(self) -> str | None:
         """None where every model is frozen, and until the name is known."""
-        return next((name for group, name in self._names.items() if name and not self.is_frozen(group)), None)
+        return self._policy
 
     @property
     def first(self) -> str:
@@ -61,16 +59,14 @@ class Models:
             raise ConfigError(
                 f"engines.{info.group} is to serve {configured!r}, but this replica serves {info.model!r}"
             )
-        names = {**self._names, info.group: info.model}
-        self._check(names)
-        self._names = names
+        self._know({**self._names, info.group: info.model})
 
     def asked(self, model: Any) -> str:
         """Resolve the model of a request. A request without one means the policy, or the only model.
 
         Raises `UnknownModel`, `InvalidRequest` where it has to name one, `DeadlineExceeded` as `first` does.
         """
-        names = self.names
+        names = self._known
         if model in names:
             return str(model)
         if model is not None:
@@ -88,6 +84,13 @@ class Models:
     def _not_yet_known(self) -> str:
         groups = ", ".join(group for group, name in self._names.items() if not name)
         return f" (engine group {groups} has not joined, so its model is not known: see /health)" if groups else ""
+
+    def _know(self, names: Mapping[str, str]) -> None:
+        """Take the names of the models by group. They are asked for at each request, and change when a group joins."""
+        self._check(names)
+        policy = next((name for group, name in names.items() if name and not self.is_frozen(group)), None)
+        self._names, self._policy = names, policy
+        self._known = sorted({name for name in names.values() if name}, key=lambda name: (name != policy, name))
 
     def _check(self, names: Mapping[str, str]) -> None:
         frozen = {group: name for group, name in names.items() if name and self.is_frozen(group)}

@@ -79,6 +79,18 @@ class KeyLimits(_Section):
     """Most requests under way."""
 
 
+class SubmissionsConfig(_Section):
+    """Bounds of what /v1/rollouts keeps for clients, in memory and in the ledger, until they ack it."""
+
+    max_bytes: int = Field(1 << 30, gt=0)
+    """Most bytes. Beyond that, ended submissions are forgotten, the oldest first, then new submissions are answered
+    429."""
+    max_age_s: float = Field(86_400.0, gt=0)
+    """Age at which a submission is ended and forgotten."""
+    abandoned_after_s: float = Field(600.0, gt=0)
+    """Longest time in which no client reads the events of a submission before its groups are cancelled."""
+
+
 class GatewayConfig(_Section):
     """The data-path server."""
 
@@ -100,6 +112,11 @@ class GatewayConfig(_Section):
     """Longest wait of a rollout for a replica that may take it, while none of these makes a token."""
     generate_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a replica's completions of one prompt; later than that no further attempt begins."""
+    session_kv_share: float | None = Field(None, gt=0, le=1)
+    """Share of a replica's KV cache that sessions may need, such as 0.9, where the engine reports its size: beyond that
+    the turns of further sessions wait, as the engine would evict one session's KV for another's. null admits all."""
+    session_idle_s: float = Field(300.0, gt=0)
+    """Longest time without a turn in which a session counts as holding KV."""
     write_timeout_s: float = Field(60.0, gt=0)
     """Longest wait for a client to take the next chunk of a stream or more of a reply; later it is cut off."""
     max_prompts: int = Field(16_384, gt=0)
@@ -108,6 +125,13 @@ class GatewayConfig(_Section):
     """True to answer TRL up to 1.10 too, whose routes end in a slash; its trainer needs trainer_client.trl_legacy."""
     max_attempts: int = Field(3, ge=1)
     """Attempts in a row without a new token, on whichever replicas, before a rollout is reported failed."""
+    replay_grace_s: float = Field(45.0, ge=0)
+    """How long a whole batch of /v1/completions runs on whose connection broke, for an equal request to adopt it; TRL's
+    client sends it again after at most 32 s. 0 ends it at once."""
+    ledger: str | None = "auto"
+    """File that brings submissions and batches over a restart of the gateway, on a local disk; null keeps them
+    in memory alone, auto is /var/tmp/rollout-gateway-USER-NAME/ledger.sqlite."""
+    submissions: SubmissionsConfig = SubmissionsConfig()
     trace: TraceConfig = TraceConfig()
     audit_file: OnePlace = None
     """Absolute path of the audit log, a line of JSON for each request to an admin route; the gateway's log if left
@@ -117,6 +141,11 @@ class GatewayConfig(_Section):
     """Collector of OpenTelemetry, http://HOST:4318, which gets a span for each request, attempt, call of an engine and
     step of a weight update; needs the extra otel. The SDK's OTEL_* variables set headers, sampling and batches."""
     tls: TlsConfig = TlsConfig()
+
+    @field_validator("ledger")
+    @classmethod
+    def _ledger_is_one_place(cls, ledger: str | None) -> str | None:
+        return ledger if ledger == "auto" else _one_place(ledger)
 
 
 class FleetConfig(_Section):
@@ -132,6 +161,8 @@ class FleetConfig(_Section):
     """Silence after which a SUSPECT replica is LOST."""
     stalled_after_s: float = Field(10.0, gt=0)
     """Standstill of a replica's tokens after which its rollouts move to others, although it answers probes."""
+    acceptance_alarm: float = Field(0.8, ge=0, le=1)
+    """Speculative decoding: share of the draft's acceptance before an update below which that after it is an event."""
     complete_within_s: float = Field(900.0, gt=0)
     """How long /health stays 503 while replicas are missing; after that those present are the fleet."""
 

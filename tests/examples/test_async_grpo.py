@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 
 from examples.tiny_model import task, train
-from tests.rigs.real_vllm import RealFleet, fleet
+from tests.rigs.engines.real_vllm import RealFleet, fleet
 from tests.rigs.sorting import assert_engines_hold, rise
 
 pytestmark = pytest.mark.vllm

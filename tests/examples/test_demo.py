@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from engines.process.engine_server import free_port
+from examples.demo import NAME
+from gateway.ledger.ledger import default_file
+from gateway.weights.snapshots import in_memory
 
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
@@ -81,6 +84,8 @@ def test_it_ends_with_both_replicas_at_the_last_version_and_leaves_a_picture(dem
     assert output.count("weight version 5") == 2, output
     assert (demo.out / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert demo.left_behind() == []
+    assert not in_memory(NAME).exists()
+    assert not default_file(NAME).exists()
 
 
 def test_ctrl_c_takes_everything_down(demo: Demo) -> None:
@@ -94,3 +99,4 @@ def test_ctrl_c_takes_everything_down(demo: Demo) -> None:
     assert process.wait(60) == 130, output
     time.sleep(1)  # the kernel's own clearing up
     assert demo.left_behind() == []
+    assert not in_memory(NAME).exists()

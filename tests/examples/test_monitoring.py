@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.rigs.rig import Rig
+from tests.rigs.rig import StartRig
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 PROMETHEUS_OWN = {"up"}
@@ -32,10 +32,13 @@ def metrics_in(expression: str) -> set[str]:
     return set(re.findall(r"[a-zA-Z_:][a-zA-Z0-9_:]*", bare)) - _WORDS
 
 
-async def test_each_metric_of_an_expression_exists_on_a_live_page(rig: Rig) -> None:
+async def test_each_metric_of_an_expression_exists_on_a_live_page(start_rig: StartRig) -> None:
+    rig = await start_rig(2, sim={"draft_tokens": 4, "decode_step_s": 0.0})
     await rig.open_group()
     await rig.update()
-    await rig.complete([3], max_tokens=2)
+    await rig.drafts.look()
+    await rig.complete([[3, index] for index in range(32)], max_tokens=128, ignore_eos=True)
+    await rig.drafts.look()
     async with rig.client.get(rig.url + "/metrics") as response:
         page = await response.text()
     exist = {line.partition("{")[0].partition(" ")[0] for line in page.splitlines() if not line.startswith("#")}

@@ -11,7 +11,7 @@ pytest.importorskip("trl")
 pytest.importorskip("vllm")
 
 from examples.tiny_model import task
-from tests.rigs.real_vllm import RealFleet, fleet
+from tests.rigs.engines.real_vllm import RealFleet, fleet
 from tests.rigs.sorting import assert_engines_hold, rise, run_trainer
 from tests.running.client_records import runs_client, vllm_replicas
 

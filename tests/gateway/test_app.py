@@ -49,7 +49,8 @@ def test_serve_reports_why_an_engine_did_not_start_and_does_not_restart_it(app: 
     from gateway.config.schema import Config
 
     engine = {"kind": "sim", "model": "sim", "num_cpus": 0.1, "log_dir": str(tmp_path), "extra": {"nonsense": 1}}
-    hopeless = Config.model_validate({"name": "hopeless", "engine": engine, "gateway": {"port": 0}})
+    tree = {"engine": engine, "gateway": {"port": 0, "ledger": None}, "weights": {"store": None}}
+    hopeless = Config.model_validate({"name": "hopeless", **tree})
     with pytest.raises(RuntimeError):
         serve.run(build(hopeless), name="hopeless", route_prefix="/hopeless")
     found = serve.status().applications["hopeless"]  # what `serve status` prints

@@ -102,6 +102,16 @@ async def _kept(rig: Rig, version: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def _complete_after_a_pause(rig: Rig) -> None:
+    await rig.post("/pause?mode=keep")
+    waiting = asyncio.create_task(rig.complete([4, 5, 6]))
+    async with asyncio.timeout(20):
+        while (await rig.get("/status"))[1]["queue_length"] != 1:
+            await asyncio.sleep(0.01)
+    await rig.post("/resume")
+    await waiting
+
+
 @pytest.fixture
 def rollout() -> HotPath:
     return HotPath("Follow one rollout")
@@ -124,10 +134,11 @@ async def test_files_of_a_completion_are_in_its_table_or_among_its_helpers(
 
 
 async def test_functions_of_the_rollout_table_are_called(start_rig: StartRig, rollout: HotPath) -> None:
-    """By a single sample, a group, a stream, and a group whose replica dies."""
+    """By a single sample, one that waits, a group, a stream, and a group whose replica dies."""
     rig, calls = await start_rig(num_replicas=2), Calls()
     with calls.recorded():
         await rig.complete([4, 5, 6])
+        await _complete_after_a_pause(rig)
         await rig.complete([4, 5, 6], n=4)
         body = {"model": "sim", "prompt": [4, 5, 6], "max_tokens": 8, "stream": True}
         async with rig.client.post(f"{rig.url}/v1/completions", json=body) as stream:

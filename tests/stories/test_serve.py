@@ -1,14 +1,18 @@
 """Ray Serve: `up`, rollouts, a weight update, a killed replica that comes back, `down`. Engines are simulated."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from engines.process.engine_server import free_port
+from gateway.ledger.ledger import default_file
+from gateway.weights.snapshots import in_memory
 from tests.rigs.ray_app import RESTART_S, App, wait_until
 from tests.rigs.shell import SCRIPT, Shell, clusterless
 
@@ -16,20 +20,42 @@ pytest.importorskip("ray")
 
 pytestmark = [pytest.mark.story, pytest.mark.ray]
 
+NAME = "rollout-gateway"
 UP_S = 300.0
 
 
-def test_an_application_goes_up_replaces_a_killed_replica_and_goes_down(tmp_path: Path) -> None:
-    with clusterless(Shell(tmp_path)) as shell:
+def test_an_application_goes_up_replaces_a_killed_replica_and_goes_down_without_a_trace(tmp_path: Path) -> None:
+    before = kept()
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as temporary, clusterless(Shell(tmp_path)) as shell:
+        shell.environ["TMPDIR"] = temporary
         app = up(shell)
         assert versions(app) == {0}
         app.update()
         assert versions(app) == {1}
         replace_one(app)
+        assert sorted(replica["restarts"] for replica in app.replicas().values()) == [0, 1]
         assert versions(app) == {1}
         assert shell.run("down", timeout_s=UP_S).stdout == "rollout-gateway is down\n"
         assert shell.run("status").returncode == 1
         assert not (shell.folder / ".local/state/rollout-gateway/rollout-gateway.json").exists()
+        assert list(Path(temporary).glob("rollout-gateway-*")) == []
+        wait_until(lambda: not processes(shell), RESTART_S)
+    assert kept() <= before
+
+
+def kept() -> set[Path]:
+    """The weight store and the ledger of the application."""
+    return {path for path in (in_memory(NAME), default_file(NAME)) if path.exists()}
+
+
+def processes(shell: Shell) -> list[str]:
+    """The command lines of processes that the shell's home gives away."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if f"HOME={shell.folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+    return found
 
 
 def up(shell: Shell) -> App:

@@ -9,7 +9,7 @@ pytest.importorskip("trl")
 pytest.importorskip("vllm")
 
 from examples.tiny_model import task, train
-from tests.rigs.real_vllm import fleet
+from tests.rigs.engines.real_vllm import fleet
 from tests.rigs.sorting import assert_engines_hold, run_trainer
 from tests.running.client_records import runs_client, vllm_replicas
 

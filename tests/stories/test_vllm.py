@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.tiny_model import task
-from tests.rigs.real_vllm import RealFleet, fleet
+from tests.rigs.engines.real_vllm import RealFleet, fleet
 from trainer_client import BlockingRolloutClient, Rollout, SamplingParams, WeightSender
 
 pytestmark = [pytest.mark.story, pytest.mark.vllm]

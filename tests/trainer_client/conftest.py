@@ -10,12 +10,12 @@ from tests.rigs.rig import STORED, Rig, StartRig
 from trainer_client import BlockingRolloutClient
 
 if TYPE_CHECKING:
-    from tests.rigs.played_gateway import PlayedGateway
+    from tests.rigs.stories.played_gateway import PlayedGateway
 
 
 @pytest.fixture
 def gateway() -> "Iterator[PlayedGateway]":
-    from tests.rigs.played_gateway import PlayedGateway  # needs torch, as the tests that ask for it do
+    from tests.rigs.stories.played_gateway import PlayedGateway  # needs torch, as the tests that ask for it do
 
     played = PlayedGateway()
     yield played

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines.errors import InvalidRequest
 from examples.tiny_model import task
-from tests.rigs.real_vllm import RealFleet, fleet
+from tests.rigs.engines.real_vllm import RealFleet, fleet
 from trainer_client import BlockingRolloutClient, Rollout, SamplingParams, WeightSender
 
 pytestmark = pytest.mark.vllm

@@ -16,7 +16,7 @@ pytest.importorskip("trl")
 
 from engines.process.engine_server import free_port
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.real_vllm import RealFleet, app, engine_config
+from tests.rigs.engines.real_vllm import RealFleet, app, engine_config
 from tests.running.client_records import runs_client, vllm_replicas
 from tests.trainer_client.rloo_ratio import RATIO
 

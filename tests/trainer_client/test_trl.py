@@ -14,7 +14,7 @@ import torch
 
 from engines.errors import WeightUpdateFailed
 from engines.process.engine_server import free_port
-from tests.rigs.played_gateway import TIMEOUT_S, Answer, PlayedGateway
+from tests.rigs.stories.played_gateway import TIMEOUT_S, Answer, PlayedGateway
 
 SOON_S = 30.0
 WEIGHT_ROUTES = (

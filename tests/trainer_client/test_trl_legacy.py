@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from examples.tiny_model import task
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.real_vllm import app, engine_config, greedy_token_ids
+from tests.rigs.engines.real_vllm import app, engine_config, greedy_token_ids
 from tests.running.client_records import runs_client
 from tests.trainer_client.rloo_ratio import RATIO
 from tests.trainer_client.test_real_trl import AGAINST, ROOT, STEPS, Record, record_ratio, run_recipe, versions

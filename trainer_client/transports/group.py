@@ -58,15 +58,15 @@ class GroupTransport:
                 "WeightSender(transport='store')"
             )
         self._check_version(options.version)
-        try:
-            with self._client.weight_lease() as self._lease:
+        with self._client.weight_lease() as self._lease:
+            try:
                 channel = self._start(options)
                 for part in parts:
                     self._send(channel, part)
                 return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s, lease=self._lease)
-        except BaseException as error:
-            self._give_up(f"{type(error).__name__}: {error}")
-            raise
+            except BaseException as error:  # before the lease ends, which would end the update without its reason
+                self._give_up(f"{type(error).__name__}: {error}")
+                raise
 
     def close(self, reason: str = "the trainer closed the group") -> None:
         """Leave the group. May be called twice; the next push opens another."""

@@ -4,7 +4,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,7 +145,9 @@ class _Lines:
         with self._lock:
             self._spoke = time.monotonic()
             line = f"[{self._spoke - self._began:5.1f} s] {text}"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            # Rich ends the process where nobody reads any more (`up | head -1`); a half-made fleet would be left.
+            with suppress(SystemExit):
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Table:

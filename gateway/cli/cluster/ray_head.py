@@ -22,6 +22,8 @@ _START_TIMEOUT_S = 240.0
 _TOKEN_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 30.0
 _GCS_PORT = 6379
+# Serve kills a proxy that is not ready after 5 s, which Ray's imports take on a busy machine, and its start then fails.
+SERVE_ENVIRONMENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
 
 
 def start_ray(state: State, api: ServeApi, report: Report) -> None:
@@ -93,7 +95,7 @@ def _answers(process: "subprocess.Popen[bytes]", api: ServeApi, log: Path) -> bo
 
 def _environment() -> dict[str, str]:
     """Tokens are on unless the user turns them off: Ray listens on every interface and runs anybody's code."""
-    environ = {"RAY_AUTH_MODE": "token", **os.environ}
+    environ = {"RAY_AUTH_MODE": "token", **SERVE_ENVIRONMENT, **os.environ}
     # `down` has removed the application before it stops Ray, so there is nothing to drain.
     environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
     if environ["RAY_AUTH_MODE"].lower() == "token":

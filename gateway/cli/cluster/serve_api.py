@@ -3,8 +3,10 @@
 Standard library alone: importing ray takes seconds.
 """
 
+import http.client
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,9 @@ _APPLICATIONS = "/api/serve/applications/"
 _DEPLOY_TIMEOUT_S = 120.0
 # The dashboard imports Serve at the first question about it, which takes half a minute on a busy machine.
 _ASK_TIMEOUT_S = 60.0
+# A dashboard that still starts answers 500 or closes connections; so does one whose Serve takes a minute to start.
+_RECOVERY_S = 60.0
+_RETRY_EACH_S = 0.5
 
 
 class ClusterUnreachable(RolloutGatewayError):
@@ -33,16 +38,22 @@ class ClusterRefused(RolloutGatewayError):
     """The dashboard answered with an error."""
 
 
+class ClusterTroubled(ClusterRefused):
+    """The dashboard answered 5xx or closed the connection, and did so for as long as was waited for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServeApi:
     """Serve on the cluster whose dashboard is at `address`.
 
-    Every call raises `ClusterUnreachable`, `ClusterSilent` or `ClusterRefused` where it has no answer.
+    Every call raises `ClusterUnreachable`, `ClusterSilent`, `ClusterRefused` or `ClusterTroubled` without an answer.
     """
 
     address: str
     token: str | None = None
     ask_timeout_s: float = _ASK_TIMEOUT_S
+    recovery_s: float = _RECOVERY_S
+    """Time in which a dashboard in trouble is asked again. Each call may be sent twice."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "ServeApi":
@@ -93,28 +104,41 @@ class ServeApi:
         self._call("PUT", _APPLICATIONS, json.dumps(document).encode(), timeout_s=_DEPLOY_TIMEOUT_S)
 
     def _call(self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None) -> bytes:
+        in_trouble_since: float | None = None
+        while True:
+            try:
+                return self._ask(method, path, body, timeout_s or self.ask_timeout_s)
+            except ClusterTroubled:
+                in_trouble_since = in_trouble_since or time.monotonic()
+                if time.monotonic() - in_trouble_since >= self.recovery_s:
+                    raise
+                time.sleep(_RETRY_EACH_S)
+
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
         headers = {"Content-Type": "application/json"}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
         request = urllib.request.Request(self.address + path, method=method, data=body, headers=headers)
-        timeout_s = timeout_s or self.ask_timeout_s
         try:
             return _send(request, timeout_s)
         except urllib.error.HTTPError as error:
             with error:
-                raise ClusterRefused(
-                    self._refusal(method, error.code, error.read().decode(errors="replace"))
-                ) from error
-        except (urllib.error.URLError, OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                raise ClusterSilent(
-                    f"the Ray dashboard at {self.address} has not answered {method} {path} within {timeout_s:.0f} s; "
-                    "try again when the machine is less busy, or end that Ray: ray stop"
-                ) from error
-            raise ClusterUnreachable(
-                f"no Ray dashboard answers at {self.address} ({reason}); RAY_DASHBOARD_ADDRESS names another"
-            ) from error
+                message = self._refusal(method, error.code, error.read().decode(errors="replace"))
+            raise (ClusterTroubled if error.code >= 500 else ClusterRefused)(message) from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise self._no_answer(f"{method} {path}", getattr(error, "reason", error), timeout_s) from error
+
+    def _no_answer(self, call: str, reason: object, timeout_s: float) -> RolloutGatewayError:
+        if isinstance(reason, TimeoutError):
+            return ClusterSilent(
+                f"the Ray dashboard at {self.address} has not answered {call} within {timeout_s:.0f} s; "
+                "try again when the machine is less busy, or end that Ray: ray stop"
+            )
+        if isinstance(reason, (ConnectionResetError, BrokenPipeError, http.client.HTTPException)):
+            return ClusterTroubled(f"the Ray dashboard at {self.address} closed the connection of {call} ({reason})")
+        return ClusterUnreachable(
+            f"no Ray dashboard answers at {self.address} ({reason}); RAY_DASHBOARD_ADDRESS names another"
+        )
 
     def _refusal(self, method: str, status: int, text: str) -> str:
         if status in (401, 403):

@@ -182,6 +182,11 @@ def up(cluster_shell: Shell) -> tuple[Shell, str]:  # noqa: F811
     return cluster_shell, f"http://127.0.0.1:{port}"
 
 
+def restarts(url: str) -> list[int]:
+    with urllib.request.urlopen(f"{url}/status", timeout=10) as response:
+        return [replica["restarts"] for replica in json.load(response)["replicas"]]
+
+
 @pytest.mark.ray
 def test_scaling_from_two_to_four_and_one_under_load_loses_and_repeats_no_rollout(
     up: tuple[Shell, str],
@@ -216,6 +221,7 @@ def test_scaling_from_two_to_four_and_one_under_load_loses_and_repeats_no_rollou
     assert retries
     assert all(line.endswith(" 0.0") for line in retries)
     assert "4 replicas" in grown.stderr
+    assert restarts(url) == [0]
 
 
 @pytest.mark.ray
@@ -243,6 +249,7 @@ def test_a_change_of_the_engines_alone_under_load_loses_no_rollout_and_restarts_
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in after.values()]
     assert [command[command.index(b"--max-num-seqs") + 1] for command in commands] == [b"33", b"33"]
     assert found("/dashboard.json")["uptime_s"] > time.monotonic() - began
+    assert restarts(url) == [0, 0], "an update of the configuration is no restart after a loss"
     assert load.sent > 2 * load.workers
     assert not load.failed
     assert set(load.delivered.values()) == {1}

@@ -32,6 +32,18 @@ async def test_top_shows_versions_replicas_and_events(rig: Rig) -> None:
     assert "-> LOST" in text
 
 
+async def test_top_counts_restarts(rig: Rig) -> None:
+    await rig.replicas.pop(0).kill()
+    await rig.until({"engine-1": "SERVING"})
+    await rig.add_replica("engine-abc", seed=2)
+    await rig.until({"engine-1": "SERVING", "engine-abc": "SERVING"})
+    lines = (await printed(rig)).splitlines()
+    (head,) = (line for line in lines if "restarts" in line)
+    (successor,) = (line for line in lines if line.startswith("engine-0"))
+    place = head.index("restarts")
+    assert successor[place : place + len("restarts")].strip() == "1"
+
+
 async def test_top_without_its_key_or_its_gateway_says_so(start_rig: StartRig) -> None:
     keys = {"inference_keys": ["reader"], "admin_keys": ["owner"], "trusted_networks": []}
     rig = await start_rig(1, gateway=keys)

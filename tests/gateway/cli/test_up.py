@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -12,6 +13,7 @@ import pytest
 
 from engines.config import REPLACED_BY, EngineConfig
 from engines.engine import Json
+from engines.process import temporary
 from engines.process.process import MARK
 from engines.store.weight_store import WeightStore
 from engines.types import EngineKind
@@ -22,9 +24,11 @@ from gateway.cli.cluster.lock import ApplicationBusy, changing
 from gateway.cli.cluster.state import State, process_started_at
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
+from gateway.ledger.file import LedgerFile, SubmissionRow
+from gateway.ledger.moment import Moment
 from gateway.weights.snapshots import in_memory
-from tests.rigs.played_serve import PlayedServe, played_serve
 from tests.rigs.shell import NearShell, Shell
+from tests.rigs.stories.played_serve import PlayedServe, played_serve
 
 NAME = "rollout-gateway"
 
@@ -36,8 +40,15 @@ def serve() -> Iterator[PlayedServe]:
 
 
 @pytest.fixture
-def shell(tmp_path: Path, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch) -> Shell:
+def shell(tmp_path: Path, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
     monkeypatch.setattr(waiting, "_POLL_S", 0.01)
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as place:
+        # Without the folders of engines of others on this machine.
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        yield near_shell(tmp_path, serve)
+
+
+def near_shell(tmp_path: Path, serve: PlayedServe) -> Shell:
     shell = NearShell(tmp_path)
     shell.environ["RAY_DASHBOARD_ADDRESS"] = serve.url
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
@@ -205,6 +216,48 @@ def test_down_says_what_it_removed_and_what_it_kept(shell: Shell, serve: PlayedS
     assert not store.folder.exists()
     again = shell.run("down", "--name", name)
     assert (again.stdout, again.stderr) == (f"nothing to do: {name} does not run\n", "")
+
+
+@pytest.mark.parametrize(("left", "said"), [(0, "removed the ledger"), (2, "with 2 submissions, which the next")])
+def test_down_removes_the_ledger_unless_a_client_has_results_to_fetch(
+    shell: Shell, serve: PlayedServe, left: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shell.folder / "ledgers" / "ledger.sqlite"
+    monkeypatch.setattr(down, "default_file", {NAME: path}.__getitem__)
+    ledger = LedgerFile(path, max_bytes=1 << 20)
+    ledger.begin()
+    for number in range(left):
+        ledger.add_submission(SubmissionRow(number, "key", f"id-{number}", b"", b"", Moment(1.0, "boot", 1.0)))
+    ledger.commit()
+    ledger.close()
+    shell.run("up", "-c", "sim.yaml")
+    done = shell.run("down")
+    assert said in done.stderr
+    assert str(path) in done.stderr
+    assert path.parent.exists() == bool(left)
+
+
+def test_down_leaves_the_ledger_of_another_gateway_alone(
+    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shell.folder / "ledgers" / "ledger.sqlite"
+    monkeypatch.setattr(down, "default_file", {NAME: path}.__getitem__)
+    ledger = LedgerFile(path, max_bytes=1 << 20)
+    shell.run("up", "-c", "sim.yaml")
+    assert f"kept: the ledger {path}, which cannot be read: database is locked" in shell.run("down").stderr
+    ledger.close()
+    assert path.exists()
+
+
+def test_down_removes_what_an_engine_left_that_was_killed_with_its_guard(
+    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(temporary, "_LOCKED_WITHIN_S", 0.0)
+    left = Path(tempfile.gettempdir()) / "rollout-gateway-engine-left"
+    left.mkdir()
+    shell.run("up", "-c", "sim.yaml")
+    assert f"removed {left}, the temporary files of a killed engine" in shell.run("down").stderr
+    assert not left.exists()
 
 
 def test_down_kills_an_engine_that_outlives_its_owner(

@@ -39,7 +39,8 @@ def deploy(name: str, **engines: dict[str, Any]) -> None:
     from gateway.config.schema import Config
 
     groups = {group: {"kind": "sim", "model": "sim", "num_cpus": 0.1, **levers} for group, levers in engines.items()}
-    serve.run(build(Config.model_validate({"name": name, "engines": groups, "gateway": {"port": 0}})), name=name)
+    tree = {"name": name, "engines": groups, "gateway": {"port": 0, "ledger": None}, "weights": {"store": None}}
+    serve.run(build(Config.model_validate(tree)), name=name)
 
 
 def met(control_url: str, count: int) -> list[dict[str, Any]]:

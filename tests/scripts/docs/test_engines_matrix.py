@@ -4,6 +4,7 @@ from pathlib import Path
 
 from engines.levers import LEVERS
 from scripts.docs.engines_matrix import page, read_results
+from scripts.docs.updates_matrix import read_checks
 
 ROOT = Path(__file__).parents[3]
 RESULT = {
@@ -24,12 +25,12 @@ RESULT = {
 
 def test_the_page_is_what_results_and_levers_make_it() -> None:
     written = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
-    assert written == page(read_results()), "python -m scripts.docs"
+    assert written == page(read_results(), read_checks()), "python -m scripts.docs"
 
 
 def test_each_check_has_its_outcome_for_each_engine_and_reasons_stand_below() -> None:
     other = RESULT | {"kind": "sim", "device": "CPU", "engine_version": "1", "checks": {"it runs": "FAIL"}}
-    told = page([other, RESULT])
+    told = page([other, RESULT], [])
     assert "| check | simulated 1 on CPU | vLLM 0.1 on CPU |" in told
     assert "| it runs | FAIL | yes |" in told
     assert "| it sings | not run | no |" in told
@@ -38,5 +39,5 @@ def test_each_check_has_its_outcome_for_each_engine_and_reasons_stand_below() ->
 
 
 def test_every_lever_is_named() -> None:
-    told = page([])
+    told = page([], [])
     assert all(f"| `{lever.name}` | `{lever.name}` |" in told for lever in LEVERS)

@@ -19,7 +19,7 @@ from engines.errors import (
     WeightUpdateFailed,
 )
 from gateway.api import body_of, status_of
-from tests.rigs.played_gateway import Answer, PlayedGateway
+from tests.rigs.stories.played_gateway import Answer, PlayedGateway
 from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
 from trainer_client.transports.channels import NcclChannel
 

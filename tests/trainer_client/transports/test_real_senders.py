@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines.errors import InvalidRequest
 from examples.tiny_model import task
+from tests.rigs.engines.real_vllm import RealFleet, fleet, greedy_token_ids
 from tests.rigs.model_rank import WORLD_SIZE
-from tests.rigs.real_vllm import RealFleet, fleet, greedy_token_ids
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm

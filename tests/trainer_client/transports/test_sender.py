@@ -15,8 +15,8 @@ pytest.importorskip("torch")
 import torch
 
 from engines.errors import ConfigError, DeadlineExceeded, InvalidRequest, WeightUpdateConflict
-from tests.rigs.played_gateway import UNREAD, Answer, PlayedGateway
 from tests.rigs.rig import StartRig
+from tests.rigs.stories.played_gateway import UNREAD, Answer, PlayedGateway
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client.transports import tensors
 

@@ -18,8 +18,8 @@ import torch
 from engines.config import SimConfig
 from gateway.config.schema import Config
 from tests.material.sharded_model import SHAPES, WORLD_SIZE, Model
-from tests.rigs.played_gateway import PlayedGateway
 from tests.rigs.rig import FAST_WATCH, Rig
+from tests.rigs.stories.played_gateway import PlayedGateway
 
 TIMEOUT_S = 240.0
 DONE = [

@@ -13,8 +13,8 @@ import torch
 
 from engines.errors import InvalidRequest, NotAllowed, WeightUpdateConflict
 from engines.store.manifest import Manifest
-from tests.rigs.played_gateway import PlayedGateway
 from tests.rigs.rig import STORED, Rig, StartRig
+from tests.rigs.stories.played_gateway import PlayedGateway
 from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
 
 pytestmark = pytest.mark.verl

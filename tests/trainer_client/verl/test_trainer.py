@@ -22,8 +22,8 @@ from verl.workers.rollout.replica import get_rollout_replica_class
 
 from engines.errors import ConfigError, DeadlineExceeded, WeightUpdateFailed
 from gateway.config.load import load
-from tests.rigs.played_gateway import PlayedGateway
 from tests.rigs.rig import MAX_MODEL_LEN, Rig
+from tests.rigs.stories.played_gateway import PlayedGateway
 from trainer_client.verl import trainer
 from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
 from trainer_client.verl.settings import Settings, check_gateway

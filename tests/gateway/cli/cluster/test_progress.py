@@ -2,6 +2,8 @@
 
 import io
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,21 @@ def application(**replicas: str) -> dict[str, Any]:
 
 def groups(log_dir: Path, **levers: Any) -> dict[str, EngineConfig]:
     return {"engine": EngineConfig.model_validate({"kind": "sglang", "log_dir": str(log_dir), **levers})}
+
+
+def test_work_goes_on_where_nobody_reads_its_output() -> None:
+    code = """
+import os, sys
+from rich.console import Console
+from gateway.cli.cluster.progress import shown
+reader, writer = os.pipe()
+os.close(reader)
+with shown(Console(file=os.fdopen(writer, "w", buffering=1))) as report:
+    report.step("starting Ray")
+    report.note("undoing")
+os._exit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 7
 
 
 def test_each_replica_is_told_by_its_newest_log(tmp_path: Path) -> None:

@@ -1,0 +1,181 @@
+"""Submissions through the client: each completion once, whatever happens to connections and gateways."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.config import SimConfig
+from engines.errors import DeadlineExceeded, IdTaken, InvalidRequest
+from engines.process.engine_server import free_port
+from tests.rigs.forked_gateway import ForkedGateway
+from tests.rigs.rig import Rig, SimReplica, StartRig
+from trainer_client import RolloutClient, SamplingParams, http, submission
+from trainer_client.results import Completion
+
+SAMPLING = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
+PROMPTS = [[5, 6, number + 7] for number in range(6)]
+ALL = [(prompt, sample) for prompt in range(6) for sample in range(2)]
+
+
+@pytest.fixture
+async def client(rig: Rig) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(rig.url) as client:
+        yield client
+
+
+def names(completions: list[Completion]) -> list[tuple[int, int]]:
+    return [(completion.prompt_index, completion.sample_index) for completion in completions]
+
+
+async def test_each_completion_comes_once_with_its_arrays(rig: Rig, client: RolloutClient) -> None:
+    asked = client.submit([*PROMPTS[:5], "abc"], SAMPLING)
+    completions = [completion async for completion in asked]
+    assert sorted(names(completions)) == ALL
+    for completion in completions:
+        assert (completion.token_ids.dtype, len(completion.token_ids)) == (np.dtype(np.int32), 8)
+        assert completion.logprobs is not None
+        assert (completion.logprobs.dtype, len(completion.logprobs)) == (np.dtype(np.float32), 8)
+        assert (completion.finish_reason, completion.oldest_version) == ("length", 0)
+    assert asked.outcomes == dict.fromkeys(range(6), "delivered")
+    assert (await rig.get("/status"))[1]["ledger"]["kept_bytes"] == 0
+
+
+async def test_the_samples_are_those_of_generate(client: RolloutClient) -> None:
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    [rollout] = await client.generate([[5, 6, 7]], greedy).gather()
+    [completion] = [one async for one in client.submit([[5, 6, 7]], greedy)]
+    assert completion.token_ids.tolist() == rollout.completions[0].token_ids.tolist()
+    assert completion.text == rollout.completions[0].text
+    assert completion.spans == rollout.completions[0].spans
+
+
+async def test_a_trainer_that_restarts_under_its_id_gets_the_rest(rig: Rig, client: RolloutClient) -> None:
+    first: list[Completion] = []
+    async for completion in client.submit(PROMPTS, SAMPLING, submission_id="step"):
+        first.append(completion)
+        break
+    rest = [one async for one in client.submit(PROMPTS, SAMPLING, submission_id="step")]
+    assert sorted(names(rest)) == ALL  # the first was not acked: its loop never came back
+    assert sum(replica.generated_tokens for replica in rig.replicas) == 12 * 8
+    with pytest.raises(IdTaken):
+        _ = [one async for one in client.submit(PROMPTS[:1], SAMPLING, submission_id="step")]
+
+
+async def test_a_trainer_that_restarts_after_its_last_ack_gets_nothing_more_and_does_not_wait(
+    client: RolloutClient,
+) -> None:
+    for expected in (ALL, []):
+        asked = client.submit(PROMPTS, SAMPLING, submission_id="step", timeout_s=20.0)
+        assert sorted(names([one async for one in asked])) == expected
+
+
+async def test_groups_that_fail_are_named_and_the_others_delivered(rig: Rig, client: RolloutClient) -> None:
+    for replica in rig.replicas:
+        replica.inject(status=422)
+    asked = client.submit(PROMPTS[:1], SAMPLING)
+    assert [one async for one in asked] == []
+    assert asked.outcomes == {0: "failed"}
+    assert isinstance(asked.failures[0], InvalidRequest)
+
+
+async def test_a_bad_request_raises(client: RolloutClient) -> None:
+    with pytest.raises(InvalidRequest, match="need = 3 is more than n = 2"):
+        _ = [one async for one in client.submit(PROMPTS, SAMPLING, need=3)]
+
+
+async def test_a_submission_that_is_late_raises_in_time(rig: Rig, client: RolloutClient) -> None:
+    async def read() -> None:
+        _ = [one async for one in client.submit(PROMPTS, SAMPLING, timeout_s=1.0)]
+
+    reading = asyncio.create_task(read())
+    await rig.begun(samples=1)
+    with pytest.raises(DeadlineExceeded, match="timeout_s = 1"):
+        await reading
+
+
+async def test_a_cancelled_submission_ends(rig: Rig, client: RolloutClient) -> None:
+    asked = client.submit(PROMPTS, SAMPLING, submission_id="step")
+
+    async def read() -> list[Completion]:
+        return [one async for one in asked]
+
+    reading = asyncio.create_task(read())
+    await rig.begun(samples=12)
+    await asked.cancel([0])
+    await asked.cancel()
+    assert await reading == []
+    assert set(asked.outcomes.values()) == {"cancelled"}
+
+
+async def test_a_gateway_that_lost_its_memory_makes_the_rest_and_nothing_comes_twice(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    rig = await start_rig(1)
+    await _kill_and_read(rig.replicas[0], free_port(), tmp_path / "log", None)
+
+
+async def test_a_killed_gateway_costs_no_completion(tmp_path: Path) -> None:
+    replica = await SimReplica("engine-0", 0, SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)).start()
+    try:
+        await _kill_and_read(replica, free_port(), tmp_path / "log", tmp_path / "ledger.sqlite")
+    finally:
+        await replica.kill()
+
+
+async def _kill_and_read(engine: SimReplica, port: int, log: Path, ledger: Path | None) -> None:
+    """Kill a gateway under a submission; each completion comes once all the same."""
+    gateway = ForkedGateway(port, engine.info.url, log, ledger)
+    await asyncio.to_thread(gateway.start)
+    completions: list[Completion] = []
+    try:
+        async with RolloutClient(f"http://127.0.0.1:{port}") as client:
+            await client.wait_ready(timeout_s=60)
+            engine.scheduler.stall(after=5)
+
+            async def read() -> None:
+                async for completion in client.submit(PROMPTS, SAMPLING, submission_id="step"):
+                    completions.append(completion)
+
+            reading = asyncio.create_task(read())
+            async with asyncio.timeout(60):
+                while not engine.scheduler.stalled:
+                    await asyncio.sleep(0.01)
+            gateway.kill()
+            engine.hurry()
+            await asyncio.to_thread(gateway.start)
+            async with asyncio.timeout(60):
+                await reading
+    finally:
+        gateway.kill()
+    assert sorted(names(completions)) == ALL
+    assert all(len(completion.token_ids) == 8 for completion in completions)
+
+
+async def test_a_silent_connection_is_made_again_and_nothing_comes_twice(
+    rig: Rig, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_SILENT_S", 0.1)
+    monkeypatch.setattr(submission, "_PAUSE_S", 0.01)
+    opened: list[str] = []
+    streamed = client._http.streamed
+
+    def counted(method: str, *arguments: Any) -> AsyncGenerator[bytes]:
+        opened.append(method)
+        return streamed(method, *arguments)
+
+    monkeypatch.setattr(client._http, "streamed", counted)
+
+    async def read() -> list[Completion]:
+        return [one async for one in client.submit(PROMPTS, SAMPLING, submission_id="step")]
+
+    reading = asyncio.create_task(read())
+    await rig.begun(samples=12)
+    async with asyncio.timeout(20):
+        while len(opened) < 4:
+            await asyncio.sleep(0.01)
+    rig.hurry()
+    assert sorted(names(await reading)) == ALL

@@ -1,0 +1,181 @@
+"""A submission of /v1/rollouts: completions as they end, each once, over broken connections and restarted gateways."""
+
+import asyncio
+import struct
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+
+from engines.errors import (
+    DeadlineExceeded,
+    GatewayUnreachable,
+    RolloutGatewayError,
+    TooManyRequests,
+    UnknownCursor,
+    UnknownRoute,
+)
+from gateway.api import error_of
+from trainer_client.http import Json
+from trainer_client.results import Completion, completion_of
+
+PATH = "/v1/rollouts"
+_PACKED = "application/msgpack"
+_HEAD = struct.Struct(">xI")
+_PAUSE_S = 0.5
+_ACK_EVERY_S = 1.0
+_CALL_TIMEOUT_S = 30.0
+
+
+class Connection(Protocol):
+    """The part of `GatewayHttp` that a submission uses."""
+
+    def streamed(
+        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
+    ) -> AsyncGenerator[bytes]: ...
+    async def call(self, method: str, path: str, body: Json | None = None, *, timeout_s: float | None) -> Json: ...
+
+
+class Submission:
+    """Iterate its completions; `outcomes` and `failures` say how groups ended, by their place.
+
+    Events up to the completion that the loop has come back from are acked, about once a second: a trainer that stores
+    each completion in the body of its loop can restart with the same id and loses none.
+    """
+
+    def __init__(self, connection: Connection, body: Json, *, timeout_s: float, outage_s: float) -> None:
+        self.id: str = body.setdefault("id", uuid.uuid4().hex)
+        self.outcomes: dict[int, str] = {}
+        self.failures: dict[int, RolloutGatewayError] = {}
+        self._connection = connection
+        self._body = body
+        self._timeout_s, self._outage_s = timeout_s, outage_s
+        self._cursor: int | None = None
+        self._acked_at = time.monotonic()
+        self._seen: set[tuple[int, int]] = set()
+        self._has_ended = False
+
+    async def __aiter__(self) -> AsyncGenerator[Completion]:
+        """Raise `DeadlineExceeded` after `timeout_s`, and the gateway's error where the submission is refused."""
+        deadline = time.monotonic() + self._timeout_s
+        async with aclosing(self._events(deadline)) as events:
+            async for event in events:
+                completion = self._take(event)
+                if completion is not None:
+                    yield completion
+                self._cursor = event["cursor"]
+                if self._has_ended or time.monotonic() - self._acked_at > _ACK_EVERY_S:
+                    await self._ack()
+
+    async def cancel(self, groups: list[int] | None = None) -> None:
+        """End groups that run; all unless named. Completions that ended before still come."""
+        body = {} if groups is None else {"groups": groups}
+        await self._connection.call("DELETE", self._path, body, timeout_s=_CALL_TIMEOUT_S)
+
+    @property
+    def _path(self) -> str:
+        return f"{PATH}/{quote(self.id, safe='')}"
+
+    async def _events(self, deadline: float) -> AsyncGenerator[Json]:
+        """Events after the cursor, from one connection after the other."""
+        outage_began: float | None = None
+        had_ended = False
+        while not self._has_ended:
+            try:
+                async with aclosing(self._frames()) as frames:
+                    while (event := await self._next(frames, deadline)) is not None:
+                        outage_began = None
+                        if event["type"] == "submission":
+                            had_ended = event["ended"]
+                        else:
+                            yield event
+                if had_ended:
+                    return  # also where its end was acked before, and does not come again
+                if not self._has_ended:
+                    raise GatewayUnreachable(f"the events of {self.id!r} broke off")
+            except UnknownCursor:
+                self._cursor = None  # from the start of what is kept: what was seen is dropped
+            except UnknownRoute:
+                if self._cursor is None:
+                    raise
+                self._cursor = None  # the gateway has lost it: submitted again
+            except TooManyRequests as error:
+                await self._pause(error.retry_after_s, deadline, error)
+            except GatewayUnreachable as error:
+                outage_began = outage_began or time.monotonic()
+                if time.monotonic() - outage_began > self._outage_s:
+                    raise
+                await self._pause(_PAUSE_S, deadline, error)
+
+    async def _next(self, frames: AsyncGenerator[Json], deadline: float) -> Json | None:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                return await anext(frames, None)
+        except TimeoutError as error:
+            raise self._late(None) from error
+
+    async def _pause(self, seconds: float, deadline: float, error: RolloutGatewayError) -> None:
+        if time.monotonic() + seconds > deadline:
+            raise self._late(error) from error
+        await asyncio.sleep(seconds)
+
+    def _late(self, last: RolloutGatewayError | None) -> DeadlineExceeded:
+        met = f"; the last error: {last}" if last else ""
+        return DeadlineExceeded(f"{self.id!r} has not ended within timeout_s = {self._timeout_s:g}{met}")
+
+    async def _frames(self) -> AsyncGenerator[Json]:
+        """The events of one connection. The POST joins what the gateway has of the id."""
+        headers = {"Accept": _PACKED}
+        if self._cursor is None:
+            headers["Content-Type"] = _PACKED
+            blocks = self._connection.streamed("POST", PATH, msgspec.msgpack.encode(self._body), headers)
+        else:
+            blocks = self._connection.streamed("GET", f"{self._path}?cursor={self._cursor}", None, headers)
+        content = bytearray()
+        async with aclosing(blocks):
+            async for block in blocks:
+                content += block
+                place = 0
+                while len(content) - place >= _HEAD.size:
+                    end = place + _HEAD.size + _HEAD.unpack_from(content, place)[0]
+                    if len(content) < end:
+                        break
+                    yield msgspec.msgpack.decode(memoryview(content)[place + _HEAD.size : end])
+                    place = end
+                del content[:place]
+
+    def _take(self, event: Json) -> Completion | None:
+        if event["type"] == "sample":
+            name = (event["group"], event["sample"])
+            if name not in self._seen:
+                self._seen.add(name)
+                return read_completion(event)
+        elif event["type"] == "group":
+            self.outcomes[event["group"]] = event["outcome"]
+            if "error" in event:
+                self.failures[event["group"]] = error_of(event["error"].get("code") or 500, event)
+        else:
+            self._has_ended = True
+        return None
+
+    async def _ack(self) -> None:
+        """Free what was delivered. A lost ack costs memory until the next, and no completion."""
+        self._acked_at = time.monotonic()
+        try:
+            await self._connection.call(
+                "POST", f"{self._path}/ack", {"cursor": self._cursor}, timeout_s=_CALL_TIMEOUT_S
+            )
+        except (GatewayUnreachable, DeadlineExceeded, UnknownRoute, UnknownCursor, TooManyRequests):
+            return
+
+
+def read_completion(event: Mapping[str, Any]) -> Completion:
+    """Return the completion in a sample's event. Its arrays are views of the event's bytes."""
+    token_ids = np.frombuffer(event["token_ids"], "<i4")
+    logprobs = None if event["logprobs"] is None else np.frombuffer(event["logprobs"], "<f4")
+    return completion_of(event, event["group"], event["sample"], token_ids, logprobs)

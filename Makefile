@@ -40,12 +40,13 @@ format: setup ## Mend what format and lint can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# One process a suite: Ray and vLLM leave state in a process that the next suite must not meet.
+# One process a suite: Ray and vLLM leave state in a process that the next suite must not meet. The rest runs two suites
+# side by side: each waits for engines to start half of its time.
 test: setup ## Unit tests and a story on each real part: vLLM and TRL on CPU, Ray Serve, chaos
 	@scripts/suites unit story ray-story
 
 test-rest: setup setup-sglang setup-verl ## Everything that `make test` leaves out
-	@scripts/suites load vllm sglang verl ray slow verl-slow
+	@scripts/suites load vllm slow -- sglang ray verl verl-slow
 
 test-all: test test-rest ## Everything
 

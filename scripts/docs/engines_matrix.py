@@ -1,4 +1,4 @@
-"""Makes docs/engines.md from the conformance suite's results in docs/results/conformance/ and from the table of levers.
+"""Makes docs/engines.md from kept results of the conformance suite and of weight updates, and from the table of levers.
 
 `python -m scripts.docs` writes it.
 """
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.levers import LEVERS
+from scripts.docs.table import table
+from scripts.docs.updates_matrix import Check, section
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "conformance"
 
@@ -16,7 +18,7 @@ _NAMES = {"sim": "simulated", "vllm": "vLLM", "sglang": "SGLang"}
 _HEAD = """# Engines
 
 The gateway's needs of an engine, checked on running ones, and the engines' names of our levers. The page is generated
-by `python -m scripts.docs` from `docs/results/conformance/*.json` and `engines/levers.py`.
+by `python -m scripts.docs` from `docs/results/` and `engines/levers.py`.
 
 ## Conformance
 
@@ -26,6 +28,21 @@ with the reason below; `not run` lacked a precondition outside of the engine; `F
 
     CONFORMANCE_CONFIG=FILE.yaml CONFORMANCE_OUT=docs/results/conformance/NAME.json \\
         python -m pytest -q tests/engines/conformance
+"""
+_SPECULATION = """## Speculative decoding
+
+A draft proposes tokens and the model checks each: tokens are the model's whatever the draft holds. An update changes
+
+| draft | vLLM | SGLang (0.5.23) |
+| --- | --- | --- |
+| n-grams, suffixes | nothing: it has no weights; seen: 0.32 on CPU, 0.26 on a GPU | nothing (NGRAM) |
+| a model of its own checkpoint | nothing, frozen; seen: 0.32 on CPU, 0.26 on a GPU | nothing, frozen (STANDALONE) |
+| EAGLE, EAGLE3, Medusa | the parts that it shares with the model; the rest is frozen | the same; Medusa is not there |
+| MTP layers of the model | shared parts; the rest on CUDA, unquantized, where it is sent | the same (EAGLE) |
+| other methods | as the engine holds them: shared, or frozen | no updates through our plugin |
+
+SGLang's drafts were tried with small models of torch in their place. `draft` of a replica in `/status` says what its
+draft holds; [Weight updates](design/weight-updates.md#speculative-decoding) has the details.
 """
 _LEVERS_HEAD = """## Levers
 
@@ -44,11 +61,10 @@ def read_results(folder: Path = RESULTS) -> list[Result]:
     return sorted(results, key=lambda one: (kinds.index(one["kind"]), one["device"], one["engine_version"]))
 
 
-def page(results: Sequence[Result]) -> str:
+def page(results: Sequence[Result], checks: Sequence[Check]) -> str:
     """Return docs/engines.md."""
-    return "\n".join(
-        [_HEAD, *_runs(results), "", *_matrix(results), "", *_reasons(results), _LEVERS_HEAD, *_levers(), ""]
-    )
+    conformance = [_HEAD, *_runs(results), "", *_matrix(results), "", *_reasons(results)]
+    return "\n".join([*conformance, *section(checks), _SPECULATION, _LEVERS_HEAD, *_levers(), ""])
 
 
 def _runs(results: Sequence[Result]) -> list[str]:
@@ -56,7 +72,7 @@ def _runs(results: Sequence[Result]) -> list[str]:
         [_short_name(one), one["device"], one["model"], one["dtype"], one["date"], _counts(one["checks"])]
         for one in results
     ]
-    return _table(["engine", "device", "model", "dtype", "run on", "checks"], rows)
+    return table(["engine", "device", "model", "dtype", "run on", "checks"], rows)
 
 
 def _counts(checks: dict[str, str]) -> str:
@@ -67,7 +83,7 @@ def _counts(checks: dict[str, str]) -> str:
 def _matrix(results: Sequence[Result]) -> list[str]:
     checks = list(dict.fromkeys(check for one in results for check in one["checks"]))
     rows = [[check, *(_word(one["checks"].get(check, "not run")) for one in results)] for check in checks]
-    return _table(["check", *map(_name, results)], rows)
+    return table(["check", *map(_name, results)], rows)
 
 
 def _reasons(results: Sequence[Result]) -> list[str]:
@@ -84,11 +100,7 @@ def _reasons(results: Sequence[Result]) -> list[str]:
 
 def _levers() -> list[str]:
     rows = [[f"`{one.name}`", f"`{one.name}`", f"`{one.sglang}`" if one.sglang else "", one.instead] for one in LEVERS]
-    return _table(["ours", "vLLM", "SGLang", "with SGLang instead"], rows)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    return table(["ours", "vLLM", "SGLang", "with SGLang instead"], rows)
 
 
 def _name(result: Result) -> str:

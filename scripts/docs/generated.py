@@ -10,6 +10,7 @@ from scripts.docs import (
     engines_matrix,
     rooms_picture,
     tuning_guide,
+    updates_matrix,
 )
 from scripts.docs.marked_part import with_part
 from scripts.docs.pages import ROOT
@@ -30,7 +31,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "design/rollouts.md": _part(
         "design/rollouts.md", continuation_table.BEGIN, continuation_table.END, continuation_table.continuation_table
     ),
-    "engines.md": lambda: engines_matrix.page(engines_matrix.read_results()),
+    "engines.md": lambda: engines_matrix.page(engines_matrix.read_results(), updates_matrix.read_checks()),
     "plan.md": fit_speeds.page,
     "tuning.md": tuning_guide.page,
 }

@@ -17,6 +17,7 @@ The rules of `rollout-gateway doctor`: each with its question, its reason and it
     rollout-gateway doctor --verl train.sh                    # verl: YAML, or a script with Hydra overrides
     rollout-gateway doctor --verl train.sh --verl-version 0.7.0 --fix | patch -p0
     rollout-gateway doctor -c FILE.yaml --trl train.py --trl-processes 4
+    rollout-gateway doctor --trl run.sh                       # the program that it launches, and its trl vllm-serve
     rollout-gateway doctor --url http://127.0.0.1:8100        # a running gateway: its engines' settings and counters
     rollout-gateway doctor --url http://127.0.0.1:8100 --watch 30   # counters of these 30 s
 

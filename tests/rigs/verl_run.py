@@ -10,9 +10,10 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,53 @@ class RealFleet:
         with urllib.request.urlopen(self.url + path, timeout=ASK_TIMEOUT_S) as response:
             return json.load(response)
 
-    def tokens_made(self) -> float:
-        """By the vLLM replicas, since they have started."""
-        made = 0.0
-        for replica in self.ask("/status")["replicas"]:
-            with urllib.request.urlopen(replica["url"] + "/metrics", timeout=ASK_TIMEOUT_S) as response:
-                found = re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", response.read().decode(), re.M)
-            made += float(found[1]) if found else 0.0
-        return made
+    def stand_still(self) -> None:
+        """Hold the engines behind the gateway's back, so that requests come in and none begins."""
+        self._each_engine("/pause?mode=keep")
+
+    def go_on(self) -> None:
+        self._each_engine("/resume")
+
+    def until_in_flight(self, samples: int) -> None:
+        """Returns when so many samples have been placed on replicas."""
+        _until(lambda: sum(one["samples_in_flight"] for one in self.ask("/status")["replicas"]) >= samples)
+
+    def until_all_generate(self, samples: int) -> None:
+        """Returns when so many samples run on the vLLM replicas at once, and each has more than a token."""
+        _until(lambda: sum(self._metrics("num_requests_running")) >= samples)
+        # Each sample that runs has a token of each step.
+        wanted = [made + 3 * samples for made in self._metrics("generation_tokens_total")]
+        _until(lambda: all(map(ge, self._metrics("generation_tokens_total"), wanted)))
 
     def hold(self) -> None:
         """Freeze the engines, with the rollouts that they have."""
-        request = urllib.request.Request(self.url + "/pause?mode=keep", b"{}", method="POST")
-        with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S):
-            pass
+        _post(self.url + "/pause?mode=keep")
+
+    def _each_engine(self, path: str) -> None:
+        for replica in self.ask("/status")["replicas"]:
+            _post(replica["url"] + path)
+
+    def _metrics(self, name: str) -> list[float]:
+        """Of each vLLM replica."""
+        return [_metric(replica["url"], name) for replica in self.ask("/status")["replicas"]]
+
+
+def _metric(url: str, name: str) -> float:
+    with urllib.request.urlopen(url + "/metrics", timeout=ASK_TIMEOUT_S) as response:
+        found = re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", response.read().decode(), re.M)
+    return float(found[1]) if found else 0.0
+
+
+def _post(url: str) -> None:
+    with urllib.request.urlopen(urllib.request.Request(url, b"{}", method="POST"), timeout=ASK_TIMEOUT_S):
+        pass
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + UP_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {UP_TIMEOUT_S:g} s"
+        time.sleep(0.01)
 
 
 def _settings(folder: Path) -> list[str]:

@@ -1,7 +1,6 @@
 """verl's client that resumes aborted rollouts, and verl's order of a weight sync, against real vLLM replicas on CPU."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ pytestmark = pytest.mark.verl
 MODEL = ROOT / "examples" / "tiny_model" / "digit-sort"
 PROMPTS = [[4, 5, number] for number in range(4, 12)]
 LENGTH = 400
-UNDER_WAY_S = 60.0
 
 
 class Sync:
@@ -56,16 +54,6 @@ async def server(tmp_path: Path) -> AsyncIterator[tuple[RealFleet, GatewayServer
         await started.close()
 
 
-def hold_under_way(served: RealFleet) -> None:
-    """Returns when all prompts have some of their tokens and get no more, so that the sync meets them all."""
-    while sum(one["samples_in_flight"] for one in served.ask("/status")["replicas"]) < len(PROMPTS):
-        time.sleep(0.01)
-    wanted = served.tokens_made() + 10 * len(PROMPTS)
-    while served.tokens_made() < wanted:
-        time.sleep(0.01)
-    served.hold()
-
-
 async def test_rollouts_that_a_sync_cut_short_are_resumed_and_told_as_of_both_steps(
     server: tuple[RealFleet, GatewayServer],
 ) -> None:
@@ -74,11 +62,15 @@ async def test_rollouts_that_a_sync_cut_short_are_resumed_and_told_as_of_both_st
     sync, model = Sync(asked, sender), AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     client = client_of(asked)
     await sync.run(model, 0)
+    sampling = {**ENDLESS, "max_tokens": LENGTH}
+    served.stand_still()
     asking = [
-        asyncio.create_task(client.generate("r", prompt_ids=prompt, sampling_params={**ENDLESS, "max_tokens": LENGTH}))
-        for prompt in PROMPTS
+        asyncio.create_task(client.generate("r", prompt_ids=prompt, sampling_params=sampling)) for prompt in PROMPTS
     ]
-    await asyncio.wait_for(asyncio.to_thread(hold_under_way, served), UNDER_WAY_S)
+    await asyncio.to_thread(served.until_in_flight, len(PROMPTS))
+    served.go_on()
+    await asyncio.to_thread(served.until_all_generate, len(PROMPTS))
+    served.hold()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)

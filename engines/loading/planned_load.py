@@ -117,7 +117,8 @@ class PlannedLoad:
 
     def _sorted(self, weights: Iterable[NamedTensor]) -> tuple[list[_Planned], list[NamedTensor]]:
         """Return the tensors that are copied by plan, and those whose loader has to run."""
-        tensors = list(weights)
+        # The last of a name counts, as for loaders: a GPU copies a list in no order.
+        tensors = list(dict(weights).items())
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         self.plan(forms)
         planned, rest = [], []

@@ -299,6 +299,23 @@ def test_tensors_that_come_one_by_one_are_loaded_in_batches(model: PlayedModel, 
     assert 1 < len(model.calls) < len(tensors)
 
 
+def test_a_name_that_comes_twice_is_copied_once_from_its_last_tensor(
+    model: PlayedModel, planned: PlannedLoad, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU copies a list in no order: two copies into one place would leave either."""
+    copied: list[torch.Tensor] = []
+
+    def copy(places: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+        copied.extend(places)
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    planned.load([("small", torch.full((3,), number)) for number in (1.0, 2.0)])
+    assert len(copied) == 1
+    assert model.small.tolist() == [2.0, 2.0, 2.0]
+
+
 def test_of_nothing_nothing_is_loaded(model: PlayedModel, planned: PlannedLoad) -> None:
     planned.load([])
     load_in_batches(planned.load, iter([]), batch_bytes=1)

@@ -25,6 +25,7 @@ from gateway.dialects.sampling import asks_vllm, check_replica, check_sampling, 
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage, usage_of_joined, wants_usage, with_usage_rule
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import using
@@ -42,11 +43,13 @@ _CHARACTERS_PER_MEDIUM = 4096
 class Chat:
     """Decodes a conversation and has replicas continue it."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet, runner: Runner, tokens: TokenGeneration) -> None:
+    def __init__(
+        self, config: GatewayConfig, fleet: Fleet, runner: Runner, tokens: TokenGeneration, inquiries: Inquiries
+    ) -> None:
         self._config = config
         self._fleet = fleet
         self._runner = runner
-        self._continuation = ChatContinuation(fleet, tokens, config.queue_timeout_s)
+        self._continuation = ChatContinuation(fleet, inquiries, tokens, config.queue_timeout_s)
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
         """Raises `InvalidRequest` for fields that no engine would take."""

@@ -25,6 +25,7 @@ from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
+from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.watch.drafts import Drafts
 from gateway.http.access import Access, Routes
@@ -71,7 +72,8 @@ class GatewayServer:
         runner = Runner(scheduler, metrics)
         completions = Completions(config.gateway, fleet, runner)
         tokens = TokenGeneration(config.gateway, fleet, runner)
-        chat = Chat(config.gateway, fleet, runner, tokens)
+        inquiries = Inquiries(fleet)
+        chat = Chat(config.gateway, fleet, runner, tokens, inquiries)
         sglang = SglangGenerate(completions, fleet)
         deliveries = Deliveries(fleet, metrics)
         self._ledger = SharedLedger(_ledger_of(config))
@@ -79,11 +81,11 @@ class GatewayServer:
         self._submissions = Submissions(
             config.gateway.submissions,
             config.gateway.max_prompts,
-            Generation(completions, runner, Rendering(fleet, config.gateway.queue_timeout_s).render),
+            Generation(completions, runner, Rendering(fleet, inquiries, config.gateway.queue_timeout_s).render),
             self._ledger,
             SubmissionCounts(metrics, deliveries),
         )
-        models = ModelRoutes(config.fleet, fleet, weights)
+        models = ModelRoutes(config.fleet, fleet, weights, inquiries)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
             FleetRoutes(fleet, scheduler, metrics, self.status, self._tasks),

@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakSet
 
 import structlog
 
@@ -29,6 +28,7 @@ from gateway.dialects.resumption.tokens import joined_tokens
 from gateway.dialects.token_generation import TokenGeneration, rest_of
 from gateway.dialects.usage import Usage, usage_of_joined
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 from gateway.fleet.together import together
@@ -76,12 +76,12 @@ class Opened:
 class ChatContinuation:
     """Generates the rests of conversations and joins them to the parts before."""
 
-    def __init__(self, fleet: Fleet, tokens: TokenGeneration, longest_wait_s: float) -> None:
+    def __init__(self, fleet: Fleet, inquiries: Inquiries, tokens: TokenGeneration, longest_wait_s: float) -> None:
         """`longest_wait_s` bounds the wait for a replica while none serves."""
         self._fleet = fleet
+        self._inquiries = inquiries
         self._longest_wait_s = longest_wait_s
         self._tokens = tokens
-        self._silent: WeakSet[Replica] = WeakSet()  # did not answer the last time
 
     def inexact(self, rollout: Rollout, body: Json) -> tuple[str, ...] | None:
         """The fields with which a conversation that continues is marked; None if it may not continue from its tokens,
@@ -247,25 +247,14 @@ class ChatContinuation:
         return await self._ask_in_turn(path, rollout, body)
 
     async def _ask_in_turn(self, path: str, rollout: Rollout, body: Json) -> Json | None:
-        """The answer of the first replica that gives one; None where all fail.
-
-        The replica that was heard last is first, often the one that made the reply; those that failed here are last.
-        """
-        able = self._able(path, rollout)
-        for replica in sorted(able, key=lambda one: (one in self._silent, -one.answered_at)):
-            try:
-                answer = await replica.unless_lost(replica.engine.ask("POST", path, body, _ASK_TIMEOUT_S))
-            except (EngineError, DeadlineExceeded) as error:
-                self._silent.add(replica)
-                if isinstance(error, EngineError):
-                    await self._fleet.examine(replica, error)
-                log.warning(
-                    "a replica does not help to continue a conversation", request=rollout.request_id, error=str(error)
-                )
-            else:
-                self._silent.discard(replica)
-                return answer
-        return None
+        """The answer of a replica, of the one heard last where it gives one: often it made the reply. None where all
+        fail."""
+        able = sorted(self._able(path, rollout), key=lambda one: -one.answered_at)
+        try:
+            return await self._inquiries.ask(able, "POST", path, body, _ASK_TIMEOUT_S)
+        except (EngineError, DeadlineExceeded) as error:
+            log.warning("no replica helps to continue a conversation", request=rollout.request_id, error=str(error))
+            return None
 
     def _able(self, path: str, rollout: Rollout) -> list[Replica]:
         return [

@@ -50,7 +50,7 @@ class Generation:
 
     completions: Completions
     runner: Runner
-    render: Callable[[Group, str], Awaitable[list[int]]]
+    render: Callable[[Group], Awaitable[list[int]]]
 
 
 class Record(Protocol):
@@ -166,7 +166,7 @@ class GroupRun:
     async def _prompt(self, generation: Generation) -> CompletionPrompt:
         asked = self.group.prompt
         if asked is None:
-            asked = self.read = self.read or await generation.render(self.group, f"{self._submission_id}-{self.index}")
+            asked = self.read = self.read or await generation.render(self.group)
         prompt = decoded(generation.completions, self.group, self.index, self._owner, self._submission_id, asked)
         self.model = prompt.rollout.model
         return prompt

@@ -1,24 +1,25 @@
 """Renders the conversation of a group to token ids, by the chat template of an engine of its model."""
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused
 from gateway.dialects.resumption.chat import RENDER
 from gateway.dialects.submissions.words import Group
 from gateway.dialects.token_generation import lacking
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.inquiries import Inquiries
 
 _ASK_TIMEOUT_S = 60.0
 
 
 class Rendering:
-    """Asks the replicas of a group's model in turn, once one serves."""
+    """Asks the replicas of a group's model, once one serves."""
 
-    def __init__(self, fleet: Fleet, longest_wait_s: float) -> None:
+    def __init__(self, fleet: Fleet, inquiries: Inquiries, longest_wait_s: float) -> None:
         """`longest_wait_s` bounds the wait for a replica while none serves."""
         self._fleet = fleet
+        self._inquiries = inquiries
         self._longest_wait_s = longest_wait_s
 
-    async def render(self, group: Group, request_id: str) -> list[int]:
+    async def render(self, group: Group) -> list[int]:
         """Return the prompt's token ids. Raise the engine's refusal, or `UnknownRoute` where no engine renders."""
         model, _ = self._fleet.asked(group.model)
         await self._fleet.serves_within(model, self._longest_wait_s)
@@ -29,14 +30,4 @@ class Rendering:
         body: Json = {"messages": group.messages, **group.rendering}
         if group.model:
             body["model"] = group.model
-        failures = []
-        for replica in able:
-            try:
-                answer = await replica.unless_lost(replica.engine.ask("POST", RENDER, body, _ASK_TIMEOUT_S))
-            except EngineRefused:
-                raise
-            except (EngineError, DeadlineExceeded) as error:
-                failures.append(str(error))
-            else:
-                return list(answer["token_ids"])
-        raise EngineFailed(f"no replica rendered the messages of {request_id}: {'; '.join(failures)}")
+        return list((await self._inquiries.ask(able, "POST", RENDER, body, _ASK_TIMEOUT_S))["token_ids"])

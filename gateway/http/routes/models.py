@@ -7,11 +7,12 @@ import structlog
 from aiohttp import web
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed
 from gateway.config.schema import FleetConfig
 from gateway.dialects.token_generation import lacking
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.replica import Replica
 from gateway.http.access import Access
 from gateway.http.json_body import read_object, reply
@@ -25,10 +26,11 @@ _ASK_TIMEOUT_S = 60.0
 class ModelRoutes:
     """Model cards, and calls that are passed to one engine of the model."""
 
-    def __init__(self, config: FleetConfig, fleet: Fleet, weights: WeightCoordinator) -> None:
+    def __init__(self, config: FleetConfig, fleet: Fleet, weights: WeightCoordinator, inquiries: Inquiries) -> None:
         self._config = config
         self._fleet = fleet
         self._weights = weights
+        self._inquiries = inquiries
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_get("/v1/models", access.for_inference(self._list_models))
@@ -69,12 +71,11 @@ class ModelRoutes:
         body = await read_object(request) if request.method == "POST" else None
         name = None if body is None else body.get("model") or None
         model, adapter = (self._fleet.models.first, None) if body is None else self._fleet.asked(name)
-        return reply(await _first_answer(self._replicas(model, adapter), request, body))
+        return reply(await self._answer(self._replicas(model, adapter), request, body))
 
     async def _server_info(self, request: web.Request) -> web.Response:
         """Reply with an engine's own report, and with the relay's transport for the trainer if the relay receives."""
-        replica = self._any_replica(self._fleet.models.first)
-        info = await replica.engine.ask("GET", request.path_qs, None, _ASK_TIMEOUT_S)
+        info = await self._answer(self._replicas(self._fleet.models.first, None), request, None)
         if isinstance(info.get("vllm_config"), dict) and (backend := await self._weights.backend()):
             info["vllm_config"]["weight_transfer_config"] = {"backend": backend}
         return reply(info)
@@ -87,7 +88,7 @@ class ModelRoutes:
         able = [replica for replica in replicas if request.path in replica.info.capabilities]
         if not able:
             raise lacking(request.path, replicas)
-        answer = await _first_answer(able, request, body)
+        answer = await self._answer(able, request, body)
         return reply(answer["value"] if answer.keys() == {"value"} else answer)  # a list is wrapped by the client
 
     async def _model_info(self, request: web.Request) -> web.Response:
@@ -96,12 +97,12 @@ class ModelRoutes:
 
     async def _model_card(self, model: str) -> Json:
         """Return vLLM's entry of one model in its engine's list."""
-        replica = self._any_replica(model)
-        listed = await replica.engine.ask("GET", "/v1/models", None, self._config.probe_timeout_s)
+        replicas = self._replicas(model, None)
+        listed = await self._inquiries.ask(replicas, "GET", "/v1/models", None, self._config.probe_timeout_s)
         for card in listed.get("data") or ():
             if card.get("id") == model:
                 return dict(card)
-        raise EngineFailed(f"/v1/models lists {model!r} no longer", replica_id=replica.replica_id)
+        raise EngineFailed(f"/v1/models lists {model!r} no longer")
 
     async def _model_card_if_up(self, model: str) -> Json | None:
         """Return None where no engine of the model answers: a judge that is down must not hide the policy."""
@@ -111,8 +112,9 @@ class ModelRoutes:
             log.warning("model not listed", model=model, error=str(error))
             return None
 
-    def _any_replica(self, model: str) -> Replica:
-        return self._replicas(model, None)[0]
+    async def _answer(self, replicas: Sequence[Replica], request: web.Request, body: Json | None) -> Json:
+        """Return the answer of one of these replicas to the request itself."""
+        return await self._inquiries.ask(replicas, request.method, request.path_qs, body, _ASK_TIMEOUT_S)
 
     def _replicas(self, model: str, adapter: Adapter | None) -> list[Replica]:
         """Return the replicas of a model in a fixed order, serving replicas if any.
@@ -125,19 +127,6 @@ class ModelRoutes:
         if not replicas:
             raise DeadlineExceeded(f"no replica of {model!r} is up yet: see /health")
         return replicas
-
-
-async def _first_answer(replicas: Sequence[Replica], request: web.Request, body: Json | None) -> Json:
-    """Return the answer of the first replica that answers. A refusal is an answer: the others would refuse too."""
-    *others, last = replicas
-    for replica in others:
-        try:
-            return await replica.engine.ask(request.method, request.path_qs, body, _ASK_TIMEOUT_S)
-        except EngineRefused:
-            raise
-        except EngineError as error:
-            log.warning("a replica does not answer", path=request.path, error=str(error))
-    return await last.engine.ask(request.method, request.path_qs, body, _ASK_TIMEOUT_S)
 
 
 def _adapter_card(adapter: Adapter, base: Json) -> Json:

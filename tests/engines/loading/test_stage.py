@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from engines.loading.stage import Stage
 
-SOON_S = 20.0
+SOON_S = 60.0
 INFO = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}
 
 

@@ -16,7 +16,7 @@ from tests.rigs.rig import Rig, StartRig
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": [5], "max_tokens": 2}'
 WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 async def reply_to(rig: Rig, sent: bytes, then: bytes = b"") -> bytes:

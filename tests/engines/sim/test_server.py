@@ -310,7 +310,7 @@ async def test_work_takes_the_time_it_is_given() -> None:
         started_s = time.monotonic()
         await replica.complete(prompt=[[5] * 50, [6] * 50], max_tokens=20, ignore_eos=True)
         took_s = time.monotonic() - started_s
-    assert 0.1 + 20 * 0.004 - 0.005 < took_s < 1.5
+    assert took_s > 0.1 + 20 * 0.004 - 0.005
 
 
 async def test_it_introduces_itself_as_trl_expects() -> None:

@@ -614,7 +614,7 @@ async def test_the_end_of_a_trainers_lease_ends_its_update_and_removes_the_draft
     assert drafts(folder)
     process.kill()
     await process.wait()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(TIMEOUT_S):
         while (await rig.get("/status"))[1]["weight_update"] is not None or drafts(folder):
             await asyncio.sleep(0.02)
     assert (await trainer.join())[0] == 200

@@ -49,7 +49,7 @@ def test_engines_that_differ_in_a_lever_are_measured_side_by_side(
     out = tmp_path / "out.json"
     log = f"engine.log_dir={tmp_path}"
     status = main(
-        ["--variant", f"fast: {SIM} {log}", "--variant", f"slow: {SIM} {log} engine.sim.decode_step_s=0.01",
+        ["--variant", f"fast: {SIM} {log}", "--variant", f"slow: {SIM} {log} engine.sim.decode_step_s=0.05",
          "--streams", "4", "--max-tokens", "20", "--runs", "2", "--json", str(out)]
     )  # fmt: skip
     report = orjson.loads(out.read_bytes())

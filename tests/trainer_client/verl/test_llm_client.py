@@ -82,33 +82,35 @@ async def test_the_budget_is_that_of_verls_own_servers(
 
 
 async def test_what_an_abort_cut_short_goes_on_with_the_next_weights(start_rig: StartRig, client_of: ClientOf) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.03})
+    rig = await start_rig(2)
     await rig.open_group()
     asking = asyncio.create_task(ask(client_of(rig), max_tokens=80))
-    await until_generating(rig)
+    await rig.begun()
     assert (await rig.post("/pause?mode=abort"))[0] == 200
     await rig.update()
     assert (await rig.post("/resume"))[0] == 200
+    rig.hurry()
     output = await asking
     assert len(output.token_ids) == len(output.log_probs) == 80
     assert output.extra_fields == {"global_steps": 1, "min_global_steps": 0, "max_global_steps": 1}
 
 
 async def test_a_completion_that_stays_aborted_ends_in_time(start_rig: StartRig, client_of: ClientOf) -> None:
-    rig = await start_rig(1, sim={"decode_step_s": 0.03})
+    rig = await start_rig(1)
     asking = asyncio.create_task(ask(client_of(rig, rollout_timeout_s=1.0), max_tokens=80))
-    await until_generating(rig)
+    await rig.begun()
     await rig.post("/pause?mode=abort")
     with pytest.raises(DeadlineExceeded, match="within"):
         await asking
 
 
 async def test_a_killed_replica_costs_no_completion(start_rig: StartRig, client_of: ClientOf) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.01})
+    rig = await start_rig(2)
     client = client_of(rig)
     asking = [asyncio.create_task(ask(client, [4, 5, number])) for number in range(4, 20)]
-    await until_generating(rig)
-    await rig.replicas[0].kill()
+    await rig.begun(8)
+    await max(rig.replicas, key=lambda replica: len(replica.scheduler.stalled)).kill()
+    rig.hurry()
     assert [len(output.token_ids) for output in await asyncio.gather(*asking)] == [RESPONSE_LENGTH] * len(asking)
 
 
@@ -131,10 +133,3 @@ async def test_a_client_reaches_its_workers_pickled(rig: Rig, client_of: ClientO
 async def test_images_are_refused_by_name(rig: Rig, client_of: ClientOf) -> None:
     with pytest.raises(InvalidRequest, match="image_data was given"):
         await client_of(rig).generate("r", prompt_ids=list(PROMPT), sampling_params=SAMPLING, image_data=["image"])
-
-
-async def until_generating(rig: Rig) -> None:
-    async with asyncio.timeout(30):
-        while not any(replica["samples_in_flight"] for replica in (await rig.get("/status"))[1]["replicas"]):
-            await asyncio.sleep(0.01)
-    await asyncio.sleep(0.2)  # several tokens

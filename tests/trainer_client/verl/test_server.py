@@ -14,7 +14,7 @@ from verl.workers.rollout.replica import RolloutMode, get_rollout_replica_class
 
 from engines.errors import ConfigError, InvalidRequest
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
-from tests.trainer_client.verl.test_llm_client import ENDLESS, PROMPT, PROMPT_LENGTH, RESPONSE_LENGTH, until_generating
+from tests.trainer_client.verl.test_llm_client import ENDLESS, PROMPT, PROMPT_LENGTH, RESPONSE_LENGTH
 from tests.trainer_client.verl.test_trainer import composed
 from trainer_client.verl.actor import GatewayServer
 from trainer_client.verl.settings import Settings
@@ -99,14 +99,15 @@ async def test_versions_are_told_as_verls_steps(rig: Rig, server_of: ServerOf) -
 async def test_verls_client_goes_on_after_an_abort_with_the_next_weights(
     start_rig: StartRig, server_of: ServerOf
 ) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.03})
+    rig = await start_rig(2)
     await rig.open_group()
     server, other = [await server_of(rig, is_first=first, abort_at_sync=True) for first in (True, False)]
     asking = asyncio.create_task(
         client_of(other).generate("r", prompt_ids=list(PROMPT), sampling_params={**ENDLESS, "max_tokens": 80})
     )
-    await until_generating(rig)
+    await rig.begun()
     await synced([server, other], rig, 1)
+    rig.hurry()
     output = await asking
     assert len(output.token_ids) == len(output.log_probs) == 80
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (0, 1)
@@ -115,7 +116,7 @@ async def test_verls_client_goes_on_after_an_abort_with_the_next_weights(
 async def test_what_a_sync_finds_under_way_goes_on_and_tells_its_oldest_and_newest_weights(
     start_rig: StartRig, server_of: ServerOf
 ) -> None:
-    rig = await start_rig(1, sim={"decode_step_s": 0.03})
+    rig = await start_rig(1)
     await rig.open_group()
     server = await server_of(rig)
     asking = asyncio.create_task(
@@ -123,8 +124,9 @@ async def test_what_a_sync_finds_under_way_goes_on_and_tells_its_oldest_and_newe
             "r", prompt_ids=list(PROMPT), sampling_params={**ENDLESS, "max_tokens": 80}
         )
     )
-    await until_generating(rig)
+    await rig.begun()
     await synced([server], rig, 1)
+    rig.hurry()
     output = await asking
     assert output.stop_reason == "completed"
     assert output.extra_fields == {"global_steps": 0, "min_global_steps": 0, "max_global_steps": 1}

@@ -1,8 +1,9 @@
 """The public names for trainers. Loads neither ray nor torch; only a weight push loads torch."""
 
 from trainer_client.batch import Batch
-from trainer_client.blocking import BlockingBatch, BlockingRolloutClient
+from trainer_client.blocking import BlockingBatch, BlockingRolloutClient, BlockingRolloutPool
 from trainer_client.client import RolloutClient
+from trainer_client.pool import RolloutPool
 from trainer_client.progress import Progress, WeightProgress, progress_bar, weight_bar
 from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
 from trainer_client.sampling import SamplingParams
@@ -12,11 +13,13 @@ __all__ = [
     "Batch",
     "BlockingBatch",
     "BlockingRolloutClient",
+    "BlockingRolloutPool",
     "Completion",
     "Outcome",
     "Progress",
     "Rollout",
     "RolloutClient",
+    "RolloutPool",
     "SamplingParams",
     "WeightProgress",
     "WeightSender",

@@ -6,14 +6,16 @@ The asynchronous client runs on its own thread, so that generation goes on while
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from trainer_client.batch import Batch
-from trainer_client.client import RolloutClient
+from trainer_client.client import Prompt, RolloutClient
+from trainer_client.pool import RolloutPool
 from trainer_client.progress import Progress
 from trainer_client.results import Completion, Rollout
+from trainer_client.sampling import SamplingParams
 from trainer_client.submission import Submission
 
 P = ParamSpec("P")
@@ -165,6 +167,40 @@ class BlockingSubmission:
     def cancel(self, groups: list[int] | None = None) -> None:
         """End groups that run; all unless named."""
         self._client._wait(self._submission.cancel(groups))
+
+
+class BlockingRolloutPool:
+    """`RolloutPool` with blocking calls. `prompts` are read on the client's thread."""
+
+    def __init__(
+        self,
+        client: BlockingRolloutClient,
+        prompts: Iterable[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        size: int,
+        need: int | None = None,
+        max_staleness: int | None = None,
+        timeout_s: float = 3600.0,
+    ) -> None:
+        self._client = client
+        self._pool = RolloutPool(
+            client._client, prompts, sampling, size=size, need=need, max_staleness=max_staleness, timeout_s=timeout_s
+        )
+
+    def __enter__(self) -> "BlockingRolloutPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def batch(self, num_groups: int) -> list[Rollout]:
+        """Return the first groups to end, as `RolloutPool.batch`."""
+        return self._client._wait(self._pool.batch(num_groups))
+
+    def close(self) -> None:
+        """Free what the gateway keeps of suspended groups."""
+        self._client._wait(self._pool.close())
 
 
 class BlockingBatch:

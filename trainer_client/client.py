@@ -32,7 +32,7 @@ from trainer_client.push_options import PushOptions
 from trainer_client.results import Rollout, read_rollout
 from trainer_client.sampling import SamplingParams
 from trainer_client.served import ServedWeights
-from trainer_client.submission import Submission
+from trainer_client.submission import Submission, Suspended
 
 URL_VARIABLE = "ROLLOUT_URL"
 KEY_VARIABLE = "ROLLOUT_API_KEY"
@@ -140,7 +140,7 @@ class RolloutClient:
 
     def submit(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | Suspended],
         sampling: SamplingParams | None = None,
         *,
         submission_id: str | None = None,
@@ -159,16 +159,23 @@ class RolloutClient:
         submission_id: with the same id a restarted trainer goes on where it was, and no completion is made twice.
         deadline_s, on_deadline: a group's time, and the treatment of samples that are open then: `cancel`,
         `return_partial` or `resume`.
+
+        A prompt that is `Suspended` goes on from its tokens, with the samples and the sampling that it had, and before
+        new ones.
         """
         sampling = sampling or SamplingParams()
+        own = {} if need is None else {"need": need}
         groups: list[Json] = [
-            {"prompt": _checked_prompt(index, prompt)} for index, prompt in enumerate(_checked_prompts(prompts))
+            prompt.group(priority - 1)
+            if isinstance(prompt, Suspended)
+            else {"prompt": _checked_prompt(index, prompt), **own}
+            for index, prompt in enumerate(_checked_prompts(prompts))
         ]
         for group, session in zip(groups, _checked_sessions(sessions, len(groups)), strict=True):
             group |= {"session_id": session} if session else {}
         fields = {key: value for key, value in sampling.body().items() if key not in ("n", "return_token_ids")}
         body = {"groups": groups, "n": sampling.n, "sampling": fields | {"logprobs": sampling.logprobs}}
-        terms = {"need": need, "deadline_s": deadline_s, "on_deadline": on_deadline, "priority": priority}
+        terms = {"deadline_s": deadline_s, "on_deadline": on_deadline, "priority": priority}
         bounds = {"min_version": min_version, "max_staleness": max_staleness}
         given = {"id": submission_id, "model": self._model, **terms, **bounds}
         body |= {key: value for key, value in given.items() if value is not None}

@@ -6,11 +6,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from engines.errors import (
     DeadlineExceeded,
@@ -41,8 +43,22 @@ class Connection(Protocol):
     async def call(self, method: str, path: str, body: Json | None = None, *, timeout_s: float | None) -> Json: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """A group of a submission, by its place, whose open samples the gateway keeps."""
+
+    submission_id: str
+    place: int
+
+    def group(self, priority: int) -> Json:
+        """Return the group of a body of /v1/rollouts that goes on with it."""
+        return {"resume": {"id": self.submission_id, "group": self.place}, "priority": priority}
+
+
 class Submission:
     """Iterate its completions; `outcomes` and `failures` say how groups ended, by their place.
+
+    `prompt_token_ids` (int32) has the prompts that an engine read from text, by place.
 
     Events up to the completion that the loop has come back from are acked, about once a second: a trainer that stores
     each completion in the body of its loop can restart with the same id and loses none.
@@ -52,6 +68,7 @@ class Submission:
         self.id: str = body.setdefault("id", uuid.uuid4().hex)
         self.outcomes: dict[int, str] = {}
         self.failures: dict[int, RolloutGatewayError] = {}
+        self.prompt_token_ids: dict[int, NDArray[np.int32]] = {}
         self._connection = connection
         self._body = body
         self._timeout_s, self._outage_s = timeout_s, outage_s
@@ -73,9 +90,17 @@ class Submission:
                     await self._ack()
 
     async def cancel(self, groups: list[int] | None = None) -> None:
-        """End groups that run; all unless named. Completions that ended before still come."""
+        """End groups that run or are suspended; all unless named. Completions that ended before still come."""
         body = {} if groups is None else {"groups": groups}
         await self._connection.call("DELETE", self._path, body, timeout_s=_CALL_TIMEOUT_S)
+
+    async def let_deadline_pass(self) -> None:
+        """End groups that run as their deadline would, by `on_deadline`. Completions that ended before still come."""
+        await self._connection.call("POST", f"{self._path}/deadline", {}, timeout_s=_CALL_TIMEOUT_S)
+
+    def suspended(self, place: int) -> Suspended:
+        """Return the name of a suspended group, for another submission."""
+        return Suspended(self.id, place)
 
     @property
     def _path(self) -> str:
@@ -157,6 +182,8 @@ class Submission:
                 return read_completion(event)
         elif event["type"] == "group":
             self.outcomes[event["group"]] = event["outcome"]
+            if "prompt_token_ids" in event:
+                self.prompt_token_ids[event["group"]] = np.frombuffer(event["prompt_token_ids"], "<i4")
             if "error" in event:
                 self.failures[event["group"]] = error_of(event["error"].get("code") or 500, event)
         else:

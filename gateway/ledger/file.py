@@ -206,8 +206,8 @@ class LedgerFile:
             "DELETE FROM parts WHERE number = ? AND grp = ? AND sample = ?", (number, group, sample)
         )
 
-    def take_over(self, number: int, group: int, mark: str) -> None:
-        """Note that another submission goes on with a suspended group."""
+    def give_up(self, number: int, group: int, mark: str) -> None:
+        """Drop the tokens of a suspended group, and note its end."""
         self._drop_parts(number, group)
         self._connection.execute(
             "UPDATE events SET mark = ? WHERE number = ? AND grp = ? AND sample = ?", (mark, number, group, OF_GROUP)

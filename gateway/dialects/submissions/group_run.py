@@ -135,14 +135,15 @@ class GroupRun:
         except TimeoutError:
             if not limit.expired():
                 raise
-            return self._at_deadline()
+            return self.at_deadline()
         return Outcome.DELIVERED if self._has_enough else Outcome.SHORT
 
     @property
     def _has_enough(self) -> bool:
         return self.num_good >= self.group.need
 
-    def _at_deadline(self) -> Outcome:
+    def at_deadline(self) -> Outcome:
+        """Treat open samples as the deadline asks, and return the outcome."""
         if self._has_enough:
             return Outcome.DELIVERED
         if self.group.on_deadline is OnDeadline.RETURN_PARTIAL:

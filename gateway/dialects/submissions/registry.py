@@ -118,28 +118,43 @@ class Submissions:
         """Free events, and the submission where all are acked. Return once that is durable."""
         submission.ack(cursor)
         self._release_if_done(submission)
-        done = asyncio.Event()
-        self._put(_nothing, done.set)
-        await done.wait()
+        await self._written()
 
     async def cancel(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> None:
-        """End groups that run; all unless named. Return once that is durable, so that no later gateway runs them."""
+        """End groups that run or are suspended; all unless named. Return once that is durable, so that no later
+        gateway runs them."""
         running = await self._cancel(submission, groups, reason)
+        for index in _named(submission, groups):
+            if submission.outcomes.get(index) == Outcome.SUSPENDED:
+                submission.drop_suspended(index)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CANCELLED_WITHIN_S):
+                await submission.groups_ended(running)
+                await self._written()
+        self._release_if_done(submission)
+
+    async def let_deadline_pass(self, submission: Submission, groups: Iterable[int] | None) -> None:
+        """End groups that run, all unless named, as their deadline would. Return once that is durable."""
+        running = _running(submission, groups)
+        submission.overdue.update(running)
+        await self._stop(submission, running)
         with suppress(TimeoutError):
             async with asyncio.timeout(_CANCELLED_WITHIN_S):
                 await submission.groups_ended(running)
 
     async def _cancel(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> list[int]:
-        wanted = range(len(submission.runs)) if groups is None else groups
-        running = [index for index in wanted if index not in submission.outcomes]
+        running = _running(submission, groups)
         for index in running:
             submission.cancelled.setdefault(index, reason)
+        await self._stop(submission, running)
+        return running
+
+    async def _stop(self, submission: Submission, running: Sequence[int]) -> None:
         for place, index in enumerate(running):
             if task := submission.tasks.get(index):
                 task.cancel()
             if place % _ENDED_AT_ONCE == _ENDED_AT_ONCE - 1:
                 await asyncio.sleep(0)
-        return running
 
     # Life
 
@@ -249,20 +264,20 @@ class Submissions:
                 if place % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
                     await asyncio.sleep(0)
         for run in submission.runs:
-            if run.index not in submission.outcomes:  # cancelled before its task took its first step
-                self._end_cancelled(submission, run)
+            if run.index not in submission.outcomes:  # stopped before its task took its first step
+                self._end_stopped(submission, run)
 
     async def _run_group(self, submission: Submission, run: GroupRun, age_s: float) -> None:
         deadline_s = run.group.deadline_s
         left_s = None if deadline_s is None else max(0.0, deadline_s - age_s)
         try:
-            if run.index in submission.cancelled:
+            if submission.is_stopped(run.index):
                 raise asyncio.CancelledError
             submission.end_group(run, await run.run(self._generation, left_s))
         except asyncio.CancelledError:
-            if run.index not in submission.cancelled:
+            if not submission.is_stopped(run.index):
                 raise  # the gateway stops
-            self._end_cancelled(submission, run)
+            self._end_stopped(submission, run)
         except RolloutGatewayError as error:
             submission.end_group(run, Outcome.FAILED, body_of(error).get("error") or body_of(error))
         except Exception:
@@ -271,9 +286,11 @@ class Submissions:
         finally:
             submission.tasks.pop(run.index, None)
 
-    def _end_cancelled(self, submission: Submission, run: GroupRun) -> None:
-        error = error_body(submission.cancelled[run.index], 499)["error"]
-        submission.end_group(run, Outcome.CANCELLED, error)
+    def _end_stopped(self, submission: Submission, run: GroupRun) -> None:
+        if reason := submission.cancelled.get(run.index):
+            submission.end_group(run, Outcome.CANCELLED, error_body(reason, 499)["error"])
+        else:
+            submission.end_group(run, run.at_deadline())
 
     # Bounds
 
@@ -346,6 +363,12 @@ class Submissions:
     def _put(self, work: Callable[[LedgerFile], None], then: Callable[[], None]) -> None:
         self._ledger.put(work, then)
 
+    async def _written(self) -> None:
+        """Return once the ledger has all that was put before."""
+        done = asyncio.Event()
+        self._put(_nothing, done.set)
+        await done.wait()
+
     def _bring_back(self, row: SubmissionRow) -> None:
         if (row.owner, row.id) in self._kept:  # a client was faster than the ledger
             self._put(lambda file: file.forget(row.number), _nothing)
@@ -361,6 +384,14 @@ class Submissions:
             return
         if not submission.is_ended:
             submission.task = asyncio.create_task(self._live(submission, is_new=False), name=f"submission {row.id}")
+
+
+def _named(submission: Submission, groups: Iterable[int] | None) -> list[int]:
+    return list(range(len(submission.runs)) if groups is None else groups)
+
+
+def _running(submission: Submission, groups: Iterable[int] | None) -> list[int]:
+    return [index for index in _named(submission, groups) if index not in submission.outcomes]
 
 
 def _nothing(file: LedgerFile | None = None) -> None:

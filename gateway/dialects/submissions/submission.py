@@ -66,6 +66,8 @@ class Submission:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.cancelled: dict[int, str] = {}
         """Reasons, by group."""
+        self.overdue: set[int] = set()
+        """Groups whose deadline the client has let pass."""
         self.charge: Callable[[int], None] = lambda tokens: None
         self.readers = 0
         self.quiet_since = time.monotonic()
@@ -116,6 +118,10 @@ class Submission:
     def is_acked(self) -> bool:
         return self.is_ended and self.acked == self._last
 
+    def is_stopped(self, group: int) -> bool:
+        """True where the client has ended the group."""
+        return group in self.cancelled or group in self.overdue
+
     def report(self) -> Json:
         """The state, as a stream begins with it."""
         return {
@@ -137,7 +143,7 @@ class Submission:
         def work(file: LedgerFile) -> None:
             file.add_submission(row)
             for source, group in taken:  # in the same transaction: the tokens are in one of both, whatever happens
-                file.take_over(source, group, TAKEN)
+                file.give_up(source, group, TAKEN)
 
         self._put(work, self.opened.set)
 
@@ -158,9 +164,9 @@ class Submission:
         return row
 
     def _as_now(self, event: EventRow) -> EventRow:
-        """The event, with the mark of a group that another submission has taken since."""
-        is_taken = event.sample == OF_GROUP and self.outcomes.get(event.group) == TAKEN
-        return replace(event, mark=TAKEN) if is_taken else event
+        """The event, with the mark of a group that was suspended, and taken or dropped since."""
+        is_of_group = event.sample == OF_GROUP and event.group != OF_SUBMISSION
+        return replace(event, mark=self.outcomes[event.group]) if is_of_group else event
 
     def write_growth(self) -> None:
         """Write the tokens that open samples have got since the last call."""
@@ -322,6 +328,12 @@ class Submission:
         source.outcomes[group] = TAKEN
         self.runs[index].take_over(source.runs[group])
         self._taken.append((source, group))
+
+    def drop_suspended(self, index: int) -> None:
+        """Free the tokens of a suspended group, with which nothing goes on."""
+        self.outcomes[index] = Outcome.CANCELLED
+        self.runs[index].drop()
+        self._put(lambda file: file.give_up(self.number, index, Outcome.CANCELLED), _nothing)
 
     # Return
 

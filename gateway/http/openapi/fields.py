@@ -90,6 +90,7 @@ BODIES: dict[str, dict[str, Field]] = {
         "stream": Field("boolean", "False for an answer at once, without events."),
     },
     "delete /v1/rollouts/{id}": {"groups": Field("array", "Numbers of the groups to end; all if left out.")},
+    "post /v1/rollouts/{id}/deadline": {"groups": Field("array", "Numbers of the groups to end; all if left out.")},
     "post /v1/rollouts/{id}/ack": {"cursor": Field("integer", "The last event that the client has.", required=True)},
     "post /abort_request": {
         "rid": Field("string", "Id of the request to end."),

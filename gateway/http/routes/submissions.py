@@ -48,6 +48,7 @@ class SubmissionRoutes:
         router.add_get("/v1/rollouts/{id}", access.for_inference(self._read), allow_head=False)
         router.add_delete("/v1/rollouts/{id}", access.for_inference(self._cancel))
         router.add_post("/v1/rollouts/{id}/ack", access.for_inference(self._ack))
+        router.add_post("/v1/rollouts/{id}/deadline", access.for_inference(self._let_deadline_pass))
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
         """Begin groups under an id, or join those of this id, and stream their samples as they end."""
@@ -75,15 +76,16 @@ class SubmissionRoutes:
         return await self._stream(request, submission, submission.acked if given is None else int(given))
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        """End groups that run; their samples stay readable."""
+        """End groups that run or are suspended; samples that ended before stay readable."""
         submission = self._found(request)
-        groups = (await _body(request, required=False)).get("groups")
-        if groups is not None and not (isinstance(groups, list) and all(type(one) is int for one in groups)):
-            raise InvalidRequest(f"groups = {groups!r:.80} must be a list of numbers of groups", param="groups")
-        for group in groups or ():
-            if not 0 <= group < len(submission.runs):
-                raise InvalidRequest(f"groups: {submission.id!r} has no group {group}", param="groups")
+        groups = await _groups(request, submission)
         await self._submissions.cancel(submission, groups, "its client cancelled it")
+        return reply(self._head(submission))
+
+    async def _let_deadline_pass(self, request: web.Request) -> web.Response:
+        """End groups that run as their deadline would, by their `on_deadline`."""
+        submission = self._found(request)
+        await self._submissions.let_deadline_pass(submission, await _groups(request, submission))
         return reply(self._head(submission))
 
     async def _ack(self, request: web.Request) -> web.Response:
@@ -113,6 +115,17 @@ def _flag(request: web.Request, name: str) -> bool:
     if given not in ("true", "false"):
         raise InvalidRequest(f"{name} = {given!r:.80} must be true or false", param=name)
     return given == "true"
+
+
+async def _groups(request: web.Request, submission: Submission) -> list[int] | None:
+    """Return the groups that a body names; None where it names none."""
+    groups = (await _body(request, required=False)).get("groups")
+    if groups is not None and not (isinstance(groups, list) and all(type(one) is int for one in groups)):
+        raise InvalidRequest(f"groups = {groups!r:.80} must be a list of numbers of groups", param="groups")
+    for group in groups or ():
+        if not 0 <= group < len(submission.runs):
+            raise InvalidRequest(f"groups: {submission.id!r} has no group {group}", param="groups")
+    return groups
 
 
 async def _body(request: web.Request, *, required: bool = True) -> Json:

@@ -28,7 +28,7 @@ async def test_the_commands_of_the_page_do_what_it_says(start_rig: StartRig, tmp
     )
     output, _ = await asyncio.wait_for(shell.communicate(), 60)
     assert shell.returncode == 0, output.decode()
-    assert output.decode().split() == ["true"] * 8
+    assert output.decode().split() == ["true"] * 10
 
 
 async def test_the_reader_of_the_page_reads_msgpack(rig: Rig) -> None:

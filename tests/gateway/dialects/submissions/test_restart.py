@@ -228,6 +228,23 @@ async def test_a_suspended_group_outlives_a_restart_and_is_taken_once(start_rig:
     assert (await once_more.post("/v1/rollouts", body([resume], id="third")))[0] in (400, 404)
 
 
+async def test_groups_that_a_client_suspended_go_on_or_stay_cancelled_after_a_restart(
+    start_rig: StartRig, kept_rig: Rig
+) -> None:
+    await detached(kept_rig, "one", [GROUP, GROUP], on_deadline="resume")
+    await kept_rig.begun(samples=2, tokens=6)
+    assert (await kept_rig.post("/v1/rollouts/one/deadline"))[1]["outcomes"] == {"suspended": 2}
+    async with kept_rig.client.delete(kept_rig.url + "/v1/rollouts/one", json={"groups": [1]}) as response:
+        assert (await response.json())["outcomes"] == {"suspended": 1, "cancelled": 1}
+    again = await restarted(start_rig, kept_rig)
+    again.hurry()
+    made = sum(replica.generated_tokens for replica in again.replicas)
+    events = await submitted(again, [{"resume": {"id": "one", "group": 0}}], id="two")
+    assert [len(sample["token_ids"]) for sample in of_type(events, "sample")] == [8]
+    assert sum(replica.generated_tokens for replica in again.replicas) - made == 2
+    assert (await again.post("/v1/rollouts", body([{"resume": {"id": "one", "group": 1}}])))[0] == 400
+
+
 async def test_a_cancelled_group_stays_cancelled(start_rig: StartRig, kept_rig: Rig) -> None:
     await detached(kept_rig, "one")
     await kept_rig.begun(samples=1)

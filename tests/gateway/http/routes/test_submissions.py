@@ -129,6 +129,40 @@ async def test_a_suspended_group_goes_on_from_its_tokens_once(rig: Rig) -> None:
     assert "taken" in error["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("on_deadline", "outcome", "delivered"),
+    [("cancel", "expired", []), ("return_partial", "partial", [6]), ("resume", "suspended", [])],
+)
+async def test_a_deadline_that_the_client_lets_pass_ends_groups_as_their_own_would(
+    rig: Rig, on_deadline: str, outcome: str, delivered: list[int]
+) -> None:
+    await detached(rig, "one", [GROUP, GROUP], on_deadline=on_deadline)
+    await rig.begun(samples=2, tokens=6)
+    for _ in range(2):  # said again, it changes nothing
+        status, head = await rig.post("/v1/rollouts/one/deadline", {"groups": [1]})
+        assert (status, head["outcomes"]) == (200, {outcome: 1})
+    rig.hurry()
+    events = await read(rig, "one")
+    assert outcomes(events) == {0: "delivered", 1: outcome}
+    assert [len(one["token_ids"]) for one in of_type(events, "sample") if one["group"] == 1] == delivered
+    status, error = await rig.post("/v1/rollouts/one/deadline", {"groups": [2]})
+    assert (status, error["error"]["param"]) == (400, "groups")
+    await idle(rig)
+
+
+async def test_a_suspended_group_that_is_cancelled_is_freed_and_cannot_go_on(rig: Rig) -> None:
+    await detached(rig, "one", [GROUP, GROUP], on_deadline="resume")
+    await rig.begun(samples=2, tokens=6)
+    assert (await rig.post("/v1/rollouts/one/deadline"))[1]["outcomes"] == {"suspended": 2}
+    await ack(rig, "one", (await read(rig, "one"))[-1]["cursor"])
+    for group, left in ((1, {"suspended": 1, "cancelled": 1}), (0, {"cancelled": 2})):
+        async with rig.client.delete(rig.url + "/v1/rollouts/one", json={"groups": [group]}) as response:
+            assert (await response.json())["outcomes"] == left
+        status, error = await rig.post("/v1/rollouts", body([{"resume": {"id": "one", "group": group}}]))
+        assert (status, error["error"]["param"]) == (400, "groups[0].resume")
+    assert (await rig.get("/status"))[1]["ledger"]["kept_bytes"] == 0
+
+
 async def test_a_replay_of_the_same_id_joins_and_nothing_is_made_twice(rig: Rig) -> None:
     asking = [asyncio.create_task(submitted(rig, [GROUP | {"n": 2}], id="one")) for _ in range(3)]
     first, *others = await asyncio.gather(*asking)

@@ -1,0 +1,247 @@
+"""Batches out of more groups than a batch needs: it ends with the first groups, and the others go on in the next.
+
+The longest samples of a batch keep few sequences busy for long. A pool has more prompts in work, suspends what is open
+once the batch is full, and resumes that first, from its tokens, under the weights of the next batch.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import numpy as np
+
+from engines.errors import (
+    DeadlineExceeded,
+    GatewayUnreachable,
+    InvalidRequest,
+    RolloutGatewayError,
+    TooManyRequests,
+    UnknownRoute,
+)
+from trainer_client.client import Prompt, RolloutClient
+from trainer_client.results import Completion, Outcome, Rollout
+from trainer_client.sampling import SamplingParams
+from trainer_client.submission import Submission, Suspended
+
+_ABORT = "abort"
+_PAUSE_S = 0.5
+_PLACE = re.compile(r"groups\[(\d+)\]")
+_SUSPENDED, _FAILED = "suspended", "failed"
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """One prompt in work. `version`: no token is older. `source` and `place`: the last submission that had it."""
+
+    index: int
+    prompt: Prompt
+    version: int = 0
+    attempts: int = 0
+    completions: list[Completion] = field(default_factory=list)
+    source: Submission | None = None
+    place: int = 0
+
+    @property
+    def asked(self) -> Prompt | Suspended:
+        return self.prompt if self.source is None else self.source.suspended(self.place)
+
+    @property
+    def is_new(self) -> bool:
+        return self.source is None
+
+    def begin_again(self) -> None:
+        self.completions, self.source = [], None
+
+    def has(self, need: int) -> bool:
+        return len(self.completions) >= need
+
+    def rollout(self) -> Rollout:
+        assert self.source is not None
+        read = self.source.prompt_token_ids.get(self.place)
+        if read is None and not isinstance(self.prompt, str):
+            read = np.asarray(self.prompt, np.int32)
+        return Rollout(
+            request_id=f"{self.source.id}-{self.place}",
+            prompt_index=self.index,
+            outcome=Outcome.DELIVERED,
+            prompt_token_ids=read,
+            completions=tuple(sorted(self.completions, key=lambda completion: completion.sample_index)),
+            attempts=self.attempts,
+        )
+
+
+class RolloutPool:
+    """Groups in work, which outlive the batches that are taken from them.
+
+    prompts: read as they are needed, on the client's loop; the end of them ends the pool.
+    size: groups in work while a batch is made, at least as many as it takes.
+    need: samples of a group that are enough, `sampling.n` unless given. The others are dropped, which prefers short
+    samples; a group that goes on later drops none.
+    max_staleness: the most versions by which the oldest token of a batch may be behind those weights with which the
+    batch began. A group that is older begins again from its prompt.
+    timeout_s: limit on each wait for a batch.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        prompts: Iterable[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        size: int,
+        need: int | None = None,
+        max_staleness: int | None = None,
+        timeout_s: float = 3600.0,
+    ) -> None:
+        self._client = client
+        self._prompts: Iterator[tuple[int, Prompt]] = enumerate(prompts)
+        self._sampling = sampling or SamplingParams()
+        self._size = size
+        self._need = self._sampling.n if need is None else need
+        self._max_staleness = max_staleness
+        self._timeout_s = timeout_s
+        self._open: dict[int, _Group] = {}
+        self._ended: list[_Group] = []
+        if size < 1:
+            raise InvalidRequest(f"size = {size!r} must be at least 1", param="size")
+        if not 1 <= self._need <= self._sampling.n:
+            raise InvalidRequest(f"need = {need!r} must be 1 to n = {self._sampling.n}", param="need")
+
+    async def __aenter__(self) -> "RolloutPool":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Free what the gateway keeps of suspended groups."""
+        with suppress(RolloutGatewayError):
+            await self._begin_again(list(self._open.values()))
+
+    async def batch(self, num_groups: int) -> list[Rollout]:
+        """Return the first groups to have `need` samples, each with so many; fewer once the prompts are used up.
+
+        `prompt_index` counts prompts as they were read. Raise the error of a group that failed, which leaves the pool;
+        groups that have ended stay for the next call. After any other error open groups begin again.
+        """
+        if not 1 <= num_groups <= self._size:
+            raise InvalidRequest(f"num_groups = {num_groups!r} must be 1 to size = {self._size}", param="num_groups")
+        version = await self._client.weight_version()
+        await self._begin_again([group for group in self._groups() if self._is_stale(group, version)])
+        while len(self._ended) < num_groups and self._fill():
+            await self._make(num_groups, version)
+        batch, self._ended = self._ended[:num_groups], self._ended[num_groups:]
+        return [group.rollout() for group in batch]
+
+    def _groups(self) -> Iterator[_Group]:
+        yield from self._open.values()
+        yield from self._ended
+
+    def _is_stale(self, group: _Group, version: int) -> bool:
+        is_bound = self._max_staleness is not None and not group.is_new
+        return is_bound and version - group.version > (self._max_staleness or 0)
+
+    async def _begin_again(self, groups: list[_Group]) -> None:
+        """Have groups begin with their prompts, and free what the gateway keeps of them."""
+        kept: dict[str, tuple[Submission, list[int]]] = {}
+        for group in groups:
+            if group.source is not None and group.index in self._open:
+                kept.setdefault(group.source.id, (group.source, []))[1].append(group.place)
+            group.begin_again()
+        again = {group.index: group for group in groups}
+        self._open = dict(sorted({**again, **self._open}.items()))
+        self._ended = [group for group in self._ended if group.index not in again]
+        for source, places in kept.values():
+            with suppress(UnknownRoute):  # the gateway has forgotten it
+                await source.cancel(places)
+
+    def _fill(self) -> bool:
+        """Take prompts up to the size of the pool; return if any group is open."""
+        room = self._size - len(self._open) - len(self._ended)
+        self._open |= {index: _Group(index, prompt) for index, prompt in islice(self._prompts, room)}
+        return bool(self._open)
+
+    async def _make(self, num_groups: int, version: int) -> None:
+        """Have the gateway work on all open groups until so many have ended, and suspend the others."""
+        groups = sorted(self._open.values(), key=lambda group: group.is_new)
+        submission = self._client.submit(
+            [group.asked for group in groups],
+            self._sampling,
+            need=self._need,
+            on_deadline="resume",
+            min_version=version,
+            timeout_s=self._timeout_s,
+        )
+        goes_on = not all(group.is_new for group in groups)
+        for place, group in enumerate(groups):
+            group.version = version if group.is_new else group.version
+            group.source, group.place = submission, place
+            group.attempts += 1
+        try:
+            await self._read(submission, groups, num_groups)
+        except InvalidRequest as error:
+            self._forget_open()
+            if goes_on and _is_of_suspended(error):
+                return
+            if refused := _PLACE.match(error.param or ""):
+                del self._open[groups[int(refused[1])].index]
+            raise
+        except BaseException:
+            self._forget_open()
+            with suppress(RolloutGatewayError):
+                await submission.cancel()
+            raise
+        else:
+            self._settle(submission, groups)
+
+    async def _read(self, submission: Submission, groups: list[_Group], num_groups: int) -> None:
+        ending: asyncio.Task[None] | None = None
+        try:
+            async for completion in submission:
+                group = groups[completion.prompt_index]
+                if completion.finish_reason != _ABORT and not group.has(self._need):
+                    group.completions.append(replace(completion, prompt_index=group.index))
+                    if group.has(self._need):
+                        self._ended.append(self._open.pop(group.index))
+                if len(self._ended) >= num_groups and ending is None:
+                    ending = asyncio.create_task(_end(submission), name=f"end of {submission.id}")
+        finally:
+            if ending is not None:
+                ending.cancel()
+                await asyncio.gather(ending, return_exceptions=True)
+
+    def _settle(self, submission: Submission, groups: list[_Group]) -> None:
+        """Note how open groups ended. Raise the error of the first that failed."""
+        failed: list[RolloutGatewayError] = []
+        for place, group in enumerate(groups):
+            if group.index not in self._open:
+                continue
+            outcome = submission.outcomes.get(place)
+            if outcome == _FAILED:
+                failed.append(submission.failures[place])
+                del self._open[group.index]
+            elif outcome != _SUSPENDED:
+                group.begin_again()
+        if failed:
+            raise failed[0]
+
+    def _forget_open(self) -> None:
+        for group in self._open.values():
+            group.begin_again()
+
+
+async def _end(submission: Submission) -> None:
+    """Suspend what runs, also where the gateway is away for a while."""
+    while True:
+        try:
+            return await submission.let_deadline_pass()
+        except (GatewayUnreachable, DeadlineExceeded, TooManyRequests, UnknownRoute):
+            await asyncio.sleep(_PAUSE_S)
+
+
+def _is_of_suspended(error: InvalidRequest) -> bool:
+    """True where the gateway has lost what it kept: the submission, or the tokens of a suspended group."""
+    return isinstance(error, UnknownRoute) or (error.param or "").endswith(".resume")

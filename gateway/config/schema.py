@@ -154,7 +154,7 @@ class FleetConfig(_Section):
     discover_interval_s: float = Field(1.0, gt=0)
     """How often Serve is asked which replicas run."""
     probe_interval_s: float = Field(1.0, gt=0)
-    """How often each engine's health is probed."""
+    """How often each engine's health is probed; at rest, with nothing to do and a connection open, every third time."""
     probe_timeout_s: float = Field(5.0, gt=0)
     """Longest wait for one probe."""
     lost_after_s: float = Field(15.0, gt=0)

@@ -30,6 +30,7 @@ from gateway.fleet.events import Events
 from gateway.fleet.places import Places
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch.engine_page import read_kv_tokens
+from gateway.fleet.watch.rest import Rest
 from gateway.fleet.watch.standstill import Standstill
 
 log = structlog.get_logger()
@@ -78,6 +79,7 @@ class Fleet:
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
+        self._rest = Rest(config.fleet)
         self._standstill = Standstill(config.fleet)
         self._examined: dict[Replica, asyncio.Task[EngineError | DeadlineExceeded | None]] = {}
         self._listeners: list[Callable[[], None]] = []
@@ -299,9 +301,10 @@ class Fleet:
             self.settle(replica, "joined")
             self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {replica.replica_id}")
 
-    async def metrics_pages(self) -> dict[Replica, str]:
-        """The Prometheus pages of the living engines that answer with one. They report the size of KV caches."""
-        replicas = self.alive
+    async def metrics_pages(self, replicas: Sequence[Replica] | None = None) -> dict[Replica, str]:
+        """The Prometheus pages of these engines, or of all living ones, that answer with one. They report the size of
+        KV caches."""
+        replicas = self.alive if replicas is None else replicas
         pages = await asyncio.gather(
             *(replica.engine.metrics(self._config.probe_timeout_s) for replica in replicas), return_exceptions=True
         )
@@ -553,7 +556,7 @@ class Fleet:
     async def _watch(self, replica: Replica) -> None:
         """Probe one replica until it is lost."""
         while replica.state is not ReplicaState.LOST:
-            await asyncio.sleep(self._config.probe_interval_s)
+            await self._rest.ended(replica)
             failure = await self._probe(replica)
             if failure is None:
                 failure = await self._standstill.look(replica)
@@ -600,12 +603,15 @@ class Fleet:
     def _patience_s(self, replica: Replica) -> float:
         """Longest wait for a probe: after a missed one no longer than until the replica's rollouts are to move."""
         longest_s, silent_s = self._config.probe_timeout_s, time.monotonic() - replica.answered_at
-        left_s = self._moves_after_s(replica) - silent_s + _MARGIN_S
+        is_suspect = replica.state is ReplicaState.SUSPECT
         if not replica.load_samples:
+            return self._rest.patience_s(replica)
+        if silent_s <= longest_s and not is_suspect:
             return longest_s
-        if replica.state is ReplicaState.SUSPECT:
+        left_s = self._moves_after_s(replica) - silent_s + _MARGIN_S
+        if is_suspect:
             return min(longest_s, left_s) if left_s > 0 else longest_s
-        return min(longest_s, max(left_s, _MARGIN_S)) if silent_s > longest_s else longest_s
+        return min(longest_s, max(left_s, _MARGIN_S))
 
     def _is_evidence(self, replica: Replica, failure: EngineError | DeadlineExceeded) -> bool:
         """True where a failed look speaks against a replica: a late answer does so after a silence without tokens."""

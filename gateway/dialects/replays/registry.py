@@ -37,6 +37,7 @@ _MOST_BYTES = 1 << 30
 # A client's end and its replay may arrive together, and the end is noticed a few turns of the event loop later.
 _NOTICED_WITHIN_S = 0.05
 _TICK_S = 0.05
+_REST_S = 0.5  # a batch is not written before it has run for a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class Replays:
     async def run(self) -> None:
         """Write what batches have made."""
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(_TICK_S if self._batches else _REST_S)
             due = [record for record in self._records if record.is_due]
             if due:
                 await self._ledger.opened()

@@ -24,6 +24,7 @@ from gateway.config.schema import SubmissionsConfig
 from gateway.dialects.submissions.group_run import Generation, GroupRun, Outcome, decoded
 from gateway.dialects.submissions.submission import Counts, Submission
 from gateway.dialects.submissions.words import Asked, Group, Resumption
+from gateway.fleet.event_wait import is_set_within
 from gateway.ledger.file import LedgerFile, SubmissionRow
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.moment import Moment
@@ -32,7 +33,7 @@ from gateway.ledger.shared import SharedLedger
 log = structlog.get_logger()
 
 _TICK_S = 0.05  # engines' chunks come less often, so most are written once, and soon after they came
-_TICKS_OF_BOUNDS = 20
+_BOUNDS_S = 1.0
 _RELEASED_KEPT = 10_000
 _CHECKED_AT_ONCE = 100  # groups, before others get their turn on the loop
 _ENDED_AT_ONCE = _BEGUN_AT_ONCE = 20
@@ -62,6 +63,7 @@ class Submissions:
         self._counts = counts
         self._kept: dict[tuple[str, str], Submission] = {}
         self._running: set[Submission] = set()
+        self._begun = asyncio.Event()
         self._number = 0
 
     def report(self) -> Json:
@@ -160,16 +162,26 @@ class Submissions:
 
     async def run(self) -> None:
         """Write growth, keep bounds, watch the ledger."""
-        for tick in _counting():
-            await asyncio.sleep(_TICK_S)
+        bounds_at = time.monotonic()
+        while True:
+            await self._next_tick()
             for submission in self._running:
                 if not submission.is_writing:
                     submission.write_growth()
             if self._ledger.current is not None:
                 self._ledger.current.look()
-            if tick % _TICKS_OF_BOUNDS == 0:
+            if time.monotonic() >= bounds_at:
                 await self._keep_bounds()
                 await self._ledger.renew()
+                bounds_at = time.monotonic() + _BOUNDS_S
+
+    async def _next_tick(self) -> None:
+        """Wait for a tick, or where nothing runs for the next submission or look at bounds."""
+        if self._running:
+            await asyncio.sleep(_TICK_S)
+        else:
+            self._begun.clear()
+            await is_set_within(self._begun, _BOUNDS_S)
 
     async def close(self) -> None:
         """Stop all groups, which a later gateway goes on with."""
@@ -235,6 +247,7 @@ class Submissions:
     async def _live(self, submission: Submission, *, is_new: bool) -> None:
         """Run all groups. Clients that read get an end, also where the gateway fails."""
         self._running.add(submission)
+        self._begun.set()
         try:
             await self._run_groups(submission, is_new=is_new)
         except Exception:
@@ -400,13 +413,6 @@ def _nothing(file: LedgerFile | None = None) -> None:
 
 def _forget(number: int, file: LedgerFile) -> None:
     file.forget(number)
-
-
-def _counting() -> Iterable[int]:
-    tick = 0
-    while True:
-        tick += 1
-        yield tick
 
 
 def _digest(asked: Sequence[Asked]) -> bytes:

@@ -3,10 +3,10 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-_LINE = re.compile(r"^(?P<name>(?:vllm|sglang):\w+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)", re.MULTILINE)
 _LE = re.compile(r'le="([^"]+)"')
 _KV = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 # Texts of settings, which may hold a brace, are among the labels.
@@ -17,6 +17,7 @@ _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
 _LENGTHS = ("vllm:request_generation_tokens_bucket", "sglang:generation_tokens_histogram_bucket")
+_OF_LOAD = (*_KV, *_RUNNING, *_WAITING, *_GENERATED, *_LENGTHS)
 
 
 @dataclass(slots=True)
@@ -36,10 +37,7 @@ class EngineLoad:
 def read_load(page: str) -> EngineLoad:
     """Read a page of vLLM, SGLang or the simulated engine; what a page lacks is 0."""
     load, cumulated = EngineLoad(), defaultdict[float, float](float)
-    for line in _LINE.finditer(page):
-        name, value = line["name"], _number(line["value"])
-        if value is None:
-            continue
+    for name, labels, value in _samples(page, _OF_LOAD):
         if name in _KV:
             load.kv_usage = max(load.kv_usage, value)
         elif name in _RUNNING:
@@ -48,7 +46,7 @@ def read_load(page: str) -> EngineLoad:
             load.waiting += int(value)
         elif name in _GENERATED:
             load.generated += value
-        elif name in _LENGTHS and (edge := _upper_edge(line["labels"] or "")) is not None:
+        elif name in _LENGTHS and (edge := _upper_edge(labels)) is not None:
             cumulated[edge] += value
     edges = sorted(cumulated)
     for lower, upper in zip([None, *edges], edges, strict=False):
@@ -65,10 +63,9 @@ def read_kv_tokens(page: str) -> int | None:
 def _most_tokens(page: str) -> int | None:
     """SGLang's figure, of which each tensor and pipeline rank of a copy has a row."""
     copies = defaultdict[str, int](int)
-    for line in _LINE.finditer(page):
-        if line["name"] == _MOST_TOKENS and (value := _number(line["value"])) is not None:
-            copy = dict(_LABEL.findall(line["labels"] or "")).get("dp_rank", "")
-            copies[copy] = max(copies[copy], int(value))
+    for _, labels, value in _samples(page, (_MOST_TOKENS,)):
+        copy = dict(_LABEL.findall(labels)).get("dp_rank", "")
+        copies[copy] = max(copies[copy], int(value))
     return sum(copies.values()) or None
 
 
@@ -90,20 +87,29 @@ def _whole(row: Mapping[str, str], label: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def read_total(page: str, names: Collection[str]) -> float | None:
+def read_total(page: str, names: tuple[str, ...]) -> float | None:
     """The sum of all samples of these names; None where the page has none."""
-    found = _values(page, names)
+    found = [value for _, _, value in _samples(page, names)]
     return sum(found) if found else None
 
 
-def read_largest(page: str, names: Collection[str]) -> float | None:
+def read_largest(page: str, names: tuple[str, ...]) -> float | None:
     """The largest sample of these names; None where the page has none."""
-    return max(_values(page, names), default=None)
+    return max((value for _, _, value in _samples(page, names)), default=None)
 
 
-def _values(page: str, names: Collection[str]) -> list[float]:
-    values = (_number(line["value"]) for line in _LINE.finditer(page) if line["name"] in names)
-    return [value for value in values if value is not None]
+def _samples(page: str, names: tuple[str, ...]) -> Iterator[tuple[str, str, float]]:
+    """Yield name, labels and value of the finite samples of these names, in the order of the page."""
+    for name, labels, text in _lines_of(names).findall("\n" + page):
+        value = _number(text)
+        if value is not None:
+            yield name, labels, value
+
+
+@lru_cache
+def _lines_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    """The line end before a name is found far sooner than a place where a line may begin."""
+    return re.compile(rf"\n({'|'.join(map(re.escape, names))})(?:\{{([^}}]*)\}})? (\S+)")
 
 
 def _number(text: str) -> float | None:

@@ -77,12 +77,15 @@ ROWS = (
 )
 
 
-def _run_gateway(config: Config, info: ReplicaInfo, pipe: Connection) -> None:
-    """Run a gateway process over one engine until the pipe closes."""
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+def run_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -> None:
+    """Run a gateway process over engines until the pipe closes."""
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger("warning"),
+    )
 
     async def discover() -> list[ReplicaInfo]:
-        return [info]
+        return infos
 
     listener = Listener(config.model_copy(update={"name": f"{config.name}-{os.getpid()}"}), discover)
     pipe.send(listener.start())
@@ -173,7 +176,7 @@ async def _run(args: argparse.Namespace) -> Costs:
             canned = stack.enter_context(own_process(canned_engine.run, info.url))
             ours = dataclasses.replace(info, url=canned.url)
             servers = {
-                "gateway": stack.enter_context(own_process(_run_gateway, config, ours)),
+                "gateway": stack.enter_context(own_process(run_gateway, config, [ours])),
                 "pass-through": stack.enter_context(own_process(pass_through.run, canned.url)),
             }
             for name, command in (("vllm-router", args.vllm_router), ("sglang-router", args.sglang_router)):

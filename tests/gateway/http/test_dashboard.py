@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from engines.clients.http import HttpEngine
 from gateway.fleet.timeline import Timeline
 from gateway.http import dashboard
 from tests.rigs.browser import page_of
@@ -55,6 +56,26 @@ async def test_two_looks_close_together_keep_the_rate_of_the_first(rig: Rig, mon
     found = (await rig.get("/dashboard.json"))[1]
     assert found["series"]["tokens_per_s"][-1] == rate
     assert sum(load["tokens_per_s"] for load in found["engines"].values()) == rate
+
+
+async def test_the_page_of_an_engine_is_read_again_after_rollouts_alone(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "_FRESH_S", 0.0)  # each request is a look
+    rig = await start_rig(2)
+    await rig.get("/dashboard.json")
+    asked, metrics = set(), HttpEngine.metrics
+
+    async def noted(engine: HttpEngine, timeout_s: float) -> str:
+        asked.add(engine.replica_id)
+        return await metrics(engine, timeout_s)
+
+    monkeypatch.setattr(HttpEngine, "metrics", noted)
+    await rig.get("/dashboard.json")
+    assert not asked
+    await rig.complete([3])
+    assert len((await rig.get("/dashboard.json"))[1]["engines"]) == 2
+    assert len(asked) == 1
 
 
 async def test_the_timeline_has_the_states_of_a_weight_update(rig: Rig) -> None:

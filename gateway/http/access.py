@@ -85,6 +85,13 @@ class Access:
 
         return self._noted(Need.INFERENCE, handler, checked)
 
+    def charge(self, client: str, tokens: int) -> None:
+        """Count tokens, made after its request as well, against the limits of a client with an inference key."""
+        if not self._limits.is_on or self._admin.name_with(client):
+            return
+        if key := self._inference.name_with(client):
+            self._limits.of(key).charge(tokens)
+
     def for_inference_or(self, handler: Handler, otherwise: Handler) -> Handler:
         """Check for an inference key; a request without a key gets `otherwise`."""
 

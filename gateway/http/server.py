@@ -83,7 +83,7 @@ class GatewayServer:
             config.gateway.max_prompts,
             Generation(completions, runner, Rendering(fleet, inquiries, config.gateway.queue_timeout_s).render),
             self._ledger,
-            SubmissionCounts(metrics, deliveries),
+            SubmissionCounts(metrics, deliveries, self._access),
         )
         models = ModelRoutes(config.fleet, fleet, weights, inquiries)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)

@@ -2,12 +2,14 @@
 
 import os
 import sqlite3
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from gateway.ledger.batches import BatchFiles
+from gateway.ledger.batches import BatchFiles, BatchRow
 from gateway.ledger.moment import Moment
 
 OF_GROUP = -1
@@ -17,6 +19,8 @@ OF_SUBMISSION = -1
 _PAGE = 4096
 _FREED_AT_ONCE = 1000  # pages, so that a large submission holds up no write
 _WAL_BYTES = 16 << 20
+_SWEPT_AT_ONCE = 64  # rows, the largest of which have a sample of a full context
+_SWEEP_S = 0.05  # so that what is forgotten, of any size, holds up no write
 _BUSY_S = 0.2
 _LAYOUT = 1
 _ROOT = 0
@@ -32,6 +36,18 @@ CREATE TABLE prompts (number INTEGER, grp INTEGER, token_ids BLOB NOT NULL, PRIM
 CREATE TABLE parts (
     number INTEGER, grp INTEGER, sample INTEGER, start INTEGER, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL,
     text TEXT NOT NULL, spans BLOB NOT NULL, PRIMARY KEY (number, grp, sample, start)) WITHOUT ROWID;
+"""
+
+
+# Tables of what a submission has, with their keys.
+_CONTENT = {"events": "number, cursor", "prompts": "number, grp", "parts": "number, grp, sample, start"}
+_SIZES = """
+SELECT number, sum(size) AS whole FROM (
+    SELECT number, length(body) AS size FROM submissions UNION ALL
+    SELECT number, length(content) FROM events UNION ALL
+    SELECT number, length(token_ids) FROM prompts UNION ALL
+    SELECT number, length(token_ids) + length(logprobs) + length(text) + length(spans) FROM parts)
+WHERE number IN (SELECT number FROM submissions) GROUP BY number ORDER BY whole DESC LIMIT 1
 """
 
 
@@ -87,6 +103,10 @@ class LedgerFile:
         _check_owner(path.parent, os.getuid(), _ROOT)
         if path.exists():
             _check_owner(path, os.getuid())
+        self._batches = BatchFiles(batch_folder(path))
+        self._of_batches: list[Callable[[], None]] = []  # writes, once their transaction is committed
+        self._leavings: dict[int, None] = {}  # submissions that are forgotten, and whose content is still there
+        self._dropped: set[int] = set()
         self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             self._set_up(max_bytes)
@@ -94,7 +114,6 @@ class LedgerFile:
             self._connection.close()
             raise
         path.chmod(0o600)
-        self.batches = BatchFiles(batch_folder(path))
 
     def _set_up(self, max_bytes: int) -> None:
         ask = self._connection.execute
@@ -121,6 +140,14 @@ class LedgerFile:
 
     def commit(self) -> None:
         self._connection.execute("COMMIT")
+        works, self._of_batches = self._of_batches, []
+        for work in works:
+            work()
+
+    def roll_back(self) -> None:
+        self._of_batches.clear()
+        if self._connection.in_transaction:  # SQLite itself has, after some errors
+            self._connection.execute("ROLLBACK")
 
     def close(self) -> None:
         self._connection.close()
@@ -143,15 +170,30 @@ class LedgerFile:
                 "SELECT number, owner, id, digest, body, wall, boot, uptime, acked FROM submissions ORDER BY number"
             )
         }
-        for number, *event in ask("SELECT number, cursor, grp, sample, mark, content FROM events"):
+        for table in _CONTENT:
+            self._leavings |= dict.fromkeys(number for (number,) in ask(f"SELECT DISTINCT number FROM {table}"))
+        for number in rows:
+            self._leavings.pop(number, None)
+        known = "WHERE number IN (SELECT number FROM submissions)"
+        for number, *event in ask(f"SELECT number, cursor, grp, sample, mark, content FROM events {known}"):
             rows[number].events.append(EventRow(*event))
-        for number, group, token_ids in ask("SELECT number, grp, token_ids FROM prompts"):
+        for number, group, token_ids in ask(f"SELECT number, grp, token_ids FROM prompts {known}"):
             rows[number].prompts[group] = token_ids
         for number, group, sample, *part in ask(
-            "SELECT number, grp, sample, start, token_ids, logprobs, text, spans FROM parts"
+            f"SELECT number, grp, sample, start, token_ids, logprobs, text, spans FROM parts {known}"
         ):
             rows[number].parts[group, sample].append(PartRow(*part))
         return list(rows.values())
+
+    def load_batches(self) -> list[BatchRow]:
+        return self._batches.load()
+
+    @property
+    def last_number(self) -> int:
+        """The largest number that a submission has, or had whose content is still there; 0 without any."""
+        ask = self._connection.execute
+        found = [ask(f"SELECT max(number) FROM {table}").fetchone()[0] for table in ("submissions", *_CONTENT)]
+        return max(number or 0 for number in found)
 
     @property
     def num_submissions(self) -> int:
@@ -173,6 +215,8 @@ class LedgerFile:
 
     def add_event(self, number: int, event: EventRow, *, keeps_parts: bool = False) -> None:
         """Add an event. The tokens of its sample or group are in it, or dropped, unless `keeps_parts`."""
+        if number in self._dropped:
+            return
         self._add_events(number, [event])
         if keeps_parts:
             return
@@ -192,9 +236,13 @@ class LedgerFile:
 
     def read_prompt(self, number: int, group: int, token_ids: bytes) -> None:
         """Note a prompt as an engine read it."""
+        if number in self._dropped:
+            return
         self._connection.execute("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?)", (number, group, token_ids))
 
     def grow(self, number: int, group: int, sample: int, part: PartRow) -> None:
+        if number in self._dropped:
+            return
         self._connection.execute(
             "INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (number, group, sample, part.start, part.token_ids, part.logprobs, part.text, part.spans),
@@ -215,20 +263,64 @@ class LedgerFile:
 
     def ack(self, number: int, cursor: int) -> None:
         """Free the events up to `cursor`; their marks stay, so that nothing is made again."""
+        if number in self._dropped:
+            return
         self._connection.execute("UPDATE submissions SET acked = ? WHERE number = ?", (cursor, number))
         self._connection.execute("UPDATE events SET content = NULL WHERE number = ? AND cursor <= ?", (number, cursor))
 
     def release(self, number: int) -> None:
         """Free all but the id and the cursor of a submission that is delivered."""
+        if number in self._dropped:
+            return
         self._connection.execute("UPDATE submissions SET body = x'' WHERE number = ?", (number,))
-        self._delete(number, "events", "prompts", "parts")
+        for table in _CONTENT:
+            self._connection.execute(f"DELETE FROM {table} WHERE number = ?", (number,))
 
     def forget(self, number: int) -> None:
-        self._delete(number, "submissions", "events", "prompts", "parts")
+        """Forget a submission at once, and have its content removed by `sweep`."""
+        self._connection.execute("DELETE FROM submissions WHERE number = ?", (number,))
+        if number not in self._dropped:
+            self._leavings[number] = None
 
-    def _delete(self, number: int, *tables: str) -> None:
-        for table in tables:
-            self._connection.execute(f"DELETE FROM {table} WHERE number = ?", (number,))
+    def drop_largest(self) -> int | None:
+        """Forget the submission that takes the most room, and take nothing of it any more; outside of a transaction.
+
+        Return its number; None where there is no submission.
+        """
+        self.begin()
+        largest = self._connection.execute(_SIZES).fetchone()
+        if largest is not None:
+            self.forget(largest[0])
+            self._dropped.add(largest[0])
+        self.commit()
+        return largest and int(largest[0])
+
+    def sweep(self) -> bool:
+        """Remove some of what forgotten submissions had; outside of a transaction. False where nothing is left."""
+        if not self._leavings:
+            return False
+        until = time.monotonic() + _SWEEP_S
+        self.begin()
+        while self._leavings and time.monotonic() < until:
+            number = next(iter(self._leavings))
+            if not any(self._sweep(table, number) for table in _CONTENT):
+                del self._leavings[number]
+        self.commit()
+        return True
+
+    def _sweep(self, table: str, number: int) -> bool:
+        key = _CONTENT[table]
+        some = f"SELECT {key} FROM {table} WHERE number = ? LIMIT {_SWEPT_AT_ONCE}"
+        return self._connection.execute(f"DELETE FROM {table} WHERE ({key}) IN ({some})", (number,)).rowcount > 0
+
+    def add_batch(self, row: BatchRow) -> None:
+        self._of_batches.append(partial(self._batches.add, row))
+
+    def grow_batch(self, number: int, content: bytes) -> None:
+        self._of_batches.append(partial(self._batches.grow, number, content))
+
+    def forget_batch(self, number: int) -> None:
+        self._of_batches.append(partial(self._batches.forget, number))
 
     def shrink(self) -> bool:
         """Return some free pages to the file system; outside of a transaction. False where none are left."""

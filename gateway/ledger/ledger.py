@@ -1,7 +1,7 @@
 """Writes the ledger's file on a thread of its own, many writes in one transaction.
 
 A write that fails, or takes too long, ends the file: it lacks writes from then on, so it is removed. Its callers go on
-without it.
+without it. A file that has reached its bound is no failure: the submission that takes the most room leaves it.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -75,6 +75,10 @@ class Ledger:
         self.submissions: list[SubmissionRow] = []
         """The submissions that the file had when it was opened."""
         self.batches: list[BatchRow] = []
+        self.last_number = 0
+        """The largest number of a submission that the file has had when it was opened."""
+        self.outgrown: list[int] = []
+        """Numbers of submissions that left the file as it had no room for them, until their user has taken note."""
         self._max_bytes = max_bytes
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
@@ -177,7 +181,8 @@ class Ledger:
         try:
             file.begin()
             self.life = file.begin_life(int(time.time()))
-            self.submissions, self.batches = file.load(), file.batches.load()
+            self.submissions, self.batches = file.load(), file.load_batches()
+            self.last_number = file.last_number
             file.commit()
         except BaseException:
             file.close()
@@ -205,14 +210,34 @@ class Ledger:
             works.append(self._works.get())
         done = [work for work in works if work is not None]
         if done:
-            file.begin()
-            for work in done:
-                work(file)
-            file.commit()
+            self._write(file, done)
         self._call(partial(self._written, len(done)))
-        while self._works.empty() and file.shrink():
+        while self._works.empty() and (file.sweep() or file.shrink()):
             pass
         return None not in works and not self.failure
+
+    def _write(self, file: LedgerFile, works: Sequence[Work]) -> None:
+        """Write together, all or nothing, with the largest submissions gone where there is no room."""
+        while True:
+            try:
+                file.begin()
+                for work in works:
+                    work(file)
+                file.commit()
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & _PRIMARY != sqlite3.SQLITE_FULL:
+                    raise
+                file.roll_back()
+                self._make_room(file, error)
+
+    def _make_room(self, file: LedgerFile, error: sqlite3.OperationalError) -> None:
+        if file.sweep():
+            return
+        number = file.drop_largest()
+        if number is None:
+            raise error
+        self._call(partial(self.outgrown.append, number))
 
     def _call(self, function: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop has ended, and nobody waits

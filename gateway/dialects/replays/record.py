@@ -76,10 +76,10 @@ class Record:
             self.is_written = True
             row = BatchRow(self.number, msgspec.msgpack.encode(self._request), self._body)
             self._body = b""
-            self._put(row.body, lambda file: file.batches.add(row))
+            self._put(row.body, lambda file: file.add_batch(row))
         if notes := self._notes.take():
             content = msgspec.msgpack.encode(notes)
-            self._put(content, lambda file: file.batches.grow(self.number, content))
+            self._put(content, lambda file: file.grow_batch(self.number, content))
         return self.num_bytes - before
 
     def stop(self) -> None:
@@ -100,7 +100,7 @@ class Record:
         self.num_bytes = 0
         if self.is_written:
             self.is_written = False
-            self._ledger.put(lambda file: file.batches.forget(self.number), _nothing)
+            self._ledger.put(lambda file: file.forget_batch(self.number), _nothing)
 
     async def forgotten(self) -> None:
         """Drop the record; return once no later gateway can find it."""

@@ -183,7 +183,7 @@ class Replays:
         self._leave(batch)
 
     def _forget(self, row: BatchRow) -> None:
-        self._ledger.put(lambda file: file.batches.forget(row.number), lambda: None)
+        self._ledger.put(lambda file: file.forget_batch(row.number), lambda: None)
 
     async def close(self) -> None:
         """Stop all batches without a client, which a later gateway goes on with."""

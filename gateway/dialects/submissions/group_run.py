@@ -54,11 +54,11 @@ class Generation:
 
 
 class Record(Protocol):
-    """Takes what a run reports: a chunk of a sample, a sample's end, a sample that begins again."""
+    """Takes what a run reports: new tokens of a sample, a sample's end, a sample that begins again."""
 
-    def grew(self, run: "GroupRun", sample: Sample) -> None: ...
+    def grew(self, run: "GroupRun", sample: Sample, tokens: int) -> None: ...
     def ended(self, run: "GroupRun", sample: Sample) -> None: ...
-    def forgot(self, run: "GroupRun", sample: Sample) -> None: ...
+    def forgot(self, run: "GroupRun", sample: Sample, tokens: int) -> None: ...
 
 
 class GroupRun:
@@ -79,11 +79,6 @@ class GroupRun:
         """Size of the tokens of open samples."""
         self._owner, self._submission_id = owner, submission_id
         self._record = record
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens made here, and those of the prompt."""
-        return self.num_prompt_tokens + sum(sample.num_tokens or len(sample.token_ids) for sample in self.samples)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -193,10 +188,10 @@ class GroupRun:
 
     def _take(self, sample: Sample, choice: Json) -> None:
         self.read = self.read or choice.get("prompt_token_ids") or []
-        before = sample.num_bytes
+        bytes_before, tokens_before = sample.num_bytes, len(sample.token_ids)
         sample.add(choice)
-        self.num_bytes += sample.num_bytes - before
-        self._record.grew(self, sample)
+        self.num_bytes += sample.num_bytes - bytes_before
+        self._record.grew(self, sample, len(sample.token_ids) - tokens_before)
         if sample.end is not None:
             self.num_bytes -= sample.num_bytes
             self.num_good += sample.counts
@@ -208,8 +203,9 @@ class GroupRun:
 
         async def make(sample: Sample) -> None:
             self.num_bytes -= sample.num_bytes
+            tokens = len(sample.token_ids)
             sample.forget()
-            self._record.forgot(self, sample)
+            self._record.forgot(self, sample, tokens)
             alone = prompt.rest_of(sample.part(self.read or prompt.body["prompt"]), prompt.indexes[sample.index])
             alone = replace(alone, rollout=replace(alone.rollout, goes_on=False))
             [choice] = (await runner.generate(alone))["choices"]

@@ -41,8 +41,6 @@ _CANCELLED_WITHIN_S = 5.0
 _FULL_RETRY_S = 10.0
 _UNFORESEEN = error_body("the gateway failed; its log has the reason", 500)["error"]
 
-Charge = Callable[[int], None]
-
 
 class Submissions:
     """The submissions, by owner and id."""
@@ -75,6 +73,7 @@ class Submissions:
             "open": sum(not one.is_ended for one in kept),
             "kept_bytes": sum(one.num_bytes for one in kept),
             "unwritten_samples": sum(one.num_unwritten for one in kept),
+            "outgrown": sum(one.has_outgrown for one in kept),
             "file": str(ledger.path) if ledger else None,
             "durable": self.is_durable,
             "failure": ledger.failure if ledger else "",
@@ -87,7 +86,7 @@ class Submissions:
 
     # Clients
 
-    async def submit(self, owner: str, name: str, asked: Sequence[Asked], charge: Charge) -> Submission:
+    async def submit(self, owner: str, name: str, asked: Sequence[Asked]) -> Submission:
         """Begin a submission, or join the one of this id. Return it once it is durable."""
         digest = _digest(asked)
         submission = self._kept.get((owner, name))
@@ -95,7 +94,7 @@ class Submissions:
             groups, ranks = await self._checked(owner, name, asked)
             submission = self._kept.get((owner, name))  # another client may have begun it meanwhile
         if submission is None:
-            submission = self._begin(owner, name, digest, asked, groups, charge)
+            submission = self._begin(owner, name, digest, asked, groups)
             for run, rank in zip(submission.runs, ranks, strict=True):
                 run.rank = rank
         elif submission.digest != digest:
@@ -170,6 +169,7 @@ class Submissions:
                     submission.write_growth()
             if self._ledger.current is not None:
                 self._ledger.current.look()
+                self._note_outgrown(self._ledger.current)
             if time.monotonic() >= bounds_at:
                 await self._keep_bounds()
                 await self._ledger.renew()
@@ -222,14 +222,13 @@ class Submissions:
         return run.group.resumed(done, run.num_good, asked)
 
     def _begin(
-        self, owner: str, name: str, digest: bytes, asked: Sequence[Asked], groups: Sequence[Group], charge: Charge
+        self, owner: str, name: str, digest: bytes, asked: Sequence[Asked], groups: Sequence[Group]
     ) -> Submission:
         for index, one in enumerate(asked):  # a client that checked at the same time may have been first
             if isinstance(one, Resumption):
                 self._resumed(owner, index, one)
         self._number += 1
         submission = self._made(self._number, owner, name, digest, groups, Moment.now())
-        submission.charge = charge
         for index, one in enumerate(asked):
             if isinstance(one, Resumption):
                 submission.take_over(index, self.find(owner, one.id), one.group)
@@ -360,7 +359,7 @@ class Submissions:
 
     def take_up(self, ledger: Ledger, *, is_left: bool) -> None:
         in_memory = list(self._kept.values())
-        self._number = max((self._number, *(row.number for row in ledger.submissions)))
+        self._number = max(self._number, ledger.last_number)
         for row in ledger.submissions:
             if is_left:
                 self._bring_back(row)
@@ -370,8 +369,28 @@ class Submissions:
             self._number += 1
             submission.number = self._number  # a submission of the ledger may have the one before
         for submission in in_memory:
+            if submission.num_bytes > self._config.max_bytes:
+                self._outgrew(submission)
             if submission.opened.is_set():  # others write themselves
                 submission.write()
+
+    def _note_outgrown(self, ledger: Ledger) -> None:
+        numbers, ledger.outgrown = ledger.outgrown, []
+        for submission in [one for one in self._kept.values() if one.number in numbers]:
+            self._outgrew(submission)
+
+    def _outgrew(self, submission: Submission) -> None:
+        """Keep a submission in memory alone, so that the ledger has room for others."""
+        if submission.has_outgrown:
+            return
+        submission.has_outgrown = True
+        self._counts.outgrew()
+        log.warning(
+            "a submission has outgrown the ledger: it goes on, and a restart of the gateway loses it",
+            id=submission.id,
+            bytes=submission.num_bytes,
+            remedy="ack what was delivered, submit fewer groups at a time, or raise gateway.submissions.max_bytes",
+        )
 
     def _put(self, work: Callable[[LedgerFile], None], then: Callable[[], None]) -> None:
         self._ledger.put(work, then)

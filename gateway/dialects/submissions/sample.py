@@ -26,8 +26,6 @@ class Sample:
     end: Json | None = None
     is_done: bool = False
     """True for a sample that needs no work: delivered before, or by another submission."""
-    num_tokens: int = 0
-    """Tokens of a sample that is done."""
     _text: list[str] = field(default_factory=list)
     _written: tuple[int, int] = (0, 0)  # tokens, and pieces of text, that the ledger has
 
@@ -91,7 +89,6 @@ class Sample:
     def deliver(self) -> None:
         """The record has an event with all of it."""
         self.is_done = True
-        self.num_tokens = len(self.token_ids)
         self.forget()
 
     def part(self, read: list[int] | str) -> Json:

@@ -33,10 +33,13 @@ Put = Callable[[Callable[[LedgerFile], None], Callable[[], None]], None]
 
 
 class Counts(Protocol):
-    """Counts samples that are delivered and groups that end."""
+    """Counts tokens of an owner's prompts and samples, each once, samples that are delivered,
+    groups that end, and submissions that the ledger has no room for."""
 
+    def tokens(self, owner: str, number: int) -> None: ...
     def sample(self, run: GroupRun, sample: Sample) -> None: ...
     def group(self, run: GroupRun) -> None: ...
+    def outgrew(self) -> None: ...
 
 
 def _nothing() -> None:
@@ -68,16 +71,17 @@ class Submission:
         """Reasons, by group."""
         self.overdue: set[int] = set()
         """Groups whose deadline the client has let pass."""
-        self.charge: Callable[[int], None] = lambda tokens: None
         self.readers = 0
         self.quiet_since = time.monotonic()
         self.is_ended = False
         self.is_released = False
+        self.has_outgrown = False
+        """True where the ledger has no room for it: it goes on in memory alone."""
         self._event_bytes = self._body_bytes = 0
         self.opened = asyncio.Event()
         """Set once the ledger has the submission."""
         self.life = 0
-        self._put = put
+        self._ledger = put
         self._events: list[EventRow] = []
         self._marks: list[EventRow] = []  # events that were acked, without their content
         self._last = 0
@@ -135,6 +139,12 @@ class Submission:
 
     # Writes
 
+    def _put(self, work: Callable[[LedgerFile], None], then: Callable[[], None]) -> None:
+        if self.has_outgrown:
+            then()
+        else:
+            self._ledger(work, then)
+
     def write(self) -> None:
         """Write the submission, with all that it has, into a new ledger."""
         row, taken = self._row(), [(source.number, group) for source, group in self._taken]
@@ -191,12 +201,14 @@ class Submission:
             token_ids = orjson.dumps(run.read)
             self._put(lambda file: file.read_prompt(self.number, run.index, token_ids), _nothing)
 
-    def forgot(self, run: GroupRun, sample: Sample) -> None:
+    def forgot(self, run: GroupRun, sample: Sample, tokens: int) -> None:
+        self._counts.tokens(self.owner, -tokens)  # they are made again
         self._put(lambda file: file.begin_again(self.number, run.index, sample.index), _nothing)
 
     # Events
 
-    def grew(self, run: GroupRun, sample: Sample) -> None:
+    def grew(self, run: GroupRun, sample: Sample, tokens: int) -> None:
+        self._counts.tokens(self.owner, tokens)
         self._grown[run.index, sample.index] = None
 
     def ended(self, run: GroupRun, sample: Sample) -> None:
@@ -210,7 +222,7 @@ class Submission:
     def end_group(self, run: GroupRun, outcome: Outcome, error: Json | None = None) -> None:
         self.outcomes[run.index] = outcome
         self._counts.group(run)
-        self.charge(run.num_tokens)
+        self._counts.tokens(self.owner, run.num_prompt_tokens)
         report: Json = {"type": "group", "group": run.index, "outcome": outcome}
         if error is not None:
             report["error"] = error
@@ -230,6 +242,8 @@ class Submission:
 
     def _emit(self, report: Json, group: int, sample: int, mark: str, *, keeps_parts: bool = False) -> None:
         cursor = self._last = max(self._last + 1, (self.life << _LIFE_BITS) + 1)
+        if self.has_outgrown:
+            report["durable"] = False
         event = EventRow(cursor, group, sample, mark, msgspec.msgpack.encode({"cursor": cursor, **report}))
         self._events.append(event)
         self._event_bytes += len(event.content or b"")

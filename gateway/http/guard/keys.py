@@ -28,7 +28,16 @@ class Keys:
     def name_of(self, key: str) -> str:
         """Return the name of a key; "" for a key that is not among them."""
         self._look()
-        digest = _digest(key)
+        return self._name_of(_digest(key))
+
+    def name_with(self, digest: str) -> str:
+        """Return the name of the key with a SHA-256 in hexadecimal digits; "" for a key that is not among them."""
+        try:
+            return self._name_of(bytes.fromhex(digest))
+        except ValueError:
+            return ""
+
+    def _name_of(self, digest: bytes) -> str:
         # All are compared, each in constant time, so that the time taken reveals nothing about the keys.
         found = [name for source in self._sources for name, known in source.keys if _is_equal(digest, known)]
         return found[0] if found else ""

@@ -5,24 +5,31 @@ from aiohttp import web
 from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.dialects.submissions.group_run import GroupRun
-from gateway.dialects.submissions.registry import Charge, Submissions
+from gateway.dialects.submissions.registry import Submissions
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.submission import Submission
 from gateway.dialects.submissions.words import read_groups, read_id
 from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.lives import Lives
-from gateway.http.access import ALLOWANCE, CLIENT, Access
+from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import read_object, read_packed, reply
 from gateway.http.replies.record_stream import is_packed, send_records, wire_of
 
 
 class SubmissionCounts:
-    """Counts samples and tokens of submissions in the gateway's metrics."""
+    """Counts samples and tokens of submissions in the gateway's metrics, and tokens against the limits of keys."""
 
-    def __init__(self, metrics: Metrics, deliveries: Deliveries) -> None:
+    def __init__(self, metrics: Metrics, deliveries: Deliveries, access: Access) -> None:
         self._metrics = metrics
         self._deliveries = deliveries
+        self._access = access
+
+    def tokens(self, owner: str, number: int) -> None:
+        self._access.charge(owner, number)
+
+    def outgrew(self) -> None:
+        self._metrics.outgrown_submissions.inc()
 
     def sample(self, run: GroupRun, sample: Sample) -> None:
         if run.model:
@@ -59,7 +66,7 @@ class SubmissionRoutes:
             raise InvalidRequest(f"stream = {streams!r:.80} must be true or false", param="stream")
         asked = await read_groups(body, self._submissions.max_groups)
         name = read_id(body)
-        submission = await self._submissions.submit(request[CLIENT], name, asked, _charge(request))
+        submission = await self._submissions.submit(request[CLIENT], name, asked)
         if streams is False:
             return reply(self._head(submission), 202)
         return await self._stream(request, submission, submission.acked)
@@ -101,7 +108,7 @@ class SubmissionRoutes:
         return self._submissions.find(request[CLIENT], request.match_info["id"])
 
     def _head(self, submission: Submission) -> Json:
-        return submission.report() | {"durable": self._submissions.is_durable}
+        return submission.report() | {"durable": self._submissions.is_durable and not submission.has_outgrown}
 
     async def _stream(self, request: web.Request, submission: Submission, cursor: int) -> web.StreamResponse:
         wire_of(request)
@@ -130,8 +137,3 @@ async def _groups(request: web.Request, submission: Submission) -> list[int] | N
 
 async def _body(request: web.Request, *, required: bool = True) -> Json:
     return await (read_packed(request) if is_packed(request) else read_object(request, required=required))
-
-
-def _charge(request: web.Request) -> Charge:
-    allowance = request.get(ALLOWANCE)
-    return allowance.charge if allowance else lambda tokens: None

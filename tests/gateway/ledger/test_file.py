@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.ledger.batches import BatchRow
 from gateway.ledger.file import OF_GROUP, EventRow, LedgerFile, PartRow, SubmissionRow
 from gateway.ledger.moment import Moment
 
@@ -35,6 +36,11 @@ def loaded(path: Path) -> list[SubmissionRow]:
     rows = file.load()
     closed(file)
     return rows
+
+
+def swept(file: LedgerFile) -> None:
+    while file.sweep():
+        pass
 
 
 def event(cursor: int, group: int, sample: int, content: bytes | None = b"content") -> EventRow:
@@ -117,9 +123,67 @@ def test_space_of_what_was_forgotten_is_returned(tmp_path: Path) -> None:
         file.release(number)
         file.forget(number)
         file.commit()
+        swept(file)
         file.shrink()
     file.close()
     assert path.stat().st_size < 300_000  # 20 MB went through it
+
+
+def test_what_was_forgotten_is_gone_at_once_and_its_content_in_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    file = opened(path)
+    file.add_submission(row(1))
+    file.add_submission(row(5, events=[event(cursor, 0, 0) for cursor in range(1000)], prompts={0: b"[5]"}))
+    file.grow(5, 0, 0, PartRow(0, b"ids!", b"logp", "text", b"[]"))
+    file.forget(5)
+    closed(file)  # a kill before all content is removed
+    file = opened(path)
+    assert [one.number for one in file.load()] == [1]
+    assert file.last_number == 5  # nobody takes the number, and so the content, of the one that is gone
+    file.commit()
+    swept(file)
+    assert file.last_number == 1
+    file.close()
+
+
+def test_nothing_more_is_written_of_what_has_left_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    file = opened(path)
+    file.add_submission(row(1, events=[event(1, 0, 0, bytes(100))]))
+    file.add_submission(row(2, events=[event(1, 0, 0, bytes(2000))]))
+    file.commit()
+    assert file.drop_largest() == 2
+    file.begin()
+    file.add_event(2, event(2, 0, 1))
+    file.grow(2, 0, 2, PartRow(0, b"ids!", b"logp", "text", b"[]"))
+    file.read_prompt(2, 0, b"[5]")
+    file.ack(2, 1)
+    file.release(2)
+    file.forget(2)
+    file.commit()
+    swept(file)
+    assert file.last_number == 1
+    assert file.drop_largest() == 1
+    assert file.drop_largest() is None
+    file.close()
+
+
+def test_batches_are_written_with_their_transaction_or_not_at_all(tmp_path: Path) -> None:
+    file = opened(tmp_path / "ledger")
+    file.add_batch(BatchRow(7, b"request", b"body"))
+    file.grow_batch(7, b"one")
+    file.roll_back()
+    assert file.load_batches() == []
+    file.begin()
+    file.add_batch(BatchRow(7, b"request", b"body"))
+    file.grow_batch(7, b"two")
+    file.commit()
+    assert [batch.parts for batch in file.load_batches()] == [[b"two"]]
+    file.begin()
+    file.forget_batch(7)
+    file.commit()
+    assert file.load_batches() == []
+    file.close()
 
 
 OPERATIONS = st.lists(
@@ -179,5 +243,8 @@ def test_the_file_equals_plain_objects_after_any_operations(
         elif name == "forget":
             del rows[number]
             file.forget(number)
+            file.commit()
+            swept(file)  # numbers are taken again here
+            file.begin()
     closed(file)
     assert loaded(path) == [rows[number] for number in sorted(rows)]

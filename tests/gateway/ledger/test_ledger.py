@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gateway.ledger import ledger as ledger_module
+from gateway.ledger.batches import BatchRow
 from gateway.ledger.file import EventRow, LedgerFile, SubmissionRow
 from gateway.ledger.ledger import Ledger, default_file
 from gateway.ledger.moment import Moment
@@ -109,6 +110,29 @@ async def test_a_full_disk_ends_the_file_and_nobody_waits(tmp_path: Path) -> Non
     await stopped(ledger)
     assert names(tmp_path) == []
     await ledger.close()
+
+
+async def test_a_file_without_room_loses_its_largest_submission_alone(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    ledger, made = Ledger(path, MAX_BYTES), 0
+    await ledger.open()
+    ledger.put(lambda file: file.add_batch(BatchRow(9, b"request", b"body")), lambda: None)
+    await put(ledger, submission(1, size=1000), submission(2))
+    while not ledger.outgrown and not ledger.failure:
+        made += 1
+        event = EventRow(made, 0, made, "good", bytes(30_000))
+        ledger.put(lambda file, event=event: file.add_event(2, event), lambda: None)  # type: ignore[misc]
+        ledger.put(lambda file, made=made: file.grow_batch(9, b"%d" % made), lambda: None)  # type: ignore[misc]
+        await put(ledger, submission(2 + made))
+    assert made * 30_000 > MAX_BYTES // 2
+    assert (ledger.outgrown, ledger.failure) == ([2], "")
+    await ledger.close()
+    again = Ledger(path, MAX_BYTES)
+    await again.open()
+    assert [row.number for row in again.submissions] == [1, *range(3, 3 + made)]
+    [batch] = again.batches
+    assert batch.parts == [b"%d" % number for number in range(1, made + 1)]  # once each, also where it was tried again
+    await again.close()
 
 
 async def test_a_disk_that_takes_no_write_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

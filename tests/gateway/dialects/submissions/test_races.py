@@ -149,6 +149,7 @@ async def test_a_ledger_that_is_kept_again_has_all_that_memory_has(
     await kept_rig.begun(samples=2)
     with monkeypatch.context() as disk:
         disk.setattr(ledger_module, "_STUCK_S", -1.0)
+        await detached(kept_rig, "three", [GROUP])
         async with asyncio.timeout(20):
             while (await kept_rig.get("/status"))[1]["ledger"]["durable"]:
                 await detached(kept_rig, "three", [GROUP])

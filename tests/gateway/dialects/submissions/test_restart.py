@@ -9,6 +9,7 @@ import pytest
 
 from engines.config import SimConfig
 from engines.process.engine_server import free_port
+from gateway.http.guard.limits import Allowance
 from gateway.ledger import ledger as ledger_module
 from gateway.ledger import shared
 from gateway.ledger.file import LedgerFile
@@ -152,6 +153,64 @@ async def test_a_replay_joins_over_a_restart(start_rig: StartRig, kept_rig: Rig)
     assert (await submitted(again, [GROUP | {"n": 2}], id="one"))[1:] == events[1:]
     assert (await again.post("/v1/rollouts", body([GROUP | {"n": 3}], id="one")))[0] == 409
     assert sum(replica.generated_tokens for replica in kept_rig.replicas) == made
+
+
+async def test_a_submission_that_outgrows_the_ledger_hurts_itself_alone(start_rig: StartRig, tmp_path: Path) -> None:
+    room = {"ledger": str(tmp_path / "ledger.sqlite"), "submissions": {"max_bytes": 60_000}}
+    rig = await start_rig(2, gateway=room, sim={"decode_step_s": 0.0, "decode_step_per_seq_s": 0.0})
+    short: Json = {"prompt": [5, 6, 7], "n": 8, "sampling": SAMPLING | {"max_tokens": 40}}
+    long: Json = {"prompt": [5, 6, 7], "sampling": SAMPLING | {"max_tokens": 41}}
+    await rig.begun(samples=0, tokens=40)
+    await detached(rig, "other", [long])
+    assert (await detached(rig, "large", [*[short] * 40, long]))["durable"]
+    async with asyncio.timeout(60):
+        while not (report := (await rig.get("/status"))[1]["ledger"])["outgrown"]:
+            await asyncio.sleep(0.02)
+    assert (report["durable"], report["outgrown"], report["failure"]) == (True, 1, "")
+    async with rig.client.get(rig.url + "/metrics") as page:
+        assert "rollout_gateway_outgrown_submissions_total 1.0" in await page.text()
+    await written(rig.url, rig.client)
+    left = tmp_path / "left"  # the file as a kill leaves it
+    left.mkdir()
+    for name in ("ledger.sqlite", "ledger.sqlite-wal"):
+        (left / name).write_bytes((tmp_path / name).read_bytes())
+    rig.hurry()
+    head, *events = await read(rig, "large")
+    assert not head["durable"]
+    assert sorted(samples(events)) == [*((group, sample) for group in range(40) for sample in range(8)), (40, 0)]
+    assert "durable" not in events[0]
+    assert events[-1]["durable"] is False
+    await ack(rig, "large", events[-1]["cursor"])
+    assert (await submitted(rig, id="after"))[0]["durable"]
+    await rig.stop_gateway()
+    gateway = room | {"ledger": str(left / "ledger.sqlite")}
+    again = await start_rig(2, replicas=rig.replicas, gateway=gateway)
+    assert samples(await read(again, "other")) == [(0, 0)]
+    assert (await again.get("/v1/rollouts/large"))[0] == 404
+
+
+async def test_tokens_are_charged_to_their_key_over_a_restart_and_once(start_rig: StartRig, tmp_path: Path) -> None:
+    keys = {"inference_keys": ["mine"], "admin_keys": ["owner"], "trusted_networks": []}
+    room = keys | {"ledger": str(tmp_path / "ledger.sqlite")}
+    mine = {"Authorization": "Bearer mine"}
+    charged: list[int] = []
+    rig = await start_rig(1, gateway=room | {"key_limits": {"tokens_per_minute": 1_000_000}})
+    with pytest.MonkeyPatch.context() as limits:
+        limits.setattr(Allowance, "charge", lambda self, tokens: charged.append(tokens))
+        status, _ = await rig.post("/v1/rollouts", body([GROUP | {"n": 2}], id="one", stream=False), headers=mine)
+        assert status == 202
+        await rig.begun(samples=2, tokens=4)
+        async with asyncio.timeout(20):
+            while (await rig.get("/status", headers=mine))[1]["ledger"]["unwritten_samples"] or sum(charged) < 8:
+                await asyncio.sleep(0.02)
+        assert sum(charged) == 8
+        await rig.stop_gateway()
+        gateway = rig.config.gateway.model_dump(include={"ledger", "key_limits"}) | keys
+        again = await start_rig(1, replicas=rig.replicas, gateway=gateway)
+        again.hurry()
+        async with again.client.get(again.url + "/v1/rollouts/one", headers=mine) as response:
+            assert sorted(samples(lines(await response.read()))) == [(0, 0), (0, 1)]
+    assert sum(charged) == 2 * 8 + 3  # samples and their prompt
 
 
 async def test_acks_hold_over_a_restart(start_rig: StartRig, kept_rig: Rig) -> None:

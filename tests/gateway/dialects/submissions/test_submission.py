@@ -27,6 +27,10 @@ class Uncounted:
 
     def group(self, run: GroupRun) -> None: ...
 
+    def tokens(self, owner: str, number: int) -> None: ...
+
+    def outgrew(self) -> None: ...
+
 
 def token(group: int, sample: int, place: int) -> int:
     """The token that an engine makes there, whoever asks."""

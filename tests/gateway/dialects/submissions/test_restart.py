@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -13,6 +14,7 @@ from gateway.http.guard.limits import Allowance
 from gateway.ledger import ledger as ledger_module
 from gateway.ledger import shared
 from gateway.ledger.file import LedgerFile
+from gateway.ledger.moment import Moment
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 from tests.rigs.submissions import GROUP, ack, body, detached, lines, of_type, outcomes, read, samples, submitted
@@ -333,13 +335,17 @@ async def test_a_kill_right_after_a_cancellation_brings_nothing_back(
     assert outcomes(await read(again, "one")) == dict.fromkeys(range(6), "cancelled")
 
 
-async def test_a_deadline_that_passed_during_the_restart_ends_the_group(start_rig: StartRig, kept_rig: Rig) -> None:
-    group = GROUP | {"deadline_s": 0.5, "on_deadline": "return_partial"}
+async def test_a_deadline_that_passed_during_the_restart_ends_the_group(
+    start_rig: StartRig, kept_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = GROUP | {"deadline_s": 600, "on_deadline": "return_partial"}
     await detached(kept_rig, "one", [group])
     await kept_rig.begun(samples=1, tokens=6)
     await written(kept_rig.url, kept_rig.client)
     await kept_rig.stop_gateway()
-    await asyncio.sleep(0.5)  # the deadline itself
+    now = Moment.now()
+    after = replace(now, wall=now.wall + 600, uptime=now.uptime + 600)
+    monkeypatch.setattr(Moment, "now", lambda: after)
     again = await restarted(start_rig, kept_rig)
     events = await read(again, "one")
     assert outcomes(events) == {0: "partial"}

@@ -106,10 +106,9 @@ async def test_a_client_that_leaves_at_any_await_harms_nothing(kept_rig: Rig, tu
 
 
 async def test_two_that_resume_one_group_get_it_once(rig: Rig) -> None:
-    group = GROUP | {"deadline_s": 1.0, "on_deadline": "resume"}
-    asking = asyncio.create_task(submitted(rig, [group], id="first"))
+    await detached(rig, "first", [GROUP], on_deadline="resume")
     await rig.begun(samples=1, tokens=6)
-    await asking
+    await rig.post("/v1/rollouts/first/deadline")
     rig.hurry()
     resume: Json = {"resume": {"id": "first", "group": 0}}
     replies = await asyncio.gather(*(rig.post("/v1/rollouts", body([resume], stream=False)) for _ in range(5)))

@@ -275,11 +275,10 @@ async def test_tokens_of_two_versions_keep_their_spans_over_a_restart(start_rig:
 
 
 async def test_a_suspended_group_outlives_a_restart_and_is_taken_once(start_rig: StartRig, kept_rig: Rig) -> None:
-    group = GROUP | {"deadline_s": 1.0, "on_deadline": "resume"}
-    asking = asyncio.create_task(submitted(kept_rig, [group], id="first"))
+    await detached(kept_rig, "first", [GROUP], on_deadline="resume")
     await kept_rig.begun(samples=1, tokens=6)
-    events = await asking
-    await ack(kept_rig, "first", events[-1]["cursor"])
+    await kept_rig.post("/v1/rollouts/first/deadline")
+    await ack(kept_rig, "first", (await read(kept_rig, "first"))[-1]["cursor"])
     again = await restarted(start_rig, kept_rig)
     again.hurry()
     resume: Json = {"resume": {"id": "first", "group": 0}}

@@ -97,7 +97,7 @@ async def test_need_of_n_ends_the_others_on_their_engines(start_rig: StartRig) -
 async def test_a_deadline_ends_open_samples_as_asked(
     rig: Rig, on_deadline: str, outcome: str, delivered: list[int]
 ) -> None:
-    group = GROUP | {"n": 2, "deadline_s": 1.0, "on_deadline": on_deadline}
+    group = GROUP | {"n": 2, "deadline_s": 3.0, "on_deadline": on_deadline}
     asking = asyncio.create_task(submitted(rig, [group]))
     await rig.begun(samples=2, tokens=6)
     events = await asking
@@ -111,9 +111,10 @@ async def test_a_deadline_ends_open_samples_as_asked(
 
 async def test_a_suspended_group_goes_on_from_its_tokens_once(rig: Rig) -> None:
     whole = of_type(await submitted(rig, [GROUP | {"sampling": {"temperature": 0}}]), "sample")[0]
-    group = GROUP | {"deadline_s": 1.0, "on_deadline": "resume", "sampling": {"temperature": 0}}
+    group = GROUP | {"on_deadline": "resume", "sampling": {"temperature": 0}}
     asking = asyncio.create_task(submitted(rig, [group], id="first"))
     await rig.begun(samples=1, tokens=6)
+    await rig.post("/v1/rollouts/first/deadline")
     [event] = of_type(await asking, "group")
     assert event["open"] == {"0": 6}
     made = sum(replica.generated_tokens for replica in rig.replicas)

@@ -36,6 +36,21 @@ def _one_place(file: str | None) -> str | None:
 OnePlace = Annotated[str | None, AfterValidator(_one_place)]
 """An absolute path, or nothing."""
 
+_REFERENCES = ("env:", "file:")
+
+
+def _sendable(key: SecretStr) -> SecretStr:
+    """Refuse a key that every client sends, which is nothing, or that none can send."""
+    text = key.get_secret_value()
+    if text in _REFERENCES:
+        raise ValueError(f"nothing is named after {text}: give env:NAME or file:PATH")
+    if not text.startswith(_REFERENCES) and text.split() != [text]:
+        raise ValueError("the key is empty or has white space: give a key, env:NAME or file:PATH")
+    return key
+
+
+Key = Annotated[SecretStr, AfterValidator(_sendable)]
+
 
 class TraceConfig(_Section):
     """A record of requests in a file, which load tests can replay."""
@@ -98,9 +113,9 @@ class GatewayConfig(_Section):
     """Address that the gateway binds. Off loopback it needs keys."""
     port: int = Field(8100, ge=0, le=65535)
     """Port of the rollout URL; 0 takes a free one."""
-    inference_keys: list[SecretStr] = Field(default_factory=list)
+    inference_keys: list[Key] = Field(default_factory=list)
     """Bearer keys for generation. Prefer the environment or a file to writing them here."""
-    admin_keys: list[SecretStr] = Field(default_factory=list)
+    admin_keys: list[Key] = Field(default_factory=list)
     """Bearer keys for weights, pause and other control; they may generate too."""
     trusted_networks: list[IPvAnyNetwork] = [ip_network("127.0.0.0/8"), ip_network("::1/128")]
     """Clients from these networks need no key: the way for TRL, which can send none, on another host."""

@@ -1,5 +1,6 @@
 """The configuration: one strict pydantic tree. How files, environment and command line become one is in `load.py`."""
 
+import re
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +21,9 @@ from engines.errors import ConfigError
 from engines.types import InFlight
 from gateway.config.models import Models
 
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+# Serve knows an engine group by its name, beside these.
+_OUR_DEPLOYMENTS = ("gateway", "control")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -287,7 +291,7 @@ class ServeConfig(_Section):
 class Config(_Section):
     """Everything that `rollout-gateway up` needs."""
 
-    name: str = Field("rollout-gateway", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("rollout-gateway", pattern=f"^{_NAME}$")
     """Name of the Serve application."""
     gateway: GatewayConfig = GatewayConfig()
     fleet: FleetConfig = FleetConfig()
@@ -304,12 +308,23 @@ class Config(_Section):
         if not isinstance(tree, dict) or not isinstance(tree.get("engines"), dict):
             return tree
         defaults = tree.get("engine") or {}
-        if isinstance(defaults, EngineConfig):
+        if not isinstance(defaults, dict):
             return tree
         groups = {
             name: {**defaults, **group} if isinstance(group, dict) else group for name, group in tree["engines"].items()
         }
         return {**tree, "engines": groups}
+
+    @field_validator("engines")
+    @classmethod
+    def _groups_have_names_of_their_own(cls, engines: dict[str, EngineConfig]) -> dict[str, EngineConfig]:
+        for name in engines:
+            if name in _OUR_DEPLOYMENTS or not re.fullmatch(_NAME, name):
+                raise ValueError(
+                    f"{name!r} cannot name a group: take letters, digits and . _ -, and neither "
+                    f"{' nor '.join(_OUR_DEPLOYMENTS)}, which name the gateway's own parts"
+                )
+        return engines
 
     @model_validator(mode="after")
     def _open_ports_need_keys(self) -> "Config":

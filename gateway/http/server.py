@@ -115,7 +115,7 @@ class GatewayServer:
             AboutRoutes(),
         ]
         if config.gateway.trl_legacy:
-            self._routes.append(TrlLegacyRoutes(fleet, weights, completions, chat))
+            self._routes.append(TrlLegacyRoutes(fleet, weights, completions, chat, self._measurement))
 
     def application(self) -> web.Application:
         app = web.Application(

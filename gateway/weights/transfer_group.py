@@ -123,8 +123,8 @@ def rank_offsets(members: Sequence[Replica], init_info: Json) -> dict[Replica, i
     offsets, rank = {}, init_info.get("rank_offset", 1)
     if type(rank) is not int:
         raise InvalidRequest(
-            f"init_info.rank_offset = {rank!r:.80} must be the first rank of the engines' workers: 1, or the number of the "
-            "trainer's processes in the group",
+            f"init_info.rank_offset = {rank!r:.80} must be the first rank of the engines' workers: the number of the "
+            "trainer's processes in the group, 1 if left out",
             param="rank_offset",
         )
     for replica in members:

@@ -211,8 +211,8 @@ class EngineConfig(BaseModel):
         if self.kind is EngineKind.SGLANG:
             name, used = "extra.mem_fraction_static", self.extra.get("mem_fraction_static")
         replicas = int(1 / share)
-        if used is None or used * replicas > 1:
-            found = "the engine's own choice" if used is None else f"{used:g}"
+        if not isinstance(used, int | float) or used * replicas > 1:
+            found = "the engine's own choice" if used is None else repr(used)
             raise ValueError(
                 f"gpus_per_replica = {share:g} puts {replicas} replicas on a GPU, and {name} = {found} leaves no room "
                 f"for them: set it to at most {1 / replicas:.2f}"

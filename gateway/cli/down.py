@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engines.errors import ConfigError, DeadlineExceeded
 from engines.process.process import MARK
 from engines.process.temporary import remove_left_folders
 from engines.store.weight_store import remove_store
@@ -36,15 +37,16 @@ def down(name: str, report: Report) -> bool:
     api, state = serve_api(name), State.read(name)
     engines: dict[int, int] = {}
     applications: dict[str, Any] = {}
+    application, removed = None, False
     try:
         applications = _applications(api)
         application = applications.get(name)
         engines = _local_engines(api, application)
         removed = application is not None and delete(api, name, report)
-    except (ClusterSilent, ClusterTroubled):
+    except (ClusterSilent, ClusterTroubled, DeadlineExceeded) as error:
         if state is None or not state.ray_lives:
             raise
-        application, removed = None, False  # its Ray is ours, and takes the application along
+        report.note(f"{error}: its Ray is ours, and takes {name} along")
     if state is not None and state.ray_lives:
         report.step("stopping Ray")
         others = sorted(applications.keys() - {name})
@@ -59,7 +61,8 @@ def down(name: str, report: Report) -> bool:
     if state is not None:
         state.remove()
     if removed and application is not None:
-        report.note(f"kept: engine logs in {', '.join(_log_folders(application))}")
+        with contextlib.suppress(ConfigError):  # that of another release
+            report.note(f"kept: engine logs in {', '.join(_log_folders(application))}")
     return removed
 
 

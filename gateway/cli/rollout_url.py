@@ -1,5 +1,6 @@
 """Calls of the commands to a rollout URL."""
 
+import http.client
 import json
 import shutil
 import urllib.error
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from engines.engine import Json
-from engines.errors import GatewayUnreachable, NotAllowed
+from engines.errors import ConfigError, GatewayUnreachable, NotAllowed
 from gateway.api import error_of
 
 _TIMEOUT_S = 10.0
@@ -24,8 +25,13 @@ def ask(url: str, path: str, key: str) -> Json:
 
 
 def download(url: str, path: str, key: str, body: Json, file: Path, timeout_s: float) -> None:
-    """Write the reply to a POST request into a file; `timeout_s` bounds each wait for a part of it. Raise as `ask`."""
-    with _answer(url, path, key, json.dumps(body).encode(), timeout_s) as response, file.open("wb") as out:
+    """Write the reply to a POST request into a file; `timeout_s` bounds each wait for a part of it. Raise as `ask`, and
+    `ConfigError` for a file that cannot be written, before anything is asked."""
+    try:
+        out = file.open("wb")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
+    with out, _answer(url, path, key, json.dumps(body).encode(), timeout_s) as response:
         shutil.copyfileobj(response, out)
 
 
@@ -42,7 +48,7 @@ def _answer(url: str, path: str, key: str, body: bytes | None, timeout_s: float)
             if error.code in (401, 403):
                 raise NotAllowed(f"{url} wants a key: give --api-key", known=error.code == 403) from error
             raise _refusal(url, path, error) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise GatewayUnreachable(f"no gateway answers at {url}: {error}; --url names another") from error
 
 

@@ -145,10 +145,16 @@ def _from_file(name: Any) -> Source:
             f"{path}:{lines.get((sections[0],), 1)}: {sections[0]}: this is a configuration of rollout-gateway, and "
             f"--config wants options by name, such as `model:`; run: rollout-gateway up -c {path}"
         )
+    if unnamed := [name for name in tree if not isinstance(name, str)]:
+        raise ConfigError(f"{path}:1: {unnamed[0]!r} is no option: write each by name, such as `model:`")
+    if not isinstance(environ := tree.get("env") or {}, dict):
+        raise ConfigError(
+            f"{path}:{lines[('env',)]}: env = {environ!r}: give variables by name, such as `env: {{A: x}}`"
+        )
     options = {name.replace("-", "_"): (value, lines.get((name,), 1)) for name, value in tree.items() if name != "env"}
     found = from_pairs("file", ((_key(name), value, f"{path}:{line}") for name, (value, line) in options.items()))
     if "env" in tree:
-        put(found.tree, ("engine", "env"), {name: str(value) for name, value in (tree["env"] or {}).items()})
+        put(found.tree, ("engine", "env"), {name: str(value) for name, value in environ.items()})
     return found
 
 
@@ -172,7 +178,10 @@ def _text(name: str, value: Any) -> str:
 
 
 def _is_true(name: str, value: Any) -> bool:
-    found = yaml.safe_load(value) if isinstance(value, str) else value
+    try:
+        found = yaml.safe_load(value) if isinstance(value, str) else value
+    except yaml.YAMLError:
+        found = value
     if not isinstance(found, bool):
         raise ConfigError(f"--{name} = {value!r} is neither true nor false")
     return found

@@ -226,11 +226,11 @@ def _found(path: str, key: Key, sources: Sequence[Source], bases: Sequence[Path]
     if not path:
         return path
     for base in bases:
-        there = base / Path(path).expanduser()
+        there = base / os.path.expanduser(path)  # unlike pathlib's, it lets a user pass who does not exist
         if there.is_file() if is_python else there.is_dir():
             # The Python of a virtual environment is a link, and knows its environment by where the link is.
             return os.path.abspath(there) if is_python else str(there.resolve())
-    if _is_relative_path(path) or (is_python and not Path(path).expanduser().is_absolute()):
+    if _is_relative_path(path) or (is_python and not os.path.isabs(os.path.expanduser(path))):
         blamed, source = _blame(sources, key)
         place = source.place(blamed) + ": " if source else ""
         looked = " nor ".join(dict.fromkeys(str(base) for base in bases))

@@ -1,5 +1,6 @@
 """The configuration: one strict pydantic tree. How files, environment and command line become one is in `load.py`."""
 
+import re
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +21,9 @@ from engines.errors import ConfigError
 from engines.types import InFlight
 from gateway.config.models import Models
 
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+# Serve knows an engine group by its name, beside these.
+_OUR_DEPLOYMENTS = ("gateway", "control")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -35,6 +39,21 @@ def _one_place(file: str | None) -> str | None:
 
 OnePlace = Annotated[str | None, AfterValidator(_one_place)]
 """An absolute path, or nothing."""
+
+_REFERENCES = ("env:", "file:")
+
+
+def _sendable(key: SecretStr) -> SecretStr:
+    """Refuse a key that every client sends, which is nothing, or that none can send."""
+    text = key.get_secret_value()
+    if text in _REFERENCES:
+        raise ValueError(f"nothing is named after {text}: give env:NAME or file:PATH")
+    if not text.startswith(_REFERENCES) and text.split() != [text]:
+        raise ValueError("the key is empty or has white space: give a key, env:NAME or file:PATH")
+    return key
+
+
+Key = Annotated[SecretStr, AfterValidator(_sendable)]
 
 
 class TraceConfig(_Section):
@@ -98,9 +117,9 @@ class GatewayConfig(_Section):
     """Address that the gateway binds. Off loopback it needs keys."""
     port: int = Field(8100, ge=0, le=65535)
     """Port of the rollout URL; 0 takes a free one."""
-    inference_keys: list[SecretStr] = Field(default_factory=list)
+    inference_keys: list[Key] = Field(default_factory=list)
     """Bearer keys for generation. Prefer the environment or a file to writing them here."""
-    admin_keys: list[SecretStr] = Field(default_factory=list)
+    admin_keys: list[Key] = Field(default_factory=list)
     """Bearer keys for weights, pause and other control; they may generate too."""
     trusted_networks: list[IPvAnyNetwork] = [ip_network("127.0.0.0/8"), ip_network("::1/128")]
     """Clients from these networks need no key: the way for TRL, which can send none, on another host."""
@@ -272,7 +291,7 @@ class ServeConfig(_Section):
 class Config(_Section):
     """Everything that `rollout-gateway up` needs."""
 
-    name: str = Field("rollout-gateway", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("rollout-gateway", pattern=f"^{_NAME}$")
     """Name of the Serve application."""
     gateway: GatewayConfig = GatewayConfig()
     fleet: FleetConfig = FleetConfig()
@@ -289,12 +308,23 @@ class Config(_Section):
         if not isinstance(tree, dict) or not isinstance(tree.get("engines"), dict):
             return tree
         defaults = tree.get("engine") or {}
-        if isinstance(defaults, EngineConfig):
+        if not isinstance(defaults, dict):
             return tree
         groups = {
             name: {**defaults, **group} if isinstance(group, dict) else group for name, group in tree["engines"].items()
         }
         return {**tree, "engines": groups}
+
+    @field_validator("engines")
+    @classmethod
+    def _groups_have_names_of_their_own(cls, engines: dict[str, EngineConfig]) -> dict[str, EngineConfig]:
+        for name in engines:
+            if name in _OUR_DEPLOYMENTS or not re.fullmatch(_NAME, name):
+                raise ValueError(
+                    f"{name!r} cannot name a group: take letters, digits and . _ -, and neither "
+                    f"{' nor '.join(_OUR_DEPLOYMENTS)}, which name the gateway's own parts"
+                )
+        return engines
 
     @model_validator(mode="after")
     def _open_ports_need_keys(self) -> "Config":

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
+from engines.errors import ConfigError
 from gateway.config.schema import Config
 from gateway.config.sources import PREFIX, SERVE_IMPORT_PATH
 
@@ -31,6 +32,22 @@ def serve_config(config: Config, references: Mapping[str, str] = ENVIRONMENT_REF
             }
         ],
     }
+
+
+def config_of(application: Mapping[str, Any]) -> Config:
+    """Return the configuration in a deployed application's document.
+
+    Raises `ConfigError` for that of another release, whose keys this one does not take, and of other applications.
+    """
+    try:
+        return Config.model_validate(application.get("args") or {})
+    except ValidationError as error:
+        name, wrong = application.get("name"), error.errors(include_url=False)[0]
+        key = ".".join(map(str, wrong["loc"]))
+        raise ConfigError(
+            f"{name} runs with a configuration that this release does not take ({key}: {wrong['msg']}), so another "
+            f"release deployed it; first run: rollout-gateway down --name {name}"
+        ) from None
 
 
 def written_out_keys(config: Config) -> dict[str, list[str]]:

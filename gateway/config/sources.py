@@ -89,14 +89,18 @@ def read_text(path: Path) -> str:
 def read_yaml(path: Path, text: str) -> tuple[Tree, dict[Key, int]]:
     """The tree, and the line of each of its keys."""
     try:
+        tree = (
+            yaml.safe_load(text) or {}
+        )  # first, since it refuses keys that are no plain values, as in `{{ template }}`
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         lines = dict(_yaml_lines(path, root)) if root else {}
-        tree = yaml.safe_load(text) or {}
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: an anchor refers to itself: write the value out") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}:1: a mapping of keys to values is expected, this is a {type(tree).__name__}")
     return tree, lines
@@ -178,6 +182,11 @@ def _read_serve_document(path: Path, document: Tree, lines: dict[Key, int]) -> t
             )
     arguments = application.get("args") or {}
     args_root = (*root, "args")
+    if not isinstance(arguments, dict):
+        raise ConfigError(
+            f"{path}:{nearest_place(lines, args_root, 1)}: {'.'.join(map(str, args_root))}: a mapping of the "
+            f"configuration's sections is expected, this is a {type(arguments).__name__}"
+        )
     places |= {key[len(args_root) :]: line for key, line in lines.items() if key[: len(args_root)] == args_root}
     return merge(tree, arguments), places
 

@@ -5,7 +5,7 @@ An engine that serves the route gets the body as it is; any other engine gets it
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -158,9 +158,9 @@ class TokenGeneration:
         finally:
             self._rest_ids.pop(rollout.request_id, None)
 
-    async def abort(self, request_ids: Any) -> None:
-        """End requests, which are answered with the tokens they have. Unknown ids, and those of submissions, which
-        belong to their keys, are ignored.
+    async def abort(self, request_ids: Any, may_end: Callable[[str], bool]) -> None:
+        """End requests, which are answered with the tokens they have. Unknown ids, those that the caller may not end,
+        and those of submissions, which belong to their keys, are ignored.
 
         Raises `UnknownRoute` where no engine serves the route.
         """
@@ -169,7 +169,9 @@ class TokenGeneration:
         replicas = [replica for replica in self._fleet.replicas if ABORT_PATH in replica.info.capabilities]
         if not replicas:
             raise lacking(ABORT_PATH, self._fleet.replicas)
-        named = [item.removeprefix(_ID_PREFIX) for item in request_ids]
+        named = [name for item in request_ids if may_end(name := item.removeprefix(_ID_PREFIX))]
+        if not named:
+            return
         ids = {part for name in named for part in (name, *self._rest_ids.get(name, ()))}
         self._runner.withdraw(lambda rollout: rollout.request_id in ids and not rollout.owner)
         body = {"request_ids": [_ID_PREFIX + part for part in ids]}

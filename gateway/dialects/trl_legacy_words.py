@@ -32,7 +32,10 @@ Ranked = tuple[list[list[float | None]], list[list[int]]]
 
 def completion_body(asked: Json) -> Json:
     """Return a body of /generate/ as a body of /v1/completions."""
-    if images := [index for index, found in enumerate(asked.get("images") or ()) if found]:
+    given = asked.get("images") or ()
+    if not isinstance(given, list | tuple):
+        raise InvalidRequest(f"images is {type(given).__name__}, no list with an entry for each prompt", param="images")
+    if images := [index for index, found in enumerate(given) if found]:
         raise InvalidRequest(
             f"images[{images[0]}]: TRL's legacy dialect carries no images here; use TRL 1.11 or newer for them",
             param="images",

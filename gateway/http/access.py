@@ -145,6 +145,14 @@ class Access:
             return False
         return True
 
+    def is_admin(self, request: web.Request) -> bool:
+        """Return True for a trusted peer or an admin key."""
+        try:
+            self._key_of(request, admin=True)
+        except NotAllowed:
+            return False
+        return True
+
     def opens_store(self, authorization: str | None) -> bool:
         """True for the key that engines fetch weight versions with; it opens nothing else."""
         given = _bearer(authorization).encode(errors="surrogateescape")

@@ -12,7 +12,8 @@ from urllib.parse import SplitResult, urlsplit
 from aiohttp import web
 
 _REMEMBERED = 1024
-_FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Via")
+_FORWARDED = ("Forwarded", "X-Real-IP", "Via")
+_FORWARDED_PREFIX = "x-forwarded-"
 # Cross-site forms send these without asking the server first.
 _FORM_TYPES = ("text/plain", "multipart/form-data")
 
@@ -25,7 +26,10 @@ def direct_peer(request: web.Request) -> str | None:
 
 
 def _is_forwarded(request: web.Request) -> bool:
-    return any(name in request.headers for name in _FORWARDED)
+    headers = request.headers
+    return any(name in headers for name in _FORWARDED) or any(
+        name.lower().startswith(_FORWARDED_PREFIX) for name in headers
+    )
 
 
 def _is_from_another_site(request: web.Request) -> bool:

@@ -31,6 +31,7 @@ from gateway.fleet.watch.drafts import Drafts
 from gateway.http.access import Access, Routes
 from gateway.http.dashboard import Dashboard
 from gateway.http.middleware import Measurement, answer_errors, note_begin
+from gateway.http.own_requests import OwnRequests
 from gateway.http.routes.about import AboutRoutes
 from gateway.http.routes.adapters import AdapterRoutes
 from gateway.http.routes.fleet import FleetRoutes
@@ -85,6 +86,7 @@ class GatewayServer:
             self._ledger,
             SubmissionCounts(metrics, deliveries, self._access),
         )
+        own = OwnRequests()
         models = ModelRoutes(config.fleet, fleet, weights, inquiries)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
@@ -99,20 +101,21 @@ class GatewayServer:
                 deliveries,
                 config.gateway.write_timeout_s,
                 self._replays,
+                own,
             ),
             SubmissionRoutes(self._submissions, scheduler.lives, config.gateway.write_timeout_s),
             SessionRoutes(scheduler),
             SnapshotFiles(fleet, self._snapshots),
             AdapterRoutes(self._adapters),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
-            SglangRoutes(fleet, scheduler, weights, sglang, models.description),
+            SglangRoutes(fleet, scheduler, weights, sglang, models.description, own),
             dashboard,
             TraceRoutes(scheduler.lives),
             ProfileRoutes(fleet),
             AboutRoutes(),
         ]
         if config.gateway.trl_legacy:
-            self._routes.append(TrlLegacyRoutes(fleet, weights, completions, chat))
+            self._routes.append(TrlLegacyRoutes(fleet, weights, completions, chat, self._measurement))
 
     def application(self) -> web.Application:
         app = web.Application(

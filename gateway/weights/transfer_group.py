@@ -7,7 +7,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from engines.engine import Json
-from engines.errors import EngineRefused, WeightUpdateConflict
+from engines.errors import EngineRefused, InvalidRequest, WeightUpdateConflict
 from engines.types import Dialect, ReplicaInfo, ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names
@@ -121,6 +121,12 @@ def rank_offsets(members: Sequence[Replica], init_info: Json) -> dict[Replica, i
         raise WeightUpdateConflict("no replica is there to join a transfer group: see /health")
     check_world_size(init_info, workers, f"the fleet has {workers} workers now")
     offsets, rank = {}, init_info.get("rank_offset", 1)
+    if type(rank) is not int:
+        raise InvalidRequest(
+            f"init_info.rank_offset = {rank!r:.80} must be the first rank of the engines' workers: the number of the "
+            "trainer's processes in the group, 1 if left out",
+            param="rank_offset",
+        )
     for replica in members:
         offsets[replica] = rank
         rank += replica.info.world_size

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
@@ -74,6 +74,8 @@ def _type_words(annotation: Any) -> str:
         return " or ".join(_type_words(one) for one in inner)
     if origin is Literal:
         return ", ".join(f"`{one}`" for one in inner)
+    if origin is Annotated:
+        return _type_words(inner[0])
     if origin is list:
         return f"list of {_type_words(inner[0])}s"
     if origin is dict:

@@ -12,6 +12,7 @@ from gateway.cli.cluster.state import State
 from gateway.cli.cluster.waiting import wait_until
 from gateway.config.addresses import url_of
 from gateway.config.schema import Config
+from gateway.config.serve_document import config_of
 
 
 class DeployFailed(RolloutGatewayError):
@@ -66,7 +67,7 @@ def deployed(name: str) -> tuple[dict[str, Any], Config]:
 
 
 def deployed_config(application: Mapping[str, Any]) -> Config:
-    return Config.model_validate((application.get("deployed_app_config") or {}).get("args") or {})
+    return config_of(application.get("deployed_app_config") or {})
 
 
 def gateway_status(api: ServeApi) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from engines.config import REPLACED_BY, EngineConfig
 from engines.types import EngineKind
 from gateway.config.schema import Config
-from gateway.config.serve_document import KEY_LISTS
+from gateway.config.serve_document import KEY_LISTS, config_of
 from gateway.config.sources import leaves
 
 GATEWAY = "gateway"
@@ -56,7 +56,7 @@ class Changes:
 
 def changes(deployed: Mapping[str, Any], document: Mapping[str, Any]) -> Changes:
     """Compare Serve's document of a deployed application with the one to deploy."""
-    before, config = _running(deployed), _config(document)
+    before, config = _running(deployed), config_of(document)
     old, new = _revealed(before), _revealed(config)
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     keys = tuple(key for key in changed if not key.endswith(".num_replicas"))
@@ -111,13 +111,9 @@ def _scaled_to(deployed: Mapping[str, Any]) -> dict[str, int]:
     return {group: number for group, number in numbers.items() if number is not None}
 
 
-def _config(application: Mapping[str, Any]) -> Config:
-    return Config.model_validate(application.get("args") or {})
-
-
 def _running(deployed: Mapping[str, Any]) -> Config:
     """Return the configuration that runs: the arguments, with the groups that were replaced since."""
-    config = _config(deployed)
+    config = config_of(deployed)
     for name, override in _overrides(deployed).items():
         variables = ((override.get("ray_actor_options") or {}).get("runtime_env") or {}).get("env_vars") or {}
         if text := variables.get(REPLACED_BY):

@@ -154,7 +154,7 @@ def ask_control_plane(control_url: str, path: str) -> dict[str, Any] | None:
     """Return a reply of the control plane; None when it does not answer."""
     try:
         found: dict[str, Any] = json.loads(_send(urllib.request.Request(control_url + path), _ASK_TIMEOUT_S))
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None
     return found
 

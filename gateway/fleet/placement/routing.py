@@ -25,7 +25,7 @@ class Rollout:
     `adapter` is the LoRA adapter that makes its tokens; None for the model alone.
     `goes_on` is True for the rest of a rollout that has begun; rests are placed first.
     `request` is the id of the client's request, whose rollouts take turns with other requests.
-    `owner` names the key that submitted it; "" for rollouts of other routes, whose ids any client may use.
+    `owner` names the key that submitted it; "" for rollouts of other routes.
     `needs_ids` is True if the client asks for token ids or log-probs of the prompt, which plain OpenAI servers lack.
     `needs_route` is a route that its replica has to serve, or "".
     `priority` orders rollouts that wait; lower is earlier.

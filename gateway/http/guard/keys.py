@@ -99,12 +99,13 @@ def _source(name: str, item: SecretStr) -> _Written | _InFile:
     return _InFile(name, path) if (path := key_file(text)) else _Written(name, text)
 
 
-def _signature(path: Path) -> tuple[int, int, int] | None:
+def _signature(path: Path) -> tuple[int, int, int, int] | None:
+    """What changes with the content, and with the permission to read it."""
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 def _digest(key: str) -> bytes:

@@ -24,6 +24,7 @@ from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import as_object, read_content, read_object, reply
 from gateway.http.middleware import Measurement
+from gateway.http.own_requests import OwnRequests
 from gateway.http.replies.event_stream import send_events
 from gateway.http.replies.large_reply import BeforeEnd, at_once, send_pieces
 from gateway.http.request_id import given_id, request_id
@@ -44,7 +45,9 @@ class RolloutRoutes:
         deliveries: Deliveries,
         write_timeout_s: float,
         replays: Replays,
+        own: OwnRequests,
     ) -> None:
+        self._own = own
         self._replays = replays
         self._write_timeout_s = write_timeout_s
         self._completions = completions
@@ -55,6 +58,7 @@ class RolloutRoutes:
         self._deliveries = deliveries
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
+        self._access = access
         router.add_post("/v1/completions", access.for_inference(self._create_completions))
         router.add_post("/v1/chat/completions", access.for_inference(self._create_chat_completion))
         router.add_post("/inference/v1/generate", access.for_inference(self._generate_tokens))
@@ -107,23 +111,26 @@ class RolloutRoutes:
         """Generate token ids from token ids, in vLLM's dialect."""
         body, session = await self._read(request)
         rollout = self._tokens.decode(body, request_id(request), session)
-        if body.get("stream"):
-            return await self._stream(request, rollout.model, partial(self._tokens.stream, rollout, body))
-        return await self._answer(request, rollout.model, self._tokens.generate(rollout, body))
+        with self._own.under_way(request, [rollout.request_id]):
+            if body.get("stream"):
+                return await self._stream(request, rollout.model, partial(self._tokens.stream, rollout, body))
+            return await self._answer(request, rollout.model, self._tokens.generate(rollout, body))
 
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
         """Generate samples of one or many prompts, in SGLang's dialect."""
         body, session = await self._read(request)
         batch = self._sglang.decode(body, request_id(request), session)
-        if body.get("stream"):
-            return await self._stream(request, batch.model, partial(self._sglang.stream, batch))
-        answers, usage = await self._sglang.generate(batch)
+        with self._own.under_way(request, [asked.rid for asked in batch.asked]):
+            if body.get("stream"):
+                return await self._stream(request, batch.model, partial(self._sglang.stream, batch))
+            answers, usage = await self._sglang.generate(batch)
         self._measurement.count_tokens(request, batch.model, usage)
         return reply(answers)
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
-        """End requests of /inference/v1/generate with the tokens they have."""
-        await self._tokens.abort((await read_object(request)).get("request_ids"))
+        """End the client's requests of /inference/v1/generate with the tokens they have; an admin key ends any."""
+        request_ids = (await read_object(request)).get("request_ids")
+        await self._tokens.abort(request_ids, self._own.may_end(request, self._access))
         return reply({})
 
     async def _health_generate(self, request: web.Request) -> web.Response:

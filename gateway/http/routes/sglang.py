@@ -17,6 +17,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access, Handler
 from gateway.http.json_body import read_object, reply
+from gateway.http.own_requests import OwnRequests
 from gateway.weights.coordinator import WeightCoordinator
 
 _MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.KEEP}
@@ -54,7 +55,9 @@ class SglangRoutes:
         weights: WeightCoordinator,
         generate: SglangGenerate,
         model_info: Callable[[], Awaitable[Json]],
+        own: OwnRequests,
     ) -> None:
+        self._own = own
         self._fleet = fleet
         self._scheduler = scheduler
         self._weights = weights
@@ -62,6 +65,7 @@ class SglangRoutes:
         self._model_info = model_info
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
+        self._access = access
         router.add_get("/workers", access.for_inference(self._workers))
         router.add_get("/list_workers", access.for_inference(self._list_workers))
         router.add_get("/get_server_info", access.for_inference(self._server_info))
@@ -115,7 +119,7 @@ class SglangRoutes:
     async def _abort_request(self, abort_all: Handler, request: web.Request) -> web.StreamResponse:
         """End running rollouts with the tokens they have, all of them with `abort_all`, or one request with `rid`.
 
-        `abort_all` needs an admin key: it reaches the rollouts of all clients.
+        `abort_all` needs an admin key: it reaches the rollouts of all clients. An inference key ends its own requests.
         """
         body = await read_object(request)
         if body.get("abort_all") is True:
@@ -123,7 +127,8 @@ class SglangRoutes:
         rid = body.get("rid")
         if not isinstance(rid, str) or not rid:
             raise InvalidRequest(f"rid = {rid!r}: send the id of a request, or abort_all = true", param="rid")
-        self._generate.abort(rid)
+        if self._own.may_end(request, self._access)(rid):
+            self._generate.abort(rid)
         return web.Response()
 
     async def _abort_all(self, request: web.Request) -> web.Response:
@@ -141,7 +146,7 @@ class SglangRoutes:
     async def _pause_generation(self, request: web.Request) -> web.Response:
         """Pause the policy's replicas."""
         mode = (await read_object(request, required=False)).get("mode", "abort")
-        if mode not in _MODES:
+        if not isinstance(mode, str) or mode not in _MODES:
             raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(_MODES)}", param="mode")
         await self._weights.pauses.pause(_MODES[mode], clear_cache=mode == "retract")
         return reply({"message": "Generation paused successfully.", "status": "ok"})

@@ -29,7 +29,7 @@ class SnapshotFiles:
         self._snapshots = snapshots
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
-        version = VERSIONS_PATH + r"/{version:\d+}"
+        version = VERSIONS_PATH + r"/{version:[0-9]{1,18}}"
         router.add_get(VERSIONS_PATH, access.for_store(self._list_versions))
         router.add_get(version, access.for_store(self._list_files))
         router.add_get(version + "/{file}", access.for_store(self._send))
@@ -56,8 +56,8 @@ class SnapshotFiles:
         """Send a file of a weight version, whole or the range asked for."""
         version, name = int(request.match_info["version"]), request.match_info["file"]
         async with self._reading(version) as folder:
-            path = folder / name
-            if Path(name).name != name or not _is_sent(path):
+            path = next((path for path in folder.iterdir() if path.name == name and _is_sent(path)), None)
+            if path is None:
                 raise InvalidRequest(f"version {version} has no file {name!r}", param="file")
             return await _send_part(request, path)
 

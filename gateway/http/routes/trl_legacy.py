@@ -4,8 +4,11 @@ Weights come through `trainer_client.trl_legacy`. The old client broadcasts each
 opens, without a deadline; its routes are refused here.
 """
 
+from collections.abc import Sequence
+
 from aiohttp import web
 
+from engines.engine import Json
 from engines.errors import WeightUpdateConflict
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
@@ -14,6 +17,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.together import together
 from gateway.http.access import Access
 from gateway.http.json_body import read_object, reply
+from gateway.http.middleware import Measurement
 from gateway.http.request_id import request_id
 from gateway.weights.coordinator import WeightCoordinator
 
@@ -26,7 +30,15 @@ _REMEDY = (
 class TrlLegacyRoutes:
     """Translates the legacy routes for `Completions` and `Chat`."""
 
-    def __init__(self, fleet: Fleet, weights: WeightCoordinator, completions: Completions, chat: Chat) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        weights: WeightCoordinator,
+        completions: Completions,
+        chat: Chat,
+        measurement: Measurement,
+    ) -> None:
+        self._measurement = measurement
         self._fleet = fleet
         self._weights = weights
         self._completions = completions
@@ -56,14 +68,20 @@ class TrlLegacyRoutes:
         """Generate samples of prompts, in the dialect of TRL's own server."""
         body = completion_body(await read_object(request))
         prompts = self._completions.decode(body, request_id(request))
-        return reply(generated([await self._completions.generate(prompts)], prompts[0].rollout.n))
+        answer = await self._completions.generate(prompts)
+        self._count(request, prompts[0].rollout.model, [answer])
+        return reply(generated([answer], prompts[0].rollout.n))
 
     async def _converse(self, request: web.Request) -> web.Response:
         """Generate samples of conversations, in the dialect of TRL's own server."""
         bodies = chat_bodies(await read_object(request))
         rollouts = [self._chat.decode(body, f"{request_id(request)}-{index}") for index, body in enumerate(bodies)]
         calls = (self._chat.generate(rollout, body) for rollout, body in zip(rollouts, bodies, strict=True))
-        return reply(generated(await together(calls), rollouts[0].n if rollouts else 1))
+        answers = await together(calls)
+        if not rollouts:
+            return reply(generated(answers, 1))
+        self._count(request, rollouts[0].model, answers)
+        return reply(generated(answers, rollouts[0].n))
 
     async def _score(self, request: web.Request) -> web.Response:
         """Reply with the log-probs of given sequences."""
@@ -72,7 +90,15 @@ class TrlLegacyRoutes:
             self._completions.decode(body, request_id(request), first=index)
             for index, body in enumerate(scoring_bodies(asked))
         ]
-        return reply(scored(await together(self._completions.generate(prompt) for prompt in prompts), asked))
+        answers = await together(self._completions.generate(prompt) for prompt in prompts)
+        if prompts:
+            self._count(request, prompts[0][0].rollout.model, answers)
+        return reply(scored(answers, asked))
+
+    def _count(self, request: web.Request, model: str, answers: Sequence[Json]) -> None:
+        """Count the tokens in the metrics and against the key's limits."""
+        for answer in answers:
+            self._measurement.count_tokens(request, model, answer.get("usage"))
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         """Empty the prefix caches of all replicas."""

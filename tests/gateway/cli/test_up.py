@@ -21,6 +21,7 @@ from gateway.cli import down
 from gateway.cli.cluster import waiting
 from gateway.cli.cluster.changes import changes
 from gateway.cli.cluster.lock import ApplicationBusy, changing
+from gateway.cli.cluster.serve_api import ServeApi
 from gateway.cli.cluster.state import State, process_started_at
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
@@ -216,6 +217,37 @@ def test_down_says_what_it_removed_and_what_it_kept(shell: Shell, serve: PlayedS
     assert not store.folder.exists()
     again = shell.run("down", "--name", name)
     assert (again.stdout, again.stderr) == (f"nothing to do: {name} does not run\n", "")
+
+
+def test_an_application_of_another_release_is_told_with_the_remedy_and_taken_down(
+    shell: Shell, serve: PlayedServe
+) -> None:
+    args = {"engine": {"kind": "sim"}, "weights": {"policy": "all"}}
+    serve.applications = {NAME: serve.running({"name": NAME, "args": args})}
+    for command in (["up", "-c", "sim.yaml"], ["scale", "2"], ["logs"]):
+        done = shell.run(*command)
+        assert done.returncode == 1
+        assert "weights: Value error, policy = 'all'" in done.stderr
+        assert f"first run: rollout-gateway down --name {NAME}" in done.stderr
+    assert shell.run("down").stdout == f"{NAME} is down\n"
+    assert serve.deleted == [NAME]
+
+
+def test_down_ends_its_own_ray_though_serve_does_not_remove_the_application(
+    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell.run("up", "-c", "sim.yaml", f"engine.log_dir={shell.folder}")
+    monkeypatch.setattr(down, "_DELETE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(ServeApi, "delete", lambda *_: None)
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as ray:
+        monkeypatch.setenv("HOME", shell.environ["HOME"])
+        started_at = process_started_at(ray.pid)
+        State(name=NAME, dashboard=serve.url, ray_pid=ray.pid, ray_started_at=started_at).write()
+        done = shell.run("down")
+        assert ray.wait(0) < 0
+    assert f"waited 0 s for Serve to remove {NAME}: its Ray is ours" in done.stderr
+    assert f"kept: engine logs in {shell.folder}" in done.stderr
+    assert State.read(NAME) is None
 
 
 @pytest.mark.parametrize(("left", "said"), [(0, "removed the ledger"), (2, "with 2 submissions, which the next")])

@@ -94,11 +94,28 @@ def test_gpus_detach_and_the_wait_are_read_apart() -> None:
         ([*MODEL, "--gateway.prot", "1"], r"gateway.prot: unknown key; did you mean gateway.port"),
         ([*MODEL, "--timeout-s", "soon"], "give seconds above 0"),
         ([*MODEL, "--detach", "perhaps"], "neither true nor false"),
+        ([*MODEL, "--detach", "["], "neither true nor false"),
     ],
 )
 def test_a_mistake_is_named_by_the_option_that_made_it(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         read_command(words, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("model: a\nenv: A=x\n", ":2: env = 'A=x': give variables by name"),
+        ("model: a\nenv: [A]\n", ":2: env = ['A']: give variables by name"),
+        ("1: 2\n", ":1: 1 is no option: write each by name"),
+    ],
+)
+def test_a_file_that_holds_no_options_is_refused_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "trl.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_command(["--config", str(path)], {})
+    assert f"{path}{told}" in str(caught.value)
 
 
 def test_a_configuration_of_ours_is_sent_to_up(tmp_path: Path) -> None:

@@ -177,6 +177,8 @@ def test_a_key_given_twice_is_refused() -> None:
     ("name", "text", "told"),
     [
         ("fleet.yaml", "gateway: [\n", "fleet.yaml:2: not YAML"),
+        ("fleet.yaml", "gateway:\n  host: {{ host }}\n", "fleet.yaml:2: not YAML: found unhashable key"),
+        ("fleet.yaml", "engine: &own\n  env: *own\n", "fleet.yaml: an anchor refers to itself"),
         ("fleet.toml", "a = 1\nb =\n", "fleet.toml:2: not TOML"),
         ("fleet.yaml", "- a\n", "fleet.yaml:1: a mapping"),
         ("fleet.ini", "", "fleet.ini: the name must end in"),
@@ -207,6 +209,35 @@ def test_a_mistake_in_a_serve_document_names_its_own_line() -> None:
     told = mistake(write(wrong))
     assert "fleet.yaml:4: serve.http_port = -1: " in told
     assert "fleet.yaml:12: engine.num_replica: unknown key; did you mean engine.num_replicas?" in told
+
+
+def test_arguments_of_a_serve_document_that_are_no_mapping_are_refused() -> None:
+    document = "applications:\n- import_path: gateway.app:build\n  args: [engine]\n"
+    told = mistake(write(document))
+    assert told.startswith("fleet.yaml:3: applications.0.args: a mapping of the configuration's sections")
+
+
+@pytest.mark.parametrize("engine", ["text", "[a]"])
+def test_defaults_of_groups_that_are_no_section_are_refused(engine: str) -> None:
+    told = mistake(write(f"engine: {engine}\nengines: {{a: {{}}}}\n"))
+    assert told.startswith("fleet.yaml:1: engine = ")
+
+
+@pytest.mark.parametrize("name", ["gateway", "control", "a/b", "a*", "a b", "a#b", "-a"])
+def test_a_group_has_a_name_that_serve_and_files_can_carry(name: str) -> None:
+    told = mistake(write(f"engine: {{kind: sim}}\nengines:\n  '{name}': {{}}\n"))
+    assert f"{name!r} cannot name a group" in told
+
+
+def test_a_home_of_nobody_is_no_folder() -> None:
+    assert "engine.model = '~nobody-here/model': no such folder" in mistake(
+        overrides=["engine.model=~nobody-here/model"]
+    )
+
+
+def test_a_share_of_memory_that_is_no_number_is_refused() -> None:
+    arguments = ["engine.gpus_per_replica=0.5", "engine.extra={gpu_memory_utilization: most}"]
+    assert "gpu_memory_utilization = 'most' leaves no room" in mistake(overrides=arguments)
 
 
 def test_what_up_would_drop_from_a_serve_document_is_refused() -> None:

@@ -22,6 +22,18 @@ def test_an_address_off_loopback_needs_both_kinds_of_keys() -> None:
     Config.model_validate({"gateway": {"host": "0.0.0.0", "inference_keys": ["a"], "admin_keys": ["b"]}})
 
 
+@pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "env:", "file:"])
+@pytest.mark.parametrize("section", ["inference_keys", "admin_keys"])
+def test_a_key_that_every_client_sends_or_none_can_is_refused(section: str, key: str) -> None:
+    with pytest.raises(ValidationError, match=rf"{section}\.1\n.*: give .*env:NAME or file:PATH") as found:
+        Config.model_validate({"gateway": {section: ["good", key]}})
+    assert "good" not in str(found.value)
+
+
+def test_the_path_of_a_key_s_file_may_have_spaces() -> None:
+    Config.model_validate({"gateway": {"admin_keys": ["file:/etc/my keys", "env:NAME", "a-key"]}})
+
+
 def test_the_configuration_is_frozen() -> None:
     with pytest.raises(ValidationError):
         Config().name = "other"  # type: ignore[misc]

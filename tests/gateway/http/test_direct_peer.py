@@ -30,6 +30,8 @@ async def rig(start_rig: StartRig) -> Rig:
         {"Host": "evil.example:8100", "Origin": "http://evil.example:8100"},
         {"Content-Type": "text/plain"},
         {"X-Forwarded-For": "203.0.113.9"},
+        {"X-Forwarded-Proto": "https"},
+        {"x-forwarded-port": "443"},
         {"Forwarded": "for=203.0.113.9"},
     ],
     ids=lambda headers: " ".join(f"{name}={value}" for name, value in headers.items()),

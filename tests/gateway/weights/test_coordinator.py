@@ -90,6 +90,13 @@ async def test_a_trainer_on_loopback_is_no_place_for_engines_elsewhere(rig: Rig)
     assert "where replica engine-1 (http://10.0.0.9:8000) cannot find the trainer" in reply["error"]["message"]
 
 
+@pytest.mark.parametrize("offset", [None, "1", 1.5, [1], True])
+async def test_a_first_rank_that_is_no_number_is_refused(rig: Rig, offset: object) -> None:
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": offset, "world_size": 3}
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
+    assert (status, reply["error"]["param"]) == (400, "rank_offset")
+
+
 async def test_what_is_served_is_told_before_anything_is_sent(start_rig: StartRig) -> None:
     rig = await start_rig(1, sim={"tensors": {"w": [4, 2], "b": [4]}})
     _, told = await rig.get("/v1/weights")

@@ -13,9 +13,17 @@ from rich.console import Console
 
 from engines.process.engine_server import free_port
 from gateway.cli.cluster.progress import Report, shown
-from gateway.cli.cluster.serve_api import ClusterRefused, ClusterSilent, ClusterTroubled, ClusterUnreachable, ServeApi
+from gateway.cli.cluster.serve_api import (
+    ClusterRefused,
+    ClusterSilent,
+    ClusterTroubled,
+    ClusterUnreachable,
+    ServeApi,
+    ask_control_plane,
+)
 from gateway.cli.cluster.state import State, process_started_at
 from gateway.cli.down import down
+from tests.rigs.greeter import greeter
 
 
 @pytest.fixture
@@ -100,6 +108,11 @@ def test_a_refusal_of_the_dashboard_is_told_at_once(dashboard: Dashboard) -> Non
     with pytest.raises(ClusterRefused, match="set RAY_AUTH_TOKEN"):
         ServeApi(dashboard.address).details()
     assert len(dashboard.asked) == 1
+
+
+def test_a_control_plane_that_speaks_no_http_does_not_answer() -> None:
+    with greeter() as url:
+        assert ask_control_plane(url, "/status") is None
 
 
 @pytest.fixture

@@ -62,6 +62,29 @@ def test_a_changed_file_takes_effect_within_a_second_and_the_old_key_ends(tmp_pa
     assert not found.name_of("old")
 
 
+def test_a_file_that_could_not_be_read_is_read_once_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, file = Clock(), tmp_path / "keys"
+    file.write_text("old")
+    found = keys(clock, f"file:{file}")
+    new = tmp_path / "new"
+    new.write_text("new")
+    new.replace(file)
+
+    def refused(path: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.http.guard.keys.keys_in", refused)
+        clock.now = 1.0
+        assert found.name_of("old")
+    changed = file.stat().st_ctime_ns
+    while file.stat().st_ctime_ns == changed:  # until the clock of the file system ticks
+        file.chmod(0o640)
+    clock.now = 2.0
+    assert found.name_of("new")
+    assert not found.name_of("old")
+
+
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda file: file.write_text(" \n")], ids=["gone", "empty"])
 def test_a_file_without_keys_leaves_the_keys_before(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     clock, file = Clock(), tmp_path / "keys"

@@ -89,6 +89,13 @@ async def test_an_abort_of_nothing_is_refused(rig: Rig) -> None:
     assert (status, reply["error"]["param"]) == (400, "rid")
 
 
+@pytest.mark.parametrize("mode", ["whole", [], {}, 1, None])
+async def test_an_unknown_pause_is_refused_with_the_known_ones(rig: Rig, mode: Any) -> None:
+    status, reply = await rig.post("/pause_generation", {"mode": mode})
+    assert (status, reply["error"]["param"]) == (400, "mode")
+    assert "abort, in_place, retract" in reply["error"]["message"]
+
+
 async def test_the_cache_is_flushed_with_either_method_unless_rollouts_hold_it(start_rig: StartRig) -> None:
     rig = await start_rig(num_replicas=2)
     for method in ("GET", "POST"):

@@ -71,10 +71,15 @@ async def test_the_engines_key_opens_nothing_else(rig: Rig) -> None:
     assert (await rig.get(VERSIONS_PATH, headers=headers))[0] == 200
 
 
-@pytest.mark.parametrize("name", ["held_by", ".gateway", "..%2F..%2Fetc%2Fpasswd", "absent"])
+@pytest.mark.parametrize("name", ["held_by", ".gateway", "..%2F..%2Fetc%2Fpasswd", "absent", 300 * "a"])
 async def test_only_a_versions_own_files_are_sent(rig: Rig, name: str) -> None:
     async with rig.client.get(f"{rig.url}{VERSIONS_PATH}/1/{name}", headers=OWNER) as response:
         assert response.status == 400
+
+
+async def test_a_number_that_no_version_has_is_not_found(rig: Rig) -> None:
+    status, _ = await rig.get(f"{VERSIONS_PATH}/{5000 * '9'}", headers=OWNER)
+    assert status == 404
 
 
 async def test_part_of_a_file_is_sent(rig: Rig, folder: Path) -> None:

@@ -110,6 +110,7 @@ async def test_a_client_that_was_not_made_ready_to_sync_is_told_how(
     ("call", "change", "param"),
     [
         (GENERATE, {"images": [["aGVsbG8="], None]}, "images"),
+        (GENERATE, {"images": 1}, "images"),
         (GENERATE, {"prompts": []}, "prompts"),
         (GENERATE, {"generation_kwargs": ["seed"]}, "generation_kwargs"),
         (CHAT, {"messages": [{"role": "user", "content": "flat"}]}, "messages"),
@@ -127,6 +128,15 @@ async def test_what_cannot_be_said_is_refused_by_name(legacy: Rig, call: Json, c
 async def test_prompts_of_one_call_are_spread_over_the_fleet(legacy: Rig) -> None:
     await asyncio.gather(made(legacy, WITH_IDS), made(legacy, AS_JSON))
     assert [replica.placed for replica in legacy.fleet.replicas] == [2, 2]
+
+
+@pytest.mark.parametrize("call", [WITH_IDS, CHAT, AS_JSON], ids=lambda call: str(call["path"]))
+async def test_tokens_count_against_the_limit_of_their_key(start_rig: StartRig, call: Json) -> None:
+    limits = {"key_limits": {"tokens_per_minute": 1}}
+    keys = {"trusted_networks": [], "inference_keys": ["reader"], "admin_keys": ["owner"]}
+    rig = await start_rig(1, gateway={"trl_legacy": True} | limits | keys)
+    headers = {"Authorization": "Bearer reader"}
+    assert [(await rig.post(call["path"], call["body"], headers=headers))[0] for _ in range(2)] == [200, 429]
 
 
 async def test_nothing_of_it_is_there_unless_switched_on(rig: Rig) -> None:

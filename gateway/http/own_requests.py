@@ -1,0 +1,36 @@
+"""The ids of requests under way, by client, so that an inference key ends its own and no other's."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from gateway.http.access import CLIENT, Access
+
+
+class OwnRequests:
+    """Requests that their clients may end by id. Admin keys and trusted networks may end those of all clients."""
+
+    def __init__(self) -> None:
+        self._under_way: Counter[tuple[str, str]] = Counter()
+
+    @contextmanager
+    def under_way(self, request: web.Request, ids: Sequence[str]) -> Iterator[None]:
+        """Count the ids as the client's while the block runs."""
+        held = [(request[CLIENT], name) for name in ids]
+        self._under_way.update(held)
+        try:
+            yield
+        finally:
+            self._under_way.subtract(held)
+            for one in held:
+                if not self._under_way[one]:
+                    del self._under_way[one]
+
+    def may_end(self, request: web.Request, access: Access) -> Callable[[str], bool]:
+        """Return the test of the ids that the client of `request` may end."""
+        if access.is_admin(request):
+            return lambda _: True
+        client = request[CLIENT]
+        return lambda name: (client, name) in self._under_way

@@ -7,6 +7,7 @@ once the batch is full, and resumes that first, from its tokens, under the weigh
 import asyncio
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -84,7 +85,7 @@ class RolloutPool:
     max_staleness: the most versions, at least 1, by which the oldest token of a batch may be behind those weights with
     which the batch began. A batch waits for groups that are at the bound; a group beyond it, after several updates
     between two batches, begins again from its prompt.
-    timeout_s: limit on each wait for a batch.
+    timeout_s: limit on each batch, after which open groups begin again.
     """
 
     def __init__(
@@ -143,10 +144,11 @@ class RolloutPool:
                 "could come to the bound than a batch takes",
                 param="num_groups",
             )
+        deadline = time.monotonic() + self._timeout_s
         version = await self._client.weight_version()
         await self._begin_again([group for group in self._groups() if self._age(group, version) > 0])
         while not self._has(num_groups, version) and self._fill():
-            await self._make(num_groups, version)
+            await self._make(num_groups, version, max(0.0, deadline - time.monotonic()))
         self._ended.sort(key=lambda group: group.version)
         batch, self._ended = self._ended[:num_groups], self._ended[num_groups:]
         return [group.rollout() for group in batch]
@@ -185,7 +187,7 @@ class RolloutPool:
         self._open |= {index: _Group(index, prompt) for index, prompt in islice(self._prompts, room)}
         return bool(self._open)
 
-    async def _make(self, num_groups: int, version: int) -> None:
+    async def _make(self, num_groups: int, version: int, left_s: float) -> None:
         """Have the gateway work on all open groups until so many have ended, and suspend the others."""
         groups = sorted(self._open.values(), key=lambda group: group.is_new)
         submission = self._client.submit(
@@ -194,7 +196,7 @@ class RolloutPool:
             need=self._need,
             on_deadline="resume",
             min_version=version,
-            timeout_s=self._timeout_s,
+            timeout_s=left_s,
         )
         goes_on = not all(group.is_new for group in groups)
         for place, group in enumerate(groups):
@@ -208,7 +210,7 @@ class RolloutPool:
             if goes_on and _is_of_suspended(error):
                 return
             if refused := _PLACE.match(error.param or ""):
-                del self._open[groups[int(refused[1])].index]
+                self._open.pop(groups[int(refused[1])].index, None)
             raise
         except BaseException:
             self._forget_open()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.config import SimConfig
-from engines.errors import GatewayUnreachable, InvalidRequest
+from engines.errors import DeadlineExceeded, GatewayUnreachable, InvalidRequest
 from engines.process.engine_server import free_port
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, SimReplica
@@ -183,6 +183,17 @@ async def test_a_batch_that_is_interrupted_ends_on_the_engines_and_is_made_again
     await until_idle(rig.replicas)
     rig.hurry()
     assert lengths(await pool.batch(2)) == {0: [WHOLE] * 2, 1: [WHOLE] * 2}
+
+
+async def test_a_batch_that_is_late_raises_and_is_made_again(rig: Rig, client: RolloutClient) -> None:
+    pool = RolloutPool(client, [LONG, SHORT], SAMPLING, size=2, timeout_s=1.0)
+    stall(rig.replicas)
+    with pytest.raises(DeadlineExceeded):
+        await pool.batch(2)
+    await until_idle(rig.replicas)
+    rig.hurry()
+    pool._timeout_s = 60.0
+    assert lengths(await pool.batch(2)) == {0: [WHOLE] * 2, 1: [4, 4]}
 
 
 async def test_a_pool_that_is_closed_leaves_nothing_on_the_gateway(rig: Rig, client: RolloutClient) -> None:

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from examples.sort_pool import SortPool, exact_answer
 from examples.tiny_model import task
 
 MODEL = Path(__file__).parent / "tiny_model" / "digit-sort"
@@ -56,13 +57,18 @@ def make_trainer(args: argparse.Namespace) -> Any:
     """Build TRL's trainer as users do; without CUDA its client uses gloo."""
     import torch
     from datasets import Dataset
-    from transformers import PrinterCallback
+    from transformers import AutoTokenizer, PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from trainer_client import trl as gloo_client
 
     gloo_client.install(timeout_s=args.timeout)
-    asked = islice(task.problems(SEED_OF_PROBLEMS + args.seed), STEPS_PER_ROUND * PROMPTS_PER_STEP)
+    asked = list(islice(task.problems(SEED_OF_PROBLEMS + args.seed), STEPS_PER_ROUND * PROMPTS_PER_STEP))
+    pooled: dict[str, Any] = {}
+    if args.pool:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        pool = SortPool(args.url, tokenizer, asked, samples=SAMPLES_PER_PROMPT, size=args.pool)
+        pooled["rollout_func"] = pool.rollouts
     config = GRPOConfig(
         output_dir=str(args.out),
         seed=args.seed,
@@ -89,8 +95,9 @@ def make_trainer(args: argparse.Namespace) -> Any:
     trainer = GRPOTrainer(
         model=str(args.model),
         args=config,
-        reward_funcs=task.exact_answer,
+        reward_funcs=exact_answer if args.pool else task.exact_answer,
         train_dataset=Dataset.from_list([{"prompt": task.prompt(problem)} for problem in asked]),
+        **pooled,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -101,7 +108,8 @@ def report_steps(trainer: Any, num_steps: int) -> None:
 
     step, steps: this one, and how many there will be. reward: mean of the step. completion_tokens: mean length.
     tokens: completion tokens of the step. generate_s, tokens_per_s: the call to the URL. sync_s: weights to all
-    engines. step_s: the whole step. importance_ratio: mean over tokens of trainer's to engines' probability.
+    engines. step_s: the whole step. resumed: share of completions out of a pool with tokens of several versions.
+    importance_ratio: mean over tokens of trainer's to engines' probability.
     weight_version: the version of the completions, null if the URL does not report it.
     """
     from transformers import TrainerCallback
@@ -109,6 +117,8 @@ def report_steps(trainer: Any, num_steps: int) -> None:
     client = trainer.vllm_generation.vllm_client
     syncing, generating = Stopwatch(), Stopwatch()
     trainer.vllm_generation.sync_weights = syncing.timed(trainer.vllm_generation.sync_weights)
+    if trainer.rollout_func:
+        trainer.rollout_func = generating.timed(trainer.rollout_func)
     client.generate = generating.timed(client.generate)
 
     class StepReport(TrainerCallback):
@@ -127,6 +137,7 @@ def report_steps(trainer: Any, num_steps: int) -> None:
                 tokens_per_s=round(tokens / generate_s),
                 sync_s=round(syncing.read(), 3),
                 step_s=round(logs["step_time"], 3),
+                resumed=round(logs.get("resumed", 0.0), 4),
                 importance_ratio=round(logs["sampling/importance_sampling_ratio/mean"], 6),
                 weight_version=getattr(client, "weight_version", None),
             )
@@ -152,6 +163,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=120.0, help="limit in seconds on each wait of a weight sync")
+    parser.add_argument("--pool", type=int, default=0, help="groups in work, of which a step takes the first 32")
     parser.add_argument("--no-sync", action="store_true", help="never send weights: the reward must then stay flat")
     return parser.parse_args()
 

@@ -5,8 +5,10 @@ once the batch is full, and resumes that first, from its tokens, under the weigh
 """
 
 import asyncio
+import math
 import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -77,12 +79,13 @@ class RolloutPool:
     """Groups in work, which outlive the batches that are taken from them.
 
     prompts: read as they are needed, on the client's loop; the end of them ends the pool.
-    size: groups in work while a batch is made, at least as many as it takes.
+    size: groups in work while a batch is made, at least as many as it takes, and with `max_staleness` at most twice.
     need: samples of a group that are enough, `sampling.n` unless given. The others are dropped, which prefers short
     samples; a group that goes on later drops none.
-    max_staleness: the most versions by which the oldest token of a batch may be behind those weights with which the
-    batch began. A group that is older begins again from its prompt.
-    timeout_s: limit on each wait for a batch.
+    max_staleness: the most versions, at least 1, by which the oldest token of a batch may be behind those weights with
+    which the batch began. A batch waits for groups that are at the bound; a group beyond it, after several updates
+    between two batches, begins again from its prompt.
+    timeout_s: limit on each batch, after which open groups begin again.
     """
 
     def __init__(
@@ -109,6 +112,12 @@ class RolloutPool:
             raise InvalidRequest(f"size = {size!r} must be at least 1", param="size")
         if not 1 <= self._need <= self._sampling.n:
             raise InvalidRequest(f"need = {need!r} must be 1 to n = {self._sampling.n}", param="need")
+        if max_staleness is not None and max_staleness < 1:
+            raise InvalidRequest(
+                f"max_staleness = {max_staleness!r} must be at least 1: without staleness nothing goes on, and "
+                "client.generate does",
+                param="max_staleness",
+            )
 
     async def __aenter__(self) -> "RolloutPool":
         return self
@@ -129,10 +138,18 @@ class RolloutPool:
         """
         if not 1 <= num_groups <= self._size:
             raise InvalidRequest(f"num_groups = {num_groups!r} must be 1 to size = {self._size}", param="num_groups")
+        if self._max_staleness is not None and self._size > 2 * num_groups:
+            raise InvalidRequest(
+                f"num_groups = {num_groups} is less than half of size = {self._size}: with max_staleness more groups "
+                "could come to the bound than a batch takes",
+                param="num_groups",
+            )
+        deadline = time.monotonic() + self._timeout_s
         version = await self._client.weight_version()
-        await self._begin_again([group for group in self._groups() if self._is_stale(group, version)])
-        while len(self._ended) < num_groups and self._fill():
-            await self._make(num_groups, version)
+        await self._begin_again([group for group in self._groups() if self._age(group, version) > 0])
+        while not self._has(num_groups, version) and self._fill():
+            await self._make(num_groups, version, max(0.0, deadline - time.monotonic()))
+        self._ended.sort(key=lambda group: group.version)
         batch, self._ended = self._ended[:num_groups], self._ended[num_groups:]
         return [group.rollout() for group in batch]
 
@@ -140,9 +157,15 @@ class RolloutPool:
         yield from self._open.values()
         yield from self._ended
 
-    def _is_stale(self, group: _Group, version: int) -> bool:
-        is_bound = self._max_staleness is not None and not group.is_new
-        return is_bound and version - group.version > (self._max_staleness or 0)
+    def _has(self, num_groups: int, version: int) -> bool:
+        """True if so many groups have ended, and none that is open is too old to go on in the next batch."""
+        return len(self._ended) >= num_groups and all(self._age(group, version) < 0 for group in self._open.values())
+
+    def _age(self, group: _Group, version: int) -> float:
+        """Return the versions by which a group is beyond the bound; less than 0 within it."""
+        if self._max_staleness is None or group.is_new:
+            return -math.inf
+        return version - group.version - self._max_staleness
 
     async def _begin_again(self, groups: list[_Group]) -> None:
         """Have groups begin with their prompts, and free what the gateway keeps of them."""
@@ -164,7 +187,7 @@ class RolloutPool:
         self._open |= {index: _Group(index, prompt) for index, prompt in islice(self._prompts, room)}
         return bool(self._open)
 
-    async def _make(self, num_groups: int, version: int) -> None:
+    async def _make(self, num_groups: int, version: int, left_s: float) -> None:
         """Have the gateway work on all open groups until so many have ended, and suspend the others."""
         groups = sorted(self._open.values(), key=lambda group: group.is_new)
         submission = self._client.submit(
@@ -173,7 +196,7 @@ class RolloutPool:
             need=self._need,
             on_deadline="resume",
             min_version=version,
-            timeout_s=self._timeout_s,
+            timeout_s=left_s,
         )
         goes_on = not all(group.is_new for group in groups)
         for place, group in enumerate(groups):
@@ -181,13 +204,13 @@ class RolloutPool:
             group.source, group.place = submission, place
             group.attempts += 1
         try:
-            await self._read(submission, groups, num_groups)
+            await self._read(submission, groups, lambda: self._has(num_groups, version))
         except InvalidRequest as error:
             self._forget_open()
             if goes_on and _is_of_suspended(error):
                 return
             if refused := _PLACE.match(error.param or ""):
-                del self._open[groups[int(refused[1])].index]
+                self._open.pop(groups[int(refused[1])].index, None)
             raise
         except BaseException:
             self._forget_open()
@@ -197,7 +220,7 @@ class RolloutPool:
         else:
             self._settle(submission, groups)
 
-    async def _read(self, submission: Submission, groups: list[_Group], num_groups: int) -> None:
+    async def _read(self, submission: Submission, groups: list[_Group], is_full: Callable[[], bool]) -> None:
         ending: asyncio.Task[None] | None = None
         try:
             async for completion in submission:
@@ -206,7 +229,7 @@ class RolloutPool:
                     group.completions.append(replace(completion, prompt_index=group.index))
                     if group.has(self._need):
                         self._ended.append(self._open.pop(group.index))
-                if len(self._ended) >= num_groups and ending is None:
+                if ending is None and is_full():
                     ending = asyncio.create_task(_end(submission), name=f"end of {submission.id}")
         finally:
             if ending is not None:

@@ -18,6 +18,7 @@ from tests.running.client_records import runs_client, vllm_replicas
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 STEPS = 36
+STEPS_OF_POOL = 24
 RISE, FLAT = 0.15, 0.08
 SOON_S = 60.0
 
@@ -67,6 +68,16 @@ def test_the_reward_rises_with_weight_sync_and_only_with_it(
     record_property("fact", f"reward {rise(synced):+.2f} over {STEPS} steps")
     assert all(abs(step["importance_ratio"] - 1) < 0.001 for step in synced)
     assert_engines_hold(real, tmp_path / "model")
+
+
+@runs_client("TRL GRPOTrainer, pool", "trl", ran="digit-sorting out of a pool of 48 groups", against=vllm_replicas(2))
+def test_the_reward_rises_out_of_a_pool_too(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    with fleet(task.COMMITTED, tmp_path, levers={"stream_interval": 2}) as real:
+        steps = run_trainer(real, tmp_path / "model", "--steps", str(STEPS_OF_POOL), "--pool", "48")
+        assert rise(steps) > RISE
+        assert max(step["resumed"] for step in steps) > 0
+        assert_engines_hold(real, tmp_path / "model")
+    record_property("fact", f"reward {rise(steps):+.2f} over {STEPS_OF_POOL} steps")
 
 
 def kill_while_it_generates(real: RealFleet, index: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.config import SimConfig
-from engines.errors import GatewayUnreachable, InvalidRequest
+from engines.errors import DeadlineExceeded, GatewayUnreachable, InvalidRequest
 from engines.process.engine_server import free_port
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, SimReplica
@@ -88,7 +88,7 @@ async def test_a_batch_has_the_first_groups_and_the_others_go_on_under_the_next_
     assert await kept(rig) == 0
 
 
-@pytest.mark.parametrize(("max_staleness", "updates", "goes_on"), [(0, 1, False), (1, 1, True), (1, 2, False)])
+@pytest.mark.parametrize(("max_staleness", "updates", "goes_on"), [(1, 1, True), (1, 2, False), (2, 2, True)])
 async def test_a_group_older_than_the_bound_begins_again_and_is_freed(
     rig: Rig, client: RolloutClient, max_staleness: int, updates: int, goes_on: bool
 ) -> None:
@@ -109,14 +109,34 @@ async def test_a_group_older_than_the_bound_begins_again_and_is_freed(
 
 async def test_a_group_that_ended_beyond_its_batch_keeps_the_bound_too(rig: Rig, client: RolloutClient) -> None:
     await rig.open_group()
-    pool = RolloutPool(client, [SHORT] * 4, SAMPLING, size=4, max_staleness=0)
+    pool = RolloutPool(client, [SHORT] * 4, SAMPLING, size=2, max_staleness=1)
     seen = []
     for version in range(4):
         [group] = await pool.batch(1)
         seen.append(group.prompt_index)
-        assert [completion.oldest_version for completion in group.completions] == [version] * 2
+        assert all(completion.oldest_version in (version, version - 1) for completion in group.completions)
         await rig.update()
     assert sorted(seen) == [0, 1, 2, 3]
+
+
+async def test_a_batch_waits_for_groups_that_could_not_go_on_in_the_next(rig: Rig, client: RolloutClient) -> None:
+    await rig.open_group()
+    async with RolloutPool(client, [LONG, SHORT, SHORT], SAMPLING, size=2, max_staleness=1) as pool:
+        stall(rig.replicas)
+        assert lengths(await pool.batch(1)) == {1: [4, 4]}
+        await until_idle(rig.replicas)
+        await rig.update()
+        making = asyncio.create_task(pool.batch(1))
+        await rig.begun(samples=2)
+        async with asyncio.timeout(20):
+            while len(pool._ended) < 1:
+                await asyncio.sleep(0.01)
+        assert not making.done()  # a group has ended, and the other is at the bound
+        rig.hurry()
+        [first] = await making
+        assert (first.prompt_index, spans(first)) == (0, [[(0, 0, STALL), (1, STALL, WHOLE)]] * 2)
+        await rig.update()
+        assert lengths(await pool.batch(1)) == {2: [4, 4]}
 
 
 async def test_need_of_n_samples_end_a_group(rig: Rig, client: RolloutClient) -> None:
@@ -165,6 +185,17 @@ async def test_a_batch_that_is_interrupted_ends_on_the_engines_and_is_made_again
     assert lengths(await pool.batch(2)) == {0: [WHOLE] * 2, 1: [WHOLE] * 2}
 
 
+async def test_a_batch_that_is_late_raises_and_is_made_again(rig: Rig, client: RolloutClient) -> None:
+    pool = RolloutPool(client, [LONG, SHORT], SAMPLING, size=2, timeout_s=1.0)
+    stall(rig.replicas)
+    with pytest.raises(DeadlineExceeded):
+        await pool.batch(2)
+    await until_idle(rig.replicas)
+    rig.hurry()
+    pool._timeout_s = 60.0
+    assert lengths(await pool.batch(2)) == {0: [WHOLE] * 2, 1: [4, 4]}
+
+
 async def test_a_pool_that_is_closed_leaves_nothing_on_the_gateway(rig: Rig, client: RolloutClient) -> None:
     async with RolloutPool(client, [LONG, SHORT, LONG], SAMPLING, size=3) as pool:
         stall(rig.replicas)
@@ -178,6 +209,10 @@ async def test_bad_bounds_are_refused(rig: Rig, client: RolloutClient) -> None:
         RolloutPool(client, [LONG], SAMPLING, size=2, need=3)
     with pytest.raises(InvalidRequest, match="size = 0"):
         RolloutPool(client, [LONG], SAMPLING, size=0)
+    with pytest.raises(InvalidRequest, match="max_staleness = 0 must be at least 1"):
+        RolloutPool(client, [LONG], SAMPLING, size=2, max_staleness=0)
+    with pytest.raises(InvalidRequest, match="num_groups = 1 is less than half of size = 3"):
+        await RolloutPool(client, [LONG], SAMPLING, size=3, max_staleness=1).batch(1)
     with pytest.raises(InvalidRequest, match="num_groups = 3 must be 1 to size = 2"):
         await RolloutPool(client, [LONG], SAMPLING, size=2).batch(3)
 

@@ -123,6 +123,16 @@ def test_grpo_syncs_before_every_step(real: RealFleet, tmp_path: Path, record_pr
     record_ratio(record_property, [step[f"{RATIO}/mean"] for step in steps])
 
 
+@runs_client("TRL GRPOTrainer, pool", "trl", ran="docs/trl.md: each step takes the first groups", against=AGAINST)
+def test_grpo_out_of_a_pool_syncs_before_every_step(real: RealFleet, tmp_path: Path, record_property: Record) -> None:
+    before = versions(real)
+    steps = run_recipe("GRPOTrainer with a pool", real.url, tmp_path)
+    assert len(steps) == STEPS
+    assert versions(real) == [version + STEPS for version in before]
+    assert all(step["completions/mean_length"] > 1 for step in steps)
+    record_ratio(record_property, [steps[0][f"{RATIO}/mean"]])  # later ones have tokens of older weights
+
+
 @runs_client("TRL RLOOTrainer", "trl", ran="docs/trl.md: weights synced before each step", against=AGAINST)
 def test_rloo_syncs_before_every_step(real: RealFleet, tmp_path: Path, record_property: Record) -> None:
     before = versions(real)

@@ -18,6 +18,7 @@ from gateway.tuning.plan.options import PromptLengths, ResponseLengths, Samples
 from gateway.tuning.plan.shape import read_shape
 from gateway.tuning.plan.workload import Lengths
 from gateway.tuning.simulate import options
+from gateway.tuning.simulate.pool import Pool
 from gateway.tuning.simulate.report import as_json, print_outcomes
 from gateway.tuning.simulate.speed import Speed, speed_of
 from gateway.tuning.simulate.workloads.agents import Agents
@@ -56,6 +57,8 @@ def simulate_command(
     sigma: options.Sigma = 1.0,
     batches: options.Batches = 2,
     epochs: options.Epochs = 2,
+    pool: options.Pool = 0,
+    max_staleness: options.MaxStaleness = 0,
     sessions: options.Sessions = 64,
     rounds: options.Rounds = 3,
     turns: options.Turns = 10,
@@ -86,6 +89,9 @@ def simulate_command(
     given = runs[_AS_CONFIGURED]
     if workload in _WITH_EPOCHS and epochs > 1:
         runs[_NO_LENGTHS] = Run(given.config, given.speeds, without_lengths)
+    if pool or max_staleness:
+        _check_pool(pool, max_staleness, prompts, workload)
+        runs[f"pool of {pool}"] = Run(given.config, given.speeds, by_the_gateway, Pool(pool, max_staleness))
     runs[_ROUND_ROBIN] = Run(given.config, given.speeds, in_turn)
     drawn: dict[str, Source] = {
         "grpo": Grpo(
@@ -115,6 +121,15 @@ def simulate_command(
         print(json.dumps(as_json(found), indent=2))
     else:
         print_outcomes(Console(), found)
+
+
+def _check_pool(pool: int, max_staleness: int, prompts: int, workload: str) -> None:
+    if not pool:
+        raise ConfigError(f"--max-staleness {max_staleness} is of a --pool, which is not given")
+    if workload != "grpo":
+        raise ConfigError(f"--pool {pool}: only the workload grpo has batches out of a pool, not {workload}")
+    if pool < prompts:
+        raise ConfigError(f"--pool {pool} is less than the {prompts} --prompts that a batch takes out of it")
 
 
 def _recorded(workload: str) -> Recorded:

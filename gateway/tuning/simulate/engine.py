@@ -19,7 +19,8 @@ class Sample:
     """One sample. `prefix` names its prompt in the KV cache; `goes_on` where the next prompt of that name begins with
     the sample, as a session's does.
 
-    `known` tokens of the prompt were computed before, by whichever engine. `ended` is called once all tokens are made.
+    `known` tokens of the prompt were computed before, by whichever engine. `made` tokens were made before it was added,
+    stopped or preempted. `ended` is called once all tokens are made.
     """
 
     prefix: Key
@@ -71,6 +72,20 @@ class ModelledEngine:
         elif self._has_room:
             self._wake_at(min(self._next, self._steps + self._steps_until(self._loop.time())))
 
+    def stop(self, samples: Iterable[Sample]) -> None:
+        """End samples at the end of the step that runs; `made` counts their tokens."""
+        if self._running and self._at < self._loop.time():
+            self._next = min(self._next, self._steps + self._steps_until(self._loop.time()))
+            self._advance()
+            self._end()
+        for sample in samples:
+            if sample in self._running:
+                del self._running[sample]
+                self._put_back(sample)
+            elif sample in self._waiting:
+                self._waiting.remove(sample)
+        self._change_batch()
+
     @property
     def _has_room(self) -> bool:
         """True if the first that waits can be admitted, and every running sample can grow."""
@@ -108,6 +123,7 @@ class ModelledEngine:
             sample = heapq.heappop(self._lasts)[2]
             del self._running[sample]
             self._context -= sample.prompt + sample.tokens
+            sample.made = sample.tokens
             if sample.goes_on:
                 self.kv.let_go(sample.prefix, sample.tokens)
             else:
@@ -128,13 +144,17 @@ class ModelledEngine:
         before = self.counts.preemptions
         while self.kv.free < len(self._running):
             sample, _ = self._running.popitem()
-            sample.made = sample.tokens - (sample.last_step - self._steps)
-            self._context -= sample.prompt + sample.made
-            self.kv.leave(sample, sample.made)
-            self.kv.let_go(sample.prefix)
+            self._put_back(sample)
             self._waiting.appendleft(sample)
             self.counts.preemptions += 1
         return self.counts.preemptions > before
+
+    def _put_back(self, sample: Sample) -> None:
+        """Free the KV of a sample that ran."""
+        sample.made = sample.tokens - (sample.last_step - self._steps)
+        self._context -= sample.prompt + sample.made
+        self.kv.leave(sample, sample.made)
+        self.kv.let_go(sample.prefix)
 
     def _admit(self) -> None:
         while self._has_room:

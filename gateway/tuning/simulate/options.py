@@ -30,6 +30,24 @@ Sigma = Annotated[
 ]
 Batches = Annotated[int, typer.Option("--batches", min=1, help="Batches of an epoch, in turn.", rich_help_panel=BATCH)]
 Epochs = Annotated[int, typer.Option("--epochs", min=1, help="Epochs over the same prompts.", rich_help_panel=BATCH)]
+Pool = Annotated[
+    int,
+    typer.Option(
+        "--pool",
+        min=0,
+        help="Run with a pool of so many groups, too: a batch takes the first --prompts of them to end.",
+        rich_help_panel=BATCH,
+    ),
+]
+MaxStaleness = Annotated[
+    int,
+    typer.Option(
+        "--max-staleness",
+        min=0,
+        help="Batches of a pool wait for groups that began so many batches before; 0 is no bound.",
+        rich_help_panel=BATCH,
+    ),
+]
 Sessions = Annotated[
     int, typer.Option("--sessions", min=1, help="Live sessions for each replica.", rich_help_panel=AGENTS)
 ]

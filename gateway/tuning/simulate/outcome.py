@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.tuning.simulate.engine import Counts
+from gateway.tuning.simulate.pool import PoolRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,9 @@ class Outcome:
     """Share of the time that engines were at work."""
     preemptions: int
     tokens: int
+    """Of the samples that were delivered."""
+    longest_lag: int
+    """Out of a pool, the most batches between a group's first and that which took it."""
     late: int
     """Prompts whose work on a replica took longer than gateway.generate_timeout_s, at which a gateway ends it."""
 
@@ -34,8 +38,15 @@ class Outcome:
 
 
 def outcome_of(
-    makespan_s: float, bound_s: float, latencies: Sequence[float], late: int, engines: Sequence[Counts]
+    makespan_s: float,
+    bound_s: float,
+    latencies: Sequence[float],
+    late: int,
+    engines: Sequence[Counts],
+    pools: Sequence[PoolRun] = (),
 ) -> Outcome:
+    """Return the figures; all tokens that engines made are delivered, unless `pools` took them."""
+
     def total(name: str) -> float:
         return sum(float(getattr(counts, name)) for counts in engines)
 
@@ -47,6 +58,7 @@ def outcome_of(
         again=total("again") / (total("read") + total("made")),
         busy=total("busy_s") / (makespan_s * len(engines)),
         preemptions=int(total("preemptions")),
-        tokens=int(total("made")),
+        tokens=sum(pool.tokens for pool in pools) if pools else int(total("made")),
+        longest_lag=max((lag for pool in pools for lag in pool.lags), default=0),
         late=late,
     )

@@ -7,6 +7,7 @@ from typing import Protocol
 from gateway.config.schema import Config
 from gateway.tuning.simulate.outcome import Outcome
 from gateway.tuning.simulate.placements import Placed
+from gateway.tuning.simulate.pool import Pool
 from gateway.tuning.simulate.simulation import simulated
 from gateway.tuning.simulate.speed import Speed
 from gateway.tuning.simulate.workloads.workload import Stream, Workload
@@ -20,11 +21,12 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A configuration, the speeds of its engine groups, and the placement."""
+    """A configuration, the speeds of its engine groups, and the placement. Batches come out of `pool`, if given."""
 
     config: Config
     speeds: Mapping[str, Speed]
     placed: Placed
+    pool: Pool | None = None
 
 
 def outcomes(
@@ -36,5 +38,5 @@ def outcomes(
         workload = Workload([source.stream(seed) for source in sources])
         for name, run in runs.items():
             report(f"seed {seed + 1} of {seeds}: {name}")
-            found[name].append(simulated(run.config, run.speeds, workload, run.placed))
+            found[name].append(simulated(run.config, run.speeds, workload, run.placed, run.pool))
     return found

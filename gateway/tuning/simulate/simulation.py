@@ -20,6 +20,7 @@ from gateway.tuning.simulate.engine import ModelledEngine, Sample
 from gateway.tuning.simulate.modelled_fleet import ModelledFleet
 from gateway.tuning.simulate.outcome import Outcome, outcome_of
 from gateway.tuning.simulate.placements import Placed, Placement
+from gateway.tuning.simulate.pool import Pool, PoolRun
 from gateway.tuning.simulate.speed import Speed
 from gateway.tuning.simulate.workloads.workload import Ask, Chain, Stream, Workload
 
@@ -27,8 +28,11 @@ from gateway.tuning.simulate.workloads.workload import Ask, Chain, Stream, Workl
 _LOOKS_IN_PATIENCE = 4
 
 
-def simulated(config: Config, speeds: Mapping[str, Speed], workload: Workload, placed: Placed) -> Outcome:
-    """Run a workload to its end. `speeds` are those of the engine groups that take part.
+def simulated(
+    config: Config, speeds: Mapping[str, Speed], workload: Workload, placed: Placed, pool: Pool | None = None
+) -> Outcome:
+    """Run a workload to its end. `speeds` are those of the engine groups that take part. With `pool` its batches come
+    out of it.
 
     Raise `ConfigError` where a sample fits into no KV cache.
     """
@@ -38,10 +42,11 @@ def simulated(config: Config, speeds: Mapping[str, Speed], workload: Workload, p
         fleet = ModelledFleet(config, speeds)
         async with fleet.running() as served:
             run = _Run(fleet, placed(fleet.config, served))
-            seconds = await run.play(workload)
+            seconds = await run.play(workload, pool)
         engines = list(fleet.engines.values())
         bound = bound_s(workload, [engine.speed for engine in engines])
-        return outcome_of(seconds, bound, run.latencies, run.late, [engine.counts for engine in engines])
+        counts = [engine.counts for engine in engines]
+        return outcome_of(seconds, bound, run.latencies, run.late, counts, run.pools)
 
     with _without_reports():
         return virtual_time.run(main)
@@ -64,18 +69,22 @@ class _Run:
     def __init__(self, fleet: ModelledFleet, placement: Placement) -> None:
         self.latencies: list[float] = []
         self.late = 0
+        self.pools: list[PoolRun] = []
         self._fleet = fleet
         self._config = fleet.config.gateway
         self._placement = placement
         self._clock = asyncio.get_running_loop().time
         self._ids = count()
 
-    async def play(self, workload: Workload) -> float:
+    async def play(self, workload: Workload, pool: Pool | None) -> float:
         """Return the seconds that it took."""
         began = self._clock()
+        self.pools = [PoolRun(stream, pool, self._ask, self._rank) for stream in workload.streams if pool]
         async with asyncio.TaskGroup() as tasks:
-            for stream in workload.streams:
+            for stream in () if pool else workload.streams:
                 tasks.create_task(self._play(stream))
+            for played in self.pools:
+                tasks.create_task(played.play())
         return self._clock() - began
 
     async def _play(self, stream: Stream) -> None:
@@ -88,12 +97,15 @@ class _Run:
         for ask in chain:
             if ask.after_s:
                 await asyncio.sleep(ask.after_s)
-            began, rollout = self._clock(), self._rollout(ask)
-            await self._placement.run(rollout, partial(self._made, ask))
-            self._placement.delivered(rollout, ask.prompt, sum(ask.lengths))
-            self.latencies.append(self._clock() - began)
+            await self._ask(ask, [])
             if ask.is_last:
                 self._placement.finish_session(ask.session)
+
+    async def _ask(self, ask: Ask, samples: list[Sample]) -> None:
+        began, rollout = self._clock(), self._rollout(ask)
+        await self._placement.run(rollout, partial(self._made, ask, samples))
+        self._placement.delivered(rollout, ask.prompt, sum(ask.lengths))
+        self.latencies.append(self._clock() - began)
 
     def _rank(self, chain: Chain) -> float:
         return self._rollout(chain[0]).rank
@@ -107,23 +119,29 @@ class _Run:
             model=self._fleet.model,
             n=len(ask.lengths),
             tokens=ask.prompt + len(ask.lengths) * min(ask.limit, math.ceil(expected or ask.limit)),
+            goes_on=ask.made > 0,
             prompt_tokens=ask.prompt,
             session=ask.session,
             expected=expected,
             prompt_key=ask.text,
         )
 
-    async def _made(self, ask: Ask, replica: Replica) -> None:
-        """Return when all samples of a prompt are made."""
-        began, made = self._clock(), _generate(ask, self._fleet.engines[replica.replica_id])
-        while not made.done():
-            await asyncio.wait([made], timeout=self._config.queue_timeout_s / _LOOKS_IN_PATIENCE)
-            replica.saw_progress()
+    async def _made(self, ask: Ask, samples: list[Sample], replica: Replica) -> None:
+        """Return when all samples of a prompt are made; they are on the list meanwhile, and stopped where it ends."""
+        engine, began = self._fleet.engines[replica.replica_id], self._clock()
+        made = _generate(ask, engine, samples)
+        try:
+            while not made.done():
+                await asyncio.wait([made], timeout=self._config.queue_timeout_s / _LOOKS_IN_PATIENCE)
+                replica.saw_progress()
+        finally:
+            if not made.done():
+                engine.stop(samples)
         self.late += self._clock() - began > self._config.generate_timeout_s
 
 
-def _generate(ask: Ask, engine: ModelledEngine) -> "asyncio.Future[None]":
-    """Have an engine make the samples of a prompt; the future ends with the last."""
+def _generate(ask: Ask, engine: ModelledEngine, samples: list[Sample]) -> "asyncio.Future[None]":
+    """Have an engine make the samples of a prompt, put on the list; the future ends with the last."""
     made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     left = len(ask.lengths)
 
@@ -133,13 +151,14 @@ def _generate(ask: Ask, engine: ModelledEngine) -> "asyncio.Future[None]":
         if not left:
             made.set_result(None)
 
-    engine.add(
+    samples += [
         Sample(
             prefix=ask.prefix, prompt=ask.prompt, tokens=length, ended=ended, goes_on=bool(ask.session),
-            known=ask.known,
+            known=ask.known, made=ask.made,
         )
         for length in ask.lengths
-    )  # fmt: skip
+    ]  # fmt: skip
+    engine.add(samples)
     return made
 
 

@@ -10,7 +10,8 @@ class Ask:
 
     `text` is equal for equal prompts. `prefix` names the prompt in KV caches: all turns of a session have one name, of
     which the first `known` tokens were computed in earlier turns. `after_s` is the time from the end of the ask before
-    it, such as a tool's. `is_last` is True for a turn after which the client reports the end of its session.
+    it, such as a tool's. `is_last` is True for a turn after which the client reports the end of its session. `made`
+    tokens of each sample were made before, with other weights.
     """
 
     request: str
@@ -23,6 +24,7 @@ class Ask:
     known: int = 0
     after_s: float = 0.0
     is_last: bool = False
+    made: int = 0
 
     @property
     def longest(self) -> int:

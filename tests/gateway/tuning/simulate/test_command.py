@@ -97,3 +97,22 @@ def test_a_wrong_key_against_is_named(tmp_path: Path) -> None:
         CliRunner().invoke(
             app, ["simulate", *SMALL, *SIM, "--against", "gateway.max_atempts=1"], catch_exceptions=False
         )
+
+
+def test_a_pool_runs_beside_batches_that_wait() -> None:
+    found = rows(*SMALL, *SIM, "--batches", "3", "--pool", "24", "--max-staleness", "1")
+    assert "pool of 24" in found
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--pool", "8"), "--pool 8 is less than the 16 --prompts"),
+        (("--pool", "24", "--workload", "agents"), "only the workload grpo"),
+        (("--max-staleness", "1"), "--max-staleness 1 is of a --pool"),
+    ],
+)
+def test_a_pool_that_no_batch_can_come_from_is_refused(options: tuple[str, ...], reason: str) -> None:
+    done = CliRunner().invoke(app, ["simulate", *SMALL, *SIM, *options])
+    assert isinstance(done.exception, ConfigError)
+    assert reason in str(done.exception)

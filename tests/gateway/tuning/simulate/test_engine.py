@@ -83,3 +83,34 @@ def test_a_session_finds_its_turns_in_the_cache_as_far_as_they_fit(kv_tokens: in
     assert ends == pytest.approx([job.ended_at for job in jobs], abs=1e-6)
     assert engine.counts.found == reference.found
     assert (reference.found == 90 + 150) == (kv_tokens == 10_000)
+
+
+def test_a_sample_that_is_stopped_goes_on_where_it_was_and_others_are_not_held_up() -> None:
+    ends: dict[str, float] = {}
+
+    async def main() -> tuple[int, ModelledEngine]:
+        loop = asyncio.get_running_loop()
+        engine, began = ModelledEngine(speed()), loop.time()
+
+        def sample(name: str, made: int = 0) -> Sample:
+            return Sample(
+                prefix=name, prompt=10, tokens=100, made=made, ended=lambda: ends.update({name: loop.time() - began})
+            )
+
+        stopped, other, waiting = sample("stopped"), sample("other"), sample("waiting")
+        engine.add([stopped, other])
+        await asyncio.sleep(0.2)
+        engine.add([waiting])
+        engine.stop([stopped, waiting])
+        engine.stop([])
+        made = stopped.made
+        await asyncio.sleep(5)
+        engine.add([sample("rest", made)])
+        await asyncio.sleep(5)
+        return made, engine
+
+    made, engine = virtual_time.run(main)
+    assert 0 < made < 100
+    assert set(ends) == {"other", "rest"}
+    assert engine.counts.made == 200
+    assert engine.kv.used == 0

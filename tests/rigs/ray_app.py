@@ -11,8 +11,8 @@ from typing import Any
 
 from engines.process.engine_server import free_port
 
-START_S = 60.0
-RESTART_S = 60.0
+START_S = 300.0
+RESTART_S = 300.0
 
 
 class App:

@@ -73,7 +73,7 @@ def run_recipe(
     }
     environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "VLLM_HOST_IP": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, program], cwd=folder, env=environ, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, program], cwd=folder, env=environ, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     (logs,) = [line.removeprefix("LOGS ") for line in done.stdout.splitlines() if line.startswith("LOGS ")]

@@ -1,7 +1,6 @@
 """Our vLLM plugin and the backend it registers: with a played worker, and in a real vLLM server on CPU."""
 
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -229,10 +228,8 @@ def test_a_real_engine_with_a_tied_head_serves_new_weights_and_survives_a_bad_up
         patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
         client = gloo_trl.GlooVLLMClient(url, group_port=free_port(), timeout_s=60.0)
         client.init_communicator("cpu")
-        began = time.monotonic()
         with pytest.raises(Exception, match="no_such_tensor"):
             client.update_named_param("no_such_tensor", torch.ones(2))
-        assert time.monotonic() - began < SOON_S
 
         client.init_communicator("cpu")
         client.update_model_params(second)

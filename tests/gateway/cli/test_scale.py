@@ -183,7 +183,7 @@ def up(cluster_shell: Shell) -> tuple[Shell, str]:  # noqa: F811
 
 
 def restarts(url: str) -> list[int]:
-    with urllib.request.urlopen(f"{url}/status", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/status", timeout=60) as response:
         return [replica["restarts"] for replica in json.load(response)["replicas"]]
 
 
@@ -194,7 +194,7 @@ def test_scaling_from_two_to_four_and_one_under_load_loses_and_repeats_no_rollou
     shell, url = up  # noqa: F811
 
     def pids() -> dict[str, int]:
-        with urllib.request.urlopen(f"{url}/status", timeout=10) as response:
+        with urllib.request.urlopen(f"{url}/status", timeout=60) as response:
             return {
                 one["replica_id"]: one["pid"] for one in json.load(response)["replicas"] if one["state"] == "SERVING"
             }
@@ -216,7 +216,7 @@ def test_scaling_from_two_to_four_and_one_under_load_loses_and_repeats_no_rollou
     assert not load.failed
     assert set(load.delivered.values()) == {1}
     assert len(load.delivered) == load.sent
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
         retries = [line for line in response.read().decode().splitlines() if "rollout_gateway_retries_total{" in line]
     assert retries
     assert all(line.endswith(" 0.0") for line in retries)
@@ -231,7 +231,7 @@ def test_a_change_of_the_engines_alone_under_load_loses_no_rollout_and_restarts_
     shell, url = up  # noqa: F811
 
     def found(path: str) -> Any:
-        with urllib.request.urlopen(url + path, timeout=10) as response:
+        with urllib.request.urlopen(url + path, timeout=60) as response:
             return json.load(response)
 
     def serving() -> dict[str, int]:

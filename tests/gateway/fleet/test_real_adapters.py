@@ -22,7 +22,15 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from examples.tiny_model.task import COMMITTED
 from tests.material.adapters import write_adapter
-from tests.rigs.engines.real_vllm import REQUEST_TIMEOUT_S, RealFleet, app, engine_config, until_generating
+from tests.rigs.engines.real_vllm import (
+    REQUEST_TIMEOUT_S,
+    RealFleet,
+    app,
+    engine_config,
+    gathered,
+    standing_amid,
+    until_generating,
+)
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
@@ -234,13 +242,14 @@ def test_conversations_go_on_with_their_adapter_over_an_update_of_the_base(
     quiet = conversation(real, "run-v1")["choices"][0]
     (_, old), (base, new) = base_and(SCALE), base_and(SCALE, seed)
     with BlockingRolloutClient(real.url) as pusher, WeightSender(pusher, transport="store") as sender:
-        served = real.call("/status")[1]["weight_version"]
+        served = sender.push(base_and(0.0)[0])  # a canary before it, which engines that stand still would not answer
         with ThreadPoolExecutor(3) as pool:
-            running = [pool.submit(conversation, real, "run-v1"), pool.submit(streamed, real, "run-v1")]
-            until_generating(real, 2)
-            pushing = pool.submit(sender.push, base, in_flight="abort")
-            client.load_lora_adapter("run-v2", str(adapter(tmp_path / "v2", -SCALE)))
-            assert pushing.result() == served + 1
+            with gathered(real, 2):
+                running = [pool.submit(conversation, real, "run-v1"), pool.submit(streamed, real, "run-v1")]
+            with standing_amid(real, 2):
+                pushing = pool.submit(sender.push, base, in_flight="abort")
+                client.load_lora_adapter("run-v2", str(adapter(tmp_path / "v2", -SCALE)))
+                assert pushing.result() == served + 1
             replies = [one.result() for one in running]
         again = conversation(real, "run-v1")
         sender.push(base_and(0.0)[0])
@@ -267,7 +276,7 @@ def test_an_adapter_loaded_in_place_waits_for_what_an_update_has_cut_off(
 ) -> None:
     folder = adapter(tmp_path / "again", SCALE)
     client.load_lora_adapter("in-place", str(folder))
-    quiet = conversation(real, "in-place")["choices"][0]
+    quiet, base = conversation(real, "in-place")["choices"][0], base_and(0.0)[0]
     other = adapter(tmp_path / "other", -SCALE)
     body = {"lora_name": "in-place", "lora_path": str(other), "load_inplace": True}
     with (
@@ -276,9 +285,9 @@ def test_an_adapter_loaded_in_place_waits_for_what_an_update_has_cut_off(
         ThreadPoolExecutor(2) as pool,
     ):
         running = pool.submit(conversation, real, "in-place")
-        until_generating(real, 1)
-        loading = pool.submit(real.text, "/v1/load_lora_adapter", body)
-        sender.push(base_and(0.0)[0], in_flight="abort")
+        with standing_amid(real):
+            loading = pool.submit(real.text, "/v1/load_lora_adapter", body)
+            sender.push(base, in_flight="abort")
         (choice,) = running.result()["choices"]
         assert loading.result()[0] == 200
     print(choice["weight_versions"])

@@ -1,7 +1,6 @@
 """A weight update in the middle of completions that live through it: where the boundary lies, on real vLLM on CPU."""
 
 import json
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +27,11 @@ from tests.rigs.engines.real_vllm import (
     app,
     engine_config,
     gathered,
+    standing,
+    standing_amid,
     tokens_made,
     until_generating,
+    until_made,
 )
 from trainer_client import trl as gloo_trl
 
@@ -43,7 +45,6 @@ COMPLETION = SAMPLED | {"prompt": [2, 8, 6, 7, 3], "return_token_ids": True}
 CHAT = SAMPLED | {"messages": [{"role": "user", "content": "312"}], "return_token_ids": True, "max_tokens": LONG - 30}
 SEEDED = (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT))
 
-TRIES = 6
 IN_FLIGHT = 5
 """Samples of `asked`."""
 
@@ -121,15 +122,18 @@ def test_every_completion_that_an_update_falls_into_tells_the_exact_token(
     real: RealFleet, paused_by: str, in_flight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = real.call("/status")[1]["weight_version"]
-    before = [choice["token_ids"] for choice in asked(real)]
+    before, weights = [choice["token_ids"] for choice in asked(real)], other_weights(seed=version)
     with trainer(real, in_flight, monkeypatch) as client, ThreadPoolExecutor(1) as pool:
-        flying = pool.submit(asked, real)
-        until_generating(real, IN_FLIGHT)
+        with gathered(real, IN_FLIGHT):
+            flying = pool.submit(asked, real)
         if paused_by == "the trainer":
+            until_generating(real, IN_FLIGHT)
             assert real.call("/pause?mode=keep", {})[0] == 200
-        client.update_model_params(other_weights(seed=version))
-        if paused_by == "the trainer":
+            client.update_model_params(weights)
             assert real.call("/resume", {})[0] == 200
+        else:
+            with standing_amid(real, IN_FLIGHT):
+                client.update_model_params(weights)
         after = flying.result()
 
     assert len(after) == IN_FLIGHT
@@ -161,11 +165,11 @@ def test_a_sample_that_the_update_in_its_request_has_not_touched_says_so(
     with trainer(real, "keep", monkeypatch) as client, ThreadPoolExecutor(1) as pool:
         client.update_model_params(other_weights(seed=1, sureness=1e-3))
         version = client.weight_version
-        flying = pool.submit(real.call, path, body | {"n": 16, "stop_token_ids": [9]})
         wanted = tokens_made(real) + 16 * 50
-        while tokens_made(real) < wanted and not flying.done():
-            time.sleep(0.02)
-        client.update_model_params(other_weights(seed=2, sureness=1e-3))
+        flying = pool.submit(real.call, path, body | {"n": 16, "stop_token_ids": [9]})
+        until_made(real, wanted)
+        with standing(real):
+            client.update_model_params(other_weights(seed=2, sureness=1e-3))
         status, reply = flying.result()
     assert status == 200, reply
     told = [choice["weight_versions"] for choice in reply["choices"]]
@@ -187,10 +191,9 @@ def test_where_vllm_tells_no_spans_every_version_that_a_request_has_met_is_named
     silent: RealFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with trainer(silent, "keep", monkeypatch) as client, ThreadPoolExecutor(1) as pool:
-        flying = pool.submit(asked, silent)
-        wanted = tokens_made(silent) + LONG
-        while tokens_made(silent) < wanted:
-            time.sleep(0.02)
+        with gathered(silent, IN_FLIGHT):
+            flying = pool.submit(asked, silent)
+        until_generating(silent, IN_FLIGHT)
         assert silent.call("/pause?mode=keep", {})[0] == 200
         for seed in range(2):
             client.update_model_params(other_weights(seed=seed))
@@ -221,7 +224,7 @@ def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
     sampling = {key: value for key, value in greedy.items() if key != "return_token_ids"}
     tokens = {"model": str(COMMITTED), "token_ids": COMPLETION["prompt"], "sampling_params": sampling}
     chat = CHAT | greedy | {"seed": None, "max_tokens": LONG - 30, "logprobs": True, "top_logprobs": 2}
-    before, chat_before = choices(), real.call("/v1/chat/completions", chat)[1]
+    weights, before, chat_before = trained(), choices(), real.call("/v1/chat/completions", chat)[1]
     with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(6) as pool:
         with gathered(real, 10):
             whole, stream = pool.submit(choices), pool.submit(streamed, real, COMPLETION | greedy | {"seed": None})
@@ -229,8 +232,8 @@ def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
             ids = pool.submit(real.call, "/inference/v1/generate", tokens)
             chats = pool.submit(real.call, "/v1/chat/completions", chat)
             chat_stream = pool.submit(real.stream, "/v1/chat/completions", chat)
-        until_generating(real, 10)
-        client.update_model_params(trained())
+        with standing_amid(real, 10):
+            client.update_model_params(weights)
         after, (last,), (status, sampled) = whole.result(), stream.result(), group.result()
         (of_ids,), chat_after = ids.result()[1]["choices"], chats.result()[1]
     assert status == 200, sampled
@@ -292,19 +295,19 @@ def check_conversation(before: Json, after: Json, version: int) -> None:
 
 
 def cut_off(real: RealFleet, client: Any, asked: Sequence[tuple[str, Json]]) -> tuple[int, list[Json]]:
-    """The version before an update that all these requests met, and their choices. Some tries may be over before it."""
-    for _ in range(TRIES):
-        version = real.call("/status")[1]["weight_version"]
-        with ThreadPoolExecutor(len(asked)) as pool:
+    """The version before an update that all these requests met, and their choices."""
+    version = real.call("/status")[1]["weight_version"]
+    weights = other_weights(seed=version)
+    with ThreadPoolExecutor(len(asked)) as pool:
+        with gathered(real, len(asked)):
             running = [pool.submit(real.call, path, body) for path, body in asked]
-            until_generating(real, len(asked))
-            client.update_model_params(other_weights(seed=version))
-            replies = [future.result() for future in running]
-        assert [status for status, _ in replies] == [200] * len(asked), replies
-        choices = [reply["choices"][0] for _, reply in replies]
-        if all(choice["weight_versions"][-1]["version"] == version + 1 for choice in choices):
-            return version, choices
-    raise AssertionError(f"no update fell into the requests in {TRIES} tries")
+        with standing_amid(real, len(asked)):
+            client.update_model_params(weights)
+        replies = [future.result() for future in running]
+    assert [status for status, _ in replies] == [200] * len(asked), replies
+    choices = [reply["choices"][0] for _, reply in replies]
+    assert [choice["weight_versions"][-1]["version"] for choice in choices] == [version + 1] * len(asked)
+    return version, choices
 
 
 def test_what_cannot_go_on_from_its_tokens_is_made_again_by_the_new_weights(

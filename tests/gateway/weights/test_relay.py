@@ -38,6 +38,8 @@ from trainer_client.transports import tensors as sources
 SHAPES: Json = {"w": [4, 4], "b": [4]}
 BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
 TIMEOUT_S = 20.0
+JOIN_S = 240.0
+"""For the first of the relays that are processes, which loads torch."""
 REPLAYED = {500, 502, 503}
 
 
@@ -52,7 +54,7 @@ class Trainer:
         """Status and reply of the call; the group is left where it is no success."""
         self.leave()
         port = free_port()
-        self.group = group = WeightGroup("127.0.0.1", port, 0, 2, TIMEOUT_S)
+        self.group = group = WeightGroup("127.0.0.1", port, 0, 2, JOIN_S)
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": True}
         joining = asyncio.create_task(asyncio.to_thread(group.join))
         answer = await self.rig.post("/init_weight_transfer_engine", {"init_info": info | changes})

@@ -136,7 +136,7 @@ async def compared(replicas: list[SimReplica], gateway_url: str, *options: str) 
     process = await asyncio.create_subprocess_exec(
         *command, "--clients", "1", *options, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         printed, _ = await process.communicate()
     return process.returncode, printed.decode()
 

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from tests.rigs.engines.forked_vllm import engine_process
 
 START_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 240.0
-FAST = {"gateway": {"port": 0}, "fleet": {"probe_interval_s": 0.2, "lost_after_s": 2.0}}
+# A dead engine's port is closed, which is seen at once. One that is held still, or slow on a busy machine, is alive.
+_WATCH = {"probe_interval_s": 0.2, "probe_timeout_s": 60.0, "stalled_after_s": REQUEST_TIMEOUT_S, "lost_after_s": 2.0}
 
 
 @dataclass(frozen=True)
@@ -84,18 +86,29 @@ class RealFleet:
 
 def tokens_made(real: RealFleet) -> float:
     """By all replicas, since they have started."""
-    return _metric(real, "generation_tokens_total")
+    return sum(_metrics(real, "generation_tokens_total"))
 
 
 def until_generating(real: RealFleet, samples: int = 1, tokens: int = 20) -> None:
-    """Returns when so many samples run on the replicas, and these have made about so many tokens each since."""
-    _until(lambda: _metric(real, "num_requests_running") >= samples)
-    until_made(real, tokens_made(real) + samples * tokens)
+    """Returns when so many samples run on the replicas, and each of these has made about so many tokens more."""
+    _until(lambda: sum(_metrics(real, "num_requests_running")) >= samples)
+    # A sample that runs has a token of each step of its replica, which another replica's do not stand for.
+    running, made = _metrics(real, "num_requests_running"), _metrics(real, "generation_tokens_total")
+    wanted = [before + tokens * count for before, count in zip(made, running, strict=True)]
+    _until(lambda: all(map(ge, _metrics(real, "generation_tokens_total"), wanted)))
 
 
 def until_made(real: RealFleet, tokens: float) -> None:
     """Returns when the replicas have made so many tokens since they started."""
     _until(lambda: tokens_made(real) >= tokens)
+
+
+@contextmanager
+def standing_amid(real: RealFleet, samples: int = 1) -> Iterator[None]:
+    """Hold the engines still as soon as so many samples run and each has tokens: none ends before the update does."""
+    until_generating(real, samples)
+    with standing(real):
+        yield
 
 
 @contextmanager
@@ -119,11 +132,11 @@ def standing(real: RealFleet) -> Iterator[None]:
             assert engine.call("/resume", {})[0] == 200
 
 
-def _metric(real: RealFleet, name: str) -> float:
-    """The sum over all replicas."""
+def _metrics(real: RealFleet, name: str) -> list[float]:
+    """Of each replica."""
     texts = [replace(real, url=replica.url).text("/metrics")[1] for replica in real.replicas]
     found = [re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", text, re.M) for text in texts]
-    return sum(float(one[1]) for one in found if one)
+    return [float(one[1]) if one else 0.0 for one in found]
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -160,7 +173,10 @@ def app(
     # Beside others that serve the same app name on this machine.
     store = tempfile.TemporaryDirectory(prefix="store-")
     weights = {"store": store.name} | sections.pop("weights", {})
-    config = Config.model_validate({"engines": tree, **FAST, "weights": weights, **sections})
+    gateway = {"port": 0, "ledger": None} | sections.pop("gateway", {})
+    config = Config.model_validate(
+        {"engines": tree, "fleet": _WATCH, "gateway": gateway, "weights": weights, **sections}
+    )
     with store, engines or started(groups) as (runner, servers, replicas):
 
         async def discover() -> list[ReplicaInfo]:

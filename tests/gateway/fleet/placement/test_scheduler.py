@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.engine import Engine
@@ -246,6 +246,7 @@ async def test_the_longest_of_a_turn_is_placed_first_and_a_later_turn_waits() ->
 lengths = st.none() | st.integers(1, 50)
 
 
+@settings(deadline=None)
 @given(arrivals=st.lists(st.tuples(st.integers(0, 3), lengths, st.integers(0, 2)), min_size=1, max_size=40))
 def test_no_rollout_waits_for_more_than_its_turn_and_equals_keep_their_order(
     arrivals: list[tuple[int, int | None, int]],

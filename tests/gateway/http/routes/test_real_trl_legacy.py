@@ -34,7 +34,7 @@ CLOSE_LOGPROB = 1e-3
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
     folder = tmp_path_factory.mktemp("engines")
-    with fleet(COMMITTED, folder, gateway={"port": 0, "trl_legacy": True}) as running:
+    with fleet(COMMITTED, folder, gateway={"trl_legacy": True}) as running:
         yield running
 
 

@@ -15,17 +15,17 @@ SCRIPT = Path(sys.executable).with_name("rollout-gateway")
 ROOT = Path(__file__).parents[4]
 
 
-def test_it_tunes_a_real_engine_within_a_small_budget(tmp_path: Path) -> None:
+def test_it_tunes_a_real_engine_within_its_budget(tmp_path: Path) -> None:
     """One sequence at a time is far from the best."""
     command = [
         str(SCRIPT), "tune", "-c", str(ROOT / "examples" / "tiny-cpu.yaml"), "--out", str(tmp_path / "out"), "--json",
-        "--prompts", "8", "-n", "2", "--prompt", "16:32", "--response", "32:64", "--pairs", "1", "--budget", "150s",
+        "--prompts", "8", "-n", "2", "--prompt", "16:32", "--response", "32:64", "--pairs", "1", "--budget", "900s",
         "--lever", "max_num_seqs=16", "engine.max_num_seqs=1", f"engine.log_dir={tmp_path / 'logs'}",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1000, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["spent_s"] <= 150
+    assert found["spent_s"] <= 900
     assert found["start"] == {"max_num_seqs": 1}
     tried = {one["setting"]["max_num_seqs"]: one for one in found["measured"]}
     assert tried[1]["speeds"][0] > 0

@@ -23,7 +23,7 @@ from engines.transfer.gloo import WeightGroup, send
 from engines.transfer.tensor_bytes import digest_on_host
 from examples.tiny_model.task import COMMITTED
 from tests.material import plain_layers
-from tests.rigs.engines.real_vllm import RealFleet, app, engine_config, until_generating, until_receiving
+from tests.rigs.engines.real_vllm import RealFleet, app, engine_config, gathered, standing_amid, until_receiving
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
@@ -262,10 +262,12 @@ def test_a_rollout_that_an_update_falls_into_tells_the_exact_token(plain: Plain,
     }
     plain.push(sender, plain.moved(seed=11))  # so that the group is there
     version, before, reloads = plain.client.weight_version(), asked(), plain.reloads()
+    weights = sure(seed=12)
     with ThreadPoolExecutor(1) as beside:
-        flying = beside.submit(asked)
-        until_generating(plain.real, 2)
-        assert sender.push(sure(seed=12), in_flight="keep") == version + 1
+        with gathered(plain.real, 2):
+            flying = beside.submit(asked)
+        with standing_amid(plain.real, 2):
+            assert sender.push(weights, in_flight="keep") == version + 1
         after = flying.result(TIMEOUT_S)
     assert plain.reloads() == reloads
     for old, choice in zip(before, after, strict=True):

@@ -120,7 +120,7 @@ def why_chosen(chosen: ReplicaView, replicas: Sequence[ReplicaView], home: str |
     """The reason for which `choose` took a replica."""
     if chosen.replica_id == home:
         return "home of its session"
-    if len(replicas) == 1:
+    if not any(one.load_samples < one.max_samples for one in replicas if one is not chosen):
         return "the only one with room"
     return "fewest tokens" if home is None else "fewest tokens: its session's home is overloaded or has no room"
 

@@ -243,8 +243,9 @@ class Scheduler:
         self._pump(rollout.model)
         try:
             while not waiter.placed.done():
-                quiet_s = min(line.quiet_s(waiter, began), self._quiet_s(rollout))
-                left_s = self._config.queue_timeout_s - quiet_s
+                left_s = self._config.queue_timeout_s - line.quiet_s(waiter, began)
+                if left_s <= 0:  # all replicas are looked at where it matters alone
+                    left_s = self._config.queue_timeout_s - self._quiet_s(rollout)
                 if left_s <= 0:
                     raise DeadlineExceeded(self._why_not_placed(rollout))
                 await asyncio.wait([waiter.placed], timeout=left_s)
@@ -277,7 +278,8 @@ class Scheduler:
     def _pump(self, model: str) -> None:
         """Place waiting rollouts of a model in turn, while there is room.
 
-        A rollout that waits for room reserves one replica, the one with the fewest samples, or large groups starve.
+        A rollout that waits for room reserves one replica, the one with the fewest samples, or large groups starve. It
+        ends where no other replica has room for the smallest rollout in line: nothing else can be placed.
         """
         line = self._lines[model]
         if not len(line):
@@ -293,7 +295,12 @@ class Scheduler:
             demand = waiter.demand
             if demand not in able:
                 able[demand] = self._able(waiter.rollout)
-            open_ = [one for one in able[demand] if one not in reserved and one.load_samples < one.max_samples]
+            least = line.least_samples if reserved else 1
+            open_ = [
+                one
+                for one in able[demand]
+                if one not in reserved and (not one.load_samples or one.load_samples + least <= one.max_samples)
+            ]
             if open_ and (admitting := self.sessions.admitting(waiter.rollout, open_)):
                 self._place_on(admitting, able[demand], waiter, line, reserved)
             elif open_:
@@ -320,6 +327,8 @@ class Scheduler:
         if self._is_closed(rollout.model):
             return None
         able = self._able(rollout)
+        if not rollout.session:  # the choice itself looks for room: of 1,000 replicas a look at each takes its time
+            return self._chosen(rollout, able, able)
         open_ = [one for one in able if one.load_samples < one.max_samples]
         return self._chosen(rollout, self.sessions.admitting(rollout, open_), able)
 

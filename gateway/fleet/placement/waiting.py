@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -71,6 +71,7 @@ class WaitingLine:
     def __init__(self) -> None:
         self._by_demand: defaultdict[Demand, list[Waiter]] = defaultdict(list)
         self._by_rollout: dict[int, Waiter] = {}
+        self._sizes: Counter[int] = Counter()
         self._last_turns: dict[str, int] = {}
         self._turn = 0
         self._arrivals = 0
@@ -79,6 +80,11 @@ class WaitingLine:
 
     def __len__(self) -> int:
         return len(self._by_rollout)
+
+    @property
+    def least_samples(self) -> int:
+        """The samples of the smallest rollout in line."""
+        return min(self._sizes)
 
     def waiters(self) -> list[Waiter]:
         return list(self._by_rollout.values())
@@ -102,6 +108,7 @@ class WaitingLine:
         waiter = Waiter(rollout, Demand.of(rollout, is_outside=is_outside), order)
         waiter.before = self._waits[waiter.demand].read()
         self._by_rollout[id(rollout)] = waiter
+        self._sizes[rollout.n] += 1
         heapq.heappush(self._by_demand[waiter.demand], waiter)
         return waiter
 
@@ -109,6 +116,9 @@ class WaitingLine:
         """The waiter was placed or has given up; its entry in the heap is dropped when it comes up."""
         if self._by_rollout.pop(id(waiter.rollout), None) is not None:
             self._count(waiter)
+            self._sizes[waiter.rollout.n] -= 1
+            if not self._sizes[waiter.rollout.n]:
+                del self._sizes[waiter.rollout.n]
         if not self._by_rollout:
             self._waits.clear()
             self._last_turns.clear()

@@ -135,6 +135,22 @@ async def test_a_group_that_waits_for_room_keeps_one_replica_and_no_other() -> N
     await played.stop()
 
 
+@pytest.mark.parametrize("num_replicas", [2, 64])
+async def test_groups_too_large_for_the_room_that_is_left_are_not_looked_at_one_by_one(
+    looks: Counter[str], num_replicas: int
+) -> None:
+    played = Played(num_replicas, places=4)
+    for number in range(num_replicas):
+        await played.submit(f"running-{number}", n=3)
+    for number in range(MANY):
+        await played.submit(f"waiting-{number}", n=3)
+    looks.clear()
+    await played.end("running-1")
+    assert (played.placed[-1], played.where["waiting-0"]) == ("waiting-0", played.where["running-1"])
+    assert looks["looks"] <= 4  # the one that is placed, and at most the next two at each of two occasions
+    await played.stop()
+
+
 async def test_a_chat_turn_waits_for_one_rollout_of_a_batch_and_not_for_all() -> None:
     played = Played(1)
     for number in range(100):

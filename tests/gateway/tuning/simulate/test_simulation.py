@@ -95,7 +95,7 @@ def test_rollouts_are_placed_by_the_gateways_scheduler(monkeypatch: pytest.Monke
     after = simulated(config(2), {"engine": SPEED}, workload, by_the_gateway)
     assert len(chosen) >= sum(1 for _ in workload.asks())
     assert after.makespan_s > 1.3 * before.makespan_s
-    assert after.busy <= 0.5
+    assert after.busy <= 0.5 + 1e-9  # sums of the clock's times
 
 
 def test_sessions_that_stick_find_their_prefix_and_round_robin_does_not() -> None:

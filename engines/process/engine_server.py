@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from engines.clients.connect import connect
 from engines.clients.sglang_engine import SglangEngine
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine
-from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
+from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineStartFailed
 from engines.gpus import visible_gpus
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
@@ -57,7 +58,8 @@ class EngineServer:
         self._has_tee = False
 
     async def start(self) -> ReplicaInfo:
-        """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line gives the reason.
+        """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line gives the reason, and
+        `ConfigError` where nothing can be started.
 
         A failure that may be transient is retried once here, since Serve is configured to give up at the first.
         """
@@ -88,6 +90,7 @@ class EngineServer:
     async def _start_once(self) -> ReplicaInfo:
         await self.stop()
         config, port = self._config, free_port()
+        await asyncio.to_thread(self._check_log_folder)
         log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         if config.log_dir == DEFAULT_LOG_DIR:
             await asyncio.to_thread(forget_old_logs, config.log_folder)
@@ -116,6 +119,18 @@ class EngineServer:
         words = _last_words(process)
         await self.stop()
         raise EngineStartFailed(f"{why}\n{words}", replica_id=self._replica_id, may_pass=may_pass)
+
+    def _check_log_folder(self) -> None:
+        """Raise `ConfigError` where no log can be written."""
+        folder = self._config.log_folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ConfigError(
+                f"{self._section}.log_dir = {self._config.log_dir!r}: no log can be written there ({error.strerror}); "
+                "name a folder that this user may write to, on every node"
+            ) from error
 
     async def _healthy(self, process: EngineProcess, engine: Engine) -> None:
         while True:

@@ -35,11 +35,11 @@ def scale(
     The group may be left out where there is one. Removed replicas finish their rollouts first, up to
     `engine.drain_timeout_s`.
     """
-    application, config = deployed(name)
-    group = config.chosen_group(group)
-    _check(config, group, num_replicas)
-    api = serve_api(name)
     with changing(name, "scale"):
+        application, config = deployed(name)
+        group = config.chosen_group(group)
+        _check(config, group, num_replicas)
+        api = serve_api(name)
         report.step(f"{group}: {num_replicas} replicas")
         api.redeploy(name, scaled(application["deployed_app_config"], group, num_replicas))
         _wait(api, config, group, num_replicas, report, timeout_s or _longest_s(config, group))

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
-from engines.errors import EngineError, EngineStartFailed
+from engines.errors import ConfigError, EngineError, EngineStartFailed
 from engines.process import engine_server as server
 from engines.process import launch
 from engines.process.engine_server import EngineServer, expected_tensors, free_port, streams_coarsely
@@ -267,3 +267,10 @@ async def test_a_second_taken_port_is_an_error(
 def test_a_free_port_can_be_bound() -> None:
     with socket.socket() as mine:
         mine.bind(("127.0.0.1", free_port()))
+
+
+async def test_a_folder_where_no_log_can_be_written_is_named_by_its_key(new_server: NewServer, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = f"{tmp_path}/file/logs"
+    with pytest.raises(ConfigError, match=re.escape(f"engine.log_dir = {folder!r}: no log can be written there")):
+        await new_server(log_dir=folder).start()

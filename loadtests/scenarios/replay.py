@@ -121,11 +121,17 @@ class ToTheEnd(LoadTestShape):
     def tick(self) -> tuple[int, float] | None:
         assert self.runner is not None
         settings, seconds = Run.of(self.runner.environment).settings, self.get_run_time()
-        is_over = seconds > _SETTLE_S and self.get_current_user_count() == 0
+        is_over = seconds > _SETTLE_S and self._has_begun and self.get_current_user_count() == 0
         if is_over or (settings.run_time and seconds > settings.run_time):
             return None
         users = max(settings.num_users or 1, getattr(self.runner, "worker_count", 1))  # each process has a share
         return users, float(users)
+
+    @property
+    def _has_begun(self) -> bool:
+        """False while a process of --processes has not told that it has its users: a busy machine is slow to start."""
+        workers = getattr(self.runner, "clients", None)
+        return workers is None or not (workers.ready or workers.spawning)
 
 
 def _limit(recorded: Recorded) -> int:

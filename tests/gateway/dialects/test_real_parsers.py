@@ -59,7 +59,17 @@ def parsed(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
     messages = [{"role": "user", "content": PARSERS[request.param]}]
     question = {"model": str(model), "messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 400}
     with fleet(model, tmp_path_factory.mktemp("logs"), 1, {"extra": extra, "stream_interval": 4}) as running:
+        push(running, weights_of(model))  # a canary before it, which an engine that stands still would not answer
         yield Parsed(running, question)
+
+
+def weights_of(model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def push(real: RealFleet, weights: Any) -> None:
+    with BlockingRolloutClient(real.url) as client, WeightSender(client, transport="store") as sender:
+        sender.push(weights, in_flight="abort")
 
 
 def whole(real: RealFleet, body: Json) -> Json:
@@ -99,7 +109,7 @@ def cut_off(real: RealFleet, model: Path, ask: Callable[[], Json], after: int) -
 
     The update changes nothing else. The engine stands still until it comes, which is after the end on a fast machine.
     """
-    weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    weights = weights_of(model)
     for _ in range(TRIES):
         version = real.call("/status")[1]["weight_version"]
         wanted = tokens_made(real) + after
@@ -107,12 +117,8 @@ def cut_off(real: RealFleet, model: Path, ask: Callable[[], Json], after: int) -
             running = pool.submit(ask)
             while tokens_made(real) < wanted and not running.done():
                 time.sleep(0.005)
-            with (
-                standing(real),
-                BlockingRolloutClient(real.url) as client,
-                WeightSender(client, transport="store") as sender,
-            ):
-                sender.push(weights, in_flight="abort")
+            with standing(real):
+                push(real, weights)
             reply = running.result()
         spans = reply["choices"][0]["weight_versions"]
         print([(span["version"] - version, span["start"], span["end"]) for span in spans])

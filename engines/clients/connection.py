@@ -7,16 +7,21 @@ from typing import cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 _LONGEST_HEAD = 1 << 16
-_UNREAD_BYTES = 1 << 18
+_UNREAD_BYTES = 1 << 16
 _SMALL_BODY = 1 << 16
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """One connection, and the response that is read from it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, forget: Callable[["Connection"], None]) -> None:
-        """`forget` is called when the server closes the connection while it is idle."""
-        self._loop, self._forget = loop, forget
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, buffer: memoryview, forget: Callable[["Connection"], None]
+    ) -> None:
+        """`forget` is called when the server closes the connection while it is idle.
+
+        `buffer` takes what is received until it is parsed, at once, so connections of one loop may share it.
+        """
+        self._loop, self._buffer, self._forget = loop, buffer, forget
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -153,16 +158,19 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         return False
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self._is_idle or self._has_ended:
             self._break_off("it sends bytes that belong to no response")
             return
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(self._buffer[:nbytes])
         except (HttpParserError, HttpParserUpgrade) as error:
             self._break_off(f"it does not speak HTTP/1.1: {error}")
             return
-        self._head_bytes += 0 if self.status else len(data)
+        self._head_bytes += 0 if self.status else nbytes
         if self._head_bytes > _LONGEST_HEAD:
             self._break_off(f"it does not speak HTTP/1.1: its head has more than {_LONGEST_HEAD} bytes")
             return

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlsplit
 
 from engines.clients.connection import Connection
 
+_BUFFER_BYTES = 1 << 16
 _AS_IT_IS = "/?#[]@!$&'()*+,;=:%-._~"
 
 
@@ -36,6 +37,7 @@ class Connections:
         self._address = address.netloc.rpartition("@")[2]
         self._fixed = _head_lines({"Host": self._address, "Accept": "*/*", "User-Agent": "rollout-gateway", **headers})
         self._keepalive_s = keepalive_s
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self.closed = False
@@ -101,7 +103,7 @@ class Connections:
         try:
             async with asyncio.timeout(timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(loop, self._drop), self._host, self._port, ssl=self._context
+                    lambda: Connection(loop, self._buffer, self._drop), self._host, self._port, ssl=self._context
                 )
         except (OSError, ssl.CertificateError) as error:
             raise CannotConnect(self._address, error) from error

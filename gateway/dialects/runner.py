@@ -20,7 +20,7 @@ from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler, using
 from gateway.fleet.replica import Replica
 
-_LARGE_BYTES = 1 << 16
+_LARGE_BYTES = 1 << 14
 
 
 class Exchange(ABC):

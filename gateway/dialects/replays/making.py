@@ -10,6 +10,8 @@ from engines.engine import Json
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
 
+_AT_ONCE = 1 << 24  # bytes, which are encoded in a few milliseconds
+
 Path = tuple[int, ...]
 """A prompt's index; behind it the sample that continues, and further samples where a rest continues in turn."""
 
@@ -44,6 +46,8 @@ class Notes:
 
     def __init__(self) -> None:
         self.is_on = True
+        self.num_bytes = 0
+        """Size of the chunks that wait."""
         self._pending: dict[_Attempt | Cut, None] = {}
 
     def of(self, index: int) -> "Making":
@@ -55,25 +59,36 @@ class Notes:
         return bool(self._pending)
 
     def take(self) -> list[Note]:
-        """Return the notes that may be kept: not those of tokens whose version an update leaves open."""
+        """Return notes that may be kept, about `_AT_ONCE` bytes: none of tokens whose version an update leaves open."""
         taken: list[Note] = []
+        size = 0
         for one in list(self._pending):
-            if isinstance(one, Cut) or one.is_vouched:
+            if size >= _AT_ONCE:
+                break
+            if isinstance(one, Cut):
                 del self._pending[one]
-                taken.append(one if isinstance(one, Cut) else one.taken())
+                taken.append(one)
+                size += len(one.answer)
+            elif one.is_vouched:
+                self.drop(one)
+                size += one.num_bytes
+                taken.append(one.taken())
         return taken
 
     def stop(self) -> None:
         """Take no further notes."""
         self.is_on = False
         self._pending.clear()
+        self.num_bytes = 0
 
     def add(self, note: "_Attempt | Cut") -> None:
         if self.is_on:
             self._pending[note] = None
 
     def drop(self, attempt: "_Attempt") -> None:
-        self._pending.pop(attempt, None)
+        if attempt in self._pending:
+            del self._pending[attempt]
+            self.num_bytes -= attempt.num_bytes
 
 
 class Making:
@@ -112,6 +127,8 @@ class _Attempt:
         self._replica, self._flight, self._is_whole = replica, flight, is_whole
         self._id = secrets.token_bytes(4)
         self._chunks: list[bytes] = []
+        self.num_bytes = 0
+        """Size of the chunks that were not taken."""
 
     @property
     def is_vouched(self) -> bool:
@@ -120,10 +137,13 @@ class _Attempt:
     def add(self, chunks: list[bytes]) -> None:
         if self._notes.is_on:
             self._chunks += chunks
+            size = sum(map(len, chunks))
+            self.num_bytes += size
+            self._notes.num_bytes += size
             self._notes.add(self)
 
     def taken(self) -> Came:
-        chunks, self._chunks = self._chunks, []
+        chunks, self._chunks, self.num_bytes = self._chunks, [], 0
         flight = self._flight
         return Came(
             self.path,

@@ -15,6 +15,8 @@ from gateway.ledger.shared import SharedLedger
 
 _WORTH_IT_S = 1.0
 """Age from which a batch is written: a younger one has little to lose, and writing it would delay its reply."""
+_WORTH_IT_BYTES = 1 << 24
+"""Size from which a younger batch is written too: it waits in memory until then."""
 
 
 class Request(msgspec.Struct):
@@ -67,10 +69,12 @@ class Record:
         """True where there may be something to write, and the write before has ended."""
         if not self.is_on or self._num_writing:
             return False
-        return self._notes.has_news if self.is_written else time.monotonic() - self._began >= _WORTH_IT_S
+        if self.is_written:
+            return self._notes.has_news
+        return time.monotonic() - self._began >= _WORTH_IT_S or self._notes.num_bytes > _WORTH_IT_BYTES
 
     def write(self) -> int:
-        """Write what is new; return its size."""
+        """Write some of what is new; return its size."""
         before = self.num_bytes
         if not self.is_written:
             self.is_written = True

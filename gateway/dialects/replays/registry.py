@@ -137,10 +137,14 @@ class Replays:
     def _records(self) -> list[Record]:
         return [batch.record for equal in self._batches.values() for batch in equal]
 
-    def _write(self, due: Sequence[Record]) -> None:
+    def _write(self, due: Sequence[Record]) -> bool:
+        """Write some of what is new. Return False where nothing is."""
+        has_written = False
         written = sum(record.num_bytes for record in self._records)
         for record in due:
-            written += record.write()
+            size = record.write()
+            has_written = has_written or size > 0
+            written += size
             if written > self._most_written:
                 log.warning("batches fill their part of the ledger: one of them is in memory alone")
                 written -= record.num_bytes
@@ -148,6 +152,7 @@ class Replays:
         if not self._ledger.is_durable:
             for record in self._records:
                 record.stop()
+        return has_written
 
     def take_up(self, ledger: Ledger, *, is_left: bool) -> None:
         """Batches that another file had are in memory alone."""
@@ -188,9 +193,10 @@ class Replays:
     async def close(self) -> None:
         """Stop all batches without a client, which a later gateway goes on with."""
         tasks = [batch.task for batch in self._orphans]
-        if due := [record for record in self._records if record.is_on]:
+        if any(record.is_on for record in self._records):
             await self._ledger.opened()
-            self._write(due)
+            while self._write([record for record in self._records if record.is_on]):
+                pass
         for record in self._records:
             record.stop()
         for batch in list(self._orphans):

@@ -18,16 +18,16 @@ from engines.engine import Json
 from engines.errors import EngineFailed
 from engines.types import ReplicaInfo
 from gateway.dialects.replies.carried import (
-    EMPTY,
     NO_JSON,
     NULL,
     choice_of,
     encoded,
     head_of,
-    joined_list,
-    joined_text,
-    num_tokens,
+    list_of,
+    of_list,
+    of_text,
     opened,
+    text_of,
 )
 from gateway.fleet.placement.routing import Rollout
 
@@ -166,27 +166,46 @@ class Assembly:
 
 
 class _Sample:
-    """The chunks of one sample, joined. vLLM sends none, or an opening alone, for a sample that was aborted
-    before its first token."""
+    """One sample: what its chunks have, without what is around it. vLLM sends none, or an opening alone, for a sample
+    that was aborted before its first token."""
 
     def __init__(self, index: int, *, has_text: bool) -> None:
         self.index = index
+        self.num_tokens = 0
         self._has_text = has_text
-        self._parts: list[_Choice] = []
+        # What came, without delimiters: few large buffers, since many small objects leave holes in memory.
+        self._text, self._ids = bytearray(), bytearray()
+        self._logprobs: dict[str, bytearray] = {}
+        self._prompt: Raw | None = None
+        self._finish_reason: str | None = None
         self._last = b""
         self._has_begun = True
 
     @property
     def has_ended(self) -> bool:
-        return not self.num_tokens or self._parts[-1].finish_reason is not None
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return num_tokens(self._token_ids)
+        return not self.num_tokens or self._finish_reason is not None
 
     def add(self, choice: _Choice, event: bytes) -> None:
-        joined_list([choice.token_ids])  # raises for what is no list, so that the part before is kept
-        self._parts.append(choice)
+        """Take a chunk. Raise `ValueError` where a value is of another kind, so that the part before is kept."""
+        token_ids, text = of_list(choice.token_ids), of_text(choice.text)
+        prompt = choice.prompt_token_ids != NULL and of_list(choice.prompt_token_ids)
+        scores = [
+            (key, b"" if key == _OFFSETS else of_list(value))  # offsets are counted anew
+            for key, value in (choice.logprobs or {}).items()
+        ]
+        if token_ids:
+            self._ids += b",%b" % token_ids
+            self.num_tokens += token_ids.count(b",") + 1
+        self._text += text
+        if prompt:
+            self._prompt = choice.prompt_token_ids
+        for key, value in scores:
+            so_far = self._logprobs.get(key)
+            if so_far is None:
+                so_far = self._logprobs[key] = bytearray()
+            if value:
+                so_far += b",%b" % value
+        self._finish_reason = choice.finish_reason
         self._last = event
 
     def opened(self) -> None:
@@ -195,45 +214,32 @@ class _Sample:
 
     @cached_property
     def choice(self) -> Json:
+        """The sample joined, after which its chunks are gone."""
         last = choice_of(self._last, self.index) if self._last else {}
         if not self._has_begun:
             last = {"finish_reason": None}
         elif last.get("finish_reason") is None and not self.num_tokens:
             last["finish_reason"] = "abort"
-        text = {"text": self._text(), "prompt_logprobs": None} if self._has_text else {}
-        return {
+        text = {"text": text_of(self._text), "prompt_logprobs": None} if self._has_text else {}
+        choice = {
             "stop_reason": None,
             **last,
             **text,
             "index": self.index,
-            "logprobs": self._logprobs(),
-            "token_ids": self._token_ids,
-            "prompt_token_ids": self._prompt_token_ids(),
+            "logprobs": self._joined_logprobs(),
+            "token_ids": list_of(self._ids) if self._ids else [],
+            "prompt_token_ids": self._prompt,
         }
+        self._text, self._ids, self._logprobs = bytearray(), bytearray(), {}
+        return choice
 
-    def _text(self) -> Raw:
-        return joined_text(part.text for part in self._parts)
-
-    @cached_property
-    def _token_ids(self) -> Raw | list[int]:
-        joined = joined_list(part.token_ids for part in self._parts)
-        return [] if joined == EMPTY else joined
-
-    def _prompt_token_ids(self) -> Raw | None:
-        reported = (part.prompt_token_ids for part in reversed(self._parts))
-        return next((token_ids for token_ids in reported if joined_list([token_ids]) != EMPTY), None)
-
-    def _logprobs(self) -> dict[str, Raw] | None:
-        parts = [part.logprobs for part in self._parts if part.logprobs]
-        if not parts:
-            return None
-        keys = dict.fromkeys(key for part in parts for key in part)
-        joined = {key: joined_list([part.get(key, NULL) for part in parts]) for key in keys if key != _OFFSETS}
-        if _OFFSETS in keys:
+    def _joined_logprobs(self) -> dict[str, Raw] | None:
+        joined = {key: list_of(so_far) for key, so_far in self._logprobs.items()}
+        if _OFFSETS in joined:
             if "tokens" not in joined:
                 raise ValueError("log-probs have offsets of tokens, and no tokens")
             joined[_OFFSETS] = Raw(encoded(_offsets(_names(joined["tokens"]))))
-        return joined
+        return joined or None
 
 
 def _offsets(tokens: Sequence[str]) -> list[int]:

@@ -4,7 +4,7 @@ A carried value is a `msgspec.Raw`: the bytes of a JSON value. Short values are 
 costs next to nothing; so a long list may be carried, and a short or empty one never is.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -70,24 +70,37 @@ def num_tokens(token_ids: Any) -> int:
     return 0 if token_ids == EMPTY else bytes(token_ids).count(b",") + 1
 
 
-def joined_text(parts: Iterable[Raw]) -> Raw:
-    """Return texts, one after the other. Raise `ValueError` for a value that is neither text nor null."""
-    joined = b"".join(_insides(parts, b'"'))
-    check_text(joined)
-    return Raw(b'"%b"' % joined)
+def of_text(value: Raw) -> bytes:
+    """Return a text without its delimiters; null has nothing. Raise `ValueError` for a value of another kind."""
+    content = bytes(value)
+    return content[1:-1] if content[:1] == b'"' else _nothing(content, b'"')
 
 
-def joined_list(parts: Iterable[Raw]) -> Raw:
-    """Return lists, one after the other. Raise `ValueError` for a value that is neither a list nor null."""
-    return Raw(b"[%b]" % b",".join([inside for inside in _insides(parts, b"[") if inside and not inside.isspace()]))
+def of_list(value: Raw) -> bytes:
+    """As `of_text`, for a list."""
+    content = bytes(value)
+    if content[:1] != b"[":
+        return _nothing(content, b"[")
+    inside = content[1:-1]
+    return b"" if inside.isspace() else inside
 
 
-def _insides(parts: Iterable[Raw], begin: bytes) -> list[bytes]:
-    """Return values without their delimiters; each begins with `begin`, and null has none."""
-    values = [bytes(part) for part in parts if part != NULL]
-    if odd := [value for value in values if value[:1] != begin]:
-        raise ValueError(f"a value is {odd[0]!r:.80}, which does not begin with {begin!r}")
-    return [value[1:-1] for value in values]
+def _nothing(content: bytes, begin: bytes) -> bytes:
+    """Return what null has."""
+    if content != b"null":
+        raise ValueError(f"a value is {content!r:.80}, which does not begin with {begin!r}")
+    return b""
+
+
+def text_of(insides: bytearray) -> Raw:
+    """Return texts, one after the other, out of what `of_text` has returned."""
+    check_text(insides)
+    return Raw(b"".join((b'"', insides, b'"')))
+
+
+def list_of(insides: bytearray) -> Raw:
+    """As `text_of`, for lists, each after a comma."""
+    return Raw(b"".join((b"[", memoryview(insides)[1:], b"]")))
 
 
 def encoded(value: Any) -> bytes:
@@ -95,7 +108,7 @@ def encoded(value: Any) -> bytes:
     return _encoded(value)
 
 
-def check_text(content: bytes) -> None:
+def check_text(content: bytes | bytearray) -> None:
     """Raise `UnicodeDecodeError` for bytes that are no UTF-8: carried values are not checked for it."""
     if not content.isascii():
         content.decode()

@@ -1,6 +1,7 @@
 """A reply put together from an engine's chunks is the reply that the engine would have sent as a whole."""
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncGenerator
 
 import orjson
@@ -116,21 +117,33 @@ async def test_a_chunk_of_another_form_is_a_failure_of_the_engine(odd: Json) -> 
         await assemble(told(chunk(0, "b", token_ids=[5]), odd), 1, "a")
 
 
-async def test_tokens_before_a_chunk_of_another_form_are_kept() -> None:
+@pytest.mark.parametrize("odd", [{"token_ids": "no list"}, {"text": 5}, {"logprobs": {"token_logprobs": 0.5}}])
+async def test_tokens_before_a_chunk_of_another_form_are_kept(odd: Json) -> None:
     assembly = Assembly(1, "a")
     assembly.add([orjson.dumps(chunk(0, "b", token_ids=[5]))])
     with pytest.raises(EngineFailed):
-        assembly.add([orjson.dumps(chunk(0, "a", token_ids="no list"))])
+        assembly.add([orjson.dumps({"choices": [{"index": 0, "token_ids": [6]} | odd]})])
     part = assembly.part()
     assert part is not None
     assert part["choices"][0]["token_ids"] == [5]
 
 
-@pytest.mark.parametrize("odd", [{"text": 5}, {"logprobs": {"text_offset": [0]}}])
-async def test_nothing_is_kept_of_chunks_that_cannot_be_joined(odd: Json) -> None:
+def test_of_a_chunk_no_more_is_kept_than_its_sample_has() -> None:
+    assembly = Assembly(1, "a")
+    tracemalloc.start()
+    try:
+        for _ in range(20):
+            assembly.add([b'{"choices":[{"index":0,"token_ids":[5]}],"beside":"%b"}' % (b"x" * 100_000)])
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 5 * 100_000  # the last chunk's fields, and the head's, are
+
+
+async def test_nothing_is_kept_of_chunks_that_cannot_be_joined() -> None:
     assembly = Assembly(1, "a")
     assembly.add([orjson.dumps(chunk(0, "b", token_ids=[5], finish_reason="stop"))])
-    assembly.add([orjson.dumps({"choices": [{"index": 0, "finish_reason": "stop"} | odd]})])
+    assembly.add([orjson.dumps({"choices": [{"index": 0, "finish_reason": "stop", "logprobs": {"text_offset": [0]}}]})])
     with pytest.raises(EngineFailed, match="cannot be joined"):
         assembly.reply()
     assert assembly.part() is None

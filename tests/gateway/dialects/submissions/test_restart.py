@@ -10,6 +10,7 @@ import pytest
 
 from engines.config import SimConfig
 from engines.process.engine_server import free_port
+from gateway.dialects.submissions import registry
 from gateway.http.guard.limits import Allowance
 from gateway.ledger import ledger as ledger_module
 from gateway.ledger import shared
@@ -157,14 +158,17 @@ async def test_a_replay_joins_over_a_restart(start_rig: StartRig, kept_rig: Rig)
     assert sum(replica.generated_tokens for replica in kept_rig.replicas) == made
 
 
-async def test_a_submission_that_outgrows_the_ledger_hurts_itself_alone(start_rig: StartRig, tmp_path: Path) -> None:
+async def test_a_submission_that_outgrows_the_ledger_hurts_itself_alone(
+    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_BOUNDS_S", 3600.0)  # it may be forgotten once it has ended, as all may
     room = {"ledger": str(tmp_path / "ledger.sqlite"), "submissions": {"max_bytes": 60_000}}
     rig = await start_rig(2, gateway=room, sim={"decode_step_s": 0.0, "decode_step_per_seq_s": 0.0})
     short: Json = {"prompt": [5, 6, 7], "n": 8, "sampling": SAMPLING | {"max_tokens": 40}}
     long: Json = {"prompt": [5, 6, 7], "sampling": SAMPLING | {"max_tokens": 41}}
     await rig.begun(samples=0, tokens=40)
     await detached(rig, "other", [long])
-    assert (await detached(rig, "large", [*[short] * 40, long]))["durable"]
+    assert (await detached(rig, "large", [*[short] * 120, long]))["durable"]
     async with asyncio.timeout(60):
         while not (report := (await rig.get("/status"))[1]["ledger"])["outgrown"]:
             await asyncio.sleep(0.02)
@@ -179,7 +183,7 @@ async def test_a_submission_that_outgrows_the_ledger_hurts_itself_alone(start_ri
     rig.hurry()
     head, *events = await read(rig, "large")
     assert not head["durable"]
-    assert sorted(samples(events)) == [*((group, sample) for group in range(40) for sample in range(8)), (40, 0)]
+    assert sorted(samples(events)) == [*((group, sample) for group in range(120) for sample in range(8)), (120, 0)]
     assert "durable" not in events[0]
     assert events[-1]["durable"] is False
     await ack(rig, "large", events[-1]["cursor"])

@@ -237,7 +237,10 @@ class Ledger:
         number = file.drop_largest()
         if number is None:
             raise error
-        self._call(partial(self.outgrown.append, number))
+        self._call(partial(self._outgrew, number))
+
+    def _outgrew(self, number: int) -> None:
+        self.outgrown.append(number)
 
     def _call(self, function: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop has ended, and nobody waits

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,26 @@ async def test_a_disk_that_is_full_at_the_start_leaves_the_file(
     await again.open()
     assert len(again.submissions) == 1
     await again.close()
+
+
+async def test_a_submission_that_leaves_the_file_is_told_though_its_user_takes_note_of_others_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite", 1 << 17)
+    await ledger.open()
+    pass_on = ledger._call
+
+    def call(function: "partial[None]") -> None:
+        if function.func != ledger._written:
+            ledger.outgrown = []
+        pass_on(function)
+
+    monkeypatch.setattr(ledger, "_call", call)
+    await put(ledger, submission(1, 80_000))
+    await put(ledger, submission(2, 70_000))
+    assert ledger.outgrown == [1]
+    assert not ledger.failure
+    await ledger.close()
 
 
 async def test_a_disk_that_hangs_at_the_start_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ class _Sample:
         token_ids, text = of_list(choice.token_ids), of_text(choice.text)
         prompt = choice.prompt_token_ids != NULL and of_list(choice.prompt_token_ids)
         scores = [
-            (key, b"" if key == _OFFSETS else of_list(value))  # offsets are counted anew
+            (key, b"" if key == _OFFSETS else of_list(value))  # offsets are counted again
             for key, value in (choice.logprobs or {}).items()
         ]
         if token_ids:

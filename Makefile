@@ -45,10 +45,13 @@ format: setup ## Mend what format and lint can mend
 test: setup ## Unit tests and a story on each real part: vLLM and TRL on CPU, Ray Serve, chaos
 	@scripts/suites unit story ray-story
 
-test-rest: setup setup-sglang setup-verl ## Everything that `make test` leaves out
-	@scripts/suites load vllm slow -- sglang ray verl verl-slow
+test-rest: setup setup-sglang setup-verl ## Load tests, vLLM, SGLang, Ray and verl: with `make test` all that CI runs
+	@scripts/suites load vllm -- sglang ray verl
 
-test-all: test test-rest ## Everything
+test-slow: setup setup-sglang setup-verl ## Tests that take minutes each, for releases
+	@scripts/suites slow -- verl-slow
+
+test-all: test test-rest test-slow ## Everything
 
 test-unit: setup ## Unit tests alone
 	@scripts/suites unit
@@ -67,9 +70,6 @@ test-verl: setup setup-verl ## Tests with verl's own trainer against real vLLM e
 
 test-ray: setup ## Tests with a real Ray cluster, stories included
 	@scripts/suites ray-story ray
-
-test-slow: setup setup-sglang ## Tests that take minutes
-	@scripts/suites slow
 
 test-verl-slow: setup setup-verl ## Tests with verl that take minutes
 	@scripts/suites verl-slow

@@ -103,7 +103,7 @@ class SubmissionsConfig(_Section):
 
     max_bytes: int = Field(1 << 30, gt=0)
     """Most bytes. Beyond that, ended submissions are forgotten, the oldest first, then new submissions are answered
-    429."""
+    429. Submissions that outgrew the ledger have as much again for themselves, and their keys alone are refused."""
     max_age_s: float = Field(86_400.0, gt=0)
     """Age at which a submission is ended and forgotten."""
     abandoned_after_s: float = Field(600.0, gt=0)

@@ -153,6 +153,13 @@ class Access:
             return False
         return True
 
+    def clients_within_reach(self, request: web.Request) -> list[str]:
+        """Return the clients whose requests and sessions the client of `request` may end: its own; for a trusted peer
+        or an admin key all."""
+        if not self.is_admin(request):
+            return [request[CLIENT]]
+        return [TRUSTED, *self._inference.digests, *self._admin.digests]
+
     def opens_store(self, authorization: str | None) -> bool:
         """True for the key that engines fetch weight versions with; it opens nothing else."""
         given = _bearer(authorization).encode(errors="surrogateescape")

@@ -152,7 +152,7 @@ class RolloutRoutes:
 
     def _arrived(self, request: web.Request, body: Json, at: float, began: float) -> str:
         """Record a request for tokens; return its session."""
-        session = session_of(request.headers, body)
+        session = session_of(request[CLIENT], request.headers, body)
         self._measurement.arrived(request, body, session, at, began)
         return session
 

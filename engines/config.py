@@ -1,20 +1,38 @@
 """The configuration of one group of identical engines. Levers have vLLM's names."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from engines.types import EngineKind
 
 DEFAULT_LOG_DIR = "~/.local/state/rollout-gateway/logs"
 
 
-class SimConfig(BaseModel):
-    """Behaviour of the simulated engine. Speeds are per replica."""
+class Section(BaseModel):
+    """A part of the configuration. Unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_switch_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for a number, which pydantic takes as 1 and 0: an option without a value is true."""
+        assert info.field_name is not None
+        kinds = _kinds(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError("a number is needed, and an option without a value is True: give the value")
+        return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    return {annotation}.union(*(_kinds(part) for part in get_args(annotation)))
+
+
+class SimConfig(Section):
+    """Behaviour of the simulated engine. Speeds are per replica."""
 
     prefill_tokens_per_s: float = Field(50_000.0, gt=0)
     """Prompt tokens read per second."""
@@ -63,10 +81,8 @@ REPLACED_BY = "ROLLOUT_ENGINE_GROUP"
 """Variable of a replica whose group `up` has changed alone: the group's configuration as JSON."""
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(Section):
     """One group of identical engine replicas."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: EngineKind = EngineKind.VLLM
     """Server to run: vllm, sglang, sim (no model, deterministic tokens, settable speed), external (at `url`)."""

@@ -34,7 +34,7 @@ _SILENCE_S = 15.0
 _TRIES = 5  # without a byte in between
 _RETRY_S = 0.2
 _LOCK = ".fetching"
-_FETCHED = ".fetched"
+_FETCHED = ".fetched"  # in folders that a fetch has made
 _KEPT = 2
 
 
@@ -145,6 +145,7 @@ class _Fetch:
     def run(self) -> None:
         files = self._peer.files(self._version)
         self._partial.mkdir(mode=0o700, exist_ok=True)
+        (self._partial / _FETCHED).touch()
         if self._target.is_dir():
             if self._is_there(files):
                 shutil.rmtree(self._partial)
@@ -154,13 +155,13 @@ class _Fetch:
         manifest = self._joined(files) or self._whole(files)
         if manifest.version != self._version:
             raise StoreFailed(f"the peer's version {self._version} says that it is {manifest.version}")
-        (self._partial / _FETCHED).touch()
+        (self._partial / _FETCHED).touch()  # its time orders the versions
         self._partial.rename(self._target)
 
     def _remove_other_partials(self) -> None:
-        """Remove the files of other versions whose fetch broke off."""
+        """Remove the files of other versions whose fetch broke off. The folder may have others' files of such names."""
         for partial in self._target.parent.glob(".*.partial"):
-            if partial != self._partial:
+            if partial != self._partial and (partial / _FETCHED).is_file():
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _is_there(self, files: Sequence[_File]) -> bool:
@@ -204,7 +205,8 @@ class _Fetch:
 
     def _remove_all_but(self, files: Sequence[_File]) -> None:
         """Remove files that an earlier fetch may have linked from another version: they must not be written to."""
-        for path in {*self._partial.iterdir()} - {self._partial / file.name for file in files}:
+        kept = {self._partial / name for name in (_FETCHED, *(file.name for file in files))}
+        for path in {*self._partial.iterdir()} - kept:
             path.unlink()
 
     def _checked(self) -> Manifest:

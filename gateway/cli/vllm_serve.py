@@ -52,6 +52,8 @@ FLAGS = (
 )
 _KEYS = {flag.name: flag.key for flag in FLAGS} | {lever.name: f"engine.{lever.name}" for lever in LEVERS}
 _KEYS |= {"replicas": "engine.num_replicas", "name": "name"}
+# Of TRL's options that vLLM reads itself; that of the others the configuration knows.
+_NEEDS_VALUE = {flag.name for flag in FLAGS if flag.key.startswith("engine.extra.")} - {"trust_remote_code"}
 _DEFAULTS = Source(origin="default", tree={"gateway": {"port": TRL_PORT}})
 _OUR_PAIR = re.compile(r"[A-Za-z_]+(\.\w+)+=")  # engine.num_cpus=2, as every verb takes it
 _RAY_KEY: Key = ("engine", "extra", "distributed_executor_backend")
@@ -91,6 +93,8 @@ def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) 
     given = dict(_options(words))
     file = given.pop("config", None)
     gpus, detach, timeout_s = given.pop("gpus", None), given.pop("detach", None), given.pop("timeout_s", None)
+    for name in _NEEDS_VALUE & given.keys():
+        _text(name, given[name])
     from_words = from_pairs("cli", ((_key(name), value, f"argument --{name}") for name, value in given.items()))
     sources = [_DEFAULTS, *([_from_file(file)] if file else []), from_environment(environ), from_words]
     if not (models := [model for source in sources if (model := _value(source, ("engine", "model")))]):

@@ -7,8 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     IPvAnyNetwork,
     SecretStr,
@@ -16,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from engines.config import EngineConfig
+from engines.config import EngineConfig, Section
 from engines.errors import ConfigError
 from engines.types import InFlight
 from gateway.config.models import Models
@@ -25,10 +23,6 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 # Serve knows an engine group by its name, beside these.
 _OUR_DEPLOYMENTS = ("gateway", "control")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 def _one_place(file: str | None) -> str | None:
@@ -56,7 +50,7 @@ def _sendable(key: SecretStr) -> SecretStr:
 Key = Annotated[SecretStr, AfterValidator(_sendable)]
 
 
-class TraceConfig(_Section):
+class TraceConfig(Section):
     """A record of requests in a file, which load tests can replay."""
 
     file: OnePlace = None
@@ -67,7 +61,7 @@ class TraceConfig(_Section):
     """True to keep prompts as they came, and not their lengths and hashes alone."""
 
 
-class TlsConfig(_Section):
+class TlsConfig(Section):
     """TLS of the rollout URL. Both files are read again for the next connection after a change."""
 
     certificate: OnePlace = None
@@ -86,7 +80,7 @@ class TlsConfig(_Section):
         return self.certificate is not None
 
 
-class KeyLimits(_Section):
+class KeyLimits(Section):
     """Limits for each inference key, on POST requests. Admin keys and clients that are trusted without a key have none.
     A request over a limit gets 429 with Retry-After."""
 
@@ -98,19 +92,19 @@ class KeyLimits(_Section):
     """Most requests under way."""
 
 
-class SubmissionsConfig(_Section):
+class SubmissionsConfig(Section):
     """Bounds of what /v1/rollouts keeps for clients, in memory and in the ledger, until they ack it."""
 
     max_bytes: int = Field(1 << 30, gt=0)
     """Most bytes. Beyond that, ended submissions are forgotten, the oldest first, then new submissions are answered
-    429."""
+    429. Submissions that outgrew the ledger have as much again for themselves, and their keys alone are refused."""
     max_age_s: float = Field(86_400.0, gt=0)
     """Age at which a submission is ended and forgotten."""
     abandoned_after_s: float = Field(600.0, gt=0)
     """Longest time in which no client reads the events of a submission before its groups are cancelled."""
 
 
-class GatewayConfig(_Section):
+class GatewayConfig(Section):
     """The data-path server."""
 
     host: str = "127.0.0.1"
@@ -121,7 +115,7 @@ class GatewayConfig(_Section):
     """Bearer keys for generation. Prefer the environment or a file to writing them here."""
     admin_keys: list[Key] = Field(default_factory=list)
     """Bearer keys for weights, pause and other control; they may generate too."""
-    trusted_networks: list[IPvAnyNetwork] = [ip_network("127.0.0.0/8"), ip_network("::1/128")]
+    trusted_networks: list[IPvAnyNetwork] = Field([ip_network("127.0.0.0/8"), ip_network("::1/128")])
     """Clients from these networks need no key: the way for TRL, which can send none, on another host."""
     max_body_bytes: int = Field(256 << 20, gt=0)
     """Largest request body."""
@@ -167,7 +161,7 @@ class GatewayConfig(_Section):
         return ledger if ledger == "auto" else _one_place(ledger)
 
 
-class FleetConfig(_Section):
+class FleetConfig(Section):
     """How replicas are watched."""
 
     discover_interval_s: float = Field(1.0, gt=0)
@@ -186,7 +180,7 @@ class FleetConfig(_Section):
     """How long /health stays 503 while replicas are missing; after that those present are the fleet."""
 
 
-class CanaryConfig(_Section):
+class CanaryConfig(Section):
     """The check after an update: every replica scores one fixed sequence with its new weights before it serves."""
 
     enabled: bool = True
@@ -197,7 +191,7 @@ class CanaryConfig(_Section):
     """Longest wait for a replica's log-probs; an idle replica that takes longer has failed."""
 
 
-class WeightsConfig(_Section):
+class WeightsConfig(Section):
     """Bounds of a weight update, and when it holds."""
 
     must_pass: Literal["all", "quorum"] = "all"
@@ -275,7 +269,7 @@ class WeightsConfig(_Section):
         return self
 
 
-class ServeConfig(_Section):
+class ServeConfig(Section):
     """Ray Serve's own HTTP port, which carries the control plane and no tokens. Fixed once Serve runs."""
 
     http_host: str = "127.0.0.1"
@@ -288,7 +282,7 @@ class ServeConfig(_Section):
     """True where an autoscaler or you will add nodes: replicas without a place then wait, and are not refused."""
 
 
-class Config(_Section):
+class Config(Section):
     """Everything that `rollout-gateway up` needs."""
 
     name: str = Field("rollout-gateway", pattern=f"^{_NAME}$")

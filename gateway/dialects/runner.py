@@ -13,6 +13,7 @@ from gateway.dialects.replies.carried import num_tokens, opened
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.tokens import CUT_OFF, mark_cut_off, places_cut_off, retried_if_empty, was_cut_off
 from gateway.dialects.spans import Contradiction, check_spans, name_adapter, stamp_versions
+from gateway.dialects.tally import TALLY
 from gateway.dialects.usage import usage_of_joined
 from gateway.fleet.flight import Flight
 from gateway.fleet.metrics import Metrics
@@ -74,6 +75,8 @@ class Part:
     def __init__(self, replica: Replica, large: asyncio.Lock) -> None:
         self.flight = replica.take_off()
         self.is_whole = False
+        self.num_made = 0
+        """Tokens that came in chunks."""
         self.replica = replica
         self._large = large
         self._assembly: Assembly | None = None
@@ -85,11 +88,14 @@ class Part:
         self._assembly = assembly
         async with aclosing(events):
             with self.replica.awaiting_chunk():  # no client is in between, which could hold it up
-                async for together in events:
-                    self.replica.saw_progress()
-                    await self._add(together, assembly)
-                    if note is not None:
-                        note(together)
+                try:
+                    async for together in events:
+                        self.replica.saw_progress()
+                        await self._add(together, assembly)
+                        if note is not None:
+                            note(together)
+                finally:
+                    self.num_made = assembly.num_made
         return await assembly.joined(self._large)
 
     async def _add(self, together: list[bytes], assembly: Assembly) -> None:
@@ -141,6 +147,8 @@ class Runner:
 
         `made` is a reply of a gateway before this one, whose open samples continue.
         """
+        if not exchange.rollout.goes_on:
+            _count(exchange.rollout, exchange.rollout.prompt_tokens)
         with using(exchange.rollout):  # also between what was cut off and its rest
             while True:
                 answer, made = made or await self._first_part(exchange), None
@@ -184,7 +192,11 @@ class Runner:
         async def call(replica: Replica) -> Json:
             nonlocal part
             part = Part(replica, self._large)
-            answer = await exchange.ask(replica, part)
+            answer = Json()
+            try:
+                answer = await exchange.ask(replica, part)
+            finally:
+                _count(exchange.rollout, part.num_made or (answer.get("usage") or {}).get("completion_tokens") or 0)
             part.is_whole = True
             check_reply(answer, exchange.rollout.n, replica.replica_id)
             mark_cut_off(answer, replica, exchange.prompt_ids(answer), resumes=exchange.resumes)
@@ -235,6 +247,12 @@ class Runner:
                 self._delivered(exchange.rollout, {"completion_tokens": cut.num_made} | usage, ())
         if is_withdrawn or cut.lacks_aborted:
             yield cut.abort(self._aborted(exchange, exchange.bare_chunk()), flight)
+
+
+def _count(rollout: Rollout, tokens: int) -> None:
+    """Count tokens for a request whose client may leave. Submissions are charged by themselves."""
+    if (tally := TALLY.get()) is not None and not rollout.owner:
+        tally.add(tokens)
 
 
 def _ended(part: Json) -> Json:

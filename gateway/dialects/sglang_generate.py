@@ -22,8 +22,10 @@ _LOGPROBS = ("token_logprobs", "top_logprobs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The prompts of one body. The reply is a list if the prompts came as a list or have several samples."""
+    """The prompts of one body of `client`. The reply is a list if the prompts came as a list or have several
+    samples."""
 
+    client: str
     asked: list[Asked]
     prompts: list[CompletionPrompt]
     is_batch: bool
@@ -47,22 +49,22 @@ class SglangGenerate:
     def __init__(self, completions: Completions, fleet: Fleet) -> None:
         self._completions = completions
         self._fleet = fleet
-        self._running: dict[asyncio.Task[Json], str] = {}
+        self._running: dict[asyncio.Task[Json], tuple[str, str]] = {}  # clients and their ids
         self._streams: dict[asyncio.Event, Batch] = {}
 
-    def abort(self, rid: str) -> None:
-        """Abort the prompts of an id. Whole replies have no tokens then; streams keep theirs.
+    def abort(self, client: str, rid: str) -> None:
+        """Abort the client's prompts of an id. Whole replies have no tokens then; streams keep theirs.
 
         A stream of several prompts ends with the first of them.
         """
         for task, running in list(self._running.items()):
-            if running == rid:
+            if running == (client, rid):
                 task.cancel()
         for ended, batch in list(self._streams.items()):
-            if any(asked.rid == rid for asked in batch.asked):
+            if batch.client == client and any(asked.rid == rid for asked in batch.asked):
                 ended.set()
 
-    def decode(self, body: Json, request_id: str, session: str = "") -> Batch:
+    def decode(self, body: Json, request_id: str, session: str = "", client: str = "") -> Batch:
         """Return the batch of a body. Raise `InvalidRequest` before any replica has work."""
         asked, is_batch = asked_prompts(body, request_id)
         session = "" if is_batch else session
@@ -70,7 +72,7 @@ class SglangGenerate:
             self._completions.decode(prompt.body, prompt.rid, session, first=index)[0]
             for index, prompt in enumerate(asked)
         ]
-        return Batch(asked=asked, prompts=prompts, is_batch=is_batch)
+        return Batch(client=client, asked=asked, prompts=prompts, is_batch=is_batch)
 
     async def generate(self, batch: Batch) -> tuple[Json | list[Json], Json]:
         """Return the reply and its usage. The first prompt that an engine refuses ends the others, as in SGLang."""
@@ -78,7 +80,7 @@ class SglangGenerate:
         try:
             async with asyncio.TaskGroup() as group:
                 turns = longest_first(batch.prompts)
-                begun = {prompt.index: self._begun(group, batch.asked[prompt.index], prompt) for prompt in turns}
+                begun = {prompt.index: self._begun(group, batch, prompt) for prompt in turns}
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         seconds, usage, answers = time.monotonic() - began, Usage(), []
@@ -89,9 +91,9 @@ class SglangGenerate:
             answers += [answer(asked, choice, reply.get("usage"), seconds) for choice in reply["choices"]]
         return answers if batch.is_list else answers[0], usage.total()
 
-    def _begun(self, group: asyncio.TaskGroup, asked: Asked, prompt: CompletionPrompt) -> "asyncio.Task[Json]":
+    def _begun(self, group: asyncio.TaskGroup, batch: Batch, prompt: CompletionPrompt) -> "asyncio.Task[Json]":
         task = group.create_task(self._completions.generate([prompt]))
-        self._running[task] = asked.rid
+        self._running[task] = batch.client, batch.asked[prompt.index].rid
         task.add_done_callback(self._running.pop)
         return task
 

@@ -31,6 +31,7 @@ from gateway.dialects.sampling import check_sampling, normalise_numbers, version
 from gateway.dialects.token_words import completion_body, token_chunk, token_reply
 from gateway.dialects.usage import Usage, usage_of_joined, wants_usage
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.client_names import name_of_client
 from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import using
@@ -61,8 +62,9 @@ class TokenGeneration:
         self._runner = runner
         self._rest_ids: dict[str, list[str]] = {}
 
-    def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
-        """Raises `InvalidRequest` for fields that no engine would take."""
+    def decode(self, body: Json, request_id: str, session: str = "", client: str = "") -> Rollout:
+        """Give the body its request's id where it has none. Raises `InvalidRequest` for fields that no engine would
+        take."""
         model, adapter = self._fleet.asked(body.get("model") or None)
         for field in _REFUSED:
             if body.get(field):
@@ -80,8 +82,9 @@ class TokenGeneration:
         fresh = read_freshness(body, self._fleet, model)
         key, limit = prompt_key(body["token_ids"]), sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS
         expected = read_expected(body)[0] or self._runner.expected(model, key)
+        body["request_id"] = _checked_id(body.get("request_id")) or request_id
         return Rollout(
-            request_id=_checked_id(body.get("request_id")) or request_id,
+            request_id=name_of_client(client, body["request_id"]),  # engines abort by it
             model=model,
             n=n,
             prompt_tokens=length,
@@ -97,7 +100,8 @@ class TokenGeneration:
         )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
-        return await self._runner.generate(_TokenPrompt(self, self._config, rollout, body))
+        reply = await self._runner.generate(_TokenPrompt(self, self._config, rollout, body))
+        return _as_asked(reply, rollout, body)
 
     async def stream(self, rollout: Rollout, body: Json, usage: Usage) -> AsyncGenerator[Json]:
         """Chunks in the order of arrival; counts up `usage`, whether or not the client asks for it."""
@@ -111,6 +115,7 @@ class TokenGeneration:
                     usage.add_chunk(0, {"prompt_tokens": len(body["token_ids"]), "completion_tokens": tokens})
                     if cut.is_cut and chunk.get("usage"):
                         chunk["usage"] |= usage.total()
+                    chunk = _as_asked(chunk, rollout, body)
                     if chunk["choices"]:
                         yield chunk
                     else:  # its usage alone: the last chunk of a stream, or of a rest
@@ -158,9 +163,9 @@ class TokenGeneration:
         finally:
             self._rest_ids.pop(rollout.request_id, None)
 
-    async def abort(self, request_ids: Any, may_end: Callable[[str], bool]) -> None:
-        """End requests, which are answered with the tokens they have. Unknown ids, those that the caller may not end,
-        and those of submissions, which belong to their keys, are ignored.
+    async def abort(self, request_ids: Any, clients_of: Callable[[str], Iterable[str]]) -> None:
+        """End requests, which are answered with the tokens they have; `clients_of` are the clients whose request of an
+        id the caller may end. Other ids, and those of submissions, which belong to their keys, are ignored.
 
         Raises `UnknownRoute` where no engine serves the route.
         """
@@ -169,7 +174,8 @@ class TokenGeneration:
         replicas = [replica for replica in self._fleet.replicas if ABORT_PATH in replica.info.capabilities]
         if not replicas:
             raise lacking(ABORT_PATH, self._fleet.replicas)
-        named = [name for item in request_ids if may_end(name := item.removeprefix(_ID_PREFIX))]
+        names = {item.removeprefix(_ID_PREFIX) for item in request_ids}
+        named = [name_of_client(client, name) for name in names for client in clients_of(name)]
         if not named:
             return
         ids = {part for name in named for part in (name, *self._rest_ids.get(name, ()))}
@@ -307,6 +313,13 @@ def _media_of(body: Json) -> str:
 
 def _serves(replica: Replica) -> bool:
     return PATH in replica.info.capabilities
+
+
+def _as_asked(reply: Json, rollout: Rollout, body: Json) -> Json:
+    """A reply or chunk with the id that the client knows."""
+    if name := body.get("request_id"):
+        reply["request_id"] = str(reply.get("request_id") or name).replace(rollout.request_id, name)
+    return reply
 
 
 def _checked_id(request_id: Any) -> str | None:

@@ -1,5 +1,6 @@
 """Access: bearer keys, networks that are trusted without a key, and the checks in front of handlers."""
 
+import asyncio
 import hashlib
 import ipaddress
 import secrets
@@ -12,6 +13,7 @@ from aiohttp import hdrs, web
 
 from engines.errors import NotAllowed
 from gateway.config.schema import GatewayConfig
+from gateway.dialects.tally import TALLY, Tally
 from gateway.fleet.metrics import Metrics
 from gateway.http.direct_peer import direct_peer
 from gateway.http.guard.audit import Audit
@@ -81,7 +83,7 @@ class Access:
                 return await handler(request)
             request[ALLOWANCE] = allowance = self._limits.of(key)
             with allowance.used():
-                return await handler(request)
+                return await _tallied(handler, request, allowance)
 
         return self._noted(Need.INFERENCE, handler, checked)
 
@@ -153,6 +155,13 @@ class Access:
             return False
         return True
 
+    def clients_within_reach(self, request: web.Request) -> list[str]:
+        """Return the clients whose requests and sessions the client of `request` may end: its own; for a trusted peer
+        or an admin key all."""
+        if not self.is_admin(request):
+            return [request[CLIENT]]
+        return [TRUSTED, *self._inference.digests, *self._admin.digests]
+
     def opens_store(self, authorization: str | None) -> bool:
         """True for the key that engines fetch weight versions with; it opens nothing else."""
         given = _bearer(authorization).encode(errors="surrogateescape")
@@ -178,6 +187,20 @@ class Access:
 def store_key(config: GatewayConfig) -> str:
     """The key that engines fetch weight versions with, drawn for this process; "" if there is no admin key."""
     return _STORE_KEY if config.admin_keys else ""
+
+
+async def _tallied(handler: Handler, request: web.Request, allowance: Allowance) -> web.StreamResponse:
+    """Charge the tokens made so far where the client leaves."""
+    tally = Tally(allowance.charge)
+    token = TALLY.set(tally)
+    try:
+        return await handler(request)
+    except (asyncio.CancelledError, ConnectionError):
+        if not tally.is_with_batch:
+            tally.charge()
+        raise
+    finally:
+        TALLY.reset(token)
 
 
 def _digest(request: web.Request) -> str:

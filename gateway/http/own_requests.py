@@ -1,7 +1,7 @@
-"""The ids of requests under way, by client, so that an inference key ends its own and no other's."""
+"""The ids of requests under way, by client, so that an inference key ends its own and no other's of an equal id."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from aiohttp import web
@@ -28,9 +28,9 @@ class OwnRequests:
                 if not self._under_way[one]:
                     del self._under_way[one]
 
-    def may_end(self, request: web.Request, access: Access) -> Callable[[str], bool]:
-        """Return the test of the ids that the client of `request` may end."""
+    def named(self, request: web.Request, access: Access, name: str) -> list[str]:
+        """Return the clients with a request of this id under way that the client of `request` may end."""
         if access.is_admin(request):
-            return lambda _: True
+            return [client for client, running in self._under_way if running == name]
         client = request[CLIENT]
-        return lambda name: (client, name) in self._under_way
+        return [client] if (client, name) in self._under_way else []

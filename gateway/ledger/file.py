@@ -3,7 +3,7 @@
 import os
 import sqlite3
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,12 +42,12 @@ CREATE TABLE parts (
 # Tables of what a submission has, with their keys.
 _CONTENT = {"events": "number, cursor", "prompts": "number, grp", "parts": "number, grp, sample, start"}
 _SIZES = """
-SELECT number, sum(size) AS whole FROM (
+SELECT number, sum(size) FROM (
     SELECT number, length(body) AS size FROM submissions UNION ALL
     SELECT number, length(content) FROM events UNION ALL
     SELECT number, length(token_ids) FROM prompts UNION ALL
     SELECT number, length(token_ids) + length(logprobs) + length(text) + length(spans) FROM parts)
-WHERE number IN (SELECT number FROM submissions) GROUP BY number ORDER BY whole DESC LIMIT 1
+WHERE number IN (SELECT number FROM submissions) GROUP BY number
 """
 
 
@@ -107,15 +107,17 @@ class LedgerFile:
         self._of_batches: list[Callable[[], None]] = []  # writes, once their transaction is committed
         self._leavings: dict[int, None] = {}  # submissions that are forgotten, and whose content is still there
         self._dropped: set[int] = set()
+        self._asked: Counter[int] = Counter()  # bytes that submissions ask for in this transaction
+        self._max_bytes = max_bytes
         self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
-            self._set_up(max_bytes)
+            self._set_up()
         except BaseException:
             self._connection.close()
             raise
         path.chmod(0o600)
 
-    def _set_up(self, max_bytes: int) -> None:
+    def _set_up(self) -> None:
         ask = self._connection.execute
         ask("PRAGMA locking_mode = EXCLUSIVE")
         ask("PRAGMA auto_vacuum = INCREMENTAL")
@@ -123,7 +125,7 @@ class LedgerFile:
             raise sqlite3.OperationalError("the file system has no write-ahead log")
         ask("PRAGMA synchronous = NORMAL")
         ask(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
-        ask(f"PRAGMA max_page_count = {max(16, max_bytes // _PAGE)}")
+        ask(f"PRAGMA max_page_count = {max(16, self._max_bytes // _PAGE)}")
         self.begin()
         layout = ask("PRAGMA user_version").fetchone()[0]
         if layout == 0:
@@ -136,6 +138,7 @@ class LedgerFile:
         self.commit()
 
     def begin(self) -> None:
+        self._asked.clear()
         self._connection.execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
@@ -201,7 +204,10 @@ class LedgerFile:
         return int(number)
 
     def add_submission(self, row: SubmissionRow) -> None:
+        if row.number in self._dropped:
+            return
         moment = row.moment
+        self._asked[row.number] += len(row.body)
         self._connection.execute(
             "INSERT INTO submissions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (row.number, row.owner, row.id, row.digest, row.body, moment.wall, moment.boot, moment.uptime, row.acked),
@@ -229,6 +235,7 @@ class LedgerFile:
         self._connection.execute("DELETE FROM parts WHERE number = ? AND grp = ?", (number, group))
 
     def _add_events(self, number: int, events: Sequence[EventRow]) -> None:
+        self._asked[number] += sum(len(event.content or b"") for event in events)
         self._connection.executemany(
             "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)",
             [(number, event.cursor, event.group, event.sample, event.mark, event.content) for event in events],
@@ -238,11 +245,13 @@ class LedgerFile:
         """Note a prompt as an engine read it."""
         if number in self._dropped:
             return
+        self._asked[number] += len(token_ids)
         self._connection.execute("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?)", (number, group, token_ids))
 
     def grow(self, number: int, group: int, sample: int, part: PartRow) -> None:
         if number in self._dropped:
             return
+        self._asked[number] += len(part.token_ids) + len(part.logprobs) + len(part.text) + len(part.spans)
         self._connection.execute(
             "INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (number, group, sample, part.start, part.token_ids, part.logprobs, part.text, part.spans),
@@ -282,18 +291,29 @@ class LedgerFile:
         if number not in self._dropped:
             self._leavings[number] = None
 
+    @property
+    def is_at_bound(self) -> bool:
+        """True where the transaction that was rolled back asked for more than the bound leaves; False where the disk is
+        full. SQLite has one error for both, and takes up to half of the bound beside the bytes asked for."""
+        ask = self._connection.execute
+        used: int = ask("PRAGMA page_count").fetchone()[0] - ask("PRAGMA freelist_count").fetchone()[0]
+        return used * _PAGE + self._asked.total() > self._max_bytes // 2
+
     def drop_largest(self) -> int | None:
-        """Forget the submission that takes the most room, and take nothing of it any more; outside of a transaction.
+        """Forget the submission that takes the most room, with the room that it asked for in the transaction that was
+        rolled back, and take nothing of it any more; outside of a transaction.
 
         Return its number; None where there is no submission.
         """
+        sizes = self._asked + Counter(dict(self._connection.execute(_SIZES).fetchall()))
+        if not sizes:
+            return None
+        [(largest, _)] = sizes.most_common(1)
         self.begin()
-        largest = self._connection.execute(_SIZES).fetchone()
-        if largest is not None:
-            self.forget(largest[0])
-            self._dropped.add(largest[0])
+        self.forget(largest)
+        self._dropped.add(largest)
         self.commit()
-        return largest and int(largest[0])
+        return largest
 
     def sweep(self) -> bool:
         """Remove some of what forgotten submissions had; outside of a transaction. False where nothing is left."""

@@ -35,6 +35,7 @@ _LOOK_S = 0.1
 _CLOSE_S = 10.0
 _SUFFIXES = ("", "-wal", "-shm")
 _PRIMARY = 0xFF  # of SQLite's extended codes
+_NO_ROOM = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_TOOBIG})
 _PASSING = frozenset({
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL,
@@ -225,19 +226,20 @@ class Ledger:
                     work(file)
                 file.commit()
                 return
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & _PRIMARY != sqlite3.SQLITE_FULL:
+            except (sqlite3.OperationalError, sqlite3.DataError) as error:
+                if error.sqlite_errorcode & _PRIMARY not in _NO_ROOM:
                     raise
                 file.roll_back()
-                self._make_room(file, error)
+                if not self._has_made_room(file):
+                    raise
 
-    def _make_room(self, file: LedgerFile, error: sqlite3.OperationalError) -> None:
+    def _has_made_room(self, file: LedgerFile) -> bool:
         if file.sweep():
-            return
-        number = file.drop_largest()
-        if number is None:
-            raise error
-        self._call(partial(self._outgrew, number))
+            return True
+        number = file.drop_largest() if file.is_at_bound else None
+        if number is not None:
+            self._call(partial(self._outgrew, number))
+        return number is not None
 
     def _outgrew(self, number: int) -> None:
         self.outgrown.append(number)

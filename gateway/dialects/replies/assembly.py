@@ -160,9 +160,14 @@ class Assembly:
             raise EngineFailed(f"its chunks cannot be joined: {error}", replica_id=self._replica_id) from error
 
     @property
+    def num_made(self) -> int:
+        """Tokens of all samples so far."""
+        return sum(sample.num_tokens for sample in self._samples)
+
+    @property
     def _surplus(self) -> int:
         """Tokens beyond those that the engine counts."""
-        return 0 if self._counted is None else sum(sample.num_tokens for sample in self._samples) - self._counted
+        return 0 if self._counted is None else self.num_made - self._counted
 
 
 class _Sample:

@@ -18,6 +18,7 @@ from gateway.dialects.runner import Runner
 from gateway.dialects.spans import Contradiction
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.words import Group, OnDeadline
+from gateway.fleet.placement.sessions import session_key
 from gateway.fleet.together import together
 from gateway.ledger.file import PartRow
 
@@ -229,8 +230,9 @@ def decoded(
     completions: Completions, group: Group, index: int, owner: str, submission_id: str, prompt: str | list[int]
 ) -> CompletionPrompt:
     """The group as a prompt of /v1/completions. Raise `InvalidRequest` with the group's place."""
+    session = session_key(owner, group.session_id) if group.session_id else ""
     try:
-        [read] = completions.decode(group.body(prompt), submission_id, group.session_id, first=index)
+        [read] = completions.decode(group.body(prompt), submission_id, session, first=index)
     except InvalidRequest as error:
         where = f"groups[{index}]"
         error.args = (f"{where}: {str(error).replace(f'prompt[{index}]', 'prompt')}",)

@@ -194,7 +194,7 @@ class Submissions:
 
     async def _checked(self, owner: str, name: str, asked: Sequence[Asked]) -> tuple[list[Group], list[float]]:
         """Return the groups, and their ranks by length. Raise `InvalidRequest` before any of them runs."""
-        await self._refuse_if_full()
+        await self._refuse_if_full(owner)
         groups, ranks = [], []
         for index, one in enumerate(asked):
             group = self._resumed(owner, index, one) if isinstance(one, Resumption) else one
@@ -306,18 +306,28 @@ class Submissions:
 
     # Bounds
 
-    async def _refuse_if_full(self) -> None:
-        if self._over_bytes() > 0:
-            await self._keep_bounds()
-        if (over := self._over_bytes()) > 0:
-            raise TooManyRequests(
-                f"submissions that have not ended fill gateway.submissions.max_bytes = {self._config.max_bytes} "
-                f"({over} bytes too many): ack what was delivered, or raise it",
-                _FULL_RETRY_S,
-            )
+    async def _refuse_if_full(self, owner: str) -> None:
+        """Refuse a new submission while the others leave no room. Those that outgrew the ledger are held against the
+        owners that have one."""
+        has_outgrown = any(one.has_outgrown and not one.is_ended for one in self._of(owner))
+        for outgrown in (False, True) if has_outgrown else (False,):
+            if self._over_bytes(outgrown=outgrown) > 0:
+                await self._keep_bounds()
+            if (over := self._over_bytes(outgrown=outgrown)) > 0:
+                kind = "that outgrew the ledger and" if outgrown else "that"
+                raise TooManyRequests(
+                    f"submissions {kind} have not ended fill gateway.submissions.max_bytes = "
+                    f"{self._config.max_bytes} ({over} bytes too many): ack what was delivered, or raise it",
+                    _FULL_RETRY_S,
+                )
 
-    def _over_bytes(self) -> int:
-        return sum(one.num_bytes for one in self._kept.values()) - self._config.max_bytes
+    def _of(self, owner: str) -> list[Submission]:
+        return [one for one in self._kept.values() if one.owner == owner]
+
+    def _over_bytes(self, *, outgrown: bool) -> int:
+        """Bytes beyond the bound. What outgrew the ledger has a bound of its own, so it takes no room from others."""
+        kept = sum(one.num_bytes for one in self._kept.values() if one.has_outgrown is outgrown)
+        return kept - self._config.max_bytes
 
     async def _keep_bounds(self) -> None:
         now, clock = Moment.now(), time.monotonic()
@@ -333,15 +343,19 @@ class Submissions:
             elif not submission.is_ended and quiet_s > self._config.abandoned_after_s:
                 limit = f"gateway.submissions.abandoned_after_s = {self._config.abandoned_after_s:g}"
                 await self._cancel(submission, None, f"nobody has read its events for {limit}")
-        over = self._over_bytes()
-        for submission in [one for one in self._kept.values() if one.is_ended and not one.is_released]:
-            if over <= 0:
-                break
-            over -= submission.num_bytes
-            self._forget(submission, f"gateway.submissions.max_bytes = {self._config.max_bytes}")
+        for outgrown in (False, True):
+            self._forget_oldest(self._over_bytes(outgrown=outgrown), outgrown=outgrown)
         released = [one for one in self._kept.values() if one.is_released]
         for submission in released[: max(0, len(released) - _RELEASED_KEPT)]:
             self._forget(submission, "")
+
+    def _forget_oldest(self, over: int, *, outgrown: bool) -> None:
+        ended = [one for one in self._kept.values() if one.is_ended and not one.is_released]
+        for submission in [one for one in ended if one.has_outgrown is outgrown]:
+            if over <= 0:
+                return
+            over -= submission.num_bytes
+            self._forget(submission, f"gateway.submissions.max_bytes = {self._config.max_bytes}")
 
     def _forget(self, submission: Submission, reason: str) -> None:
         if not submission.is_released:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
+from gateway.fleet.placement.client_names import name_of_client
 from gateway.fleet.placement.residents import Residents, Session
 from gateway.fleet.placement.routing import ReplicaView, Rollout, has_room, is_light
 
@@ -215,15 +216,15 @@ class Sessions:
             session.residents.let_go(session)
 
 
-def session_key(name: str) -> str:
-    """The name under which a session is remembered: a long one is hashed."""
+def session_key(client: str, name: str) -> str:
+    """The name under which a client's session is remembered: a long one is hashed."""
     if len(name) > _MAX_LENGTH:
-        return hashlib.blake2b(name.encode(errors="surrogateescape")).hexdigest()
-    return name
+        name = hashlib.blake2b(name.encode(errors="surrogateescape")).hexdigest()
+    return name_of_client(client, name)
 
 
-def session_of(headers: Mapping[str, str], body: Json) -> str:
-    """The session that a request belongs to, hashed if its name is long; empty without one. Raises `InvalidRequest`.
+def session_of(client: str, headers: Mapping[str, str], body: Json) -> str:
+    """The session that a client's request belongs to, as `session_key`; empty without one. Raises `InvalidRequest`.
 
     The order is vLLM's: the field of the body, headers, vllm_xargs; OpenAI's fields come last.
     """
@@ -239,5 +240,5 @@ def session_of(headers: Mapping[str, str], body: Json) -> str:
             continue
         if not isinstance(value, str):
             raise InvalidRequest(f"{name} = {value!r:.80} must be text", param=name)
-        return session_key(value)
+        return session_key(client, value)
     return ""

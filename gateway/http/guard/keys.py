@@ -47,6 +47,11 @@ class Keys:
         """The names of all keys."""
         return {name for source in self._sources for name, _ in source.keys}
 
+    @property
+    def digests(self) -> list[str]:
+        """The SHA-256 of all keys in hexadecimal digits."""
+        return [digest.hex() for source in self._sources for _, digest in source.keys]
+
     def _look(self) -> None:
         if self._now() - self._looked_at >= _LOOK_S:
             self._looked_at = self._now()

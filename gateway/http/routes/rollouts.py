@@ -110,8 +110,8 @@ class RolloutRoutes:
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
         """Generate token ids from token ids, in vLLM's dialect."""
         body, session = await self._read(request)
-        rollout = self._tokens.decode(body, request_id(request), session)
-        with self._own.under_way(request, [rollout.request_id]):
+        rollout = self._tokens.decode(body, request_id(request), session, request[CLIENT])
+        with self._own.under_way(request, [body["request_id"]]):
             if body.get("stream"):
                 return await self._stream(request, rollout.model, partial(self._tokens.stream, rollout, body))
             return await self._answer(request, rollout.model, self._tokens.generate(rollout, body))
@@ -119,7 +119,7 @@ class RolloutRoutes:
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
         """Generate samples of one or many prompts, in SGLang's dialect."""
         body, session = await self._read(request)
-        batch = self._sglang.decode(body, request_id(request), session)
+        batch = self._sglang.decode(body, request_id(request), session, request[CLIENT])
         with self._own.under_way(request, [asked.rid for asked in batch.asked]):
             if body.get("stream"):
                 return await self._stream(request, batch.model, partial(self._sglang.stream, batch))
@@ -130,7 +130,7 @@ class RolloutRoutes:
     async def _abort_requests(self, request: web.Request) -> web.Response:
         """End the client's requests of /inference/v1/generate with the tokens they have; an admin key ends any."""
         request_ids = (await read_object(request)).get("request_ids")
-        await self._tokens.abort(request_ids, self._own.may_end(request, self._access))
+        await self._tokens.abort(request_ids, partial(self._own.named, request, self._access))
         return reply({})
 
     async def _health_generate(self, request: web.Request) -> web.Response:
@@ -152,7 +152,7 @@ class RolloutRoutes:
 
     def _arrived(self, request: web.Request, body: Json, at: float, began: float) -> str:
         """Record a request for tokens; return its session."""
-        session = session_of(request.headers, body)
+        session = session_of(request[CLIENT], request.headers, body)
         self._measurement.arrived(request, body, session, at, began)
         return session
 

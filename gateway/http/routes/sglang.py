@@ -127,8 +127,8 @@ class SglangRoutes:
         rid = body.get("rid")
         if not isinstance(rid, str) or not rid:
             raise InvalidRequest(f"rid = {rid!r}: send the id of a request, or abort_all = true", param="rid")
-        if self._own.may_end(request, self._access)(rid):
-            self._generate.abort(rid)
+        for client in self._own.named(request, self._access, rid):
+            self._generate.abort(client, rid)
         return web.Response()
 
     async def _abort_all(self, request: web.Request) -> web.Response:

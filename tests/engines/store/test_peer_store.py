@@ -355,12 +355,26 @@ def test_the_last_two_fetched_versions_are_kept_and_nothing_else_is_touched(peer
     assert sorted(path.name for path in here.glob("v*")) == ["v0", "v2", "v3"]
 
 
-def test_what_a_fetch_left_of_a_superseded_version_goes_with_the_next(peer: Peer, tmp_path: Path) -> None:
+def test_what_a_fetch_left_of_a_superseded_version_goes_with_the_next(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left = tmp_path / "there" / ".v7.partial"
-    left.mkdir(parents=True)
-    (left / "model-00001.safetensors").write_bytes(bytes(100))
+    full = shutil.disk_usage(tmp_path)._replace(free=0)
+    with monkeypatch.context() as disk:
+        disk.setattr(shutil, "disk_usage", lambda _: full)
+        with pytest.raises(StoreFailed):
+            fetched(tmp_path / "there" / "v7", PeerStore(peer.url), 1, 10)
+    assert left.is_dir()
     fetched(tmp_path / "there" / "v1", PeerStore(peer.url), 1, 10)
     assert not left.exists()
+
+
+def test_partial_folders_that_no_fetch_made_stay(peer: Peer, tmp_path: Path) -> None:
+    others = tmp_path / ".download.partial"
+    others.mkdir()
+    (others / "half").write_bytes(bytes(100))
+    PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
+    assert [path.name for path in others.iterdir()] == ["half"]
 
 
 def test_a_disk_without_room_is_told_with_both_sizes(

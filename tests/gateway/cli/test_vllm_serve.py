@@ -1,6 +1,7 @@
 """The options of `trl vllm-serve` as our configuration."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_a_file_of_trls_options_counts_less_than_the_words(tmp_path: Path) -> No
     file.write_text("model: Qwen/Qwen3-0.6B\nmax_model_len: 1024\nreplicas: 3\nenv:\n  NCCL_DEBUG: INFO\n")
     engine = read_command(["--config", str(file), "--max-model-len", "2048"], {}).config.engine
     assert (engine.max_model_len, engine.num_replicas, engine.env) == (2048, 3, {"NCCL_DEBUG": "INFO"})
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["port", "max-model-len", "replicas", "gpu-memory-utilization", "gateway.port", "gateway.generate_timeout_s",
+     "no-port", "dtype", "revision", "distributed_executor_backend"],
+)  # fmt: skip
+def test_an_option_that_needs_a_value_is_refused_without_one(option: str) -> None:
+    name = option.removeprefix("no-")
+    with pytest.raises(ConfigError, match=re.sub("[-_]", "[-_]", f"--{name}")):
+        read_command([*MODEL, f"--{option}", "--enforce-eager"], {})
 
 
 def test_gpus_detach_and_the_wait_are_read_apart() -> None:

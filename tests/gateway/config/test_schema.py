@@ -45,6 +45,21 @@ def test_unknown_keys_are_refused_everywhere(section: str) -> None:
         Config.model_validate({section: {"surprise": 1}})
 
 
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [("gateway", "port"), ("gateway", "generate_timeout_s"), ("engine", "max_model_len"), ("serve", "http_port")],
+)
+def test_a_switch_is_no_number(section: str, key: str) -> None:
+    for value in (True, False):
+        with pytest.raises(ValidationError, match="a number is needed"):
+            Config.model_validate({section: {key: value}})
+
+
+def test_switches_are_switches() -> None:
+    config = Config.model_validate({"engine": {"enforce_eager": True, "enable_prefix_caching": False}})
+    assert (config.engine.enforce_eager, config.engine.enable_prefix_caching) == (True, False)
+
+
 def test_every_key_has_a_json_schema() -> None:
     schema = Config.model_json_schema()
     assert set(schema["properties"]) == set(Config.model_fields)

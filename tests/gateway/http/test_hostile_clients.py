@@ -275,6 +275,90 @@ async def test_a_key_ends_its_own_requests_by_id_and_no_other_key_s(
         assert (await second)[1]["choices"][0]["finish_reason"] == "abort"
 
 
+GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
+TWO_KEYS: Json = {"trusted_networks": [], "inference_keys": ["one", "two"], "admin_keys": ["boss"]}
+ONE, TWO, BOSS = ({"Authorization": f"Bearer {key}"} for key in ("one", "two", "boss"))
+
+
+async def test_keys_with_equal_ids_end_their_own_alone_while_they_wait(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(1, gateway=TWO_KEYS)
+    for replica in rig.fleet.replicas:
+        monkeypatch.setattr(replica, "info", _with_abort(replica.info))
+    assert (await rig.post("/pause?mode=keep", headers=BOSS))[0] == 200
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 4}, "request_id": "same"}
+    async with asyncio.timeout(30):
+        tasks = [
+            asyncio.create_task(rig.post("/inference/v1/generate", body, headers=headers)) for headers in (ONE, TWO)
+        ]
+        while (await rig.get("/status", headers=BOSS))[1]["queue_length"] < 2:
+            await asyncio.sleep(0.01)
+        ids = {"request_ids": ["same"]}
+        assert (await rig.post("/inference/v1/abort_requests", ids, headers=TWO))[0] == 200
+        assert (await tasks[1])[1]["choices"][0]["finish_reason"] == "abort"
+        assert (await rig.get("/status", headers=BOSS))[1]["queue_length"] == 1
+        assert (await rig.post("/inference/v1/abort_requests", ids, headers=BOSS))[0] == 200
+        assert (await tasks[0])[1]["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_engines_know_equal_ids_of_two_keys_apart(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = await start_rig(1, gateway=TWO_KEYS)
+    [replica] = rig.fleet.replicas
+    running: dict[str, asyncio.Event] = {}
+    asked = asyncio.Queue[str]()
+
+    async def generate(path: str, body: Json, timeout_s: float) -> Json:
+        """As vLLM: an abort ends all requests of the id."""
+        name = f"generate-tokens-{body['request_id']}"
+        ended = running.setdefault(name, asyncio.Event())
+        asked.put_nowait(name)
+        await ended.wait()
+        choice = {"index": 0, "token_ids": [7], "finish_reason": "abort", "logprobs": None}
+        return {"request_id": name, "choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+
+    async def ask(method: str, path: str, body: Json, timeout_s: float) -> Json:
+        for name in body["request_ids"]:
+            running[name].set()
+        return {}
+
+    able = replace(replica.info, capabilities=replica.info.capabilities | {GENERATE, ABORT})
+    monkeypatch.setattr(replica, "info", able)
+    monkeypatch.setattr(replica.engine, "generate", generate)
+    monkeypatch.setattr(replica.engine, "ask", ask)
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "request_id": "same"}
+    async with asyncio.timeout(30):
+        ones = asyncio.create_task(rig.post(GENERATE, body, headers=ONE))
+        first = await asked.get()
+        twos = asyncio.create_task(rig.post(GENERATE, body, headers=TWO))
+        second = await asked.get()
+        assert (await rig.post(ABORT, {"request_ids": ["same"]}, headers=TWO))[0] == 200
+        assert (running[first].is_set(), running[second].is_set()) == (False, True)
+        assert (await twos)[1]["request_id"] == "generate-tokens-same"
+        assert (await rig.post(ABORT, {"request_ids": ["generate-tokens-same"]}, headers=ONE))[0] == 200
+        assert (await ones)[1]["request_id"] == "generate-tokens-same"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_keys_with_equal_rids_end_their_own_alone(start_rig: StartRig, stream: bool) -> None:
+    rig = await start_rig(1, gateway=TWO_KEYS)
+    sampling = {"max_new_tokens": 100, "ignore_eos": True}
+    body = {"input_ids": [5], "rid": "same", "sampling_params": sampling, "stream": stream}
+
+    async def text(headers: Json) -> str:
+        async with rig.client.post(f"{rig.url}/generate", json=body, headers=headers) as response:
+            return await response.text()
+
+    async with asyncio.timeout(30):
+        ones, twos = (asyncio.create_task(text(headers)) for headers in (ONE, TWO))
+        await rig.begun(2)
+        async with rig.client.post(f"{rig.url}/abort_request", json={"rid": "same"}, headers=TWO) as response:
+            assert response.status == 200
+        assert '"abort"' in await twos
+        rig.hurry()
+        assert '"abort"' not in await ones
+
+
 async def test_a_rid_of_another_key_ends_nothing(start_rig: StartRig) -> None:
     keys = {"trusted_networks": [], "inference_keys": ["one", "two"], "admin_keys": ["boss"]}
     rig = await start_rig(1, gateway=keys)
@@ -344,12 +428,17 @@ async def test_an_abort_reaches_a_replica_that_takes_no_rollouts(
         return {}
 
     monkeypatch.setattr(replica, "info", _with_abort(replica.info))
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 40, "ignore_eos": True}, "request_id": "mine"}
+    task = asyncio.create_task(rig.post("/inference/v1/generate", body))
+    await rig.begun()
     monkeypatch.setattr(replica.engine, "ask", ask)
     rig.fleet.set_state(replica, state, "for the test")
     status, _ = await rig.post("/inference/v1/abort_requests", {"request_ids": ["mine"]})
     assert status == 200
     assert [path for path, _ in asked] == ["/inference/v1/abort_requests"]
-    assert asked[0][1]["request_ids"][0].endswith("mine")
+    assert asked[0][1]["request_ids"][0].startswith("generate-tokens-mine")
+    rig.hurry()
+    assert (await task)[0] == 200
 
 
 def _with_abort(info: Any) -> Any:

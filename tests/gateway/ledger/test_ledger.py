@@ -102,14 +102,44 @@ async def test_callers_are_called_in_order_and_after_the_commit(tmp_path: Path) 
 
 
 async def test_a_full_disk_ends_the_file_and_nobody_waits(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger", 1 << 17)
+    ledger = Ledger(tmp_path / "ledger", MAX_BYTES)
     await ledger.open()
     await put(ledger, submission(1))
-    await put(ledger, submission(2, size=1 << 20))
+    ledger.put(fill, lambda: None)
+    await put(ledger, submission(2, size=1000))
     assert "full" in ledger.failure
+    assert ledger.outgrown == []
     await put(ledger, submission(3))
     await stopped(ledger)
     assert names(tmp_path) == []
+    await ledger.close()
+
+
+@pytest.mark.parametrize("size", [1 << 17, 1 << 20])
+async def test_a_write_larger_than_the_file_costs_its_submission_alone(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "ledger"
+    ledger = Ledger(path, 1 << 17)
+    await ledger.open()
+    await put(ledger, submission(1, size=40_000), submission(2))
+    await put(ledger, submission(3, size=size), submission(4, size=1000))
+    ledger.put(lambda file: file.add_event(2, EventRow(1, 0, 0, "good", bytes(size))), lambda: None)
+    ledger.put(lambda file: file.add_event(3, EventRow(2, 0, 1, "good", bytes(size))), lambda: None)
+    await put(ledger, submission(5))
+    assert (ledger.outgrown, ledger.failure) == ([3, 2], "")
+    await ledger.close()
+    again = Ledger(path, 1 << 17)
+    await again.open()
+    assert [row.number for row in again.submissions] == [1, 4, 5]
+    await again.close()
+
+
+async def test_a_value_that_sqlite_cannot_hold_costs_its_submission_alone(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger", 1 << 20)
+    await ledger.open()
+    await put(ledger, submission(1, size=1000))
+    ledger._file._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 600_000)  # type: ignore[union-attr]
+    await put(ledger, submission(2, size=700_000), submission(3))
+    assert (ledger.outgrown, ledger.failure) == ([2], "")
     await ledger.close()
 
 

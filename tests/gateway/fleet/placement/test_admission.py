@@ -18,7 +18,7 @@ from gateway.fleet.placement import scheduler, sessions, waiting
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
-from tests.rigs.rig import Rig, StartRig
+from tests.rigs.rig import Json, Rig, StartRig
 from tests.rigs.stories.played_fleet import PlayedFleet
 
 NO_ENGINE = cast(Engine, SimpleNamespace())
@@ -328,6 +328,29 @@ async def test_a_finished_session_is_known_once(rig: Rig) -> None:
     status, reply = await rig.post("/v1/sessions/agent/finish")
     assert status == 404
     assert "agent" in reply["error"]["message"]
+
+
+async def test_a_key_ends_its_own_sessions_and_an_admin_key_any(start_rig: StartRig) -> None:
+    keys = {"trusted_networks": [], "inference_keys": ["one", "two"], "admin_keys": ["boss"]}
+    rig = await start_rig(1, gateway=keys)
+    one, two, boss = ({"Authorization": f"Bearer {key}"} for key in ("one", "two", "boss"))
+
+    async def turn(name: str, headers: Json) -> None:
+        asked = {"prompt": [5, 6, 7], "max_tokens": 1, "session_id": name}
+        assert (await rig.post("/v1/completions", asked, headers=headers))[0] == 200
+
+    async def finish(name: str, headers: Json) -> int:
+        return (await rig.post(f"/v1/sessions/{name}/finish", headers=headers))[0]
+
+    await turn("mine", one)
+    await turn("both", one)
+    await turn("both", two)
+    submitted = {"groups": [{"prompt": [5], "session_id": "submitted"}], "sampling": {"max_tokens": 1}}
+    async with rig.client.post(rig.url + "/v1/rollouts", json=submitted, headers=one) as response:
+        await response.read()
+    assert [await finish("mine", headers) for headers in (two, boss, one)] == [404, 200, 404]
+    assert [await finish("both", headers) for headers in (two, two, one, boss)] == [200, 404, 200, 404]
+    assert [await finish("submitted", headers) for headers in (two, one)] == [404, 200]
 
 
 async def test_the_capacity_is_the_engines_own_figure(start_rig: StartRig) -> None:

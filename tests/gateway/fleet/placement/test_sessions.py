@@ -10,7 +10,7 @@ import pytest
 from engines.engine import Engine
 from engines.errors import InvalidRequest
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.placement.sessions import Sessions, session_of
+from gateway.fleet.placement.sessions import Sessions, session_key, session_of
 from gateway.fleet.replica import Replica
 from tests.rigs.rig import Json, Rig, StartRig
 from tests.rigs.stories.played_fleet import PlayedFleet
@@ -62,11 +62,15 @@ def test_the_least_recently_used_are_forgotten_beyond_the_limit() -> None:
     ],
 )
 def test_header_or_field_names_the_session(headers: dict[str, str], body: Json, session: str) -> None:
-    assert session_of(headers, body) == session
+    assert session_of("mine", headers, body) == (session and session_key("mine", session))
+
+
+def test_equal_names_of_two_clients_are_two_sessions() -> None:
+    assert session_of("mine", {}, {"user": "u"}) != session_of("yours", {}, {"user": "u"})
 
 
 def test_a_long_name_is_hashed() -> None:
-    names = [session_of({}, {"session_id": "x" * 5000 + end}) for end in ("a", "a", "b")]
+    names = [session_of("mine", {}, {"session_id": "x" * 5000 + end}) for end in ("a", "a", "b")]
     assert names[0] == names[1] != names[2]
     assert len(names[0]) <= 256
 
@@ -74,7 +78,7 @@ def test_a_long_name_is_hashed() -> None:
 @pytest.mark.parametrize("value", [7, ["a"]])
 def test_a_name_that_is_no_text_is_refused(value: object) -> None:
     with pytest.raises(InvalidRequest, match="session_id = ") as caught:
-        session_of({}, {"session_id": value})
+        session_of("mine", {}, {"session_id": value})
     assert caught.value.param == "session_id"
 
 

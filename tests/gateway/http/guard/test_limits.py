@@ -10,6 +10,7 @@ from gateway.http.guard.limits import Allowance
 from tests.rigs.rig import Json, Rig, StartRig
 
 KEYS = {"inference_keys": ["first", "second"], "admin_keys": ["owner"], "trusted_networks": []}
+LONG: Json = {"max_tokens": 200, "ignore_eos": True}
 PROMPT = {"prompt": [3], "max_tokens": 8, "ignore_eos": True}
 
 
@@ -91,6 +92,50 @@ async def test_tokens_of_whole_replies_and_streams_count(start_rig: StartRig) ->
     async with rig.client.post(rig.url + "/v1/completions", json=stream, **as_("second")) as response:
         assert (await response.read()).endswith(b"[DONE]\n\n")
     assert (await complete_as(rig, "second"))[0] == 429
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "charged"),
+    [
+        ("/v1/completions", LONG | {"prompt": [5, 6, 7]}, 3 + 6),
+        ("/v1/completions", LONG | {"prompt": [[5, 6, 7], [8]]}, 3 + 1 + 2 * 6),
+        ("/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": LONG}, 3 + 6),
+        ("/generate", {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}, 3 + 6),
+    ],
+    ids=["one prompt", "batch", "token ids", "sglang"],
+)
+async def test_tokens_of_a_whole_reply_are_charged_though_its_client_leaves(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, path: str, body: Json, charged: int
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(Allowance, "charge", lambda self, tokens: found.append(tokens))
+    limits = {"key_limits": {"tokens_per_minute": 1_000_000}, "replay_grace_s": 0.5}
+    rig = await start_rig(1, gateway=KEYS | limits)
+    asking = asyncio.create_task(rig.post(path, body, **as_("first")))
+    await rig.begun(samples=2 if charged > 9 else 1)
+    asking.cancel()
+    async with asyncio.timeout(20):
+        while not sum(found):
+            await asyncio.sleep(0.01)
+    assert sum(found) == charged
+
+
+async def test_a_batch_that_a_replay_adopts_is_charged_once(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(Allowance, "charge", lambda self, tokens: found.append(tokens))
+    rig = await start_rig(1, gateway=KEYS | {"key_limits": {"tokens_per_minute": 1_000_000}})
+    body = LONG | {"prompt": [[5, 6, 7], [8]]}
+    asking = asyncio.create_task(rig.post("/v1/completions", body, **as_("first")))
+    await rig.begun(samples=2)
+    asking.cancel()
+    async with asyncio.timeout(20):
+        while not (await rig.get("/status", **as_("owner")))[1]["ledger"]["orphaned_batches"]:
+            await asyncio.sleep(0.01)
+        rig.hurry()
+        status, reply = await rig.post("/v1/completions", body, **as_("first"))
+    assert (status, sum(found)) == (200, reply["usage"]["total_tokens"])
 
 
 async def test_requests_at_once_are_counted_while_they_run(start_rig: StartRig) -> None:

@@ -144,7 +144,7 @@ class Scheduler:
 
         `kept` returns what a failed call has and that continues elsewhere; it is the result then.
         """
-        with using(rollout), self.sessions.turn(rollout):
+        with using(rollout), self._turn(rollout):
             while True:
                 try:
                     async with self._placed(rollout) as replica:
@@ -164,7 +164,7 @@ class Scheduler:
     ) -> AsyncGenerator[tuple[Replica, Json]]:
         """Chunks of the first replica that gives any. Raises the `EngineError` that ends a stream with chunks, which
         may continue from its tokens."""
-        with using(rollout), self.sessions.turn(rollout):
+        with using(rollout), self._turn(rollout):
             while True:
                 begun = False
                 try:
@@ -182,6 +182,16 @@ class Scheduler:
                         await self._failed(rollout, replica, error, progressed=begun)
                     if begun:
                         raise
+
+    @contextmanager
+    def _turn(self, rollout: Rollout) -> Iterator[None]:
+        """Keep the session of a rollout at work during the block; others may take its place after it."""
+        try:
+            with self.sessions.turn(rollout):
+                yield
+        finally:
+            if rollout.session:
+                self._pump(rollout.model)
 
     @contextmanager
     def _between_attempts(self, rollout: Rollout) -> Iterator[None]:

@@ -65,11 +65,11 @@ class Played:
         self._running: dict[str, tuple[asyncio.Event, asyncio.Task[None]]] = {}
         self._turns = 0
 
-    async def begin(self, session: str, tokens: int, name: str = "") -> str:
+    async def begin(self, session: str, tokens: int, name: str = "", **fields: Any) -> str:
         """Ask for a turn with so many tokens of context, and return its name."""
         self._turns += 1
         name = name or f"{session}-{self._turns}"
-        rollout = Rollout(request_id=name, model="m", n=1, tokens=1, prompt_tokens=tokens, session=session)
+        rollout = Rollout(request_id=name, model="m", n=1, tokens=1, prompt_tokens=tokens, session=session, **fields)
         ended = asyncio.Event()
         self._running[name] = ended, asyncio.create_task(self._run(rollout, ended))
         await asyncio.sleep(0)
@@ -104,6 +104,25 @@ class Played:
 
     async def turn(self, session: str, tokens: int) -> None:
         await self.end(await self.begin(session, tokens))
+
+    def home(self, session: str) -> Replica:
+        """The replica of a session's last turn."""
+        home = self.scheduler.sessions.home("m", session)
+        return next(replica for replica in self.fleet.replicas if replica.replica_id == home)
+
+    @contextmanager
+    def full(self, replica: Replica) -> Iterator[None]:
+        """Leave a replica without room during the block."""
+        left = replica.max_samples - replica.load_samples
+        rollout = Rollout(request_id="full", model="m", n=left, tokens=1)
+        replica.reserve(rollout)
+        with replica.carrying(rollout):
+            yield
+
+    async def look(self) -> None:
+        """Have the scheduler look at the line."""
+        self.scheduler.open_gate("none")
+        await self.settled()
 
     def task(self, name: str) -> "asyncio.Task[None]":
         return self._running[name][1]
@@ -264,6 +283,20 @@ async def test_a_line_of_sessions_moves_when_the_idle_limit_passes_though_nothin
     await played.busy()
     held = await played.begin("second", 300)
     assert played.waits == {held}
+    async with asyncio.timeout(20):
+        while played.waits:
+            await asyncio.sleep(0.01)
+    await played.stop()
+
+
+async def test_a_line_moves_when_the_idle_limit_passes_of_a_session_that_was_at_work_when_others_came() -> None:
+    played = Played(session_idle_s=0.1)
+    await played.turn("first", 700)
+    await played.turn("first", 700)
+    first = await played.begin("first", 700)
+    held = await played.begin("second", 300)
+    assert played.waits == {held}
+    await played.end(first)
     async with asyncio.timeout(20):
         while played.waits:
             await asyncio.sleep(0.01)

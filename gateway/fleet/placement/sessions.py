@@ -137,14 +137,14 @@ class Sessions:
         if residents.capacity is None or session.residents is residents:
             return True
         assert self._share is not None
-        left = self._share * residents.capacity - needed
+        left = max(0.0, self._share * residents.capacity - needed)  # what fits nowhere runs alone
         if residents.tokens <= left:
             return True
         residents.look(host.weight_version, ended)
         if residents.tokens <= left:
             return True
         has_time = host.load_samples < max(1.0, FEW_SHARE * host.max_samples)
-        return has_time and (residents.busy_tokens <= left or not residents.busy_tokens)
+        return has_time and residents.busy_tokens <= left
 
     def settle(self, rollout: Rollout, host: Host) -> None:
         """Remember where the session's newest turn was placed, and hold it there."""

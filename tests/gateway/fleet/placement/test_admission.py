@@ -186,6 +186,17 @@ async def test_a_replica_with_little_load_takes_a_session_in_place_of_an_idle_on
     await played.stop()
 
 
+async def test_a_session_that_fits_nowhere_runs_alone_also_beside_a_batch(clock: PlayedClock) -> None:
+    played = Played()
+    await played.busy()
+    first = await played.begin("first", 900)
+    second = await played.begin("second", 900)
+    assert played.waits == {second}
+    await played.end(first)
+    assert played.waits == set()
+    await played.stop()
+
+
 async def test_a_session_that_has_begun_is_admitted_before_those_that_have_not(clock: PlayedClock) -> None:
     played = Played()
     await resident(played, clock, "first", 700)

@@ -91,7 +91,7 @@ class Sessions:
     @contextmanager
     def _turn(self, rollout: Rollout) -> Iterator[None]:
         session = self._of(rollout)
-        if session.context and not session.at_work:
+        if session.context and not session.at_work and not rollout.goes_on:  # a rest has no tool before it
             self._gaps[rollout.model].add(min(time.monotonic() - session.quiet_since, self._idle_s))
         session.at_work += 1
         session.is_over = False

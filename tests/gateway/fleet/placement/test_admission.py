@@ -300,6 +300,19 @@ async def test_a_line_of_sessions_moves_when_the_idle_limit_passes_though_nothin
     await played.stop()
 
 
+async def test_the_rest_of_a_turn_that_was_cut_off_is_no_turn_after_a_tool(clock: PlayedClock) -> None:
+    played = Played()
+    await resident(played, clock, "first", 700)
+    for _ in range(50):
+        await played.end(await played.begin("first", 700, goes_on=True))
+    await played.busy()
+    held = await played.begin("second", 300)
+    clock.now += 29.0
+    await played.look()
+    assert played.waits == {held}
+    await played.stop()
+
+
 async def test_a_line_moves_when_the_idle_limit_passes_of_a_session_that_was_at_work_when_others_came() -> None:
     played = Played(session_idle_s=0.1)
     await played.turn("first", 700)

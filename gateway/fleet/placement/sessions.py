@@ -152,10 +152,10 @@ class Sessions:
             return
         session, residents = self._of(rollout), host.residents
         session.home = host.replica_id
-        if self._share is not None and residents.capacity is not None:
+        if self._share is not None:
             residents.look(host.weight_version, -math.inf)
             residents.hold(session, self._needed(session, rollout))
-            residents.shrink(self._share * residents.capacity)
+            residents.shrink(self._share * (residents.capacity or math.inf))
 
     def delivered(self, rollout: Rollout, prompt_tokens: int, completion_tokens: int) -> None:
         """Note the context that a turn has left. `completion_tokens` are those of all its samples."""
@@ -165,9 +165,9 @@ class Sessions:
         session.context = prompt_tokens + completion_tokens // rollout.n
         self._contexts[rollout.model].add(session.context)
         residents = session.residents
-        if residents is not None and residents.capacity is not None:
+        if residents is not None:
             residents.hold(session, self._needed(session, rollout))
-            residents.shrink(residents.capacity)
+            residents.shrink(residents.capacity or math.inf)
 
     def finish(self, models: Iterable[str], name: str) -> bool:
         """End the sessions of this name, those at work after their turn. False where none is known."""

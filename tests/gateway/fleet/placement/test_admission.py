@@ -300,6 +300,22 @@ async def test_a_line_of_sessions_moves_when_the_idle_limit_passes_though_nothin
     await played.stop()
 
 
+async def test_a_session_that_moves_to_a_replica_of_unknown_capacity_counts_there_alone(clock: PlayedClock) -> None:
+    played = Played(2, places=4)
+    known, unknown = played.fleet.replicas
+    unknown.residents.capacity = None
+    unknown.placed = 9  # the first turn goes to the other
+    await resident(played, clock, "first", 500)
+    assert (known.residents.tokens, unknown.residents.tokens) == (500, 0)
+    with played.full(known):
+        await played.turn("first", 600)
+    assert (known.residents.tokens, unknown.residents.tokens) == (0, 600)
+    unknown.residents.capacity = CAPACITY
+    await played.turn("second", 300)
+    assert unknown.residents.tokens <= SHARE * CAPACITY
+    await played.stop()
+
+
 async def test_the_rest_of_a_turn_that_was_cut_off_is_no_turn_after_a_tool(clock: PlayedClock) -> None:
     played = Played()
     await resident(played, clock, "first", 700)

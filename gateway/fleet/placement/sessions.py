@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from engines.engine import Json
@@ -34,6 +35,7 @@ _SHARE_OF_MEAN = 0.7
 # Turns over which contexts and the times of tools are averaged.
 _LEARNED_FROM = 200
 _SOON_S = 0.01
+_FORGOTTEN_AT_ONCE = 16
 _NO_TURN = nullcontext()
 
 
@@ -188,11 +190,18 @@ class Sessions:
         session = self._sessions.get(key)
         if session is None:
             session = self._sessions[key] = Session()
-            if len(self._sessions) > self._limit:
-                self._end(next(iter(self._sessions)))
+            self._forget_oldest()
         else:
             self._sessions.move_to_end(key)
         return session
+
+    def _forget_oldest(self) -> None:
+        """Forget sessions beyond the limit. One at work is in use, however long ago its turn came."""
+        for key in list(islice(self._sessions, _FORGOTTEN_AT_ONCE)) if len(self._sessions) > self._limit else ():
+            if self._sessions[key].at_work:
+                self._sessions.move_to_end(key)
+            elif len(self._sessions) > self._limit:
+                self._end(key)
 
     def _needed(self, session: Session, rollout: Rollout) -> int:
         """Tokens that a session counts with: its context, or a share of the mean context over the lives of all sessions

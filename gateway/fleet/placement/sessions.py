@@ -126,11 +126,9 @@ class Sessions:
         """
         if self._share is None or not rollout.session or rollout.goes_on:
             return hosts
-        session = self._of(rollout)
-        if session.residents is not None:
-            home = next((host for host in hosts if host.residents is session.residents), None)
-            if home is not None and is_light(home) and has_room(rollout, home):
-                return [home]
+        session, home = self._of(rollout), self.holder(rollout, hosts)
+        if home is not None and is_light(home) and has_room(rollout, home):
+            return [home]
         needed, ended = self._needed(session, rollout), time.monotonic() - self._patience_s(rollout.model)
         return [host for host in hosts if self._admits(host, session, needed, ended)]
 
@@ -147,6 +145,19 @@ class Sessions:
             return True
         has_time = host.load_samples < max(1.0, FEW_SHARE * host.max_samples)
         return has_time and residents.busy_tokens <= left
+
+    def holder(self, rollout: Rollout, hosts: Iterable[H]) -> H | None:
+        """The replica that holds the session of a rollout."""
+        session = self._sessions.get((rollout.model, rollout.session))
+        if session is None or session.residents is None:
+            return None
+        return next((host for host in hosts if host.residents is session.residents), None)
+
+    def give_up(self, rollout: Rollout) -> None:
+        """Note that no replica holds the session of a rollout, which waits to be admitted: it would wait for itself."""
+        session = self._of(rollout)
+        if session.residents is not None:
+            session.residents.let_go(session)
 
     def settle(self, rollout: Rollout, host: Host) -> None:
         """Remember where the session's newest turn was placed, and hold it there."""

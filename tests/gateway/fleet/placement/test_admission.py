@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.engine import Engine
+from engines.errors import EngineFailed
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -194,6 +195,83 @@ async def test_a_session_that_fits_nowhere_runs_alone_also_beside_a_batch(clock:
     assert played.waits == {second}
     await played.end(first)
     assert played.waits == set()
+    await played.stop()
+
+
+async def test_small_sessions_of_another_demand_do_not_pass_a_large_one_for_ever(clock: PlayedClock) -> None:
+    played = Played()
+    await played.busy()
+    running = [await played.begin(f"small-{number}", 250, max_staleness=5) for number in range(3)]
+    large = await played.begin("large", 700)
+    later = await played.begin("later", 250, max_staleness=5)
+    for name in running:
+        await played.end(name)
+        played.scheduler.finish_session(name.rpartition("-")[0])
+        await played.settled()
+    assert played.waits == {later}
+    await played.end(large)
+    await played.stop()
+
+
+async def test_a_turn_goes_elsewhere_after_a_failure_of_its_sessions_home(clock: PlayedClock) -> None:
+    played = Played(2)
+    await resident(played, clock, "first", 300)
+    home, tried = played.home("first"), []
+
+    async def call(replica: Replica) -> None:
+        tried.append(replica)
+        if replica is home:
+            raise EngineFailed("failed", replica_id=replica.replica_id)
+
+    turn = Rollout(request_id="turn", model="m", n=1, tokens=1, prompt_tokens=300, session="first")
+    async with asyncio.timeout(20):
+        await played.scheduler.run(turn, call)
+    assert tried == played.fleet.replicas
+    assert [len(replica.residents) for replica in played.fleet.replicas] == [0, 1]
+    await played.stop()
+
+
+async def test_a_resident_session_waits_for_room_at_its_home_and_behind_no_session_that_waits_for_kv(
+    clock: PlayedClock,
+) -> None:
+    played = Played(2, places=64)
+    await played.busy()
+    turns = [await played.begin(session, 700) for session in ("first", "second")]
+    for name in turns:
+        await played.end(name)
+        clock.now += 1.0
+        await played.turn(name.rpartition("-")[0], 700)
+    held = await played.begin("third", 300)
+    homes = played.home("first"), played.home("second")
+    assert played.waits == {held}
+    assert homes[0] is not homes[1]
+    with played.full(homes[0]):
+        first = await played.begin("first", 700)
+        plain = await played.begin("", 0, name="plain")
+        assert played.waits == {held, first}
+        assert played.where[plain] is homes[1]
+    with played.full(homes[1]):
+        await played.look()
+        second = await played.begin("second", 700)
+    await played.look()
+    assert played.waits == {held}
+    assert (played.where[first], played.where[second]) == homes
+    await played.stop()
+
+
+async def test_a_turn_that_waits_to_be_admitted_holds_nothing_where_its_session_was(clock: PlayedClock) -> None:
+    played = Played(2)
+    await played.busy()
+    turns = [await played.begin(session, 700) for session in ("first", "second")]
+    for name in turns:
+        await played.end(name)
+    first = played.home("first")
+    second = await played.begin("second", 700)
+    played.fleet.replicas.remove(first)
+    held = await played.begin("first", 700)
+    assert played.waits == {held}
+    assert (len(first.residents), first.residents.tokens) == (0, 0)
+    await played.end(second)
     await played.stop()
 
 

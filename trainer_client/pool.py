@@ -110,6 +110,7 @@ class RolloutPool:
         self._open: dict[int, _Group] = {}
         self._ended: list[_Group] = []
         self._failed: list[RolloutGatewayError] = []
+        self._making: asyncio.Task[None] | None = None
         if size < 1:
             raise InvalidRequest(f"size = {size!r} must be at least 1", param="size")
         if not 1 <= self._need <= self._sampling.n:
@@ -128,7 +129,10 @@ class RolloutPool:
         await self.close()
 
     async def close(self) -> None:
-        """Free what the gateway keeps of suspended groups."""
+        """Cancel a batch that is being made, and free what the gateway keeps of suspended groups."""
+        if self._making is not None:
+            self._making.cancel()
+            await asyncio.gather(self._making, return_exceptions=True)
         await self._begin_again(list(self._open.values()))
 
     async def batch(self, num_groups: int) -> list[Rollout]:
@@ -136,8 +140,10 @@ class RolloutPool:
 
         `prompt_index` counts prompts as they were read. Raise the error of a group that failed, which leaves the pool,
         and of others in the next calls; groups that have ended stay for them. After any other error open groups begin
-        again.
+        again. A pool makes one batch at a time.
         """
+        if self._making is not None and not self._making.done():
+            raise InvalidRequest("a batch of this pool is being made: wait for its end, or make another pool")
         if not 1 <= num_groups <= self._size:
             raise InvalidRequest(f"num_groups = {num_groups!r} must be 1 to size = {self._size}", param="num_groups")
         if self._max_staleness is not None and self._size > 2 * num_groups:
@@ -146,7 +152,8 @@ class RolloutPool:
                 "could come to the bound than a batch takes",
                 param="num_groups",
             )
-        await self._fill_batch(num_groups)
+        self._making = asyncio.create_task(self._fill_batch(num_groups), name="a pool's batch")
+        await self._making
         self._ended.sort(key=lambda group: group.version)
         batch, self._ended = self._ended[:num_groups], self._ended[num_groups:]
         return [group.rollout() for group in batch]

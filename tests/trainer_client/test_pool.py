@@ -284,6 +284,28 @@ async def test_a_pool_that_is_closed_leaves_nothing_on_the_gateway(rig: Rig, cli
     assert await kept(rig) == 0
 
 
+async def test_a_pool_that_is_closed_ends_the_batch_that_it_makes(rig: Rig, client: RolloutClient) -> None:
+    async with RolloutPool(client, [LONG] * 4, SAMPLING, size=2) as pool:
+        stall(rig.replicas)
+        making = asyncio.create_task(pool.batch(1))
+        await rig.begun(samples=4)
+    with pytest.raises(asyncio.CancelledError):
+        await making
+    await until_idle(rig.replicas)
+    assert (await rig.get("/status"))[1]["ledger"]["open"] == 0
+
+
+async def test_a_pool_makes_one_batch_at_a_time(rig: Rig, client: RolloutClient) -> None:
+    pool = RolloutPool(client, [LONG] * 2, SAMPLING, size=2)
+    stall(rig.replicas)
+    making = asyncio.create_task(pool.batch(1))
+    await rig.begun(samples=4)
+    with pytest.raises(InvalidRequest, match="is being made"):
+        await pool.batch(1)
+    rig.hurry()
+    assert len(await making) == 1
+
+
 async def test_bad_bounds_are_refused(rig: Rig, client: RolloutClient) -> None:
     with pytest.raises(InvalidRequest, match="need = 3 must be 1 to n = 2"):
         RolloutPool(client, [LONG], SAMPLING, size=2, need=3)

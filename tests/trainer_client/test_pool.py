@@ -333,6 +333,19 @@ async def test_a_pool_without_a_loop_does_the_same(rig: Rig) -> None:
     assert await kept(rig) == 0
 
 
+async def test_a_client_that_is_closed_ends_the_batch_of_another_thread(rig: Rig) -> None:
+    stall(rig.replicas)
+    client = BlockingRolloutClient(rig.url)
+    pool = BlockingRolloutPool(client, [LONG, LONG], SAMPLING, size=2)
+    making = asyncio.create_task(asyncio.to_thread(pool.batch, 1))
+    await rig.begun(samples=4)
+    await asyncio.to_thread(client.close)
+    async with asyncio.timeout(20):
+        with pytest.raises(asyncio.CancelledError):
+            await making
+    await until_idle(rig.replicas)
+
+
 class Restarts:
     """A gateway in a process of its own in front of one engine, with a client."""
 

@@ -227,7 +227,7 @@ class RolloutPool:
             group.attempts += 1
         try:
             await self._read(submission, groups, lambda: self._has(num_groups, version))
-        except InvalidRequest as error:  # nothing runs, and what was suspended still is
+        except InvalidRequest as error:  # nothing runs, and suspended groups still are
             if goes_on and _is_of_suspended(error):
                 return await self._begin_again(list(self._open.values()))
             for group, count in zip(groups, had, strict=True):

@@ -299,7 +299,7 @@ class Scheduler:
             return
         able: dict[Demand, list[Replica]] = {}
         reserved: set[Replica] = set()
-        awaited: set[Replica] = set()  # by a session for KV: no session behind it takes what becomes free there
+        awaited: set[Replica] = set()  # by a session for KV: no session behind it takes the KV that becomes free
         turns = line.in_turn()
         waiter = next(turns, None)
         while waiter is not None:

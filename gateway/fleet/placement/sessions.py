@@ -137,7 +137,7 @@ class Sessions:
         if residents.capacity is None or session.residents is residents:
             return True
         assert self._share is not None
-        left = max(0.0, self._share * residents.capacity - needed)  # what fits nowhere runs alone
+        left = max(0.0, self._share * residents.capacity - needed)  # a session that fits nowhere runs alone
         if residents.tokens <= left:
             return True
         residents.look(host.weight_version, ended)
@@ -207,7 +207,7 @@ class Sessions:
         return session
 
     def _forget_oldest(self) -> None:
-        """Forget sessions beyond the limit. One at work is in use, however long ago its turn came."""
+        """Forget sessions beyond the limit. A session at work is in use, however long ago its turn came."""
         for key in list(islice(self._sessions, _FORGOTTEN_AT_ONCE)) if len(self._sessions) > self._limit else ():
             if self._sessions[key].at_work:
                 self._sessions.move_to_end(key)

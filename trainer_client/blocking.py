@@ -70,6 +70,7 @@ class BlockingRolloutClient:
         )
         self.url = self._client.url
         self._loop = asyncio.new_event_loop()
+        self._calls: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout client", daemon=True)
         self._thread.start()
 
@@ -78,7 +79,7 @@ class BlockingRolloutClient:
         if self._loop.is_closed():
             return
         try:
-            self._wait(asyncio.wait_for(self._client.close(), _CLOSE_TIMEOUT_S))
+            self._wait(self._end())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSE_TIMEOUT_S)
@@ -122,12 +123,31 @@ class BlockingRolloutClient:
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the coroutine's result from the client's thread. An interrupted wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._noted(coroutine), self._loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+    async def _noted(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Have `close` know of a call."""
+        call = asyncio.current_task()
+        assert call is not None
+        self._calls.add(call)
+        try:
+            return await coroutine
+        finally:
+            self._calls.discard(call)
+
+    async def _end(self) -> None:
+        """Cancel the calls of other threads, and close the client."""
+        for _ in range(2):  # a second time where a call takes too long to clean up
+            if calls := self._calls - {asyncio.current_task()}:
+                for call in calls:
+                    call.cancel()
+                await asyncio.wait(calls, timeout=_CLOSE_TIMEOUT_S)
+        await asyncio.wait_for(self._client.close(), _CLOSE_TIMEOUT_S)
 
     def _run(self, call: Callable[[], T]) -> T:
         """Return the result of a call on the client's thread."""
@@ -199,7 +219,7 @@ class BlockingRolloutPool:
         return self._client._wait(self._pool.batch(num_groups))
 
     def close(self) -> None:
-        """Free what the gateway keeps of suspended groups."""
+        """Cancel a batch that another thread waits for, and free what the gateway keeps of suspended groups."""
         self._client._wait(self._pool.close())
 
 

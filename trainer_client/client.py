@@ -121,7 +121,7 @@ class RolloutClient:
         on_progress: called on the client's loop after each prompt.
         """
         sampling = sampling or SamplingParams()
-        checked = [_checked_prompt(index, prompt) for index, prompt in enumerate(_checked_prompts(prompts))]
+        checked = [checked_prompt(index, prompt) for index, prompt in enumerate(_checked_prompts(prompts))]
         of_prompts = _checked_sessions(sessions, len(checked))
         asked = {"model": self._model, "min_version": min_version, "max_staleness": max_staleness}
         rest = sampling.body() | {key: value for key, value in asked.items() if value is not None}
@@ -168,7 +168,7 @@ class RolloutClient:
         groups: list[Json] = [
             prompt.group(priority - 1)
             if isinstance(prompt, Suspended)
-            else {"prompt": _checked_prompt(index, prompt), **own}
+            else {"prompt": checked_prompt(index, prompt), **own}
             for index, prompt in enumerate(_checked_prompts(prompts))
         ]
         for group, session in zip(groups, _checked_sessions(sessions, len(groups)), strict=True):
@@ -448,7 +448,7 @@ def _checked_sessions(sessions: Sequence[str] | None, num_prompts: int) -> Seque
     return sessions or [""] * num_prompts
 
 
-def _checked_prompt(index: int, prompt: Prompt) -> str | list[int]:
+def checked_prompt(index: int, prompt: Prompt) -> str | list[int]:
     """Return the prompt as JSON can hold it."""
     if isinstance(prompt, str):
         return prompt

@@ -8,7 +8,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -23,7 +23,7 @@ from engines.errors import (
     TooManyRequests,
     UnknownRoute,
 )
-from trainer_client.client import Prompt, RolloutClient
+from trainer_client.client import Prompt, RolloutClient, checked_prompt
 from trainer_client.results import Completion, Outcome, Rollout
 from trainer_client.sampling import SamplingParams
 from trainer_client.submission import Submission, Suspended
@@ -36,7 +36,8 @@ _SUSPENDED, _FAILED = "suspended", "failed"
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """One prompt in work. `version`: no token is older. `source` and `place`: the last submission that had it."""
+    """One prompt in work. `version`: no token is older. `source` and `place`: the submission that keeps its tokens, or
+    has ended it."""
 
     index: int
     prompt: Prompt
@@ -108,6 +109,8 @@ class RolloutPool:
         self._timeout_s = timeout_s
         self._open: dict[int, _Group] = {}
         self._ended: list[_Group] = []
+        self._failed: list[RolloutGatewayError] = []
+        self._making: asyncio.Task[None] | None = None
         if size < 1:
             raise InvalidRequest(f"size = {size!r} must be at least 1", param="size")
         if not 1 <= self._need <= self._sampling.n:
@@ -126,16 +129,21 @@ class RolloutPool:
         await self.close()
 
     async def close(self) -> None:
-        """Free what the gateway keeps of suspended groups."""
-        with suppress(RolloutGatewayError):
-            await self._begin_again(list(self._open.values()))
+        """Cancel a batch that is being made, and free what the gateway keeps of suspended groups."""
+        if self._making is not None:
+            self._making.cancel()
+            await asyncio.gather(self._making, return_exceptions=True)
+        await self._begin_again(list(self._open.values()))
 
     async def batch(self, num_groups: int) -> list[Rollout]:
         """Return the first groups to have `need` samples, each with so many; fewer once the prompts are used up.
 
-        `prompt_index` counts prompts as they were read. Raise the error of a group that failed, which leaves the pool;
-        groups that have ended stay for the next call. After any other error open groups begin again.
+        `prompt_index` counts prompts as they were read. Raise the error of a group that failed, which leaves the pool,
+        and of others in the next calls; groups that have ended stay for them. After any other error open groups begin
+        again. A pool makes one batch at a time.
         """
+        if self._making is not None and not self._making.done():
+            raise InvalidRequest("a batch of this pool is being made: wait for its end, or make another pool")
         if not 1 <= num_groups <= self._size:
             raise InvalidRequest(f"num_groups = {num_groups!r} must be 1 to size = {self._size}", param="num_groups")
         if self._max_staleness is not None and self._size > 2 * num_groups:
@@ -144,14 +152,22 @@ class RolloutPool:
                 "could come to the bound than a batch takes",
                 param="num_groups",
             )
-        deadline = time.monotonic() + self._timeout_s
-        version = await self._client.weight_version()
-        await self._begin_again([group for group in self._groups() if self._age(group, version) > 0])
-        while not self._has(num_groups, version) and self._fill():
-            await self._make(num_groups, version, max(0.0, deadline - time.monotonic()))
+        self._making = asyncio.create_task(self._fill_batch(num_groups), name="a pool's batch")
+        await self._making
         self._ended.sort(key=lambda group: group.version)
         batch, self._ended = self._ended[:num_groups], self._ended[num_groups:]
         return [group.rollout() for group in batch]
+
+    async def _fill_batch(self, num_groups: int) -> None:
+        """Return once so many groups have ended, or all. Raise the error of one that failed."""
+        deadline = time.monotonic() + self._timeout_s
+        version = await self._client.weight_version()
+        await self._begin_again([group for group in self._groups() if self._age(group, version) > 0])
+        while not self._failed and not self._has(num_groups, version) and self._fill():
+            if not self._failed:
+                await self._make(num_groups, version, max(0.0, deadline - time.monotonic()))
+        if self._failed:
+            raise self._failed.pop(0)
 
     def _groups(self) -> Iterator[_Group]:
         yield from self._open.values()
@@ -169,22 +185,28 @@ class RolloutPool:
 
     async def _begin_again(self, groups: list[_Group]) -> None:
         """Have groups begin with their prompts, and free what the gateway keeps of them."""
-        kept: dict[str, tuple[Submission, list[int]]] = {}
+        await _free(self._let_go(groups))
+
+    def _let_go(self, groups: list[_Group]) -> dict[Submission, list[int] | None]:
+        """Have groups begin with their prompts. Return the places of those that the gateway keeps."""
+        kept: dict[Submission, list[int] | None] = {}
         for group in groups:
             if group.source is not None and group.index in self._open:
-                kept.setdefault(group.source.id, (group.source, []))[1].append(group.place)
+                kept[group.source] = [*(kept.get(group.source) or ()), group.place]
             group.begin_again()
         again = {group.index: group for group in groups}
         self._open = dict(sorted({**again, **self._open}.items()))
         self._ended = [group for group in self._ended if group.index not in again]
-        for source, places in kept.values():
-            with suppress(UnknownRoute):  # the gateway has forgotten it
-                await source.cancel(places)
+        return kept
 
     def _fill(self) -> bool:
         """Take prompts up to the size of the pool; return if any group is open."""
         room = self._size - len(self._open) - len(self._ended)
-        self._open |= {index: _Group(index, prompt) for index, prompt in islice(self._prompts, room)}
+        for index, prompt in islice(self._prompts, room):
+            try:
+                self._open[index] = _Group(index, checked_prompt(index, prompt))
+            except InvalidRequest as error:
+                self._failed.append(error)
         return bool(self._open)
 
     async def _make(self, num_groups: int, version: int, left_s: float) -> None:
@@ -199,23 +221,24 @@ class RolloutPool:
             timeout_s=left_s,
         )
         goes_on = not all(group.is_new for group in groups)
-        for place, group in enumerate(groups):
+        had = [len(group.completions) for group in groups]
+        for group in groups:
             group.version = version if group.is_new else group.version
-            group.source, group.place = submission, place
             group.attempts += 1
         try:
             await self._read(submission, groups, lambda: self._has(num_groups, version))
-        except InvalidRequest as error:
-            self._forget_open()
+        except InvalidRequest as error:  # nothing runs, and suspended groups still are
             if goes_on and _is_of_suspended(error):
-                return
-            if refused := _PLACE.match(error.param or ""):
-                self._open.pop(groups[int(refused[1])].index, None)
-            raise
+                return await self._begin_again(list(self._open.values()))
+            for group, count in zip(groups, had, strict=True):
+                if group.index in self._open:
+                    del group.completions[count:]
+            if not (refused := _PLACE.match(error.param or "")):
+                raise
+            await self._begin_again([group := groups[int(refused[1])]])
+            self._fail(group, error)
         except BaseException:
-            self._forget_open()
-            with suppress(RolloutGatewayError):
-                await submission.cancel()
+            await _free({**self._let_go(list(self._open.values())), submission: None})
             raise
         else:
             self._settle(submission, groups)
@@ -228,6 +251,7 @@ class RolloutPool:
                 if completion.finish_reason != _ABORT and not group.has(self._need):
                     group.completions.append(replace(completion, prompt_index=group.index))
                     if group.has(self._need):
+                        group.source, group.place = submission, completion.prompt_index
                         self._ended.append(self._open.pop(group.index))
                 if ending is None and is_full():
                     ending = asyncio.create_task(_end(submission), name=f"end of {submission.id}")
@@ -237,23 +261,33 @@ class RolloutPool:
                 await asyncio.gather(ending, return_exceptions=True)
 
     def _settle(self, submission: Submission, groups: list[_Group]) -> None:
-        """Note how open groups ended. Raise the error of the first that failed."""
-        failed: list[RolloutGatewayError] = []
+        """Note how open groups ended."""
         for place, group in enumerate(groups):
             if group.index not in self._open:
                 continue
             outcome = submission.outcomes.get(place)
-            if outcome == _FAILED:
-                failed.append(submission.failures[place])
-                del self._open[group.index]
-            elif outcome != _SUSPENDED:
+            if outcome == _SUSPENDED:
+                group.source, group.place = submission, place
+            elif outcome == _FAILED:
+                self._fail(group, submission.failures[place])
+            else:
                 group.begin_again()
-        if failed:
-            raise failed[0]
 
-    def _forget_open(self) -> None:
-        for group in self._open.values():
-            group.begin_again()
+    def _fail(self, group: _Group, error: RolloutGatewayError) -> None:
+        """Have a group leave the pool with its error, which names the prompt."""
+        del self._open[group.index]
+        error.args = (f"prompts[{group.index}]: {error}",)
+        self._failed.append(error)
+
+
+async def _free(kept: Mapping[Submission, list[int] | None]) -> None:
+    """End groups, by their places; None for all. A gateway that is away frees them at its own bounds."""
+    await asyncio.gather(*(_cancelled(submission, places) for submission, places in kept.items()))
+
+
+async def _cancelled(submission: Submission, places: list[int] | None) -> None:
+    with suppress(RolloutGatewayError):
+        await submission.cancel(places)
 
 
 async def _end(submission: Submission) -> None:

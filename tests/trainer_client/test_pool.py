@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -165,9 +166,88 @@ async def test_prompts_of_text_are_reported_as_the_engine_read_them(rig: Rig, cl
 async def test_a_group_that_fails_raises_and_leaves_the_others_in_the_pool(rig: Rig, client: RolloutClient) -> None:
     too_long = [5] * (MAX_MODEL_LEN + 1)
     pool = RolloutPool(client, [too_long, SHORT, LONG], SAMPLING, size=3)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match=r"prompts\[0\]: "):
         await pool.batch(3)
     assert lengths(await pool.batch(3)) == {1: [4, 4], 2: [WHOLE] * 2}
+
+
+async def test_each_group_that_fails_is_told_with_its_prompt(rig: Rig, client: RolloutClient) -> None:
+    text = "x" * (10 * MAX_MODEL_LEN)  # only an engine knows that it is too long
+    pool = RolloutPool(client, [text, SHORT, text], SAMPLING, size=3)
+    told = []
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="maximum context length") as raised:
+            await pool.batch(3)
+        told.append(str(raised.value).partition(":")[0])
+    assert sorted(told) == ["prompts[0]", "prompts[2]"]
+    assert lengths(await pool.batch(3)) == {1: [4, 4]}
+
+
+async def test_a_prompt_that_is_none_is_told_once_and_leaves_the_pool(rig: Rig, client: RolloutClient) -> None:
+    pool = RolloutPool(client, [3.5, SHORT], SAMPLING, size=2)
+    with pytest.raises(InvalidRequest, match=r"prompts\[0\] is a float"):
+        await pool.batch(2)
+    assert lengths(await pool.batch(2)) == {1: [4, 4]}
+
+
+class Broken:
+    """Prompts of which the second cannot be read at the first time."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def __iter__(self) -> "Broken":
+        return self
+
+    def __next__(self) -> list[int]:
+        self._number += 1
+        if self._number == 2:
+            raise OSError("broken")
+        if self._number > 3:
+            raise StopIteration
+        return SHORT
+
+
+async def test_prompts_that_were_read_before_their_source_broke_stay(rig: Rig, client: RolloutClient) -> None:
+    pool = RolloutPool(client, Broken(), SAMPLING, size=2)
+    with pytest.raises(OSError, match="broken"):
+        await pool.batch(2)
+    assert len(await pool.batch(2)) == 2
+
+
+async def test_suspended_groups_go_on_after_a_group_that_the_gateway_refused(rig: Rig, client: RolloutClient) -> None:
+    too_long = [5] * (MAX_MODEL_LEN + 1)
+    pool = RolloutPool(client, [LONG, SHORT, too_long], SAMPLING, size=2)
+    stall(rig.replicas)
+    await pool.batch(1)
+    await until_idle(rig.replicas)
+    rig.hurry()
+    before = made(rig.replicas)
+    with pytest.raises(InvalidRequest, match=r"prompts\[2\]: "):
+        await pool.batch(1)
+    assert lengths(await pool.batch(1)) == {0: [WHOLE] * 2}
+    assert made(rig.replicas) - before == 2 * (WHOLE - STALL)
+    assert await kept(rig) == 0
+
+
+async def test_a_batch_that_never_arrives_frees_what_was_suspended(
+    rig: Rig, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> AsyncIterator[bytes]:
+        raise GatewayUnreachable("broken")
+
+    pool = RolloutPool(client, [LONG, SHORT], SAMPLING, size=2)
+    stall(rig.replicas)
+    await pool.batch(1)
+    assert await kept(rig) > 0
+    client._outage_s = 0.0
+    with monkeypatch.context() as patch:
+        patch.setattr(client._http, "streamed", broken)
+        with pytest.raises(GatewayUnreachable):
+            await pool.batch(1)
+    assert await kept(rig) == 0
+    rig.hurry()
+    assert lengths(await pool.batch(1)) == {0: [WHOLE] * 2}
 
 
 async def test_a_batch_that_is_interrupted_ends_on_the_engines_and_is_made_again(
@@ -204,6 +284,28 @@ async def test_a_pool_that_is_closed_leaves_nothing_on_the_gateway(rig: Rig, cli
     assert await kept(rig) == 0
 
 
+async def test_a_pool_that_is_closed_ends_the_batch_that_it_makes(rig: Rig, client: RolloutClient) -> None:
+    async with RolloutPool(client, [LONG] * 4, SAMPLING, size=2) as pool:
+        stall(rig.replicas)
+        making = asyncio.create_task(pool.batch(1))
+        await rig.begun(samples=4)
+    with pytest.raises(asyncio.CancelledError):
+        await making
+    await until_idle(rig.replicas)
+    assert (await rig.get("/status"))[1]["ledger"]["open"] == 0
+
+
+async def test_a_pool_makes_one_batch_at_a_time(rig: Rig, client: RolloutClient) -> None:
+    pool = RolloutPool(client, [LONG] * 2, SAMPLING, size=2)
+    stall(rig.replicas)
+    making = asyncio.create_task(pool.batch(1))
+    await rig.begun(samples=4)
+    with pytest.raises(InvalidRequest, match="is being made"):
+        await pool.batch(1)
+    rig.hurry()
+    assert len(await making) == 1
+
+
 async def test_bad_bounds_are_refused(rig: Rig, client: RolloutClient) -> None:
     with pytest.raises(InvalidRequest, match="need = 3 must be 1 to n = 2"):
         RolloutPool(client, [LONG], SAMPLING, size=2, need=3)
@@ -229,6 +331,19 @@ async def test_a_pool_without_a_loop_does_the_same(rig: Rig) -> None:
 
     assert lengths(await asyncio.to_thread(first_batch)) == {1: [4, 4], 2: [4, 4]}
     assert await kept(rig) == 0
+
+
+async def test_a_client_that_is_closed_ends_the_batch_of_another_thread(rig: Rig) -> None:
+    stall(rig.replicas)
+    client = BlockingRolloutClient(rig.url)
+    pool = BlockingRolloutPool(client, [LONG, LONG], SAMPLING, size=2)
+    making = asyncio.create_task(asyncio.to_thread(pool.batch, 1))
+    await rig.begun(samples=4)
+    await asyncio.to_thread(client.close)
+    async with asyncio.timeout(20):
+        with pytest.raises(asyncio.CancelledError):
+            await making
+    await until_idle(rig.replicas)
 
 
 class Restarts:

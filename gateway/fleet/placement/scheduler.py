@@ -144,7 +144,7 @@ class Scheduler:
 
         `kept` returns what a failed call has and that continues elsewhere; it is the result then.
         """
-        with using(rollout), self.sessions.turn(rollout):
+        with using(rollout), self._turn(rollout):
             while True:
                 try:
                     async with self._placed(rollout) as replica:
@@ -164,7 +164,7 @@ class Scheduler:
     ) -> AsyncGenerator[tuple[Replica, Json]]:
         """Chunks of the first replica that gives any. Raises the `EngineError` that ends a stream with chunks, which
         may continue from its tokens."""
-        with using(rollout), self.sessions.turn(rollout):
+        with using(rollout), self._turn(rollout):
             while True:
                 begun = False
                 try:
@@ -182,6 +182,16 @@ class Scheduler:
                         await self._failed(rollout, replica, error, progressed=begun)
                     if begun:
                         raise
+
+    @contextmanager
+    def _turn(self, rollout: Rollout) -> Iterator[None]:
+        """Keep the session of a rollout at work during the block; others may take its place after it."""
+        try:
+            with self.sessions.turn(rollout):
+                yield
+        finally:
+            if rollout.session:
+                self._pump(rollout.model)
 
     @contextmanager
     def _between_attempts(self, rollout: Rollout) -> Iterator[None]:
@@ -289,6 +299,7 @@ class Scheduler:
             return
         able: dict[Demand, list[Replica]] = {}
         reserved: set[Replica] = set()
+        awaited: set[Replica] = set()  # by a session for KV: no session behind it takes the KV that becomes free
         turns = line.in_turn()
         waiter = next(turns, None)
         while waiter is not None:
@@ -301,18 +312,23 @@ class Scheduler:
                 for one in able[demand]
                 if one not in reserved and (not one.load_samples or one.load_samples + least <= one.max_samples)
             ]
-            if open_ and (admitting := self.sessions.admitting(waiter.rollout, open_)):
-                self._place_on(admitting, able[demand], waiter, line, reserved)
-            elif open_:
-                line.held(waiter)
-                self._look_again(model, open_)
-                open_ = []
-            else:
+            is_skipped = not open_
+            if not open_:
                 line.lacks(demand, self._lack_of(waiter.rollout, able[demand]))
+            elif not self._place_on(open_, able[demand], waiter, line, reserved, awaited):
+                self._hold(waiter, open_, line)
+                awaited.update(open_)
+                is_skipped = waiter.demand is demand  # else it alone has left those that wait for a replica
             try:
-                waiter = turns.send(not open_)
+                waiter = turns.send(is_skipped)
             except StopIteration:
                 waiter = None
+
+    def _hold(self, waiter: Waiter, open_: Sequence[Replica], line: WaitingLine) -> None:
+        """Have a turn wait for the KV of sessions on these replicas."""
+        line.held(waiter)
+        self.sessions.give_up(waiter.rollout)
+        self._look_again(waiter.rollout.model, open_)
 
     def _lack_of(self, rollout: Rollout, able: list[Replica]) -> Cause:
         """The cause for which no replica has room for a rollout."""
@@ -326,11 +342,11 @@ class Scheduler:
         """A replica that takes the rollout now, where none waits before it."""
         if self._is_closed(rollout.model):
             return None
-        able = self._able(rollout)
+        able = self._wanted(rollout, self._able(rollout))
         if not rollout.session:  # the choice itself looks for room: of 1,000 replicas a look at each takes its time
-            return self._chosen(rollout, able, able)
+            return self._chosen(rollout, able)
         open_ = [one for one in able if one.load_samples < one.max_samples]
-        return self._chosen(rollout, self.sessions.admitting(rollout, open_), able)
+        return self._chosen(rollout, self.sessions.admitting(rollout, open_))
 
     def _look_again(self, model: str, open_: Sequence[Replica]) -> None:
         """Look at the line once a session that one of the replicas holds has been idle for too long."""
@@ -342,11 +358,8 @@ class Scheduler:
             timer.cancel()
         self._looks[model] = loop.call_later(seconds, self._pump, model)
 
-    def _chosen(self, rollout: Rollout, open_: Sequence[Replica], able: list[Replica]) -> tuple[Replica, str] | None:
+    def _chosen(self, rollout: Rollout, open_: Sequence[Replica]) -> tuple[Replica, str] | None:
         """Place a rollout on one of the replicas with room, if it fits there."""
-        if rollout.attempts.avoid:
-            wanted = self._wanted(rollout, able)
-            open_ = [one for one in open_ if one in wanted]
         home = self.sessions.home(rollout.model, rollout.session)
         replica = choose(rollout, open_, home)
         if replica is None:
@@ -358,26 +371,39 @@ class Scheduler:
     @staticmethod
     def _wanted(rollout: Rollout, able: list[Replica]) -> list[Replica]:
         """The replicas that have not failed the rollout; all where each has."""
-        return [one for one in able if one.replica_id not in rollout.attempts.avoid] or able
+        avoid = rollout.attempts.avoid
+        return ([one for one in able if one.replica_id not in avoid] or able) if avoid else able
 
     def _place_on(
-        self, open_: Sequence[Replica], able: list[Replica], waiter: Waiter, line: WaitingLine, reserved: set[Replica]
-    ) -> None:
-        """Place a rollout on one of the replicas with room, or reserve one of those that it could go to."""
-        rollout = waiter.rollout
-        chosen = self._chosen(rollout, open_, able)
+        self,
+        open_: Sequence[Replica],
+        able: list[Replica],
+        waiter: Waiter,
+        line: WaitingLine,
+        reserved: set[Replica],
+        awaited: set[Replica],
+    ) -> bool:
+        """Place a rollout on one of the replicas with room, or reserve one of those that it could go to. False where it
+        waits for KV."""
+        rollout, wanted = waiter.rollout, self._wanted(waiter.rollout, able)
+        fit = open_ if wanted is able else [one for one in open_ if one in wanted]
+        free = [one for one in fit if one not in awaited] if waiter.demand.is_outside else fit
+        admitting = self.sessions.admitting(rollout, free)
+        chosen = self._chosen(rollout, admitting)
         if chosen is None:
-            wanted = self._wanted(rollout, able)
-            candidates = [one for one in open_ if one in wanted]
-            waiter.kept = min(candidates or wanted, key=lambda one: one.load_samples)
+            home = self.sessions.holder(rollout, wanted)  # without room: it waits there
+            if fit and not admitting and home is None:
+                return False
+            waiter.kept = min(admitting or ([home] if home else wanted), key=lambda one: one.load_samples)
             reserved.add(waiter.kept)
             line.lacks(waiter.demand, Cause.ROOM)
-            return
+            return True
         replica, why = chosen
         waiter.why = "reserved for it until it had room" if replica is waiter.kept else why
         line.moved(waiter)
         line.done(waiter)
         waiter.placed.set_result(replica)
+        return True
 
     def _able(self, rollout: Rollout) -> list[Replica]:
         """Replicas that may take a rollout now: serving, not backing off, fresh enough, with what it needs.

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from engines.engine import Json
@@ -35,6 +36,7 @@ _SHARE_OF_MEAN = 0.7
 # Turns over which contexts and the times of tools are averaged.
 _LEARNED_FROM = 200
 _SOON_S = 0.01
+_FORGOTTEN_AT_ONCE = 16
 _NO_TURN = nullcontext()
 
 
@@ -92,7 +94,7 @@ class Sessions:
     @contextmanager
     def _turn(self, rollout: Rollout) -> Iterator[None]:
         session = self._of(rollout)
-        if session.context and not session.at_work:
+        if session.context and not session.at_work and not rollout.goes_on:  # a rest has no tool before it
             self._gaps[rollout.model].add(min(time.monotonic() - session.quiet_since, self._idle_s))
         session.at_work += 1
         session.is_over = False
@@ -125,11 +127,9 @@ class Sessions:
         """
         if self._share is None or not rollout.session or rollout.goes_on:
             return hosts
-        session = self._of(rollout)
-        if session.residents is not None:
-            home = next((host for host in hosts if host.residents is session.residents), None)
-            if home is not None and is_light(home) and has_room(rollout, home):
-                return [home]
+        session, home = self._of(rollout), self.holder(rollout, hosts)
+        if home is not None and is_light(home) and has_room(rollout, home):
+            return [home]
         needed, ended = self._needed(session, rollout), time.monotonic() - self._patience_s(rollout.model)
         return [host for host in hosts if self._admits(host, session, needed, ended)]
 
@@ -138,14 +138,27 @@ class Sessions:
         if residents.capacity is None or session.residents is residents:
             return True
         assert self._share is not None
-        left = self._share * residents.capacity - needed
+        left = max(0.0, self._share * residents.capacity - needed)  # a session that fits nowhere runs alone
         if residents.tokens <= left:
             return True
         residents.look(host.weight_version, ended)
         if residents.tokens <= left:
             return True
         has_time = host.load_samples < max(1.0, FEW_SHARE * host.max_samples)
-        return has_time and (residents.busy_tokens <= left or not residents.busy_tokens)
+        return has_time and residents.busy_tokens <= left
+
+    def holder(self, rollout: Rollout, hosts: Iterable[H]) -> H | None:
+        """The replica that holds the session of a rollout."""
+        session = self._sessions.get((rollout.model, rollout.session))
+        if session is None or session.residents is None:
+            return None
+        return next((host for host in hosts if host.residents is session.residents), None)
+
+    def give_up(self, rollout: Rollout) -> None:
+        """Note that no replica holds the session of a rollout, which waits to be admitted: it would wait for itself."""
+        session = self._of(rollout)
+        if session.residents is not None:
+            session.residents.let_go(session)
 
     def settle(self, rollout: Rollout, host: Host) -> None:
         """Remember where the session's newest turn was placed, and hold it there."""
@@ -153,10 +166,10 @@ class Sessions:
             return
         session, residents = self._of(rollout), host.residents
         session.home = host.replica_id
-        if self._share is not None and residents.capacity is not None:
+        if self._share is not None:
             residents.look(host.weight_version, -math.inf)
             residents.hold(session, self._needed(session, rollout))
-            residents.shrink(self._share * residents.capacity)
+            residents.shrink(self._share * (residents.capacity or math.inf))
 
     def delivered(self, rollout: Rollout, prompt_tokens: int, completion_tokens: int) -> None:
         """Note the context that a turn has left. `completion_tokens` are those of all its samples."""
@@ -166,9 +179,9 @@ class Sessions:
         session.context = prompt_tokens + completion_tokens // rollout.n
         self._contexts[rollout.model].add(session.context)
         residents = session.residents
-        if residents is not None and residents.capacity is not None:
+        if residents is not None:
             residents.hold(session, self._needed(session, rollout))
-            residents.shrink(residents.capacity)
+            residents.shrink(residents.capacity or math.inf)
 
     def finish(self, models: Iterable[str], name: str) -> bool:
         """End the sessions of this name, those at work after their turn. False where none is known."""
@@ -189,11 +202,18 @@ class Sessions:
         session = self._sessions.get(key)
         if session is None:
             session = self._sessions[key] = Session()
-            if len(self._sessions) > self._limit:
-                self._end(next(iter(self._sessions)))
+            self._forget_oldest()
         else:
             self._sessions.move_to_end(key)
         return session
+
+    def _forget_oldest(self) -> None:
+        """Forget sessions beyond the limit. A session at work is in use, however long ago its turn came."""
+        for key in list(islice(self._sessions, _FORGOTTEN_AT_ONCE)) if len(self._sessions) > self._limit else ():
+            if self._sessions[key].at_work:
+                self._sessions.move_to_end(key)
+            elif len(self._sessions) > self._limit:
+                self._end(key)
 
     def _needed(self, session: Session, rollout: Rollout) -> int:
         """Tokens that a session counts with: its context, or a share of the mean context over the lives of all sessions

@@ -121,6 +121,7 @@ class WaitingLine:
                 del self._sizes[waiter.rollout.n]
         if not self._by_rollout:
             self._waits.clear()
+            self._moved_at.clear()
             self._last_turns.clear()
             self._by_demand.clear()
 

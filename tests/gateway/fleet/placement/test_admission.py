@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.engine import Engine
+from engines.errors import EngineFailed
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -65,11 +66,11 @@ class Played:
         self._running: dict[str, tuple[asyncio.Event, asyncio.Task[None]]] = {}
         self._turns = 0
 
-    async def begin(self, session: str, tokens: int, name: str = "") -> str:
+    async def begin(self, session: str, tokens: int, name: str = "", **fields: Any) -> str:
         """Ask for a turn with so many tokens of context, and return its name."""
         self._turns += 1
         name = name or f"{session}-{self._turns}"
-        rollout = Rollout(request_id=name, model="m", n=1, tokens=1, prompt_tokens=tokens, session=session)
+        rollout = Rollout(request_id=name, model="m", n=1, tokens=1, prompt_tokens=tokens, session=session, **fields)
         ended = asyncio.Event()
         self._running[name] = ended, asyncio.create_task(self._run(rollout, ended))
         await asyncio.sleep(0)
@@ -104,6 +105,25 @@ class Played:
 
     async def turn(self, session: str, tokens: int) -> None:
         await self.end(await self.begin(session, tokens))
+
+    def home(self, session: str) -> Replica:
+        """The replica of a session's last turn."""
+        home = self.scheduler.sessions.home("m", session)
+        return next(replica for replica in self.fleet.replicas if replica.replica_id == home)
+
+    @contextmanager
+    def full(self, replica: Replica) -> Iterator[None]:
+        """Leave a replica without room during the block."""
+        left = replica.max_samples - replica.load_samples
+        rollout = Rollout(request_id="full", model="m", n=left, tokens=1)
+        replica.reserve(rollout)
+        with replica.carrying(rollout):
+            yield
+
+    async def look(self) -> None:
+        """Have the scheduler look at the line."""
+        self.scheduler.open_gate("none")
+        await self.settled()
 
     def task(self, name: str) -> "asyncio.Task[None]":
         return self._running[name][1]
@@ -164,6 +184,94 @@ async def test_a_replica_with_little_load_takes_a_session_in_place_of_an_idle_on
     await played.busy()
     again = await played.begin("first", 800)
     assert played.waits == {again}, "its KV may be gone"
+    await played.stop()
+
+
+async def test_a_session_that_fits_nowhere_runs_alone_also_beside_a_batch(clock: PlayedClock) -> None:
+    played = Played()
+    await played.busy()
+    first = await played.begin("first", 900)
+    second = await played.begin("second", 900)
+    assert played.waits == {second}
+    await played.end(first)
+    assert played.waits == set()
+    await played.stop()
+
+
+async def test_small_sessions_of_another_demand_do_not_pass_a_large_one_for_ever(clock: PlayedClock) -> None:
+    played = Played()
+    await played.busy()
+    running = [await played.begin(f"small-{number}", 250, max_staleness=5) for number in range(3)]
+    large = await played.begin("large", 700)
+    later = await played.begin("later", 250, max_staleness=5)
+    for name in running:
+        await played.end(name)
+        played.scheduler.finish_session(name.rpartition("-")[0])
+        await played.settled()
+    assert played.waits == {later}
+    await played.end(large)
+    await played.stop()
+
+
+async def test_a_turn_goes_elsewhere_after_a_failure_of_its_sessions_home(clock: PlayedClock) -> None:
+    played = Played(2)
+    await resident(played, clock, "first", 300)
+    home, tried = played.home("first"), []
+
+    async def call(replica: Replica) -> None:
+        tried.append(replica)
+        if replica is home:
+            raise EngineFailed("failed", replica_id=replica.replica_id)
+
+    turn = Rollout(request_id="turn", model="m", n=1, tokens=1, prompt_tokens=300, session="first")
+    async with asyncio.timeout(20):
+        await played.scheduler.run(turn, call)
+    assert tried == played.fleet.replicas
+    assert [len(replica.residents) for replica in played.fleet.replicas] == [0, 1]
+    await played.stop()
+
+
+async def test_a_resident_session_waits_for_room_at_its_home_and_behind_no_session_that_waits_for_kv(
+    clock: PlayedClock,
+) -> None:
+    played = Played(2, places=64)
+    await played.busy()
+    turns = [await played.begin(session, 700) for session in ("first", "second")]
+    for name in turns:
+        await played.end(name)
+        clock.now += 1.0
+        await played.turn(name.rpartition("-")[0], 700)
+    held = await played.begin("third", 300)
+    homes = played.home("first"), played.home("second")
+    assert played.waits == {held}
+    assert homes[0] is not homes[1]
+    with played.full(homes[0]):
+        first = await played.begin("first", 700)
+        plain = await played.begin("", 0, name="plain")
+        assert played.waits == {held, first}
+        assert played.where[plain] is homes[1]
+    with played.full(homes[1]):
+        await played.look()
+        second = await played.begin("second", 700)
+    await played.look()
+    assert played.waits == {held}
+    assert (played.where[first], played.where[second]) == homes
+    await played.stop()
+
+
+async def test_a_turn_that_waits_to_be_admitted_holds_nothing_where_its_session_was(clock: PlayedClock) -> None:
+    played = Played(2)
+    await played.busy()
+    turns = [await played.begin(session, 700) for session in ("first", "second")]
+    for name in turns:
+        await played.end(name)
+    first = played.home("first")
+    second = await played.begin("second", 700)
+    played.fleet.replicas.remove(first)
+    held = await played.begin("first", 700)
+    assert played.waits == {held}
+    assert (len(first.residents), first.residents.tokens) == (0, 0)
+    await played.end(second)
     await played.stop()
 
 
@@ -264,6 +372,49 @@ async def test_a_line_of_sessions_moves_when_the_idle_limit_passes_though_nothin
     await played.busy()
     held = await played.begin("second", 300)
     assert played.waits == {held}
+    async with asyncio.timeout(20):
+        while played.waits:
+            await asyncio.sleep(0.01)
+    await played.stop()
+
+
+async def test_a_session_that_moves_to_a_replica_of_unknown_capacity_counts_there_alone(clock: PlayedClock) -> None:
+    played = Played(2, places=4)
+    known, unknown = played.fleet.replicas
+    unknown.residents.capacity = None
+    unknown.placed = 9  # the first turn goes to the other
+    await resident(played, clock, "first", 500)
+    assert (known.residents.tokens, unknown.residents.tokens) == (500, 0)
+    with played.full(known):
+        await played.turn("first", 600)
+    assert (known.residents.tokens, unknown.residents.tokens) == (0, 600)
+    unknown.residents.capacity = CAPACITY
+    await played.turn("second", 300)
+    assert unknown.residents.tokens <= SHARE * CAPACITY
+    await played.stop()
+
+
+async def test_the_rest_of_a_turn_that_was_cut_off_is_no_turn_after_a_tool(clock: PlayedClock) -> None:
+    played = Played()
+    await resident(played, clock, "first", 700)
+    for _ in range(50):
+        await played.end(await played.begin("first", 700, goes_on=True))
+    await played.busy()
+    held = await played.begin("second", 300)
+    clock.now += 29.0
+    await played.look()
+    assert played.waits == {held}
+    await played.stop()
+
+
+async def test_a_line_moves_when_the_idle_limit_passes_of_a_session_that_was_at_work_when_others_came() -> None:
+    played = Played(session_idle_s=0.1)
+    await played.turn("first", 700)
+    await played.turn("first", 700)
+    first = await played.begin("first", 700)
+    held = await played.begin("second", 300)
+    assert played.waits == {held}
+    await played.end(first)
     async with asyncio.timeout(20):
         while played.waits:
             await asyncio.sleep(0.01)

@@ -271,6 +271,19 @@ def test_no_rollout_waits_for_more_than_its_turn_and_equals_keep_their_order(
     asyncio.run(_placed_in_turns(arrivals))
 
 
+async def test_a_line_that_is_empty_remembers_no_demand() -> None:
+    played = Played(1)
+    for version in range(3):
+        await played.submit(f"running-{version}", n=2)
+        await played.submit(f"waiting-{version}", max_staleness=version)
+        await played.end(f"running-{version}")
+        await played.end(f"waiting-{version}")
+    line = played.scheduler._lines["m"]
+    assert len(played.placed) == 6
+    assert [len(kept) for kept in (line._moved_at, line._waits, line._by_demand)] == [0, 0, 0]
+    await played.stop()
+
+
 async def _placed_in_turns(arrivals: list[tuple[int, int | None, int]]) -> None:
     line, placed = WaitingLine(), list[Waiter]()
 

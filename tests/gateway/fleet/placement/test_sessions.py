@@ -49,6 +49,17 @@ def test_the_least_recently_used_are_forgotten_beyond_the_limit() -> None:
     assert [sessions.home("policy", agent) for agent in "abc"] == ["engine-1", None, "engine-1"]
 
 
+def test_a_session_at_work_is_not_forgotten_and_keeps_no_other_from_it() -> None:
+    sessions = Sessions(limit=2)
+    at_work = turn_of("long")
+    with sessions.turn(at_work):
+        sessions.settle(at_work, replica())
+        for number in range(100):
+            sessions.settle(turn_of(f"agent-{number}"), replica())
+        assert len(sessions) == 2
+    assert sessions.home("policy", "long") == "engine-1"
+
+
 @pytest.mark.parametrize(
     ("headers", "body", "session"),
     [

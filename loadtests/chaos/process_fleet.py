@@ -1,6 +1,7 @@
-"""A fleet of simulated engines and a gateway as processes, without Ray: what dies is started again, as Serve does.
+"""A fleet of engines and a gateway as processes, without Ray: what dies is started again, as Serve does.
 
-Twenty replicas and their undisturbed twins fit on two cores, where Serve's own processes would take the cores.
+Twenty simulated replicas and their undisturbed twins fit on two cores, where Serve's own processes would take the
+cores.
 """
 
 import asyncio
@@ -18,19 +19,20 @@ import psutil
 from pydantic import SecretStr
 
 from engines.config import SimConfig
-from engines.process.engine_server import EngineServer, free_port
+from engines.process.engine_server import free_port
 from engines.store.weight_store import remove_store
 from engines.types import ReplicaInfo
+from gateway.config.node_gpus import visible_gpus
 from gateway.config.schema import Config
 from gateway.fleet.watch.engine_page import EngineLoad, read_load
 from gateway.weights.snapshots import in_memory
 from loadtests.chaos.gateway_process import REPLICAS
+from loadtests.fleet import engine_servers
 
 _LOOK_S = 0.2
 _STARTING_AT_ONCE = 4
 _STOP_S = 15.0
 _PAGE_TIMEOUT_S = 10.0
-_GROUP = "engine"
 
 
 def fleet_config(name: str, replicas: int, sim: SimConfig, folder: Path, **gateway: Any) -> Config:
@@ -59,10 +61,7 @@ class ProcessFleet:
         self.size = config.engine.num_replicas
         self._config = config
         self._folder = folder
-        self._servers = [
-            EngineServer(config.engine, replica_id=f"{_GROUP}-{index}", group=_GROUP, index=index)
-            for index in range(self.size)
-        ]
+        self._servers = engine_servers(config, visible_gpus())
         self.infos: dict[int, ReplicaInfo] = {}
         self._gateway: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []

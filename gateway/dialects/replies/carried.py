@@ -93,14 +93,17 @@ def _nothing(content: bytes, begin: bytes) -> bytes:
 
 
 def text_of(insides: bytearray) -> Raw:
-    """Return texts, one after the other, out of what `of_text` has returned."""
-    check_text(insides)
-    return Raw(b"".join((b'"', insides, b'"')))
+    """Return texts, one after the other, out of what `of_text` has returned. The buffer becomes the value."""
+    insides[:0] = b'"'
+    insides += b'"'
+    return Raw(insides)
 
 
 def list_of(insides: bytearray) -> Raw:
     """As `text_of`, for lists, each after a comma."""
-    return Raw(b"".join((b"[", memoryview(insides)[1:], b"]")))
+    insides[:1] = b"["
+    insides += b"]"
+    return Raw(insides)
 
 
 def encoded(value: Any) -> bytes:

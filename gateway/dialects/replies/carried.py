@@ -38,6 +38,20 @@ def carried_reply(content: bytes, path: str, replica_id: str) -> Json:
     return reply
 
 
+def carried_chunk(content: bytes) -> Json:
+    """Return a chunk of a stream, decoded but for the log-probs of its choices, which are most of it. Raise one of
+    `NO_JSON` where it is none."""
+    check_text(content)
+    fields = _fields(content)
+    choices = _list_of_fields(fields.pop("choices", NULL))
+    chunk = {key: _decoded(value) for key, value in fields.items()}
+    return chunk | {"choices": [{key: _looked_at(key, value) for key, value in choice.items()} for choice in choices]}
+
+
+def _looked_at(key: str, value: Raw) -> Any:
+    return value if key == "logprobs" and len(value) > _SHORT_BYTES else _decoded(value)
+
+
 def head_of(chunk: bytes) -> Json:
     """Return the fields of a chunk beside its choices and its usage."""
     fields = _fields(chunk)

@@ -20,6 +20,12 @@ NULL, EMPTY = Raw(b"null"), Raw(b"[]")
 NO_JSON = (ValueError, RecursionError)
 """The errors of a decoder; msgspec's own are of the first kind."""
 
+
+class _Choices(msgspec.Struct, gc=False):
+    choices: list[dict[str, Raw]]
+
+
+_choices = msgspec.json.Decoder(_Choices).decode
 _fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _list_of_fields = msgspec.json.Decoder(list[dict[str, Raw]]).decode
 _decoded = msgspec.json.Decoder().decode
@@ -60,8 +66,8 @@ def head_of(chunk: bytes) -> Json:
 
 def choice_of(chunk: bytes, index: int) -> Json:
     """Return the fields of the last choice of a chunk that has this index."""
-    choices = map(_read, _list_of_fields(_fields(chunk)["choices"]))
-    return next(choice for choice in reversed(list(choices)) if choice["index"] == index)
+    choices = map(_read, reversed(_choices(chunk).choices))
+    return next(choice for choice in choices if choice["index"] == index)
 
 
 def opened(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """One connection to an HTTP/1.1 server. httptools (llhttp) reads what comes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -73,14 +73,22 @@ class Connection(asyncio.BufferedProtocol):
     async def read(self) -> bytes:
         """Return the body, or what is left of it."""
         blocks = []
-        while block := await self._block():
+        while block := await self.block():
             blocks.append(block)
         return b"".join(blocks)
 
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        """Yield the body in blocks as they come."""
-        while block := await self._block():
-            yield block
+    async def block(self) -> bytes:
+        """Return all bytes of the body that are here, at least one; none at its end."""
+        while not self._blocks:
+            if self._has_ended:
+                return b""
+            await self._more()
+        block = self._blocks[0] if len(self._blocks) == 1 else b"".join(self._blocks)
+        self._blocks, self._unread = [], 0
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return block
 
     def finish(self) -> bool:
         """End the exchange. Return True if the connection can take another."""
@@ -99,19 +107,6 @@ class Connection(asyncio.BufferedProtocol):
             self._fail(ConnectionAbortedError("the connection is closed"))
         if self._transport is not None:
             self._transport.abort()
-
-    async def _block(self) -> bytes:
-        """Return all bytes of the body that are here, at least one; none at its end."""
-        while not self._blocks:
-            if self._has_ended:
-                return b""
-            await self._more()
-        block = self._blocks[0] if len(self._blocks) == 1 else b"".join(self._blocks)
-        self._blocks, self._unread = [], 0
-        if self._is_paused and self._transport is not None:
-            self._is_paused = False
-            self._transport.resume_reading()
-        return block
 
     async def _more(self) -> None:
         """Return when something has come. Raise the error that ends the connection."""

@@ -31,6 +31,7 @@ _KEEPALIVE_S = 4.0
 _CONNECT_TIMEOUT_S = 30.0
 _JSON = {"Content-Type": "application/json"}
 _DONE = b"[DONE]"
+_HEAD_BYTES = 1 << 9  # an error comes without tokens, so its name is within the first bytes of a chunk
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
@@ -77,13 +78,15 @@ class HttpEngine(Engine, ABC):
 
     async def _events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         """Yield the events of a stream up to [DONE], in lists of those that came together."""
+        begun: list[bytes] = []
         async with self._request("POST", path, body, timeout_s) as response:
-            async for events in _server_sent_events(response):
+            while block := await response.block():
+                events = _completed(begun, block)
                 is_last = _DONE in events
                 if is_last:
                     events = events[: events.index(_DONE)]
                 for place, event in enumerate(events):
-                    if b'"error"' in event and "error" in (chunk := self._decoded(path, event)):
+                    if event.find(b'"error"', 0, _HEAD_BYTES) >= 0 and "error" in (chunk := self._decoded(path, event)):
                         if place:
                             yield events[:place]
                         raise self._broken_off(path, chunk)
@@ -191,17 +194,14 @@ def message_of(body: Any) -> str:
     return str(error.get("message", error.get("detail", "")) if isinstance(error, dict) else error)
 
 
-async def _server_sent_events(content: Connection) -> AsyncIterator[list[bytes]]:
-    """Yield the data of the events that each block completes. Lines may exceed the reader's line limit, so blocks are
-    split here.
+def _completed(begun: list[bytes], block: bytes) -> list[bytes]:
+    """Return the data of the server-sent events that a block completes; `begun` keeps what it begins.
 
-    JSON holds no bare line end, so every CR belongs to a CRLF.
+    JSON holds no bare line end, so an event is a line.
     """
-    begun: list[bytes] = []
-    async for block in content.iter_any():
-        begun.append(block.replace(b"\r", b""))
-        if b"\n" not in begun[-1]:
-            continue
-        *events, rest = b"".join(begun).split(b"\n\n")
-        begun = [rest]
-        yield [event[5:].strip() for event in events if event.startswith(b"data:")]
+    begun.append(block)
+    if b"\n" not in block:
+        return []
+    *lines, rest = b"".join(begun).split(b"\n")
+    begun[:] = [rest]
+    return [line[5:].strip() for line in lines if line.startswith(b"data:")]

@@ -6,6 +6,7 @@ import uuid
 from abc import ABC, abstractmethod
 from asyncio import Queue
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -474,16 +475,15 @@ class CompletionAnswer(Answer):
         choice: Json = {"index": sample.index, "text": text, "logprobs": None}
         choice["token_ids"] = self._ids_if_requested(tokens)
         if self.body.logprobs is not None:
-            choice["logprobs"] = self._logprobs(tokens, self._scores(sample, start, context, self.body.logprobs))
+            scores = self._scores(sample, start, context, self.body.logprobs)
+            choice["logprobs"] = self._logprobs(sample, start, tokens, scores)
         return choice | self._end(sample)
 
-    def _logprobs(self, tokens: list[int], scores: list[dict[int, float]]) -> Json:
+    def _logprobs(self, sample: Sample, start: int, tokens: list[int], scores: list[dict[int, float]]) -> Json:
         names = [self._name(token_id) for token_id in tokens]
-        offsets = [0]
-        for name in names[:-1]:
-            offsets.append(offsets[-1] + len(name))
+        *offsets, sample.names_end = accumulate(map(len, names), initial=sample.names_end if start else 0)
         return {
-            "text_offset": offsets[: len(names)],
+            "text_offset": offsets,
             "token_logprobs": [scored[token_id] for token_id, scored in zip(tokens, scores, strict=True)],
             "tokens": names,
             "top_logprobs": [{self._name(i): logprob for i, logprob in scored.items()} for scored in scores],

@@ -47,6 +47,8 @@ class Sample:
     stop_strings: tuple[str, ...] = ()
     stop_reason: str | int | None = None
     adapter: str = ""
+    names_end: int = 0
+    """Characters of the names of its reported tokens, from which the offsets of the next chunk go on."""
 
     @property
     def held_tokens(self) -> int:

@@ -11,6 +11,7 @@ from engines.engine import Json
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, longest_first
 from gateway.dialects.parallel import until
+from gateway.dialects.replies.carried import opened
 from gateway.dialects.sglang_words import Asked, aborted_reply, answer, asked_prompts
 from gateway.dialects.usage import Usage
 from gateway.fleet.fleet import Fleet
@@ -139,7 +140,7 @@ class _Sample:
     def add(self, choice: Json) -> None:
         self._texts.append(choice["text"])
         self._token_ids += choice.get("token_ids") or ()
-        if (found := choice.get("logprobs")) is not None:
+        if (found := opened(choice.get("logprobs"))) is not None:
             for key in _LOGPROBS:
                 self._logprobs.setdefault(key, []).extend(found.get(key) or ())
         prompt = self.choice["prompt_token_ids"] or choice.get("prompt_token_ids")

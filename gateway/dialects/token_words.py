@@ -6,6 +6,7 @@ from typing import Any
 from engines.engine import Json
 from engines.errors import InvalidRequest
 from engines.types import ReplicaInfo
+from gateway.dialects.replies.carried import opened
 
 # The fields of vLLM's SamplingParams that /v1/completions has too, by the same name.
 _SAME_NAME = frozenset(
@@ -89,7 +90,7 @@ def _choice(choice: Json, body: Json) -> Json:
 
 def _logprobs(choice: Json) -> list[Json]:
     """Return an entry for each token: its log-prob, and candidates in the engine's order, the token itself first."""
-    logprobs = choice["logprobs"]
+    logprobs = opened(choice["logprobs"])
     tops = logprobs.get("top_logprobs") or [None] * len(logprobs["token_logprobs"])
     return [
         {"token_id": token_id, "logprob": logprob, "rank": None, "top_logprobs": _candidates(top)}

@@ -20,9 +20,10 @@ _FORM_TYPES = ("text/plain", "multipart/form-data")
 
 def direct_peer(request: web.Request) -> str | None:
     """Return the peer's address; None for a request that a page of another site or a proxy may have sent."""
-    if _is_forwarded(request) or _is_from_another_site(request) or _has_a_foreign_host(request):
+    remote = request.remote
+    if _is_forwarded(request) or _is_from_another_site(request) or _has_a_foreign_host(remote or "", request.host):
         return None
-    return request.remote
+    return remote
 
 
 def _is_forwarded(request: web.Request) -> bool:
@@ -42,12 +43,13 @@ def _is_from_another_site(request: web.Request) -> bool:
     return request.method != "GET" and request.content_type in _FORM_TYPES
 
 
-def _has_a_foreign_host(request: web.Request) -> bool:
+@lru_cache(_REMEMBERED)
+def _has_a_foreign_host(remote: str, host: str) -> bool:
     """A page may have its site's name resolve to a loopback address, and is then of the same site as this server."""
-    address = _address_of(request.remote or "")
+    address = _address_of(remote)
     if address is None or not address.is_loopback:
         return False
-    name = (_split(f"//{request.host}").hostname or "").rstrip(".").lower()
+    name = (_split(f"//{host}").hostname or "").rstrip(".").lower()
     return not (_address_of(name) or f".{name}".endswith(".localhost") or name in _own_names())
 
 
@@ -59,7 +61,6 @@ def _split(url: str) -> SplitResult:
         return SplitResult("", "", "", "", "")
 
 
-@lru_cache(_REMEMBERED)
 def _address_of(text: str) -> IPv4Address | IPv6Address | None:
     """The IP address in a text, without its zone; None for text that is none."""
     try:

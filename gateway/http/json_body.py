@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engines.errors import BodyTooLarge, InvalidRequest
+from gateway.dialects.replies.carried import encoded
 
 _READ_TIMEOUT_S = 300.0
 _QUIET_TIMEOUT_S = 30.0  # between two parts of a body
@@ -93,9 +94,10 @@ def reply(body: Any, status: int = 200) -> web.Response:
 
 def event(body: Any) -> bytes:
     """Return a server-sent event. Unicode line ends are escaped, so that it is a single line to every client."""
-    data = orjson.dumps(body)
-    for character, escape in _LINE_ENDS:
-        data = data.replace(character, escape)
+    data = encoded(body)
+    if not data.isascii():
+        for character, escape in _LINE_ENDS:
+            data = data.replace(character, escape)
     return b"data: " + data + b"\n\n"
 
 

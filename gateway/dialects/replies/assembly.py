@@ -6,6 +6,7 @@ sample is read whole: it has few tokens to lose, and chunks cost this process th
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -20,6 +21,7 @@ from engines.types import ReplicaInfo
 from gateway.dialects.replies.carried import (
     NO_JSON,
     NULL,
+    check_text,
     choice_of,
     encoded,
     head_of,
@@ -36,6 +38,7 @@ _WHOLE_ONLY = ("prompt_logprobs", "echo", "use_beam_search")
 _SHORT_TOKENS = 64  # two coarse chunks
 _LARGE_BYTES = 1 << 19
 _OFFSETS = "text_offset"
+_WHITESPACE = b" \t\r\n"
 
 
 def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInfo) -> bool:
@@ -70,7 +73,7 @@ class _Usage(Struct, gc=False):
 
 
 _usage = msgspec.json.Decoder(_Usage).decode
-_chunks = msgspec.json.Decoder(list[_Chunk]).decode
+_chunk = msgspec.json.Decoder(_Chunk).decode
 _names = msgspec.json.Decoder(list[str]).decode
 
 
@@ -87,20 +90,19 @@ class Assembly:
 
     def add(self, events: Sequence[bytes]) -> None:
         """Add chunks as an engine wrote them. Raises `EngineFailed` if they are no chunks of the samples."""
-        content = b"[%b]" % b",".join(events)
-        self._num_bytes += len(content)
-        try:
-            if self._head is None and events:
-                self._head = head_of(events[0])
-            for event, chunk in zip(events, _chunks(content), strict=True):
-                self._add(event, chunk)
-        except NO_JSON as error:
-            raise EngineFailed(
-                f"its chunks are {content!r:.200}, not choices of {len(self._samples)} samples: {error}",
-                replica_id=self._replica_id,
-            ) from error
+        for event in events:
+            self._num_bytes += len(event)
+            try:
+                self._add(event, _chunk(event))
+            except NO_JSON as error:
+                raise EngineFailed(
+                    f"its chunk is {event!r:.200}, not choices of {len(self._samples)} samples: {error}",
+                    replica_id=self._replica_id,
+                ) from error
 
     def _add(self, event: bytes, chunk: _Chunk) -> None:
+        if self._head is None:
+            self._head = head_of(event)
         if chunk.usage != NULL:
             self._usage, self._counted = chunk.usage, _usage(chunk.usage).completion_tokens
         for choice in chunk.choices:
@@ -180,7 +182,7 @@ class _Sample:
         self._has_text = has_text
         # What came, without delimiters: few large buffers, since many small objects leave holes in memory.
         self._text, self._ids = bytearray(), bytearray()
-        self._logprobs: dict[str, bytearray] = {}
+        self._logprobs: defaultdict[str, bytearray] = defaultdict(bytearray)
         self._prompt: Raw | None = None
         self._finish_reason: str | None = None
         self._last = b""
@@ -194,22 +196,19 @@ class _Sample:
         """Take a chunk. Raise `ValueError` where a value is of another kind, so that the part before is kept."""
         token_ids, text = of_list(choice.token_ids), of_text(choice.text)
         prompt = choice.prompt_token_ids != NULL and of_list(choice.prompt_token_ids)
-        scores = [
-            (key, b"" if key == _OFFSETS else of_list(value))  # offsets are counted again
-            for key, value in (choice.logprobs or {}).items()
-        ]
+        scores = [(key, of_list(value)) for key, value in (choice.logprobs or {}).items()]
         if token_ids:
-            self._ids += b",%b" % token_ids
+            self._ids += b","
+            self._ids += token_ids
             self.num_tokens += token_ids.count(b",") + 1
         self._text += text
         if prompt:
             self._prompt = choice.prompt_token_ids
         for key, value in scores:
-            so_far = self._logprobs.get(key)
-            if so_far is None:
-                so_far = self._logprobs[key] = bytearray()
+            so_far = self._logprobs[key]
             if value:
-                so_far += b",%b" % value
+                so_far += b","
+                so_far += value
         self._finish_reason = choice.finish_reason
         self._last = event
 
@@ -219,34 +218,40 @@ class _Sample:
 
     @cached_property
     def choice(self) -> Json:
-        """The sample joined, after which its chunks are gone."""
+        """The sample joined; its buffers become the values."""
         last = choice_of(self._last, self.index) if self._last else {}
         if not self._has_begun:
             last = {"finish_reason": None}
         elif last.get("finish_reason") is None and not self.num_tokens:
             last["finish_reason"] = "abort"
+        check_text(self._text)
+        logprobs = self._joined_logprobs()  # nothing after it fails: a buffer can become a value once
         text = {"text": text_of(self._text), "prompt_logprobs": None} if self._has_text else {}
-        choice = {
+        return {
             "stop_reason": None,
             **last,
             **text,
             "index": self.index,
-            "logprobs": self._joined_logprobs(),
+            "logprobs": logprobs,
             "token_ids": list_of(self._ids) if self._ids else [],
             "prompt_token_ids": self._prompt,
         }
-        self._text, self._ids, self._logprobs = bytearray(), bytearray(), {}
-        return choice
 
     def _joined_logprobs(self) -> dict[str, Raw] | None:
-        joined = {key: list_of(so_far) for key, so_far in self._logprobs.items()}
-        if _OFFSETS in joined:
-            if "tokens" not in joined:
+        if _OFFSETS in self._logprobs:
+            if "tokens" not in self._logprobs:
                 raise ValueError("log-probs have offsets of tokens, and no tokens")
-            joined[_OFFSETS] = Raw(encoded(_offsets(_names(joined["tokens"]))))
-        return joined or None
+            if _begins_again(self._logprobs[_OFFSETS]):
+                names = _names(b"[%b]" % bytes(self._logprobs["tokens"][1:]))
+                self._logprobs[_OFFSETS] = bytearray(b",%b" % encoded(_offsets(names))[1:-1])
+        return {key: list_of(so_far) for key, so_far in self._logprobs.items()} or None
+
+
+def _begins_again(offsets: bytearray) -> bool:
+    """True where a chunk counts from its own start; with vLLM each goes on from the chunk before."""
+    return offsets.translate(None, _WHITESPACE).count(b",0") > 1
 
 
 def _offsets(tokens: Sequence[str]) -> list[int]:
-    """Where each token's name begins in all names; chunks count from their own start, or from text."""
+    """Where each token's name begins in all names."""
     return list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]

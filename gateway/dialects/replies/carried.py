@@ -20,6 +20,12 @@ NULL, EMPTY = Raw(b"null"), Raw(b"[]")
 NO_JSON = (ValueError, RecursionError)
 """The errors of a decoder; msgspec's own are of the first kind."""
 
+
+class _Choices(msgspec.Struct, gc=False):
+    choices: list[dict[str, Raw]]
+
+
+_choices = msgspec.json.Decoder(_Choices).decode
 _fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _list_of_fields = msgspec.json.Decoder(list[dict[str, Raw]]).decode
 _decoded = msgspec.json.Decoder().decode
@@ -38,6 +44,20 @@ def carried_reply(content: bytes, path: str, replica_id: str) -> Json:
     return reply
 
 
+def carried_chunk(content: bytes) -> Json:
+    """Return a chunk of a stream, decoded but for the log-probs of its choices, which are most of it. Raise one of
+    `NO_JSON` where it is none."""
+    check_text(content)
+    fields = _fields(content)
+    choices = _list_of_fields(fields.pop("choices", NULL))
+    chunk = {key: _decoded(value) for key, value in fields.items()}
+    return chunk | {"choices": [{key: _looked_at(key, value) for key, value in choice.items()} for choice in choices]}
+
+
+def _looked_at(key: str, value: Raw) -> Any:
+    return value if key == "logprobs" and len(value) > _SHORT_BYTES else _decoded(value)
+
+
 def head_of(chunk: bytes) -> Json:
     """Return the fields of a chunk beside its choices and its usage."""
     fields = _fields(chunk)
@@ -46,8 +66,8 @@ def head_of(chunk: bytes) -> Json:
 
 def choice_of(chunk: bytes, index: int) -> Json:
     """Return the fields of the last choice of a chunk that has this index."""
-    choices = map(_read, _list_of_fields(_fields(chunk)["choices"]))
-    return next(choice for choice in reversed(list(choices)) if choice["index"] == index)
+    choices = map(_read, reversed(_choices(chunk).choices))
+    return next(choice for choice in choices if choice["index"] == index)
 
 
 def opened(value: Any) -> Any:
@@ -93,14 +113,17 @@ def _nothing(content: bytes, begin: bytes) -> bytes:
 
 
 def text_of(insides: bytearray) -> Raw:
-    """Return texts, one after the other, out of what `of_text` has returned."""
-    check_text(insides)
-    return Raw(b"".join((b'"', insides, b'"')))
+    """Return texts, one after the other, out of what `of_text` has returned. The buffer becomes the value."""
+    insides[:0] = b'"'
+    insides += b'"'
+    return Raw(insides)
 
 
 def list_of(insides: bytearray) -> Raw:
     """As `text_of`, for lists, each after a comma."""
-    return Raw(b"".join((b"[", memoryview(insides)[1:], b"]")))
+    insides[:1] = b"["
+    insides += b"]"
+    return Raw(insides)
 
 
 def encoded(value: Any) -> bytes:

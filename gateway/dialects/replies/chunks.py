@@ -1,13 +1,11 @@
-"""The chunks of an engine's stream, with choices that can be read."""
+"""The chunks of an engine's stream, with choices that can be read; their log-probs are carried."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
-
-import orjson
 
 from engines.engine import Json
 from engines.errors import EngineFailed
+from gateway.dialects.replies.carried import NO_JSON, carried_chunk
 from gateway.fleet.replica import Replica
 
 
@@ -34,17 +32,15 @@ async def read_chunks(replica: Replica, path: str, body: Json, n: int, timeout_s
 
 
 def _chunk(event: bytes, n: int) -> Json:
-    """A chunk, decoded. Raises `ValueError` if it is none."""
+    """A chunk. Raises `ValueError` if it is none."""
     try:
-        chunk = orjson.loads(event)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"it did not answer JSON: {event[:200]!r}") from error
-    choices = chunk.get("choices") if isinstance(chunk, dict) else chunk
-    if not isinstance(choices, list) or not all(_is_of(choice, n) for choice in choices):
-        raise ValueError(f"a chunk's choices are {choices!r:.200}, not choices of {n} samples")
-    found: Json = chunk
-    return found
+        chunk = carried_chunk(event)
+    except NO_JSON as error:
+        raise ValueError(f"a chunk is {event!r:.200}, not choices of {n} samples: {error}") from error
+    if not all(_is_of(choice, n) for choice in chunk["choices"]):
+        raise ValueError(f"a chunk's choices are {chunk['choices']!r:.200}, not choices of {n} samples")
+    return chunk
 
 
-def _is_of(choice: Any, n: int) -> bool:
-    return isinstance(choice, dict) and isinstance(index := choice.get("index"), int) and 0 <= index < n
+def _is_of(choice: Json, n: int) -> bool:
+    return isinstance(index := choice.get("index"), int) and 0 <= index < n

@@ -22,6 +22,7 @@ import structlog
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed
+from gateway.dialects.replies import carried
 from gateway.dialects.resumption.delivered_chat import DeliveredChat, DeliveredSample
 from gateway.dialects.resumption.features import inexact_fields, marked
 from gateway.dialects.resumption.tokens import joined_tokens
@@ -172,7 +173,7 @@ class ChatContinuation:
 
     async def _as_chunk(self, rollout: Rollout, body: Json, opened: "Opened", index: int, choice: Json) -> Json:
         """A choice of a stream of token ids as a choice of this conversation."""
-        fields = {key: choice.get(key) for key in ("finish_reason", "stop_reason", "logprobs")}
+        fields = {key: carried.opened(choice.get(key)) for key in ("finish_reason", "stop_reason", "logprobs")}
         visible, state = _ids_alone(_visible_ids(choice, body)) | fields, opened.states[index]
         answer = await self._chunk(rollout, body, opened, visible, state)
         opened.states[index], (parsed,) = answer["stream_state"], answer["chunk"]["choices"]

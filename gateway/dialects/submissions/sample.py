@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from engines.engine import Json
+from gateway.dialects.replies.carried import opened
 from gateway.dialects.resumption.cut_stream import SO_FAR
 from gateway.dialects.resumption.features import MARK
 from gateway.ledger.file import PartRow
@@ -49,7 +50,7 @@ class Sample:
     def add(self, choice: Json) -> None:
         """Take a choice of a chunk, or of a whole reply."""
         self.token_ids.extend(choice.get("token_ids") or ())
-        scores = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+        scores = (opened(choice.get("logprobs")) or {}).get("token_logprobs") or ()
         self.logprobs.extend(math.nan if score is None else score for score in scores)
         if text := choice.get("text"):
             self._text.append(text)

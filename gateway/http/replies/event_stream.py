@@ -27,11 +27,11 @@ async def send_events(request: web.Request, chunks: AsyncGenerator[Json], write_
     """The head is sent with the first chunk, so that an error before it keeps its status."""
     response = parted(request, {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
-    async def write(data: bytes) -> None:
+    async def write(data: bytes, *, is_last: bool = False) -> None:
         async with writing(request, write_timeout_s):
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(data)
+            await (response.write_eof if is_last else response.write)(data)
 
     try:
         async with aclosing(read_ahead([chunks])) as ahead:
@@ -49,8 +49,7 @@ async def send_events(request: web.Request, chunks: AsyncGenerator[Json], write_
             raise
         log.exception("a stream failed in a way that was not foreseen", path=request.path)
         await write(event(error_body("the gateway failed; its log has the reason", 500)))
-    await write(b"data: [DONE]\n\n")
-    await response.write_eof()
+    await write(b"data: [DONE]\n\n", is_last=True)
     return response
 
 

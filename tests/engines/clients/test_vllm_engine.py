@@ -198,8 +198,10 @@ async def test_silence_within_the_answer_ends_in_time(serve: Serve) -> None:
         await (await serve(streaming(b'{"choices":', then=silence))).generate(PATH, {}, 0.1)
 
 
-async def test_a_stream_is_its_events_however_they_are_cut_into_blocks(serve: Serve) -> None:
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+async def test_a_stream_is_its_events_however_they_are_cut_into_blocks(serve: Serve, line_end: bytes) -> None:
     sent = b': ping\n\ndata: {"i": 0}\n\ndata: {"i": 1}\n\ndata: {"i": 2}\n\ndata: [DONE]\n\n'
+    sent = sent.replace(b"\n", line_end)
     blocks = [sent[:12], sent[12:25], sent[25:26], sent[26:-1], sent[-1:]]
     assert await chunks_of(await serve(streaming(*blocks))) == [{"i": 0}, {"i": 1}, {"i": 2}]
 
@@ -219,6 +221,14 @@ async def test_an_error_event_is_a_failure(serve: Serve) -> None:
     engine = await serve(streaming(b'data: {"error": {"message": "engine died"}}\n\n', b"data: [DONE]\n\n"))
     with pytest.raises(EngineFailed, match=r"was interrupted: .*engine died"):
         await chunks_of(engine)
+
+
+async def test_an_error_event_comes_after_the_chunks_of_its_block(serve: Serve) -> None:
+    engine = await serve(streaming(b'data: {"i": "\\"error\\""}\n\ndata: {"id": "a", "error": {"code": 400}}\n\n'))
+    chunks = engine.stream(PATH, {}, 1)
+    assert await anext(chunks) == {"i": '"error"'}
+    with pytest.raises(EngineRefused, match="was interrupted"):
+        await anext(chunks)
 
 
 async def test_an_event_that_is_no_json_is_a_failure(serve: Serve) -> None:

@@ -23,6 +23,7 @@ from engines.errors import (
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
+from gateway.dialects.replies.carried import opened
 from gateway.dialects.runner import Runner
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -208,7 +209,7 @@ async def _life(world: World, n: int, length: int, *, is_stream: bool) -> dict[i
         async with asyncio.timeout(60):
             if is_stream:
                 async for chunk in completions.stream([prompt]):
-                    for choice in chunk["choices"]:
+                    for choice in opened(chunk["choices"]):
                         before = told.get(choice["index"])
                         assert before is None or before["finish_reason"] is None, "a sample has ended once"
                         told[choice["index"]] = _joined(before, choice)

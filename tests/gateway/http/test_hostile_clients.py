@@ -90,11 +90,11 @@ async def test_a_client_that_leaves_its_stream_is_no_error_of_the_server(
             self.reader = request.transport
             return await super().prepare(request)
 
-        async def write(self, data: Any) -> None:
+        async def write_eof(self, data: bytes = b"") -> None:
             if b"[DONE]" in data and self.reader is not None:
                 self.reader.abort()
                 raise ConnectionResetError
-            await super().write(data)
+            await super().write_eof(data)
 
     monkeypatch.setattr("gateway.http.replies.parted.web", SimpleNamespace(StreamResponse=Left))
     async with rig.client.post(rig.url + "/v1/completions", json=ASKED | {"stream": True}) as response:

@@ -482,11 +482,12 @@ class _Pipe:
         self._is_broken = self._is_broken or broken
         self._blocks.put_nowait(None)
 
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        while (block := await self._blocks.get()) is not None:
-            yield block
+    async def block(self) -> bytes:
+        if (block := await self._blocks.get()) is not None:
+            return block
         if self._is_broken:
             raise ConnectionResetError("the connection was cut")
+        return b""
 
 
 class _Response:
@@ -494,10 +495,13 @@ class _Response:
 
     def __init__(self, status: int, content: _Pipe) -> None:
         self.status = status
-        self.iter_any = content.iter_any
+        self.block = content.block
 
     async def read(self) -> bytes:
-        return b"".join([block async for block in self.iter_any()])
+        blocks = []
+        while block := await self.block():
+            blocks.append(block)
+        return b"".join(blocks)
 
 
 class _Connections:

@@ -75,6 +75,15 @@ async def test_offsets_count_over_all_chunks() -> None:
     assert found["token_logprobs"] == [-1.0, -2.0, -1.0, -2.0]
 
 
+async def test_offsets_that_go_on_are_the_engines_own() -> None:
+    def scored(*offsets: int) -> Json:
+        names = ["<s>"] * len(offsets)
+        return {"text_offset": list(offsets), "token_logprobs": [-1.0] * len(names), "tokens": names}
+
+    chunks = told(chunk(0, "ab", logprobs=scored(0, 1)), chunk(0, "c", logprobs=scored(2, 3), finish_reason="length"))
+    assert (await assemble(chunks, 1, "a"))["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+
 async def test_a_reply_that_came_as_one_chunk_is_itself() -> None:
     both = chunk(0, "a", finish_reason="stop")
     both["choices"] += chunk(1, "b", finish_reason="length")["choices"]

@@ -8,6 +8,7 @@ import random
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from engines.engine import Json
 from engines.errors import EngineFailed
 from gateway.dialects.replies.assembly import Assembly
-from gateway.dialects.replies.carried import carried_reply, encoded, num_tokens, opened
+from gateway.dialects.replies.carried import carried_chunk, carried_reply, encoded, num_tokens, opened
 
 ODD_TEXTS = st.sampled_from(
     ["", "a", "word ", '"', "\\", '","', '"],["', "][", '\\"][', "}][{", "\u2028", "\0", "\N{GRINNING FACE}", "é" * 20]
@@ -28,8 +29,9 @@ LOGPROBS = st.floats(-30, 0) | st.none()
 def sample_chunks(draw: st.DrawFn, index: int) -> list[Json]:
     """The choices of one sample, as an engine may cut them into chunks."""
     count = draw(st.integers(1, 4))
-    has_logprobs, has_ids = draw(st.booleans()), draw(st.booleans())
-    choices = []
+    has_logprobs, has_ids, goes_on = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    choices: list[Json] = []
+    begin = 0
     for place in range(count):
         names = draw(st.lists(ODD_TEXTS, max_size=5))
         has_own_text: bool = draw(st.booleans())
@@ -39,8 +41,8 @@ def sample_chunks(draw: st.DrawFn, index: int) -> list[Json]:
         if has_logprobs:
             values = [draw(LOGPROBS) for _ in names]
             tops = [draw(st.none() | st.dictionaries(ODD_TEXTS, LOGPROBS, max_size=2)) for _ in names]
-            lengths = accumulate(map(len, names[:-1]), initial=draw(st.integers(0, 9)))
-            offsets = list(lengths)[: len(names)]
+            *offsets, end = accumulate(map(len, names), initial=begin)
+            begin = end if goes_on else 0
             found = {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
             choice["logprobs"] = found if bool(names) or draw(st.booleans()) else None
         if place == 0 and draw(st.booleans()):
@@ -149,6 +151,26 @@ def test_a_whole_reply_is_the_reply_that_was_written(stream: tuple[int, list[Jso
         assert num_tokens(choice["token_ids"]) == len(expected["token_ids"])
         for field in ("index", "finish_reason"):
             assert choice[field] == expected[field]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.large_base_example, HealthCheck.too_slow])
+@given(streams(), st.randoms(use_true_random=False))
+def test_a_chunk_is_the_chunk_that_was_written(stream: tuple[int, list[Json]], ways: random.Random) -> None:
+    for chunk in stream[1]:
+        carried = carried_chunk(written(chunk, ways).encode())
+        assert json.loads(encoded(carried)) == chunk
+        assert opened(carried) == chunk
+        for choice, expected in zip(carried["choices"], chunk["choices"], strict=True):
+            assert {key: choice[key] for key in choice if key != "logprobs"} == {
+                key: expected[key] for key in expected if key != "logprobs"
+            }
+
+
+def test_the_log_probs_of_a_chunk_are_not_decoded() -> None:
+    content = b'{"choices":[{"index":0,"logprobs":{"token_logprobs":[-0.25,-0.125000000],"tokens":["a","b"]}}]}'
+    carried = carried_chunk(content)
+    assert isinstance(carried["choices"][0]["logprobs"], msgspec.Raw)
+    assert encoded(carried) == content
 
 
 def test_numbers_are_passed_on_as_they_were_written() -> None:

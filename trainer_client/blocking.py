@@ -3,15 +3,14 @@
 The asynchronous client runs on its own thread, so that generation goes on while the trainer computes.
 """
 
-import asyncio
 import functools
-import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from trainer_client.batch import Batch
 from trainer_client.client import Prompt, RolloutClient
+from trainer_client.loop_thread import LoopThread
 from trainer_client.pool import RolloutPool
 from trainer_client.progress import Progress
 from trainer_client.results import Completion, Rollout
@@ -22,8 +21,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
 
-_CLOSE_TIMEOUT_S = 10.0
-
 
 def _blocking(
     call: Callable[Concatenate[RolloutClient, P], Coroutine[Any, Any, T]],
@@ -32,7 +29,7 @@ def _blocking(
 
     @functools.wraps(call)
     def waiting(self: "BlockingRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._wait(call(self._client, *args, **kwargs))
+        return self._thread.wait(call(self._client, *args, **kwargs))
 
     return waiting
 
@@ -44,7 +41,7 @@ def _beginning(
 
     @functools.wraps(call)
     def beginning(self: "BlockingRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return wrapped(self._run(lambda: call(self._client, *args, **kwargs)), self)
+        return wrapped(self._thread.run(lambda: call(self._client, *args, **kwargs)), self)
 
     return beginning
 
@@ -69,21 +66,11 @@ class BlockingRolloutClient:
             url, api_key=api_key, model=model, max_in_flight=max_in_flight, attempts=attempts, outage_s=outage_s
         )
         self.url = self._client.url
-        self._loop = asyncio.new_event_loop()
-        self._calls: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rollout client")
 
     def close(self) -> None:
         """Cancel running calls and drop the connections. May be called twice."""
-        if self._loop.is_closed():
-            return
-        try:
-            self._wait(self._end())
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CLOSE_TIMEOUT_S)
-            self._loop.close()
+        self._thread.close(self._client.close)
 
     def __enter__(self) -> "BlockingRolloutClient":
         return self
@@ -115,47 +102,12 @@ class BlockingRolloutClient:
     def weight_lease(self) -> Iterator[str]:
         """As `RolloutClient.weight_lease`."""
         lease = self._client.weight_lease()
-        name = self._wait(lease.__aenter__())
+        name = self._thread.wait(lease.__aenter__())
         try:
             yield name
         finally:
-            self._wait(lease.__aexit__(None, None, None))
-
-    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the coroutine's result from the client's thread. An interrupted wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(self._noted(coroutine), self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    async def _noted(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Have `close` know of a call."""
-        call = asyncio.current_task()
-        assert call is not None
-        self._calls.add(call)
-        try:
-            return await coroutine
-        finally:
-            self._calls.discard(call)
-
-    async def _end(self) -> None:
-        """Cancel the calls of other threads, and close the client."""
-        for _ in range(2):  # a second time where a call takes too long to clean up
-            if calls := self._calls - {asyncio.current_task()}:
-                for call in calls:
-                    call.cancel()
-                await asyncio.wait(calls, timeout=_CLOSE_TIMEOUT_S)
-        await asyncio.wait_for(self._client.close(), _CLOSE_TIMEOUT_S)
-
-    def _run(self, call: Callable[[], T]) -> T:
-        """Return the result of a call on the client's thread."""
-
-        async def called() -> T:
-            return call()
-
-        return self._wait(called())
+            if not self._thread.is_over:
+                self._thread.wait(lease.__aexit__(None, None, None))
 
     def _each(self, source: AsyncGenerator[T]) -> Generator[T]:
         async def following() -> T | None:
@@ -165,11 +117,11 @@ class BlockingRolloutClient:
             await source.aclose()
 
         try:
-            while (item := self._wait(following())) is not None:
+            while (item := self._thread.wait(following())) is not None:
                 yield item
         finally:
-            if not self._loop.is_closed():
-                self._wait(close())
+            if not self._thread.is_over:
+                self._thread.wait(close())
 
 
 class BlockingSubmission:
@@ -186,7 +138,7 @@ class BlockingSubmission:
 
     def cancel(self, groups: list[int] | None = None) -> None:
         """End groups that run; all unless named."""
-        self._client._wait(self._submission.cancel(groups))
+        self._client._thread.wait(self._submission.cancel(groups))
 
 
 class BlockingRolloutPool:
@@ -216,11 +168,11 @@ class BlockingRolloutPool:
 
     def batch(self, num_groups: int) -> list[Rollout]:
         """Return the first groups to end, as `RolloutPool.batch`."""
-        return self._client._wait(self._pool.batch(num_groups))
+        return self._client._thread.wait(self._pool.batch(num_groups))
 
     def close(self) -> None:
         """Cancel a batch that another thread waits for, and free what the gateway keeps of suspended groups."""
-        self._client._wait(self._pool.close())
+        self._client._thread.wait(self._pool.close())
 
 
 class BlockingBatch:
@@ -249,8 +201,8 @@ class BlockingBatch:
 
     def gather(self) -> list[Rollout]:
         """Return all rollouts, in the order of their prompts."""
-        return self._client._wait(self._batch.gather())
+        return self._client._thread.wait(self._batch.gather())
 
     def cancel(self, prompt_index: int | None = None) -> None:
         """Cancel one prompt, or all."""
-        self._client._run(lambda: self._batch.cancel(prompt_index))
+        self._client._thread.run(lambda: self._batch.cancel(prompt_index))

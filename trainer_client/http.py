@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import orjson
 
-from engines.errors import DeadlineExceeded, GatewayUnreachable, RolloutGatewayError, TooManyRequests
+from engines.errors import ConfigError, DeadlineExceeded, GatewayUnreachable, RolloutGatewayError, TooManyRequests
 from gateway.api import error_of
 
 Json = dict[str, Any]
@@ -79,8 +79,9 @@ class GatewayHttp:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._opened().request(
-                method, self.url + path, data=data, headers=sent, timeout=timeout
+                method, self.url + path, data=data, headers=sent, timeout=timeout, allow_redirects=False
             ) as response:
+                self._check_is_here(path, response)
                 decoded = self._decoded(path, response.status, await response.read())
                 return Answer(response.status, decoded, _seconds(response.headers.get("Retry-After", "")))
         except (aiohttp.ClientError, ConnectionError) as error:
@@ -99,8 +100,9 @@ class GatewayHttp:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=_SILENT_S)
         try:
             async with self._opened().request(
-                method, self.url + path, data=content, headers=headers, timeout=timeout
+                method, self.url + path, data=content, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
+                self._check_is_here(path, response)
                 if response.status >= 400:
                     decoded = self._decoded(path, response.status, await response.read())
                     raise Answer(response.status, decoded, _seconds(response.headers.get("Retry-After", ""))).error
@@ -115,10 +117,13 @@ class GatewayHttp:
         `answer` does; `timeout_s` bounds the answer's begin."""
         async with AsyncExitStack() as stack:
             sent, timeout = {"Content-Type": "application/json"}, aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S)
-            request = self._opened().post(self.url + path, data=orjson.dumps(body), headers=sent, timeout=timeout)
+            request = self._opened().post(
+                self.url + path, data=orjson.dumps(body), headers=sent, timeout=timeout, allow_redirects=False
+            )
             try:
                 async with asyncio.timeout(timeout_s):
                     response = await stack.enter_async_context(request)
+                    self._check_is_here(path, response)
                     if response.status >= 400:
                         raise error_of(response.status, self._decoded(path, response.status, await response.read()))
             except (aiohttp.ClientError, ConnectionError) as error:
@@ -135,6 +140,14 @@ class GatewayHttp:
                 connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), headers=self._headers
             )
         return self._session
+
+    def _check_is_here(self, path: str, response: aiohttp.ClientResponse) -> None:
+        """Raise `ConfigError` for a redirect, which would have a POST repeated as a GET."""
+        if 300 <= response.status < 400:
+            place = response.headers.get("Location", "another place")
+            raise ConfigError(
+                f"{self.url}{path} redirects to {place} ({response.status}): give the client the URL there"
+            )
 
     def _decoded(self, path: str, status: int, content: bytes) -> Any:
         try:

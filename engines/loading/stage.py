@@ -1,5 +1,6 @@
 """Received tensors of an update in free memory beside the weights, so that the engine makes tokens meanwhile."""
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -7,9 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from engines.errors import WeightUpdateFailed
 from engines.loading.exchange import Exchange
 from engines.loading.prefetch import copy_stream
 from engines.transfer.gloo import NamedTensor
+from engines.transfer.tee import room_on
 
 T = TypeVar("T")
 
@@ -33,7 +36,14 @@ class Stage:
             self._tensors.extend(tensors)
 
     def receive(self, update_info: dict[str, Any]) -> None:
-        """Begin to receive the announced tensors."""
+        """Begin to receive the announced tensors. Those that would leave the engine too little memory are refused."""
+        size, room = _num_bytes(update_info), room_on(self._device)
+        if size > room:
+            self._error = WeightUpdateFailed(
+                f"{size} more bytes were announced, and beside the weights and what was received {max(0, room)} are "
+                f"free on {self._device}: send the checkpoint's dtype, or set weights.stage: never"
+            )
+            return
         self._thread = threading.Thread(target=self._receive, args=(update_info,), name="stage", daemon=True)
         self._thread.start()
 
@@ -81,6 +91,11 @@ class Stage:
         torch.cuda.set_device(self._device)
         context: AbstractContextManager[object] = torch.cuda.stream(copy_stream(self._device))
         return context
+
+
+def _num_bytes(update_info: dict[str, Any]) -> int:
+    announced = zip(update_info.get("dtype_names") or (), update_info.get("shapes") or (), strict=False)
+    return sum(getattr(torch, dtype).itemsize * math.prod(shape) for dtype, shape in announced)
 
 
 def synchronize(device: torch.device) -> None:

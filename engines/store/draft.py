@@ -53,6 +53,8 @@ class RawTensor:
     @property
     def bytes(self) -> memoryview:
         array = (ctypes.c_ubyte * self.num_bytes).from_address(self.address)
+        # The bytes may outlive this, as in `raw_tensor(...).bytes`.
+        array.owner = self.owner  # type: ignore[attr-defined]
         return memoryview(array).cast("B")
 
 

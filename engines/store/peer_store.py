@@ -31,6 +31,7 @@ VERSIONS_PATH = "/v1/weight_store/versions"
 _CONNECTIONS = 4
 _PIECE_BYTES = 1 << 20
 _SILENCE_S = 15.0
+_ASK_S = 60.0
 _TRIES = 5  # without a byte in between
 _RETRY_S = 0.2
 _LOCK = ".fetching"
@@ -112,7 +113,7 @@ class PeerStore:
         connection = self.connect()
         try:
             with self.get(connection, path) as answer:
-                return json.loads(answer.read())
+                return json.loads(_content(answer, time.monotonic() + _ASK_S))
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise StoreFailed(f"{self._url}{path} cannot be read: {error!r}") from error
         finally:
@@ -239,13 +240,19 @@ class _Fetch:
 
     def _receive_range(self, wanted: _Range) -> None:
         """Fetch one range, and resume it where it breaks off. Give up after `_TRIES` connections without a byte."""
+        with disk_errors(self._partial):
+            begun = (self._partial / _beside(wanted.file)).open("r+b", 0)
+        with begun:
+            self._receive_into(begun.fileno(), wanted)
+
+    def _receive_into(self, descriptor: int, wanted: _Range) -> None:
         position, failures = wanted.begin, 0
         while position < wanted.end:
             before = position
             try:
                 for piece in self._pieces(wanted, position):
-                    with disk_errors(self._partial), (self._partial / _beside(wanted.file)).open("r+b", 0) as begun:
-                        write_at(begun.fileno(), piece, position)
+                    with disk_errors(self._partial):
+                        write_at(descriptor, piece, position)
                     position += len(piece)
             except (OSError, http.client.HTTPException) as error:
                 failures = 1 if position > before else failures + 1
@@ -262,7 +269,8 @@ class _Fetch:
             with self._peer.get(connection, path, f"{position}-{wanted.end - 1}") as answer:
                 while position < wanted.end:
                     self._check_time("bytes are missing yet")
-                    piece = answer.read(min(_PIECE_BYTES, wanted.end - position))
+                    # At most one read of the socket, which `_SILENCE_S` bounds: a peer may send byte by byte.
+                    piece = answer.read1(min(_PIECE_BYTES, wanted.end - position))
                     if not piece:
                         raise ConnectionResetError(f"the connection ended {wanted.end - position} bytes early")
                     position += len(piece)
@@ -304,6 +312,16 @@ def _beside(file: _File) -> str:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
+
+
+def _content(answer: http.client.HTTPResponse, deadline: float) -> bytes:
+    """Return an answer's body. Raise `TimeoutError` where it has not come by the deadline."""
+    content = bytearray()
+    while piece := answer.read1(_PIECE_BYTES):
+        content += piece
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the answer did not end within {_ASK_S:g} s")
+    return bytes(content)
 
 
 def _reason(content: bytes) -> str:

@@ -1,6 +1,6 @@
 """Collects the tensors of a draft into files, and writes several files at a time."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -19,6 +19,7 @@ class ShardWriter:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="shards")
         self._writing: deque[Future[None]] = deque()
         self._shards: dict[type, _Shard] = {}
+        self._sizes: Counter[type] = Counter()
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -31,10 +32,12 @@ class ShardWriter:
 
         Waits for the oldest file when all threads are busy, and raises its `StoreFailed`.
         """
-        shard = self._shards.setdefault(type(tensor), [])
-        shard.append((tensor, written))
-        if sum(one.num_bytes for one, _ in shard) >= SHARD_BYTES:
-            self._begin(self._shards.pop(type(tensor)))
+        kind = type(tensor)
+        self._shards.setdefault(kind, []).append((tensor, written))
+        self._sizes[kind] += tensor.num_bytes
+        if self._sizes[kind] >= SHARD_BYTES:
+            del self._sizes[kind]
+            self._begin(self._shards.pop(kind))
 
     def finish(self) -> None:
         """Returns once all files are written. Raises `StoreFailed` where one failed."""

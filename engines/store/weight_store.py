@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ class WeightStore:
         self.folder = folder
         self._known: set[int] = set()
         self._owned: dict[Path, int] = {}
+        self._noting = threading.Lock()  # replicas are noted by several threads
         with disk_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_ours()
@@ -169,10 +171,11 @@ class WeightStore:
     def note_held(self, version: int | None, incarnations: Iterable[str]) -> None:
         """Note the version that engines hold, even if the store does not keep it; None is a mixture."""
         incarnations = list(incarnations)
-        self._write(_HOLDERS, self._read(_HOLDERS), dict.fromkeys(incarnations, version))
-        if version is not None:
-            highest = self._read(_HIGHEST)
-            self._write(_HIGHEST, highest, {one: max(version, highest.get(one) or 0) for one in incarnations})
+        with self._noting:
+            self._write(_HOLDERS, self._read(_HOLDERS), dict.fromkeys(incarnations, version))
+            if version is not None:
+                highest = self._read(_HIGHEST)
+                self._write(_HIGHEST, highest, {one: max(version, highest.get(one) or 0) for one in incarnations})
 
     def held_by(self, incarnation: str) -> Note:
         """Return the last `note_held` of this engine; version 0 where there is none."""

@@ -245,6 +245,8 @@ class CatchUp:
     async def _recover(self, replica: Replica, kept: int | None) -> str:
         """Take a replica that may have `kept` a version to the fleet's. Return the source; "" where it is not back."""
         if kept is not None:
+            if replica.state is ReplicaState.SUSPECT:  # it may answer again, with all that it has kept
+                await self._fleet.settled_within(self._config.control_timeout_s)
             if await self._undo(replica, kept):
                 return _KEPT
             await self._clear(replica, drops_receipt=True)

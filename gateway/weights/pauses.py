@@ -31,30 +31,37 @@ class Pauses:
         self._config = config
         self._fleet = fleet
         self._scheduler = scheduler
-        self._is_paused = False
+        self._stands = False
+        self._pausing = 0
+        self._resumes = 0
         self._cleared = False
 
     @property
     def is_paused(self) -> bool:
         """True while a trainer pauses the policy."""
-        return self._is_paused
+        return self._stands or self._pausing > 0
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pause for a trainer. Where a replica fails, nothing is paused that was not before."""
-        was_paused, was_cleared = self._is_paused, self._cleared
-        self._is_paused, self._cleared = True, clear_cache
+        """Pause for a trainer. Where a replica fails, nothing is paused but by another pause, before or beside it."""
+        was_cleared, self._cleared = self._cleared, clear_cache
+        resumes = self._resumes
+        self._pausing += 1
         try:
             await self._stop(Holder.TRAINER, mode, clear_cache=clear_cache)
+            self._stands = self._stands or resumes == self._resumes
         except BaseException:
-            self._is_paused, self._cleared = was_paused, was_cleared
-            if not was_paused:
-                self._let_go(Holder.TRAINER)
+            self._cleared = was_cleared
             raise
+        finally:
+            self._pausing -= 1
+            if not self.is_paused:
+                self._let_go(Holder.TRAINER)
 
     async def resume(self) -> None:
         """End a trainer's pause. A replica that an update holds stays frozen until that lets go."""
         self._able("/resume")
-        self._is_paused = False
+        self._stands = False
+        self._resumes += 1
         held = [replica for replica in self._fleet.trained_alive if Holder.TRAINER in replica.brake.holders]
         timeout_s = self._config.control_timeout_s
         try:
@@ -107,7 +114,7 @@ class Pauses:
 
     def drains(self, update: WeightUpdate) -> bool:
         """True where an update waits for rollouts in flight. Those of a paused engine would not end."""
-        return update.in_flight is InFlight.DRAIN and not self._is_paused
+        return update.in_flight is InFlight.DRAIN and not self.is_paused
 
     def close_gate(self, update: WeightUpdate) -> None:
         """Place nothing until `end`, except in a rolling update, whose other replicas serve."""
@@ -133,7 +140,7 @@ class Pauses:
         """
         self.close_gate(update)
         in_flight, timeout_s = update.in_flight, self._config.control_timeout_s
-        if self._is_paused:
+        if self.is_paused:
             update.keeps_kv, in_flight = not self._cleared, InFlight.KEEP
         elif in_flight is not InFlight.DRAIN and not update.rolling:
             update.frozen_at = time.monotonic()

@@ -296,7 +296,10 @@ class Snapshots:
     async def why_not(self, num_bytes: int) -> str:
         """The reason why versions of so many bytes cannot be kept; empty where they can."""
         if self._store is not None:
-            await self._has_room(num_bytes)
+            try:
+                await self._has_room(num_bytes)
+            except StoreFailed as error:  # its folder is gone
+                self._go_without(str(error))
         return self._why_not
 
     async def _has_room(self, num_bytes: int) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from engines.errors import DeadlineExceeded, InvalidRequest, WeightUpdateConflict
 from tests.rigs.rig import Rig, StartRig
 from trainer_client import BlockingRolloutClient, Outcome, Progress, SamplingParams
+from trainer_client.blocking import BlockingBatch
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 SOON_S = 30.0
@@ -102,6 +103,24 @@ async def test_a_closed_client_closes_again_without_harm(rig: Rig) -> None:
         client = BlockingRolloutClient(rig.url)
         client.close()
         client.close()
+
+    await asyncio.to_thread(work)
+
+
+async def test_a_progress_callback_may_cancel_its_batch(rig: Rig) -> None:
+    def work() -> None:
+        batches: list[BlockingBatch] = []
+        has_begun = threading.Event()
+
+        def stop(progress: Progress) -> None:
+            has_begun.wait(SOON_S)
+            batches[0].cancel()
+
+        with BlockingRolloutClient(rig.url, max_in_flight=1) as client:
+            batches.append(client.generate(PROMPTS, TOKENS, on_progress=stop))
+            has_begun.set()
+            outcomes = {rollout.outcome for rollout in batches[0].gather()}
+        assert outcomes == {Outcome.DELIVERED, Outcome.CANCELLED}
 
     await asyncio.to_thread(work)
 

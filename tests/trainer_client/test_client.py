@@ -603,3 +603,28 @@ def test_importing_the_client_loads_neither_torch_nor_ray_nor_pydantic() -> None
 
 def test_the_pause_before_an_attempt_has_a_bound_however_many_came_before() -> None:
     assert _pause_after(5000, GatewayUnreachable("away")) == 8.0
+
+
+async def test_a_redirect_is_refused_with_its_place_and_not_taken_for_an_answer() -> None:
+    async def elsewhere(request: web.Request) -> web.Response:
+        return web.json_response({"path": request.path}, status=302, headers={"Location": "https://there/login"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.+}", elsewhere)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with RolloutClient(f"http://127.0.0.1:{runner.addresses[0][1]}") as client:
+            for call in (
+                client.resume,
+                client.status,
+                client.generate(PROMPTS).gather,
+                client.weight_lease().__aenter__,
+            ):
+                with pytest.raises(ConfigError, match="redirects to https://there/login"):
+                    await call()
+            with pytest.raises(ConfigError, match="redirects to https://there/login"):
+                _ = [completion async for completion in client.submit(PROMPTS)]
+    finally:
+        await runner.cleanup()

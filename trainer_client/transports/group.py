@@ -5,8 +5,9 @@ The group is opened by the first push, and opened again after a failure or a rep
 
 import contextlib
 import socket
+import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Literal, cast, get_args
 from urllib.parse import urlsplit
@@ -21,6 +22,9 @@ from trainer_client.transports.channels import Channel, GlooChannel, NcclChannel
 from trainer_client.transports.part import Part
 
 Backend = Literal["gloo", "nccl"]
+
+_GIVE_UP_S = 10.0
+"""Limit on the call that ends an update with its reason. Without it the update ends with its lease."""
 
 
 class GroupTransport:
@@ -81,7 +85,7 @@ class GroupTransport:
         if had_group:
             # The trainer needs the first error; an unreachable gateway ends the update by itself.
             with contextlib.suppress(RolloutGatewayError):
-                self._client.abandon_weight_update(reason, lease=self._lease)
+                self._client.abandon_weight_update(reason, _GIVE_UP_S, lease=self._lease)
 
     def _send(self, channel: Channel, part: Part) -> None:
         self._beside(
@@ -168,28 +172,33 @@ class GroupTransport:
             )
 
     def _beside(self, channel: Channel, call: Callable[[], None], collective: Callable[[], None]) -> None:
-        """Call the gateway and take part in the collective at the same time. A failure of either ends the other."""
+        """Call the gateway and take part in the collective at the same time. A failure of either ends the other; an
+        interrupt does not wait for the gateway."""
+        answer: Future[None] = Future()
 
         def answered() -> None:
             try:
                 call()
             except BaseException as error:
                 channel.give_up(str(error))
-                raise
+                answer.set_exception(error)
+            else:
+                answer.set_result(None)
 
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            answer = beside.submit(answered)
-            try:
-                collective()
-            except WeightUpdateFailed as error:
-                # The gateway's error names the replica; ours does not.
-                channel.close(str(error))
-                answer.result()
-                raise
-            except BaseException as error:
-                channel.close(f"{type(error).__name__}: {error}")
-                raise
+        threading.Thread(target=answered, name="weight call", daemon=True).start()
+        try:
+            collective()
+        except WeightUpdateFailed as error:
+            # The gateway's error names the replica; ours does not.
+            channel.close(str(error))
             answer.result()
+            raise
+        except BaseException as error:
+            channel.close(f"{type(error).__name__}: {error}")
+            if isinstance(error, Exception):
+                answer.exception()  # the next call would meet this one
+            raise
+        answer.result()
 
 
 def _free_port(port: int) -> int:

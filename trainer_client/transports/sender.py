@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from engines.announcement import check_tensors
-from engines.errors import ConfigError, RolloutGatewayError
+from engines.errors import ConfigError, RolloutGatewayError, WeightUpdateConflict
 from engines.types import InFlight
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.progress import OnWeightProgress, WeightProgress
@@ -78,6 +79,7 @@ class WeightSender:
         self._on_progress = on_progress
         self._transport: StoreTransport | GroupTransport | None = None
         self._groups: dict[tuple[int, ...], TrainerRanks] = {}
+        self._one_push = threading.Lock()
 
     def __enter__(self) -> "WeightSender":
         return self
@@ -114,15 +116,23 @@ class WeightSender:
         replica's name, `StoreFailed`, `DeadlineExceeded`, `GatewayUnreachable`. The version before stays served, and
         a push may be retried.
         """
+        options = PushOptions(
+            version=version, canary_logprobs=canary_logprobs, rolling=rolling, in_flight=_in_flight(in_flight)
+        )
+        if not self._one_push.acquire(blocking=False):
+            raise WeightUpdateConflict("a push of this sender is running: wait for its end")
+        try:
+            return self._push(named_tensors, options)
+        finally:
+            self._one_push.release()
+
+    def _push(self, named_tensors: "Source", options: PushOptions) -> int:
         from trainer_client.transports.tensors import Given
 
         given = Given(named_tensors, by_layer=self._delta and self._by_layer)
         ranks = self._ranks(tuple(given.ranks))
         pushed = self._pushed_before()
         pushed.begin()
-        options = PushOptions(
-            version=version, canary_logprobs=canary_logprobs, rolling=rolling, in_flight=_in_flight(in_flight)
-        )
 
         def narrow(entries: "list[Entry]", served: ServedWeights) -> "list[Entry]":
             return pushed.changed(entries, served, ranks.any_rank) if self._delta else entries

@@ -72,7 +72,9 @@ class Given:
         self._first = []
         while part is not None:
             yield [
-                Entry(name, one.tensor, _sent_in(one.tensor, dtype, held.get(name) if held else None))
+                Entry(
+                    name, _with_bytes(name, one.tensor), _sent_in(one.tensor, dtype, held.get(name) if held else None)
+                )
                 for one in part
                 for name in _sent_under(one, held)
             ]
@@ -137,8 +139,8 @@ def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    if is_sharded(tensor) or not tensor.numel():
-        return id(tensor)  # its address differs between ranks
+    if is_sharded(tensor) or not _has_bytes(tensor) or not tensor.numel():
+        return id(tensor)  # a sharded tensor's address differs between ranks
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
@@ -149,6 +151,22 @@ def _sent_under(one: NamedOnes, held: Mapping[str, TensorMeta] | None) -> tuple[
     """
     served = tuple(name for name in one.names if held and name in held)
     return served or (() if one.is_buffer else one.names[:1])
+
+
+def _with_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor. Raise `InvalidRequest` for a tensor without the plain bytes that engines load."""
+    if not is_sharded(tensor) and not _has_bytes(tensor):
+        form = "on the meta device" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
+        raise InvalidRequest(
+            f"named_tensors has {name!r} {form}: give a dense tensor with its values, such as of a model that is not "
+            "offloaded",
+            param="named_tensors",
+        )
+    return tensor
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def _sent_in(tensor: torch.Tensor, asked: torch.dtype | None, held: TensorMeta | None) -> torch.dtype:

@@ -29,7 +29,7 @@ class SnapshotFiles:
         self._snapshots = snapshots
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
-        version = VERSIONS_PATH + r"/{version:[0-9]{1,18}}"
+        version = VERSIONS_PATH + r"/{version:[0-9]{1,19}}"
         router.add_get(VERSIONS_PATH, access.for_store(self._list_versions))
         router.add_get(version, access.for_store(self._list_files))
         router.add_get(version + "/{file}", access.for_store(self._send))

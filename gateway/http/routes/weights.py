@@ -21,6 +21,8 @@ from gateway.weights.snapshots import Snapshots
 _LEASE_BEAT_S = 3.0
 """A byte so often keeps a lease open through proxies."""
 _LONGEST_LEASE = 100
+_HIGHEST_VERSION = 1 << 62
+"""A trainer's number, such as a time in nanoseconds. Those after it fit 64 bits too, as replies and peers need."""
 
 
 class WeightRoutes:
@@ -186,9 +188,10 @@ def _section(body: Json, key: str) -> Json:
 def _version(body: Json) -> int | None:
     """Return the version that the trainer names, if any."""
     version = body.get("version")
-    if version is not None and (type(version) is not int or version < 1):
+    if version is not None and (type(version) is not int or not 1 <= version <= _HIGHEST_VERSION):
         raise InvalidRequest(
-            f"version = {version!r} is not a version: send an integer from 1, or leave it out", param="version"
+            f"version = {version!r} is not a version: send an integer from 1 to 2**62, or leave it out",
+            param="version",
         )
     return version
 

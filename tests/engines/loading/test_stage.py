@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from engines.errors import WeightUpdateFailed
+from engines.loading import stage
 from engines.loading.stage import Stage
 
 SOON_S = 60.0
@@ -68,6 +70,19 @@ def test_a_failed_receive_is_reported(receiver: Receiver) -> None:
     receiver.stage.receive(INFO)
     with pytest.raises(RuntimeError, match="lost"):
         until_ready(receiver.stage)
+
+
+def test_a_later_announcement_without_room_is_refused_before_it_is_received(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.may_end.set()
+    receiver.stage.receive(INFO)
+    until_ready(receiver.stage)
+    monkeypatch.setattr(stage, "room_on", lambda device: 7)
+    receiver.stage.receive(INFO)
+    with pytest.raises(WeightUpdateFailed, match="8 more bytes were announced"):
+        until_ready(receiver.stage)
+    assert loaded(receiver.stage) == ["w"]
 
 
 def test_a_drop_ends_a_receive_that_waits_and_keeps_nothing(receiver: Receiver) -> None:

@@ -35,6 +35,7 @@ class Peer:
     cut_after: list[int] = field(default_factory=list)  # bytes of the next ranges before the connection breaks
     damaged: int = 0  # so many answers have a wrong byte
     silent: bool = False
+    slow_s: float = 0.0  # between two bytes of a range
     asked: list[str] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -70,6 +71,10 @@ def serving(peer: Peer) -> Iterator[Peer]:
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             cut = peer.cut_after.pop(0) if status == 206 and peer.cut_after else len(content)
+            for place in range(cut if status == 206 and peer.slow_s else 0):
+                self.wfile.write(content[place : place + 1])
+                if peer.ended.wait(peer.slow_s):
+                    return
             self.wfile.write(content[:cut])
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -307,6 +312,28 @@ def test_a_fetch_ends_at_its_deadline(peer: Peer, tmp_path: Path, monkeypatch: p
     peer.cut_after = [0] * 10**5
     with pytest.raises(DeadlineExceeded, match="version 1 did not arrive in time"):
         PeerStore(peer.url).fetch(1, tmp_path / "v1", 0.5)
+
+
+def test_a_fetch_from_a_peer_that_sends_byte_by_byte_ends_at_its_deadline(peer: Peer, tmp_path: Path) -> None:
+    peer.slow_s = 0.02
+    ends: list[BaseException] = []
+
+    def fetch() -> None:
+        try:
+            PeerStore(peer.url).fetch(1, tmp_path / "v1", 0.5)
+        except DeadlineExceeded as error:
+            ends.append(error)
+
+    fetching = threading.Thread(target=fetch, daemon=True)
+    fetching.start()
+    fetching.join(TIMEOUT_S / 2)
+    assert [type(error) for error in ends] == [DeadlineExceeded]
+
+
+def test_an_answer_that_does_not_end_is_given_up(peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_store, "_ASK_S", 0.0)
+    with pytest.raises(StoreFailed, match="did not end within"):
+        PeerStore(peer.url).newest()
 
 
 def test_workers_of_one_machine_fetch_a_version_once(peer: Peer, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.draft import OWNER, Draft, claim_draft, is_whole
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
-from engines.store.weight_store import WeightStore, remove_folder, remove_store
+from engines.store.weight_store import Note, WeightStore, remove_folder, remove_store
 from tests.material.drafts import file_bytes, tensor, written
 
 
@@ -265,3 +266,13 @@ def test_what_is_removed_meanwhile_is_not_counted(store: WeightStore, monkeypatc
     there.write_bytes(b"")
     monkeypatch.setattr(Path, "glob", lambda self, _: [gone] if self == draft else [])
     assert store.has_room_for(1)
+
+
+def test_notes_of_several_threads_are_all_kept(store: WeightStore) -> None:
+    def note(engine: int) -> None:
+        for version in range(40):
+            store.note_held(version, [f"engine-{engine}"])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(note, range(4)))
+    assert {store.held_by(f"engine-{engine}") for engine in range(4)} == {Note(39, highest=39)}

@@ -427,3 +427,22 @@ async def test_a_store_that_is_not_shared_is_named(rig: Rig, tmp_path: Path) -> 
 def test_a_gateway_that_is_not_there_is_an_error_at_once() -> None:
     with pytest.raises(GatewayUnreachable, match="/v1/weights"):
         send("http://127.0.0.1:9", tensors())
+
+
+async def test_a_push_beside_another_of_the_sender_is_refused_and_leaves_that(rig: Rig) -> None:
+    def work() -> list[int]:
+        refused: list[BaseException] = []
+
+        def push_too(progress: WeightProgress) -> None:
+            try:
+                sender.push(tensors(w=torch.ones(4, 4)))
+            except WeightUpdateConflict as error:
+                refused.append(error)
+
+        with BlockingRolloutClient(rig.url, attempts=1) as client:
+            sender = WeightSender(client, transport="store", delta=True, timeout_s=10, on_progress=push_too)
+            versions = [sender.push(tensors()) for _ in range(2)]
+        assert {str(error) for error in refused} == {"a push of this sender is running: wait for its end"}
+        return versions
+
+    assert await asyncio.to_thread(work) == [1, 2]

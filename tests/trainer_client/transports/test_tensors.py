@@ -151,3 +151,15 @@ def test_an_iterator_is_read_no_further_than_a_part(monkeypatch: pytest.MonkeyPa
     assert names(next(parts)) == ["a", "b"]
     assert made == ["a", "b", "c"]
     assert [names(part) for part in parts] == [["c", "d"], ["e"]]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "form"),
+    [
+        (torch.empty(2, device="meta"), "on the meta device"),
+        (torch.eye(2).to_sparse(), "torch.sparse_coo torch.float32"),
+    ],
+)
+def test_a_tensor_without_plain_bytes_is_refused_by_name(tensor: torch.Tensor, form: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"'layer.weight' {form}: give a dense tensor"):
+        only_part({"layer.weight": tensor})

@@ -251,6 +251,22 @@ async def test_the_successor_of_an_engine_that_dies_in_its_undo_serves(
     assert "taken_back" not in (await record(refusing))["replicas"]["engine-1"]
 
 
+async def test_a_replica_that_is_suspect_at_the_refusal_takes_its_weights_back_once_it_answers(
+    refusing: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = Canary.check
+
+    async def suspecting(self: Canary, *args: Any, **named: Any) -> Any:
+        findings = await check(self, *args, **named)
+        refusing.fleet.suspect(refusing.fleet.replicas[0], "its last probe was late")
+        return findings
+
+    monkeypatch.setattr(Canary, "check", suspecting)
+    await refused(refusing)
+    await check_serves_the_checkpoint(refusing)
+    assert (calls.count("undo_staged"), calls.count("load_snapshot")) == (2, 0)
+
+
 async def test_a_replica_that_was_behind_takes_no_weights_back(refusing: Rig, calls: list[str]) -> None:
     """What it has kept is not the version that is served."""
     await receive(refusing)

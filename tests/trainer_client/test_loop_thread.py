@@ -1,0 +1,145 @@
+"""No wait for the client's thread is without an end."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+
+import pytest
+
+from engines.errors import InvalidRequest
+from trainer_client.loop_thread import LoopThread
+
+SOON_S = 30.0
+
+_IN_A_FORK = """
+import os, sys
+from engines.errors import InvalidRequest
+from trainer_client import BlockingRolloutClient
+client = BlockingRolloutClient("http://127.0.0.1:9")
+if (child := os.fork()) == 0:
+    try:
+        client.status()
+    except InvalidRequest as error:
+        print(error, flush=True)
+    client.close()
+    os._exit(0)
+os.waitpid(child, 0)
+client.close()
+"""
+
+
+async def number() -> int:
+    return 7
+
+
+async def nothing() -> None:
+    """The last call of a thread that has nothing to close."""
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    thread = LoopThread("a test's loop")
+    yield thread
+    thread.close(nothing)
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    beside = threading.Thread(target=work, daemon=True)
+    beside.start()
+    return beside
+
+
+def ends_with(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException | None]]:
+    """A thread that makes the call, and the call's error."""
+    ends: list[BaseException | None] = []
+
+    def work() -> None:
+        try:
+            call()
+            ends.append(None)
+        except BaseException as error:
+            ends.append(error)
+
+    return in_thread(work), ends
+
+
+def test_a_call_after_the_close_is_refused(thread: LoopThread) -> None:
+    thread.close(nothing)
+    with pytest.raises(InvalidRequest, match="closed"):
+        thread.wait(number())
+    with pytest.raises(InvalidRequest, match="closed"):
+        thread.run(lambda: 7)
+
+
+def test_a_call_during_the_close_is_refused(thread: LoopThread) -> None:
+    asked = threading.Event()
+    refused: list[BaseException | None] = []
+
+    async def last() -> None:
+        beside, ends = ends_with(lambda: thread.wait(number()))
+        await asyncio.to_thread(beside.join, SOON_S)
+        refused.extend(ends)
+        asked.set()
+
+    thread.close(last)
+    assert asked.is_set()
+    assert [type(error) for error in refused] == [InvalidRequest]
+
+
+def test_the_close_ends_waits_of_other_threads(thread: LoopThread) -> None:
+    began = threading.Event()
+
+    async def long() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    beside, ends = ends_with(lambda: thread.wait(long()))
+    assert began.wait(SOON_S)
+    thread.close(nothing)
+    beside.join(SOON_S)
+    assert [type(error) for error in ends] == [CancelledError]
+
+
+def test_threads_may_close_it_at_the_same_time(thread: LoopThread) -> None:
+    together = threading.Barrier(4)
+
+    def close() -> None:
+        together.wait()
+        thread.close(nothing)
+
+    closers = [ends_with(close) for _ in range(4)]
+    for closer, _ in closers:
+        closer.join(SOON_S)
+    assert [ends for _, ends in closers] == [[None]] * 4
+
+
+def test_its_own_thread_is_refused_a_wait_and_may_make_calls(thread: LoopThread) -> None:
+    def callback() -> str:
+        assert thread.run(lambda: 7) == 7
+        with pytest.raises(InvalidRequest, match="callback"):
+            thread.close(nothing)
+        with pytest.raises(InvalidRequest, match="callback") as refused:
+            thread.wait(number())
+        return str(refused.value)
+
+    assert "its own client" in thread.run(callback)
+
+
+def test_a_callback_that_exits_leaves_the_thread_alive(thread: LoopThread) -> None:
+    def leave() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: seen.append(context["exception"]))
+        loop.call_soon(sys.exit, 3)
+
+    seen: list[BaseException] = []
+    thread.run(leave)
+    assert thread.wait(number()) == 7
+    assert [type(error) for error in seen] == [SystemExit]
+
+
+def test_a_forked_process_is_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", _IN_A_FORK], capture_output=True, text=True, timeout=SOON_S)
+    assert (done.returncode, "forked" in done.stdout) == (0, True), done

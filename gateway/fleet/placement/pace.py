@@ -14,7 +14,7 @@ _SHORTEST_S, _LONGEST_S = 5.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class EngineWork:
-    """The counters of an engine: prompt tokens that it has read, those of its cache apart, the steps of each copy of the
+    """The counters of an engine: prompt tokens that it has read, those of its cache apart, the steps of a copy of the
     model, and samples that run now."""
 
     read: float

@@ -133,7 +133,7 @@ class Sessions:
         return [host for host in hosts if self._admits(host, session, needed, ended, cost)]
 
     def _cost_of_eviction(self, model: str) -> float:
-        """Tokens that are read again for each token of a turn that is admitted without room; 0 before they are known."""
+        """Tokens that are read again for each token of a turn admitted without room; 0 before they are known."""
         context, reply = self._contexts[model].value or 0.0, self._replies[model].value or 0.0
         return _READ_AGAIN * context / max(1.0, reply)
 

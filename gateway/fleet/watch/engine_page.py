@@ -63,7 +63,7 @@ def read_work(page: str) -> EngineWork | None:
     """The work of an engine so far; None where the page lacks a part of it."""
     found, steps = defaultdict[str, float](float), defaultdict[str, float](float)
     for name, labels, value in _samples(page, _OF_WORK):
-        of = dict(_LABEL.findall(labels))
+        of: dict[str, str] = dict(_LABEL.findall(labels))
         if name in _STEPS:
             if name != "sglang:cuda_graph_passes_total" or of.get("mode", "").startswith("decode"):
                 steps[of.get("engine", of.get("dp_rank", ""))] += value

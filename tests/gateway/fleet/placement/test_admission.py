@@ -194,11 +194,11 @@ async def test_a_replica_without_load_takes_a_session_in_place_of_an_idle_one(cl
     await played.stop()
 
 
-@pytest.mark.parametrize(("step_tokens", "is_held"), [(45.0, True), (55.0, False)])
-async def test_a_session_is_admitted_without_room_where_its_tokens_gain_more_than_a_third_of_a_context_costs(
+@pytest.mark.parametrize(("step_tokens", "is_held"), [(70.0, True), (80.0, False)])
+async def test_a_session_is_admitted_without_room_where_its_tokens_gain_more_than_half_a_context_costs(
     clock: PlayedClock, step_tokens: float, is_held: bool
 ) -> None:
-    """A turn makes 16 tokens beside four samples, which gains four steps; 200 of 600 tokens are read again."""
+    """A turn makes 16 tokens beside four samples, which gains four steps; 300 of 600 tokens are read again."""
     played = Played(step_tokens=step_tokens)
     played.reply = 16
     await resident(played, clock, "first", 584)

@@ -187,7 +187,7 @@ def test_ends_that_agents_report_make_room_for_others() -> None:
     dear, patient = replace(SHORT, prefill_token_s=1e-3), config(session_kv_share=0.85, session_idle_s=1000.0)
     silent, reporting = (
         simulated(patient, {"engine": dear}, Workload([source.stream(0)]), by_the_gateway)
-        for source in (replace(AGENTS, rounds=6), replace(AGENTS, rounds=6, reports_ends=True))
+        for source in (replace(AGENTS, rounds=6, tool_s=4.0, reports_ends=ends) for ends in (False, True))
     )
     assert reporting.tokens == silent.tokens
     assert reporting.makespan_s < silent.makespan_s

@@ -27,8 +27,8 @@ _OPENAI_FIELDS = ("prompt_cache_key", "user")
 _MAX_LENGTH = 256
 _REMEMBERED = 100_000
 # The share of the context of the session that waits longest for its tool that is read again if it is evicted: it may
-# have ended, and an engine evicts no more than it needs, from the end. Of 1/3, 1/2, 0.7 and 1, a half has the best times
-# over agents of long and of short replies.
+# have ended, and an engine evicts no more than it needs, from the end. Of 1/3, 1/2, 0.7 and 1, a half has the best
+# times over agents of long and of short replies.
 _READ_AGAIN = 1 / 2
 # A session is idle for so many times the mean time of a tool before it counts no longer.
 _GAPS = 3.0

@@ -39,6 +39,9 @@ class SchedulerMetrics(Collector):
             finished.add_metric([*self._labels.values(), reason], count)
         yield finished
         yield self._lengths()
+        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=[*self._labels])
+        steps.add_metric([*self._labels.values()], [("+Inf", scheduler.steps)], scheduler.generated_tokens)
+        yield steps
 
     def _lengths(self) -> Metric:
         """Return vLLM's histogram of completion lengths, with its edges."""

@@ -149,6 +149,7 @@ class SimScheduler:
         self.kv_used = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
+        self.steps = 0
         self.drafted_tokens = 0.0
         self.accepted_tokens = 0.0
         self.draft_acceptance = config.draft_acceptance
@@ -295,6 +296,7 @@ class SimScheduler:
             elif made >= sample.report_at:
                 sample.report_at = made + sample.report_every
                 sample.reports.put_nowait(sample)
+        self.steps += 1
         self.generated_tokens += len(moving)
         self._count_drafts(len(moving))
         self.kv_used += len(moving)

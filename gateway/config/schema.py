@@ -126,8 +126,8 @@ class GatewayConfig(Section):
     generate_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a replica's completions of one prompt; later than that no further attempt begins."""
     session_kv_share: float | None = Field(None, gt=0, le=1)
-    """Share of a replica's KV cache that sessions may need, such as 0.9, where the engine reports its size: beyond that
-    the turns of further sessions wait, as the engine would evict one session's KV for another's. null admits all."""
+    """Share of a replica's KV cache that sessions may need, such as 1.0, where the engine reports its size: beyond that
+    the turns of further sessions wait if reading an evicted context again costs more time. null admits all."""
     session_idle_s: float = Field(300.0, gt=0)
     """Longest time without a turn in which a session counts as holding KV."""
     write_timeout_s: float = Field(60.0, gt=0)

@@ -29,7 +29,7 @@ from gateway.fleet.adapters import Adapter, Adapters
 from gateway.fleet.events import Events
 from gateway.fleet.places import Places
 from gateway.fleet.replica import Replica
-from gateway.fleet.watch.engine_page import read_kv_tokens
+from gateway.fleet.watch.engine_page import read_kv_tokens, read_work
 from gateway.fleet.watch.rest import Rest
 from gateway.fleet.watch.standstill import Standstill
 
@@ -310,8 +310,11 @@ class Fleet:
         )
         found = {replica: page for replica, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
         for replica, page in found.items():
-            if replica.residents.capacity is None:
-                replica.residents.capacity = read_kv_tokens(page)
+            residents = replica.residents
+            if residents.capacity is None:
+                residents.capacity = read_kv_tokens(page)
+            if len(residents) and (work := read_work(page)) is not None:
+                residents.pace.see(time.monotonic(), work)
         return found
 
     async def settled_within(self, timeout_s: float) -> None:

@@ -4,6 +4,8 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from gateway.fleet.placement.pace import Pace
+
 
 @dataclass(eq=False, slots=True)
 class Session:
@@ -26,12 +28,13 @@ class Session:
 class Residents:
     """The residents of one replica, and the tokens that they need.
 
-    `capacity` is the number of tokens whose KV the engine can hold; None where it is unknown. `idle_tokens` are those
-    of residents that wait for their tools.
+    `capacity` is the number of tokens whose KV the engine can hold; None where it is unknown. `pace` tells what reading
+    them again costs. `idle_tokens` are those of residents that wait for their tools.
     """
 
     def __init__(self) -> None:
         self.capacity: int | None = None
+        self.pace = Pace()
         self.tokens = 0
         self.idle_tokens = 0
         self._tokens: dict[Session, int] = {}

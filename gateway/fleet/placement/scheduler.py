@@ -249,7 +249,9 @@ class Scheduler:
             replica, attempt.why = chosen
             return replica
         is_outside = self.sessions.is_outside(rollout)
-        waiter = line.add(rollout, is_outside=is_outside, has_begun=is_outside and self.sessions.has_begun(rollout))
+        # A turn that would be admitted waits for room as all others do, and in its turn.
+        lacks_kv = is_outside and not self.sessions.admitting(rollout, self._able(rollout))
+        waiter = line.add(rollout, is_outside=is_outside, has_begun=lacks_kv and self.sessions.has_begun(rollout))
         self._pump(rollout.model)
         try:
             while not waiter.placed.done():

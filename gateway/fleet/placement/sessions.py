@@ -2,7 +2,7 @@
 
 Routing prefers that replica, unless it is overloaded. An engine that has to hold more contexts than fit evicts one for
 the other, and reads each again at its next turn. So a session counts against its replica's KV capacity as long as it
-lives, and where there is no room its turn waits until there is.
+lives, and where there is no room its turn waits until there is, if that costs less than reading a context again.
 """
 
 import hashlib
@@ -26,9 +26,10 @@ _HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
 _OPENAI_FIELDS = ("prompt_cache_key", "user")
 _MAX_LENGTH = 256
 _REMEMBERED = 100_000
-# A replica with fewer samples, as a share of twice `max_num_seqs`, has time to read a context again, whose owner else
-# waits for other sessions' tools: agents of slow tools lost 18 % without this, and nothing with it.
-FEW_SHARE = 1 / 32
+# The share of the context of the session that waits longest for its tool that is read again if it is evicted: it may
+# have ended, and an engine evicts no more than it needs, from the end. Of 1/3, 1/2, 0.7 and 1, a half has the best
+# times over agents of long and of short replies.
+_READ_AGAIN = 1 / 2
 # A session is idle for so many times the mean time of a tool before it counts no longer.
 _GAPS = 3.0
 # With the whole mean as the least, sessions would count with more than they have on average.
@@ -77,6 +78,7 @@ class Sessions:
         self._limit = limit
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._contexts: defaultdict[str, _Mean] = defaultdict(_Mean)
+        self._replies: defaultdict[str, _Mean] = defaultdict(_Mean)
         self._gaps: defaultdict[str, _Mean] = defaultdict(_Mean)
 
     def __len__(self) -> int:
@@ -121,19 +123,27 @@ class Sessions:
         return bool(self._of(rollout).context)
 
     def admitting(self, rollout: Rollout, hosts: Sequence[H]) -> Sequence[H]:
-        """The replicas that hold the session of a rollout, or may hold it.
-
-        A replica without load for its engine takes it in place of sessions that wait for their tools.
-        """
+        """The replicas that hold the session of a rollout, or may hold it."""
         if self._share is None or not rollout.session or rollout.goes_on:
             return hosts
         session, home = self._of(rollout), self.holder(rollout, hosts)
         if home is not None and is_light(home) and has_room(rollout, home):
             return [home]
         needed, ended = self._needed(session, rollout), time.monotonic() - self._patience_s(rollout.model)
-        return [host for host in hosts if self._admits(host, session, needed, ended)]
+        cost = self._cost_of_eviction(rollout.model)
+        return [host for host in hosts if self._admits(host, session, needed, ended, cost)]
 
-    def _admits(self, host: Host, session: Session, needed: int, ended: float) -> bool:
+    def _cost_of_eviction(self, model: str) -> float:
+        """Tokens that are read again for each token of a turn admitted without room; 0 before they are known."""
+        context, reply = self._contexts[model].value or 0.0, self._replies[model].value or 0.0
+        return _READ_AGAIN * context / max(1.0, reply)
+
+    def _admits(self, host: Host, session: Session, needed: int, ended: float, cost: float) -> bool:
+        """True where a session has room, and where it gains more than it costs without.
+
+        A sample more takes part in steps that are made in any case, instead of in steps of its own: with `n` samples it
+        gains a step for each `n` of its tokens. An evicted context costs the time to read it again.
+        """
         residents = host.residents
         if residents.capacity is None or session.residents is residents:
             return True
@@ -142,10 +152,9 @@ class Sessions:
         if residents.tokens <= left:
             return True
         residents.look(host.weight_version, ended)
-        if residents.tokens <= left:
+        if residents.tokens <= left or not host.load_samples:
             return True
-        has_time = host.load_samples < max(1.0, FEW_SHARE * host.max_samples)
-        return has_time and residents.busy_tokens <= left
+        return cost < residents.pace.step_tokens / host.load_samples
 
     def holder(self, rollout: Rollout, hosts: Iterable[H]) -> H | None:
         """The replica that holds the session of a rollout."""
@@ -178,6 +187,7 @@ class Sessions:
             return
         session.context = prompt_tokens + completion_tokens // rollout.n
         self._contexts[rollout.model].add(session.context)
+        self._replies[rollout.model].add(completion_tokens / rollout.n)
         residents = session.residents
         if residents is not None:
             residents.hold(session, self._needed(session, rollout))

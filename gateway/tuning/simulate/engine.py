@@ -63,6 +63,16 @@ class ModelledEngine:
         self._next = 0
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def running(self) -> int:
+        """Samples in the batch."""
+        return len(self._running)
+
+    @property
+    def steps(self) -> int:
+        """Decode steps so far."""
+        return self._steps
+
     def add(self, samples: Iterable[Sample]) -> None:
         """Queue samples that fit into the KV cache, each by itself."""
         self._waiting.extend(samples)

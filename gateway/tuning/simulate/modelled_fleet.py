@@ -16,6 +16,8 @@ from gateway.tuning.simulate.speed import Speed
 # Models do not fail, so nothing needs a watch; and the gateway's looks at engines would be most of the work.
 _NEVER_S = 1e9
 _JOIN_S = 1.0
+# A gateway reads the pages of engines at work so often.
+_LOOKS_APART_S = 10.0
 
 
 @dataclass(eq=False)
@@ -23,7 +25,7 @@ class _JoiningEngine:
     """The part of `Engine` that the fleet asks when a replica joins and leaves."""
 
     replica_id: str
-    kv_tokens: int
+    model: ModelledEngine
     tells_version: bool = True
 
     async def close(self) -> None:
@@ -33,8 +35,15 @@ class _JoiningEngine:
         return 0
 
     async def metrics(self, timeout_s: float) -> str:
-        """Return the part of vLLM's page that does not change: the size of the KV cache."""
-        return f'vllm:cache_config_info{{block_size="1",num_gpu_blocks="{self.kv_tokens}"}} 1.0\n'
+        """Return the part of vLLM's page that admission reads."""
+        counts = self.model.counts
+        return (
+            f'vllm:cache_config_info{{block_size="1",num_gpu_blocks="{self.model.kv.capacity}"}} 1.0\n'
+            f"vllm:num_requests_running {self.model.running}\n"
+            f"vllm:iteration_tokens_total_count {self.model.steps}\n"
+            f"vllm:prefix_cache_queries_total {counts.queried}\n"
+            f"vllm:prefix_cache_hits_total {counts.found}\n"
+        )
 
 
 class ModelledFleet:
@@ -64,7 +73,12 @@ class ModelledFleet:
             if not await fleet.serves_within(self.model, _JOIN_S):
                 await watch  # raises
             await fleet.metrics_pages()  # as a gateway does: it learns the engines' sizes from their pages
-            yield fleet
+            looks = asyncio.create_task(_look(fleet), name="looks")
+            try:
+                yield fleet
+            finally:
+                looks.cancel()
+                await asyncio.gather(looks, return_exceptions=True)
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
@@ -73,7 +87,14 @@ class ModelledFleet:
         return self._infos
 
     def _connect(self, info: ReplicaInfo) -> Engine:
-        return cast(Engine, _JoiningEngine(info.replica_id, self.engines[info.replica_id].kv.capacity))
+        return cast(Engine, _JoiningEngine(info.replica_id, self.engines[info.replica_id]))
+
+
+async def _look(fleet: Fleet) -> None:
+    """Read the pages of the engines that hold sessions, from which admission learns."""
+    while True:
+        await asyncio.sleep(_LOOKS_APART_S)
+        await fleet.metrics_pages([replica for replica in fleet.alive if len(replica.residents)])
 
 
 def _info(config: Config, group: str, number: int) -> ReplicaInfo:

@@ -1,6 +1,7 @@
 """Admission of sessions by the KV that they need: who waits, for how long, and what frees a place."""
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from engines.errors import EngineFailed
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement import scheduler, sessions, waiting
+from gateway.fleet.placement import pace, scheduler, sessions, waiting
+from gateway.fleet.placement.residents import Residents
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
@@ -53,21 +55,26 @@ def clock() -> Iterator[PlayedClock]:
 
 
 class Played:
-    """A scheduler whose replicas hold 1000 tokens of KV, of which sessions may need 800."""
+    """A scheduler whose replicas hold 1000 tokens of KV, of which sessions may need 800.
 
-    def __init__(self, num_replicas: int = 1, places: int = 128, **gateway: Any) -> None:
+    They read `step_tokens` of a prompt in the time of a step: with 0 no turn is worth reading a context again.
+    """
+
+    def __init__(self, num_replicas: int = 1, places: int = 128, step_tokens: float = 0.0, **gateway: Any) -> None:
         self.fleet = PlayedFleet([NO_ENGINE] * num_replicas, places)
         for replica in self.fleet.replicas:
             replica.residents.capacity = CAPACITY
+            replica.residents.pace.step_tokens = step_tokens
         config = GatewayConfig(**{"session_kv_share": SHARE, "session_idle_s": 50.0, **gateway})
         self.scheduler = Scheduler(config, cast(Fleet, self.fleet), Metrics())
+        self.reply = 0
         self.placed: list[str] = []
         self.where: dict[str, Replica] = {}
         self._running: dict[str, tuple[asyncio.Event, asyncio.Task[None]]] = {}
         self._turns = 0
 
     async def begin(self, session: str, tokens: int, name: str = "", **fields: Any) -> str:
-        """Ask for a turn with so many tokens of context, and return its name."""
+        """Ask for a turn with a prompt of so many tokens, and return its name."""
         self._turns += 1
         name = name or f"{session}-{self._turns}"
         rollout = Rollout(request_id=name, model="m", n=1, tokens=1, prompt_tokens=tokens, session=session, **fields)
@@ -83,7 +90,7 @@ class Played:
             await ended.wait()
 
         await self.scheduler.run(rollout, call)
-        self.scheduler.delivered(rollout, rollout.prompt_tokens, 0)
+        self.scheduler.delivered(rollout, rollout.prompt_tokens, self.reply)
 
     async def end(self, name: str) -> None:
         """End a turn that runs."""
@@ -175,7 +182,7 @@ async def test_rollouts_without_a_session_are_not_held(clock: PlayedClock) -> No
     await played.stop()
 
 
-async def test_a_replica_with_little_load_takes_a_session_in_place_of_an_idle_one(clock: PlayedClock) -> None:
+async def test_a_replica_without_load_takes_a_session_in_place_of_an_idle_one(clock: PlayedClock) -> None:
     played = Played()
     await resident(played, clock, "first", 800)
     await played.turn("second", 300)
@@ -184,6 +191,43 @@ async def test_a_replica_with_little_load_takes_a_session_in_place_of_an_idle_on
     await played.busy()
     again = await played.begin("first", 800)
     assert played.waits == {again}, "its KV may be gone"
+    await played.stop()
+
+
+@pytest.mark.parametrize(("step_tokens", "is_held"), [(70.0, True), (80.0, False)])
+async def test_a_session_is_admitted_without_room_where_its_tokens_gain_more_than_half_a_context_costs(
+    clock: PlayedClock, step_tokens: float, is_held: bool
+) -> None:
+    """A turn makes 16 tokens beside four samples, which gains four steps; 300 of 600 tokens are read again."""
+    played = Played(step_tokens=step_tokens)
+    played.reply = 16
+    await resident(played, clock, "first", 584)
+    await played.busy()
+    second = await played.begin("second", 300)
+    assert played.waits == ({second} if is_held else set())
+    await played.stop()
+
+
+async def test_nothing_is_held_before_the_engines_pace_is_known(clock: PlayedClock) -> None:
+    played = Played(step_tokens=Residents().pace.step_tokens)
+    await resident(played, clock, "first", 800)
+    await played.busy()
+    await played.turn("second", 800)
+    assert played.waits == set()
+    await played.stop()
+
+
+async def test_a_turn_that_kv_does_not_hold_back_waits_for_room_in_its_turn(clock: PlayedClock) -> None:
+    played = Played(places=4, step_tokens=1e9)
+    await played.turn("first", 600)
+    await played.turn("second", 600)
+    home = played.home("first")
+    assert len(home.residents) == 1, "the second has taken the place of the first"
+    with played.full(home):
+        batch = await played.begin("", 0, name="batch", priority=-1)
+        turn = await played.begin("first", 600)
+    await played.look()
+    assert played.placed[-2:] == [batch, turn]
     await played.stop()
 
 
@@ -429,14 +473,14 @@ def steps() -> st.SearchStrategy[list[tuple[str, int, int]]]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps=steps())
-def test_residents_fit_and_each_turn_runs_in_the_end(steps: list[tuple[str, int, int]]) -> None:
+@given(steps=steps(), step_tokens=st.sampled_from([0.0, 300.0, 1e9]))
+def test_residents_fit_and_each_turn_runs_in_the_end(steps: list[tuple[str, int, int]], step_tokens: float) -> None:
     with played_clock() as clock:
-        asyncio.run(_followed(steps, clock))
+        asyncio.run(_followed(steps, step_tokens, clock))
 
 
-async def _followed(steps: list[tuple[str, int, int]], clock: PlayedClock) -> None:
-    played = Played(2, places=64)
+async def _followed(steps: list[tuple[str, int, int]], step_tokens: float, clock: PlayedClock) -> None:
+    played = Played(2, places=64, step_tokens=step_tokens)
     for action, number, amount in steps:
         name = f"s{number}"
         running = [one for one in played.placed if one in played._running]
@@ -508,6 +552,29 @@ async def test_the_capacity_is_the_engines_own_figure(start_rig: StartRig) -> No
     rig = await start_rig(1, sim={"kv_tokens": 4096})
     await rig.fleet.metrics_pages()
     assert rig.fleet.replicas[0].residents.capacity == 4096
+
+
+async def test_the_pace_is_learned_from_the_engines_own_counters(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page is read while turns run, as the gateway does every few seconds."""
+    monkeypatch.setattr(pace, "_SHORTEST_S", 0.0)
+    rig = await start_rig(1, gateway={"session_kv_share": 1.0})
+    learned = rig.fleet.replicas[0].residents.pace
+
+    async def turns(agent: int) -> None:
+        turn = 0
+        while learned.step_tokens == math.inf:
+            turn += 1
+            await rig.complete([agent, turn] * 32, session_id=f"agent-{agent}", max_tokens=20)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as agents:
+        for agent in range(4):
+            agents.create_task(turns(agent + 5))
+        while learned.step_tokens == math.inf:
+            await rig.fleet.metrics_pages()
+            await asyncio.sleep(0.05)
+    assert learned.step_tokens >= 0
 
 
 @pytest.mark.parametrize("route", ["/reset_prefix_cache", "/pause?mode=keep&clear_cache=true"])

@@ -2,7 +2,8 @@
 
 import pytest
 
-from gateway.fleet.watch.engine_page import EngineLoad, read_kv_tokens, read_load
+from gateway.fleet.placement.pace import EngineWork
+from gateway.fleet.watch.engine_page import EngineLoad, read_kv_tokens, read_load, read_work
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -89,3 +90,24 @@ def test_a_page_with_odd_values_is_no_error(value: str) -> None:
 )  # fmt: skip
 def test_the_size_of_the_kv_cache(page: str, tokens: int | None) -> None:
     assert read_kv_tokens(page) == tokens
+
+
+def test_what_an_engine_has_read_is_without_its_cache_and_steps_are_those_of_a_copy() -> None:
+    vllm = (
+        'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\n'
+        'vllm:iteration_tokens_total_count{engine="0"} 500.0\nvllm:iteration_tokens_total_count{engine="1"} 480.0\n'
+        'vllm:prefix_cache_queries_total{engine="0"} 900.0\nvllm:prefix_cache_hits_total{engine="0"} 200.0\n'
+    )
+    sglang = (
+        'sglang:num_running_reqs{dp_rank="0"} 7.0\nsglang:realtime_tokens_total{mode="prefill_compute"} 700.0\n'
+        'sglang:realtime_tokens_total{mode="prefill_cache"} 200.0\nsglang:realtime_tokens_total{mode="decode"} 9.0\n'
+        'sglang:cuda_graph_passes_total{dp_rank="0",mode="decode_cuda_graph"} 470.0\n'
+        'sglang:cuda_graph_passes_total{dp_rank="0",mode="decode_none"} 30.0\n'
+        'sglang:cuda_graph_passes_total{dp_rank="0",mode="prefill_none"} 60.0\n'
+    )
+    assert read_work(vllm) == read_work(sglang) == EngineWork(read=700.0, steps=500.0, running=7.0)
+
+
+@pytest.mark.parametrize("page", ["", "vllm:iteration_tokens_total_count 5\n", "vllm:prefix_cache_queries_total 5\n"])
+def test_a_page_that_lacks_reading_or_steps_tells_nothing_of_either(page: str) -> None:
+    assert read_work(page) is None

@@ -12,6 +12,7 @@ from gateway.fleet.placement import scheduler as gateways_own
 from gateway.fleet.placement.routing import has_room
 from gateway.tuning.plan.workload import Lengths
 from gateway.tuning.simulate.bound import bound_s
+from gateway.tuning.simulate.outcome import Outcome
 from gateway.tuning.simulate.placements import by_the_gateway, in_turn, without_lengths
 from gateway.tuning.simulate.simulation import simulated
 from gateway.tuning.simulate.speed import SetSpeed
@@ -148,22 +149,45 @@ def test_replicas_of_two_speeds_share_the_work_and_the_fastest_has_the_longest_c
     assert bound_s(many, [fast]) == pytest.approx(bound_s(many, [SPEED]) / 2)
 
 
-def test_the_scheduler_admits_sessions_by_the_kv_that_modelled_engines_report() -> None:
-    """The contexts of 20 sessions a replica are more than its KV."""
-    short = replace(SPEED, kv_tokens=10_000)
-    workload = Workload([AGENTS.stream(0)])
-    by_kv, all_at_once = (
-        simulated(config(session_kv_share=share), {"engine": short}, workload, by_the_gateway) for share in (0.85, None)
+SHORT = replace(SPEED, kv_tokens=10_000)
+"""The contexts of 20 sessions a replica are more than its KV."""
+
+
+def by_kv_and_all_at_once(speed: SetSpeed, share: float = 1.0, **agents: Any) -> tuple[Outcome, Outcome]:
+    """The outcomes with admission and without it, of agents whose sessions are longer than the looks at engines."""
+    workload = Workload([replace(AGENTS, rounds=6, **agents).stream(0)])
+    with_it, without = (
+        simulated(config(session_kv_share=share), {"engine": speed}, workload, by_the_gateway)
+        for share in (share, None)
     )
-    assert by_kv.found > 2 * all_at_once.found
+    return with_it, without
+
+
+@pytest.mark.parametrize("prefill_token_s", [5e-4, 1e-3])
+def test_sessions_wait_for_kv_where_reading_contexts_again_is_dear(prefill_token_s: float) -> None:
+    speed = replace(SHORT, prefill_token_s=prefill_token_s)
+    by_kv, all_at_once = by_kv_and_all_at_once(speed)
+    assert by_kv.found > 1.5 * all_at_once.found
+    assert by_kv.makespan_s < 0.85 * all_at_once.makespan_s
+
+
+@pytest.mark.parametrize("prefill_token_s", [1e-6, 1e-5])
+@pytest.mark.parametrize("tool_s", [0.2, 1.0, 8.0])
+@pytest.mark.parametrize("kv_tokens", [10_000, 100_000])
+def test_admission_costs_nothing_where_reading_is_cheap_or_all_contexts_fit(
+    prefill_token_s: float, tool_s: float, kv_tokens: int
+) -> None:
+    speed = replace(SHORT, prefill_token_s=prefill_token_s, kv_tokens=kv_tokens)
+    by_kv, all_at_once = by_kv_and_all_at_once(speed, tool_s=tool_s)
+    assert by_kv.makespan_s < 1.03 * all_at_once.makespan_s
 
 
 def test_ends_that_agents_report_make_room_for_others() -> None:
     """Without reports an ended session counts until its idle limit."""
-    short, patient = replace(SPEED, kv_tokens=10_000), config(session_kv_share=0.85, session_idle_s=1000.0)
+    dear, patient = replace(SHORT, prefill_token_s=1e-3), config(session_kv_share=0.85, session_idle_s=1000.0)
     silent, reporting = (
-        simulated(patient, {"engine": short}, Workload([source.stream(0)]), by_the_gateway)
-        for source in (AGENTS, replace(AGENTS, reports_ends=True))
+        simulated(patient, {"engine": dear}, Workload([source.stream(0)]), by_the_gateway)
+        for source in (replace(AGENTS, rounds=6, tool_s=4.0, reports_ends=ends) for ends in (False, True))
     )
     assert reporting.tokens == silent.tokens
     assert reporting.makespan_s < silent.makespan_s

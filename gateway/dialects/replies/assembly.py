@@ -38,7 +38,6 @@ _WHOLE_ONLY = ("prompt_logprobs", "echo", "use_beam_search")
 _SHORT_TOKENS = 64  # two coarse chunks
 _LARGE_BYTES = 1 << 19
 _OFFSETS = "text_offset"
-_WHITESPACE = b" \t\r\n"
 
 
 def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInfo) -> bool:
@@ -196,7 +195,10 @@ class _Sample:
         """Take a chunk. Raise `ValueError` where a value is of another kind, so that the part before is kept."""
         token_ids, text = of_list(choice.token_ids), of_text(choice.text)
         prompt = choice.prompt_token_ids != NULL and of_list(choice.prompt_token_ids)
-        scores = [(key, of_list(value)) for key, value in (choice.logprobs or {}).items()]
+        scores = [
+            (key, b"" if key == _OFFSETS else of_list(value))  # offsets are counted again
+            for key, value in (choice.logprobs or {}).items()
+        ]
         if token_ids:
             self._ids += b","
             self._ids += token_ids
@@ -241,17 +243,15 @@ class _Sample:
         if _OFFSETS in self._logprobs:
             if "tokens" not in self._logprobs:
                 raise ValueError("log-probs have offsets of tokens, and no tokens")
-            if _begins_again(self._logprobs[_OFFSETS]):
-                names = _names(b"[%b]" % bytes(self._logprobs["tokens"][1:]))
-                self._logprobs[_OFFSETS] = bytearray(b",%b" % encoded(_offsets(names))[1:-1])
+            names = _names(b"[%b]" % bytes(self._logprobs["tokens"][1:]))
+            self._logprobs[_OFFSETS] = bytearray(b",%b" % encoded(_offsets(names))[1:-1])
         return {key: list_of(so_far) for key, so_far in self._logprobs.items()} or None
 
 
-def _begins_again(offsets: bytearray) -> bool:
-    """True where a chunk counts from its own start; with vLLM each goes on from the chunk before."""
-    return offsets.translate(None, _WHITESPACE).count(b",0") > 1
-
-
 def _offsets(tokens: Sequence[str]) -> list[int]:
-    """Where each token's name begins in all names."""
+    """Where each token's name begins in all names.
+
+    Each chunk counts from its own start, from the text before or from the names before, by the kind and version of its
+    engine.
+    """
     return list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]

@@ -75,13 +75,23 @@ async def test_offsets_count_over_all_chunks() -> None:
     assert found["token_logprobs"] == [-1.0, -2.0, -1.0, -2.0]
 
 
-async def test_offsets_that_go_on_are_the_engines_own() -> None:
+@pytest.mark.parametrize("begin", [0, 2, 22, -1])
+async def test_offsets_are_those_of_names_wherever_a_chunk_counts_from(begin: int) -> None:
     def scored(*offsets: int) -> Json:
-        names = ["<s>"] * len(offsets)
+        names = ["token_id:10"] * len(offsets)
         return {"text_offset": list(offsets), "token_logprobs": [-1.0] * len(names), "tokens": names}
 
-    chunks = told(chunk(0, "ab", logprobs=scored(0, 1)), chunk(0, "c", logprobs=scored(2, 3), finish_reason="length"))
-    assert (await assemble(chunks, 1, "a"))["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    first, second = scored(0, 11), scored(begin, begin + 11)
+    chunks = told(chunk(0, "ab", logprobs=first), chunk(0, "cd", logprobs=second, finish_reason="length"))
+    assert (await assemble(chunks, 1, "a"))["choices"][0]["logprobs"]["text_offset"] == [0, 11, 22, 33]
+
+
+async def test_offsets_that_a_chunk_lacks_are_counted() -> None:
+    scored: Json = {"text_offset": None, "token_logprobs": [-1.0], "tokens": ["ab"]}
+    chunks = told(
+        chunk(0, "ab", logprobs=scored), chunk(0, "ab", logprobs=scored | {"text_offset": [2]}, finish_reason="length")
+    )
+    assert (await assemble(chunks, 1, "a"))["choices"][0]["logprobs"]["text_offset"] == [0, 2]
 
 
 async def test_a_reply_that_came_as_one_chunk_is_itself() -> None:

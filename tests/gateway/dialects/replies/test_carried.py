@@ -29,9 +29,8 @@ LOGPROBS = st.floats(-30, 0) | st.none()
 def sample_chunks(draw: st.DrawFn, index: int) -> list[Json]:
     """The choices of one sample, as an engine may cut them into chunks."""
     count = draw(st.integers(1, 4))
-    has_logprobs, has_ids, goes_on = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    has_logprobs, has_ids = draw(st.booleans()), draw(st.booleans())
     choices: list[Json] = []
-    begin = 0
     for place in range(count):
         names = draw(st.lists(ODD_TEXTS, max_size=5))
         has_own_text: bool = draw(st.booleans())
@@ -41,8 +40,7 @@ def sample_chunks(draw: st.DrawFn, index: int) -> list[Json]:
         if has_logprobs:
             values = [draw(LOGPROBS) for _ in names]
             tops = [draw(st.none() | st.dictionaries(ODD_TEXTS, LOGPROBS, max_size=2)) for _ in names]
-            *offsets, end = accumulate(map(len, names), initial=begin)
-            begin = end if goes_on else 0
+            *offsets, _ = accumulate(map(len, names), initial=draw(st.integers(0, 9)))
             found = {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
             choice["logprobs"] = found if bool(names) or draw(st.booleans()) else None
         if place == 0 and draw(st.booleans()):

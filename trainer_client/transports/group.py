@@ -180,8 +180,8 @@ class GroupTransport:
             try:
                 call()
             except BaseException as error:
-                channel.give_up(str(error))
                 answer.set_exception(error)
+                channel.give_up(str(error))
             else:
                 answer.set_result(None)
 

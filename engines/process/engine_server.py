@@ -7,8 +7,10 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from random import SystemRandom
 
 from engines.checkpoint import read_tensors, served_in
 from engines.clients.connect import connect
@@ -31,6 +33,8 @@ _WARM_UP_TIMEOUT_S = 300.0
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
+# Below those that the kernel gives to programs that ask for any, one of which could get it before its user binds it.
+_PORTS = range(20_000, 30_000)
 
 
 class EngineServer:
@@ -232,8 +236,9 @@ def expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
 
 
 def free_port() -> int:
-    """Return a loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a loopback port that is free now. Raise `EngineStartFailed` where none of a hundred is."""
+    for port in SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise EngineStartFailed(f"none of 100 ports from {_PORTS.start} to {_PORTS.stop - 1} is free on this machine")

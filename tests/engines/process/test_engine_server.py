@@ -269,6 +269,13 @@ def test_a_free_port_can_be_bound() -> None:
         mine.bind(("127.0.0.1", free_port()))
 
 
+def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if lowest < 30_000:
+        pytest.skip("this machine gives out lower ports too")
+    assert all(free_port() < lowest for _ in range(10))
+
+
 async def test_a_folder_where_no_log_can_be_written_is_named_by_its_key(new_server: NewServer, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = f"{tmp_path}/file/logs"

@@ -1,6 +1,5 @@
 """Received tensors of an update in free memory beside the weights, so that the engine makes tokens meanwhile."""
 
-import math
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -11,7 +10,7 @@ import torch
 from engines.errors import WeightUpdateFailed
 from engines.loading.exchange import Exchange
 from engines.loading.prefetch import copy_stream
-from engines.transfer.gloo import NamedTensor
+from engines.transfer.gloo import NamedTensor, num_bytes
 from engines.transfer.tee import room_on
 
 T = TypeVar("T")
@@ -95,7 +94,7 @@ class Stage:
 
 def _num_bytes(update_info: dict[str, Any]) -> int:
     announced = zip(update_info.get("dtype_names") or (), update_info.get("shapes") or (), strict=False)
-    return sum(getattr(torch, dtype).itemsize * math.prod(shape) for dtype, shape in announced)
+    return sum(num_bytes(("", getattr(torch, dtype), shape)) for dtype, shape in announced)
 
 
 def synchronize(device: torch.device) -> None:

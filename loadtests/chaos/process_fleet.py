@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from gateway.fleet.watch.engine_page import EngineLoad, read_load
 from gateway.weights.snapshots import in_memory
 from loadtests.chaos.gateway_process import REPLICAS
 from loadtests.fleet import engine_servers
+
+WAITS = "waits for the next update"
+"""A part of the reason of a replica whose version has died with the only copy."""
 
 _LOOK_S = 0.2
 _STARTING_AT_ONCE = 4
@@ -203,6 +207,17 @@ async def started(fleets: Sequence[ProcessFleet]) -> None:
     except BaseException:
         await stopped(fleets)
         raise
+
+
+async def healthy_within(url: str, seconds: float) -> None:
+    """Return when a gateway that starts is healthy. Raise `TimeoutError`."""
+    async with asyncio.timeout(seconds), aiohttp.ClientSession() as session:
+        while True:
+            with suppress(aiohttp.ClientError):
+                async with session.get(url + "/health") as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(_LOOK_S)
 
 
 async def stopped(fleets: Sequence[ProcessFleet]) -> None:

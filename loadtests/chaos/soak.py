@@ -33,7 +33,7 @@ from engines.errors import RolloutGatewayError
 from gateway.config.schema import Config
 from gateway.weights.snapshots import in_memory
 from loadtests.chaos.faults import CallFailed, Trainer
-from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, started, stopped
+from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, healthy_within, started, stopped
 from loadtests.chaos.real_engines import GreedyWitness, real_config, store_trainer
 from loadtests.chaos.witness import Tally, Witness
 
@@ -133,7 +133,7 @@ async def soak(seconds: float, soaked: Sequence[Soaked], *, update_every_s: floa
         async with AsyncExitStack() as stack:
             work = []
             for one in soaked:
-                await _ready(one.fleet.url)
+                await healthy_within(one.fleet.url, _BOUND_S)
                 push = await stack.enter_async_context(one.trainer())
                 one.witness.start()
                 work += [_updates(push, one, update_every_s), _kills(one, kill_every_s), _looks(one)]
@@ -156,16 +156,6 @@ async def soak(seconds: float, soaked: Sequence[Soaked], *, update_every_s: floa
 async def _sim_trainer(url: str, witness: Witness) -> AsyncIterator[Push]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
         yield Trainer(url, witness, session).push
-
-
-async def _ready(url: str) -> None:
-    async with asyncio.timeout(_BOUND_S), aiohttp.ClientSession() as session:
-        while True:
-            with suppress(aiohttp.ClientError):
-                async with session.get(url + "/health") as response:
-                    if response.status == 200:
-                        return
-            await asyncio.sleep(_LOOK_S)
 
 
 async def _updates(push: Push, soaked: Soaked, every_s: float) -> None:

@@ -27,7 +27,7 @@ import orjson
 from engines.config import SimConfig
 from gateway.config.schema import Config
 from loadtests.chaos.faults import CallFailed, Hung, Trainer
-from loadtests.chaos.process_fleet import ProcessFleet, fleet_config
+from loadtests.chaos.process_fleet import WAITS, ProcessFleet, fleet_config
 from loadtests.chaos.witness import Tally, Witness
 from loadtests.studies.weights.pusher import Pusher
 
@@ -48,8 +48,6 @@ _BOUND_S = 60.0
 _MOMENT_S = 60.0
 _WHOLE_S = 60.0
 _LOOK_S = 0.05
-_WAITS = "waits for the next update"
-"""A part of the reason of a replica whose version has died with its scribe."""
 _LEASE = "the trainer of the table"
 
 
@@ -159,7 +157,7 @@ class Scene:
     async def _waits_for_an_update(self) -> bool:
         """Return True if a replica's version has died with its scribe."""
         status = await self._status()
-        return any(_WAITS in replica["reason"] for replica in (status or {"replicas": []})["replicas"])
+        return any(WAITS in replica["reason"] for replica in (status or {"replicas": []})["replicas"])
 
     async def _is_whole(self) -> bool:
         if (status := await self._status()) is None:

@@ -240,12 +240,14 @@ class _Sample:
         }
 
     def _joined_logprobs(self) -> dict[str, Raw] | None:
-        if _OFFSETS in self._logprobs:
-            if "tokens" not in self._logprobs:
-                raise ValueError("log-probs have offsets of tokens, and no tokens")
-            names = _names(b"[%b]" % bytes(self._logprobs["tokens"][1:]))
-            self._logprobs[_OFFSETS] = bytearray(b",%b" % encoded(_offsets(names))[1:-1])
-        return {key: list_of(so_far) for key, so_far in self._logprobs.items()} or None
+        offsets = self._counted_offsets() if _OFFSETS in self._logprobs else {}
+        return {key: list_of(so_far) for key, so_far in self._logprobs.items()} | offsets or None
+
+    def _counted_offsets(self) -> dict[str, Raw]:
+        if "tokens" not in self._logprobs:
+            raise ValueError("log-probs have offsets of tokens, and no tokens")
+        names = _names(b"[%b]" % bytes(self._logprobs["tokens"][1:]))
+        return {_OFFSETS: Raw(encoded(_offsets(names)))}
 
 
 def _offsets(tokens: Sequence[str]) -> list[int]:

@@ -25,15 +25,14 @@ import orjson
 from engines.errors import ConfigError, EngineStartFailed
 from engines.process.engine_server import free_port
 from gateway.config.load import load as load_config
-from loadtests.chaos.process_fleet import ProcessFleet
+from loadtests.chaos.process_fleet import WAITS, ProcessFleet, healthy_within
 from loadtests.studies.weights.pusher import Pushed, Pusher
+from loadtests.studies.weights.recovery import read_status
 
 Json = dict[str, Any]
 
 _LOOK_S = 0.005
 _KEPT_S = 0.05
-_WAITS = "waits for the next update"
-"""A part of the reason of a replica whose version has died with the only copy."""
 
 
 class NotWhole(Exception):
@@ -121,7 +120,7 @@ class Study:
         try:
             async with asyncio.timeout(self._limit_s):
                 while not is_whole(status := await self._status(), self._fleet.size, dead):
-                    if any(_WAITS in replica["reason"] for replica in status["replicas"]):
+                    if any(WAITS in replica["reason"] for replica in status["replicas"]):
                         await self._push()
                         await self._whole(dead)
                         return True
@@ -135,10 +134,7 @@ class Study:
         return await asyncio.to_thread(self._pusher.push, "keep")
 
     async def _status(self) -> Json:
-        async with self._session.get(f"{self._fleet.url}/status") as reply:
-            reply.raise_for_status()
-            status: Json = await reply.json()
-        return status
+        return await read_status(self._session, self._fleet.url)
 
 
 def is_whole(status: Json, size: int, dead: int) -> bool:
@@ -171,7 +167,7 @@ async def _measured(args: argparse.Namespace) -> list[Kill]:
 
 async def _killed(fleet: ProcessFleet, session: aiohttp.ClientSession, args: argparse.Namespace) -> list[Kill]:
     kills: list[Kill] = []
-    await _ready(session, fleet, args.limit_s)
+    await healthy_within(fleet.url, args.limit_s)
     with await asyncio.to_thread(Pusher, fleet.url, args.transport, args.device, args.limit_s) as pusher:
         study = Study(fleet, session, pusher, args.limit_s)
         for step, after_s in schedule(await study.undisturbed()).items():
@@ -179,18 +175,6 @@ async def _killed(fleet: ProcessFleet, session: aiohttp.ClientSession, args: arg
                 kills.append(await study.kill_at(step, after_s, args.victim))
                 print(line(kills[-1]), flush=True)
     return kills
-
-
-async def _ready(session: aiohttp.ClientSession, fleet: ProcessFleet, limit_s: float) -> None:
-    async with asyncio.timeout(limit_s):
-        while True:
-            try:
-                async with session.get(f"{fleet.url}/health") as reply:
-                    if reply.ok:
-                        return
-            except aiohttp.ClientError:
-                pass  # it starts
-            await asyncio.sleep(_KEPT_S)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -80,7 +80,7 @@ class Watch:
 
 async def recover(session: aiohttp.ClientSession, url: str, replica_id: str, limit_s: float) -> Recovery:
     """Kill the engine of one replica and measure its recovery. Raise `NotRecovered` after `limit_s`."""
-    status = await _status(session, url)
+    status = await read_status(session, url)
     serving = [one for one in status["replicas"] if one["state"] == _SERVING and replica_id in ("", one["replica_id"])]
     if not serving:
         raise NotRecovered(f"replica {replica_id!r} does not serve: {[one['replica_id'] for one in serving]} do")
@@ -92,10 +92,10 @@ async def recover(session: aiohttp.ClientSession, url: str, replica_id: str, lim
             while watch.placed is None:
                 asked = asyncio.create_task(_complete(session, url))
                 while not asked.done() or watch.noticed is None:
-                    watch.see((await _status(session, url))["replicas"], time.monotonic() - began)
+                    watch.see((await read_status(session, url))["replicas"], time.monotonic() - began)
                     await asyncio.sleep(_POLL_S)
                 version, answered = await asked, time.monotonic() - began
-                watch.see((await _status(session, url))["replicas"], time.monotonic() - began)
+                watch.see((await read_status(session, url))["replicas"], time.monotonic() - began)
     except TimeoutError as error:
         raise NotRecovered(f"{victim['replica_id']} was not replaced within {limit_s:g} s: {vars(watch)}") from error
     assert watch.noticed is not None
@@ -121,7 +121,7 @@ def _kill(pid: int) -> None:
             process.kill()
 
 
-async def _status(session: aiohttp.ClientSession, url: str) -> Json:
+async def read_status(session: aiohttp.ClientSession, url: str) -> Json:
     async with session.get(f"{url}/status") as reply:
         reply.raise_for_status()
         status: Json = await reply.json()

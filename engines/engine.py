@@ -1,7 +1,7 @@
 """The interface of a running engine. Each kind of server has a class, which speaks vLLM's dialect to the gateway."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,6 +86,15 @@ class Engine(ABC):
         async with aclosing(self.stream(path, body, timeout_s)) as chunks:
             async for chunk in chunks:
                 yield [orjson.dumps(chunk)]
+
+    async def collect(self, path: str, body: Json, timeout_s: float, take: Callable[[bytes], None]) -> None:
+        """Generate as `stream` does; give `take` the events as they were written, in pieces that may end anywhere.
+
+        An event that reports an error is given as any other; an error that `take` raises ends the call.
+        """
+        async with aclosing(self.stream(path, body, timeout_s)) as chunks:
+            async for chunk in chunks:
+                take(b"data: %b\n\n" % orjson.dumps(chunk))
 
     @abstractmethod
     async def weight_version(self, timeout_s: float) -> int | None:

@@ -10,6 +10,9 @@ _LONGEST_HEAD = 1 << 16
 _UNREAD_BYTES = 1 << 16
 _SMALL_BODY = 1 << 16
 
+Sink = Callable[[bytes], bool]
+"""Takes pieces of a body as they come; returns True where it needs no more."""
+
 
 class Connection(asyncio.BufferedProtocol):
     """One connection, and the response that is read from it."""
@@ -41,6 +44,7 @@ class Connection(asyncio.BufferedProtocol):
         self._keeps_alive = False
         self._ends_with_connection = False
         self._has_ended = False
+        self._pours_into: Sink | None = None
         self._parser = HttpResponseParser(self)
 
     @property
@@ -83,12 +87,30 @@ class Connection(asyncio.BufferedProtocol):
             if self._has_ended:
                 return b""
             await self._more()
-        block = self._blocks[0] if len(self._blocks) == 1 else b"".join(self._blocks)
-        self._blocks, self._unread = [], 0
+        return b"".join(self._take())
+
+    def _take(self) -> list[bytes]:
+        """Return what is here of the body, and go on reading."""
+        blocks, self._blocks, self._unread = self._blocks, [], 0
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
-        return block
+        return blocks
+
+    async def pour(self, sink: Sink) -> None:
+        """Give each piece of the body to `sink` at the moment at which it comes: nothing else wakes until the end.
+
+        Raises the error that `sink` raises.
+        """
+        self._pours_into = sink
+        self._pour()
+        while self._pours_into is not None and not self._has_ended:
+            await self._more()
+
+    def _pour(self) -> None:
+        for block in self._take():
+            if self._pours_into is not None and self._pours_into(block):
+                self._pours_into = None
 
     def finish(self) -> bool:
         """End the exchange. Return True if the connection can take another."""
@@ -169,6 +191,14 @@ class Connection(asyncio.BufferedProtocol):
         if self._head_bytes > _LONGEST_HEAD:
             self._break_off(f"it does not speak HTTP/1.1: its head has more than {_LONGEST_HEAD} bytes")
             return
+        if self._pours_into is not None:
+            try:
+                self._pour()
+            except Exception as error:  # of any kind: the coroutine in `pour` raises it
+                self._fail(error)
+                return
+            if self._pours_into is not None and not self._has_ended:
+                return
         if self._unread > _UNREAD_BYTES and not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()

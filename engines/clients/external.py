@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from engines.clients.http import HttpEngine
@@ -103,6 +103,9 @@ class ExternalEngine(_External, VllmEngine):
 
     def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         return super().events(path, self._understood(body) or {}, timeout_s)
+
+    async def collect(self, path: str, body: Json, timeout_s: float, take: Callable[[bytes], None]) -> None:
+        await super().collect(path, self._understood(body) or {}, timeout_s, take)
 
     async def metrics(self, timeout_s: float) -> str:
         return await super().metrics(timeout_s) if self._info.speaks_vllm else ""

@@ -2,8 +2,9 @@
 
 import contextlib
 import errno
+import re
 from abc import ABC
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -31,6 +32,8 @@ _KEEPALIVE_S = 4.0
 _CONNECT_TIMEOUT_S = 30.0
 _JSON = {"Content-Type": "application/json"}
 _DONE = b"[DONE]"
+_END = re.compile(rb"\ndata: ?\[DONE\]")  # no text has it: JSON holds no bare line end
+_END_BYTES = 1 << 5  # those of a stream in which [DONE] is
 _HEAD_BYTES = 1 << 9  # an error comes without tokens, so its name is within the first bytes of a chunk
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -89,12 +92,31 @@ class HttpEngine(Engine, ABC):
                     if event.find(b'"error"', 0, _HEAD_BYTES) >= 0 and "error" in (chunk := self._decoded(path, event)):
                         if place:
                             yield events[:place]
-                        raise self._broken_off(path, chunk)
+                        raise broken_off(path, chunk, self.replica_id)
                 if events:
                     yield events
                 if is_last:
                     return
-        raise EngineUnreachable(f"{path} ended without [DONE]", replica_id=self.replica_id)
+        raise self._ended_early(path)
+
+    async def _collect(self, path: str, body: Json, timeout_s: float, take: Callable[[bytes], None]) -> None:
+        """Give the events of a stream up to [DONE] to `take`, in pieces as they come."""
+        end, is_done = b"\n", False
+
+        def taken(piece: bytes) -> bool:
+            nonlocal end, is_done
+            take(piece)
+            end = (piece if len(piece) >= _END_BYTES else end + piece)[-_END_BYTES:]
+            is_done = _END.search(end) is not None
+            return is_done
+
+        async with self._request("POST", path, body, timeout_s) as response:
+            await response.pour(taken)
+        if not is_done:
+            raise self._ended_early(path)
+
+    def _ended_early(self, path: str) -> EngineUnreachable:
+        return EngineUnreachable(f"{path} ended without [DONE]", replica_id=self.replica_id)
 
     async def _chunks(
         self, path: str, body: Json, timeout_s: float, latest: LatestEvents | None = None
@@ -107,13 +129,6 @@ class HttpEngine(Engine, ABC):
                         yield self._decoded(path, event)
         for held in latest.rest() if latest else ():
             yield self._decoded(path, held)
-
-    def _broken_off(self, path: str, chunk: Json) -> EngineRefused | EngineFailed:
-        message, error = f"{path} was interrupted: {chunk['error']}", chunk["error"]
-        code = error.get("code") if isinstance(error, dict) else None
-        if isinstance(code, int) and 400 <= code < 500:
-            return EngineRefused(message, status=code, body=chunk, replica_id=self.replica_id)
-        return EngineFailed(message, replica_id=self.replica_id)
 
     async def _read(self, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
         async with self._request(method, path, body, timeout_s) as response:
@@ -174,6 +189,15 @@ class HttpEngine(Engine, ABC):
         except orjson.JSONDecodeError as error:
             raise EngineFailed(f"{path} did not answer JSON: {content[:200]!r}", replica_id=self.replica_id) from error
         return reply if isinstance(reply, dict) else {"value": reply}
+
+
+def broken_off(path: str, chunk: Json, replica_id: str) -> EngineRefused | EngineFailed:
+    """Return the error of a stream whose chunk reports it."""
+    message, error = f"{path} was interrupted: {chunk['error']}", chunk["error"]
+    code = error.get("code") if isinstance(error, dict) else None
+    if isinstance(code, int) and 400 <= code < 500:
+        return EngineRefused(message, status=code, body=chunk, replica_id=replica_id)
+    return EngineFailed(message, replica_id=replica_id)
 
 
 def _encoded(body: Json) -> bytes:

@@ -1,7 +1,7 @@
 """A vLLM server over HTTP. The simulated engine has the same routes and the same client."""
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from engines.clients.our_workers import MIXED, EngineWithWorkers
@@ -50,6 +50,9 @@ class VllmEngine(EngineWithWorkers):
 
     def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         return self._events(path, {**body, "stream": True}, timeout_s)
+
+    async def collect(self, path: str, body: Json, timeout_s: float, take: Callable[[bytes], None]) -> None:
+        await self._collect(path, {**body, "stream": True}, timeout_s, take)
 
     async def weight_version(self, timeout_s: float) -> int | None:
         try:

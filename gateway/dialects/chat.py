@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from engines.engine import Json
@@ -187,9 +188,9 @@ class _Conversation(Exchange):
         timeout_s = self.config.generate_timeout_s
         if self._is_read_in_chunks(replica):
             streamed = asked | {"stream_options": {"include_usage": True}}
-            events = replica.engine.events(PATH, streamed, timeout_s)
+            collect = partial(replica.engine.collect, PATH, streamed, timeout_s)
             assembly = Assembly(self.rollout.n, replica.replica_id, has_text=False)
-            answer: Json = opened(await part.read(events, assembly))
+            answer: Json = opened(await part.read(collect, assembly))
         else:
             answer = await replica.engine.generate(PATH, asked, timeout_s)
         refuse_half_called(answer, replica)

@@ -80,10 +80,11 @@ class CompletionPrompt(Exchange):
             if is_whole:
                 content = await replica.engine.reply(PATH, body, timeout_s)
                 if note is not None:
-                    note([content])
+                    note(content)
                 return carried_reply(content, PATH, replica.replica_id)
-            events = replica.engine.events(PATH, body | {"stream_options": {"include_usage": True}}, timeout_s)
-            return await part.read(events, Assembly(self.rollout.n, replica.replica_id), note)
+            asked = body | {"stream_options": {"include_usage": True}}
+            collect = partial(replica.engine.collect, PATH, asked, timeout_s)
+            return await part.read(collect, Assembly(self.rollout.n, replica.replica_id), note)
         except EngineRefused as error:
             raise _naming_prompt(error, self.index) from error
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -215,8 +216,8 @@ class _TokenPrompt(Exchange):
         limit = sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS
         if self.resumes and is_read_in_chunks(sampling, limit, self.rollout, replica.info):
             usage = {"stream_options": {"include_usage": True}}
-            events = self._events(replica, body | usage)
-            reply = await part.read(events, Assembly(self.rollout.n, replica.replica_id, has_text=False))
+            collect = partial(self._collect, replica, body | usage)
+            reply = await part.read(collect, Assembly(self.rollout.n, replica.replica_id, has_text=False))
             return self._as_whole(opened(reply))
         if _serves(replica):
             return await replica.engine.generate(PATH, body, timeout_s)
@@ -238,15 +239,14 @@ class _TokenPrompt(Exchange):
             async for chunks in blocks:
                 yield [token_chunk(chunk, body) for chunk in chunks]
 
-    def _events(self, replica: Replica, body: Json) -> AsyncGenerator[list[bytes]]:
+    async def _collect(self, replica: Replica, body: Json, take: Callable[[bytes], None]) -> None:
         if _serves(replica):
-            return replica.engine.events(PATH, body, self.config.generate_timeout_s)
-        return self._encoded(replica, body)
-
-    async def _encoded(self, replica: Replica, body: Json) -> AsyncGenerator[list[bytes]]:
+            await replica.engine.collect(PATH, body, self.config.generate_timeout_s, take)
+            return
         async with aclosing(self._translated(replica, body)) as blocks:
             async for chunks in blocks:
-                yield [encoded(chunk) for chunk in chunks]
+                for chunk in chunks:
+                    take(b"data: %b\n" % encoded(chunk))
 
     def _as_whole(self, reply: Json) -> Json:
         """A reply that was read in chunks, with the fields that only whole replies have."""

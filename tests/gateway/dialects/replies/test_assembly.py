@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from engines.clients.vllm_engine import VllmEngine
-from engines.errors import EngineFailed
+from engines.errors import EngineFailed, EngineRefused
 from gateway.dialects.completion_prompt import PATH
 from gateway.dialects.replies.assembly import Assembly, is_read_in_chunks
 from gateway.dialects.replies.carried import opened
@@ -21,9 +21,13 @@ BODY: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 21, "return_tok
 async def assemble(chunks: AsyncGenerator[Json], n: int, replica_id: str) -> Json:
     assembly = Assembly(n, replica_id)
     async for one in chunks:
-        assembly.add([orjson.dumps(one)])
+        assembly.add(event(one))
     reply: Json = opened(assembly.reply())
     return reply
+
+
+def event(chunk: Json) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(chunk)
 
 
 async def told(*chunks: Json) -> AsyncGenerator[Json]:
@@ -108,7 +112,7 @@ async def test_a_sample_aborted_before_its_first_token_is_an_empty_one() -> None
 @pytest.mark.parametrize("length", [2, 1 << 19])
 async def test_a_sample_that_was_never_begun_goes_on_beside_one_without_an_end(length: int) -> None:
     assembly = Assembly(2, "a")
-    assembly.add([orjson.dumps(chunk(0, "a" * length, token_ids=[1, 2]))])
+    assembly.add(event(chunk(0, "a" * length, token_ids=[1, 2])))
     with pytest.raises(EngineFailed):
         await assembly.joined(asyncio.Lock())
     part = assembly.part()
@@ -139,9 +143,10 @@ async def test_a_chunk_of_another_form_is_a_failure_of_the_engine(odd: Json) -> 
 @pytest.mark.parametrize("odd", [{"token_ids": "no list"}, {"text": 5}, {"logprobs": {"token_logprobs": 0.5}}])
 async def test_tokens_before_a_chunk_of_another_form_are_kept(odd: Json) -> None:
     assembly = Assembly(1, "a")
-    assembly.add([orjson.dumps(chunk(0, "b", token_ids=[5]))])
+    assembly.add(event(chunk(0, "b", token_ids=[5])))
+    assembly.add(event({"choices": [{"index": 0, "token_ids": [6]} | odd]}))
     with pytest.raises(EngineFailed):
-        assembly.add([orjson.dumps({"choices": [{"index": 0, "token_ids": [6]} | odd]})])
+        assembly.reply()
     part = assembly.part()
     assert part is not None
     assert part["choices"][0]["token_ids"] == [5]
@@ -152,17 +157,47 @@ def test_of_a_chunk_no_more_is_kept_than_its_sample_has() -> None:
     tracemalloc.start()
     try:
         for _ in range(20):
-            assembly.add([b'{"choices":[{"index":0,"token_ids":[5]}],"beside":"%b"}' % (b"x" * 100_000)])
+            assembly.add(b'data: {"choices":[{"index":0,"token_ids":[5]}],"beside":"%b"}\n\n' % (b"x" * 100_000))
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert kept < 5 * 100_000  # the last chunk's fields, and the head's, are
 
 
+async def test_chunks_are_not_parsed_before_they_are_many() -> None:
+    """A chunk that cannot be read is found with the others, and at the latest after 64 KiB."""
+    assembly = Assembly(1, "a")
+    assembly.add(b"data: no JSON\n\n")
+    for _ in range(16):
+        assembly.add(event(chunk(0, "a" * 1100)))
+    with pytest.raises(EngineFailed, match="its chunk is b'no JSON'"):
+        assembly.add(event(chunk(0, "a" * (1 << 16))))
+    with pytest.raises(EngineFailed, match="its chunk is b'no JSON'"):
+        assembly.reply()
+
+
+@pytest.mark.parametrize(("code", "kind"), [(400, EngineRefused), (500, EngineFailed), ("odd", EngineFailed)])
+def test_an_error_in_a_chunk_is_found_when_it_comes(code: object, kind: type[Exception]) -> None:
+    assembly = Assembly(1, "a")
+    assembly.add(event(chunk(0, "b", token_ids=[5])))
+    with pytest.raises(kind, match="was interrupted"):
+        assembly.add(event({"error": {"message": "odd", "code": code}}))
+    part = assembly.part()
+    assert part is not None
+    assert part["choices"][0]["token_ids"] == [5]
+
+
+def test_a_token_of_the_name_of_errors_is_a_token() -> None:
+    scored: Json = {"text_offset": [0], "token_logprobs": [-1.0], "tokens": ["error"]}
+    assembly = Assembly(1, "a")
+    assembly.add(event(chunk(0, "error", token_ids=[5], logprobs=scored, finish_reason="stop")))
+    assert opened(assembly.reply())["choices"][0]["text"] == "error"
+
+
 async def test_nothing_is_kept_of_chunks_that_cannot_be_joined() -> None:
     assembly = Assembly(1, "a")
-    assembly.add([orjson.dumps(chunk(0, "b", token_ids=[5], finish_reason="stop"))])
-    assembly.add([orjson.dumps({"choices": [{"index": 0, "finish_reason": "stop", "logprobs": {"text_offset": [0]}}]})])
+    assembly.add(event(chunk(0, "b", token_ids=[5], finish_reason="stop")))
+    assembly.add(event({"choices": [{"index": 0, "finish_reason": "stop", "logprobs": {"text_offset": [0]}}]}))
     with pytest.raises(EngineFailed, match="cannot be joined"):
         assembly.reply()
     assert assembly.part() is None

@@ -1,6 +1,6 @@
 """A chunk without readable choices is a failure of its engine: the rollout goes on elsewhere."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -18,7 +18,7 @@ SAMPLING: Json = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}
 class OddEngine:
     """An engine whose streams begin with an odd chunk."""
 
-    reply, events = Engine.reply, Engine.events
+    reply, events, collect = Engine.reply, Engine.events, Engine.collect
 
     def __init__(self, engine: Any, chunk: Json) -> None:
         self._engine = engine
@@ -56,6 +56,12 @@ class EarlyEngine:
                 if self.num_streams == 1 and any(b'"token_ids":[' in event for event in events):
                     break
         self._replica.scheduler.go_on()
+
+    async def collect(self, path: str, body: Json, timeout_s: float, take: Callable[[bytes], None]) -> None:
+        async with aclosing(self.events(path, body, timeout_s)) as blocks:
+            async for events in blocks:
+                for event in events:
+                    take(b"data: %b\n\n" % event)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

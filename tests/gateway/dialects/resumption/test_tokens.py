@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -201,6 +201,12 @@ class BreakingEngine:
                 yield events
                 if any(b'"finish_reason":"abort"' in event for event in events):
                     raise EngineUnreachable(path, replica_id=self._engine.replica_id)
+
+    async def collect(self, path: str, body: Json, timeout_s: float, take: Callable[[bytes], None]) -> None:
+        async with aclosing(self.events(path, body, timeout_s)) as blocks:
+            async for events in blocks:
+                for event in events:
+                    take(b"data: %b\n\n" % event)
 
 
 async def test_a_sample_goes_on_where_the_connection_breaks_after_the_update_has_ended_it(start_rig: StartRig) -> None:

@@ -24,6 +24,7 @@ _WHOLE_ONLY = ("prompt_logprobs", "echo", "use_beam_search")
 _SHORT_TOKENS = 64  # two coarse chunks
 _LARGE_BYTES = 1 << 19
 _PARSED_BYTES = 1 << 16  # chunks of so many bytes are parsed in a fraction of a millisecond
+_HEAD_BYTES = 1 << 6  # an error stands at the begin of its chunk
 _DONE = b"[DONE]"
 
 
@@ -67,11 +68,11 @@ class Assembly:
         self._failure: EngineFailed | EngineRefused | None = None
 
     def add(self, piece: bytes) -> None:
-        """Add bytes of the stream. Raises as `reply` does, now or when more have come, at a chunk that cannot be read
-        or that reports an error."""
+        """Add bytes of the stream. Raises as `reply` does at a chunk that cannot be read or that reports an error, at
+        once or when more have come."""
         self._pieces.append(piece)
         self._num_unparsed += len(piece)
-        if self._num_unparsed > _PARSED_BYTES or b'"error"' in piece:
+        if self._num_unparsed > _PARSED_BYTES or piece.find(b'"error"', 0, _HEAD_BYTES) >= 0:
             self._parse()
 
     async def joined(self, large: asyncio.Lock) -> Json:

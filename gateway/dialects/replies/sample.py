@@ -3,10 +3,9 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import zip_longest
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Raw, Struct
 
 from engines.engine import Json
@@ -14,16 +13,14 @@ from gateway.dialects.replies.carried import (
     NULL,
     check_text,
     choice_of,
-    encoded,
     insides_of_lists,
     insides_of_texts,
     list_of,
     text_of,
 )
+from gateway.dialects.replies.offsets import Offsets
 
-_OFFSETS = "text_offset"
-
-_names = msgspec.json.Decoder(list[str]).decode
+_OFFSETS, _NAMES = "text_offset", "tokens"
 
 
 class Choice(Struct, gc=False):
@@ -48,6 +45,7 @@ class Sample:
         # What came, without delimiters: few large buffers, since many small objects leave holes in memory.
         self._text, self._ids = bytearray(), bytearray()
         self._logprobs: defaultdict[str, bytearray] = defaultdict(bytearray)
+        self._offsets = Offsets()
         self._prompt: Raw | None = None
         self._finish_reason: str | None = None
         self._last = b""
@@ -79,7 +77,8 @@ class Sample:
         for choice in choices:
             for key, value in (choice.logprobs or {}).items():
                 scores[key].append(value)
-        insides = {key: b"" if key == _OFFSETS else insides_of_lists(values) for key, values in scores.items()}
+        offsets = scores.pop(_OFFSETS, ())
+        insides = {key: insides_of_lists(values) for key, values in scores.items()}
         if token_ids:
             self._ids += b","
             self._ids += token_ids
@@ -91,6 +90,10 @@ class Sample:
             if inside:
                 so_far += b","
                 so_far += inside
+        if offsets:
+            self._logprobs.setdefault(_OFFSETS, bytearray())  # its place among the keys
+            for one, names in zip_longest(offsets, scores.get(_NAMES, ()), fillvalue=NULL):
+                self._offsets.add(one, names)
         self._finish_reason = choices[-1].finish_reason
 
     def opened(self) -> None:
@@ -119,25 +122,14 @@ class Sample:
         }
 
     def _joined_logprobs(self) -> dict[str, Raw] | None:
-        offsets = self._counted_offsets() if _OFFSETS in self._logprobs else {}
-        return {key: list_of(so_far) for key, so_far in self._logprobs.items()} | offsets or None
-
-    def _counted_offsets(self) -> dict[str, Raw]:
-        if "tokens" not in self._logprobs:
+        if _OFFSETS not in self._logprobs:
+            return {key: list_of(so_far) for key, so_far in self._logprobs.items()} or None
+        if _NAMES not in self._logprobs:
             raise ValueError("log-probs have offsets of tokens, and no tokens")
-        names = _names(b"[%b]" % bytes(self._logprobs["tokens"][1:]))
-        return {_OFFSETS: Raw(encoded(_offsets(names)))}
+        offsets = self._offsets.joined(self._logprobs[_NAMES])
+        return {key: list_of(so_far) for key, so_far in self._logprobs.items()} | {_OFFSETS: offsets}
 
 
 def _prompt_among(choices: Sequence[Choice]) -> Raw | None:
     prompts = (choice.prompt_token_ids for choice in choices)
     return next((prompt for prompt in prompts if prompt is not NULL and insides_of_lists([prompt])), None)
-
-
-def _offsets(tokens: Sequence[str]) -> list[int]:
-    """Where each token's name begins in all names.
-
-    Each chunk counts from its own start, from the text before or from the names before, by the kind and version of its
-    engine.
-    """
-    return list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]

@@ -90,6 +90,21 @@ async def test_offsets_are_those_of_names_wherever_a_chunk_counts_from(begin: in
     assert (await assemble(chunks, 1, "a"))["choices"][0]["logprobs"]["text_offset"] == [0, 11, 22, 33]
 
 
+@pytest.mark.parametrize("name", ["ab", "\\", '"', '","', '\\","', "\U0001f600", "é", "", "a]", "[b"])
+async def test_offsets_of_engines_that_go_on_counting_are_passed_on_as_they_are(name: str) -> None:
+    """Each name in the place of the last and of the first."""
+
+    def scored(begin: int, *names: str) -> Json:
+        offsets = [begin + sum(map(len, names[:place])) for place in range(len(names))]
+        return {"text_offset": offsets, "token_logprobs": [-1.0] * len(names), "tokens": list(names)}
+
+    opening = chunk(0, "", logprobs=scored(0))
+    first, second = scored(0, "one", name), scored(3 + len(name), name, "two")
+    chunks = told(opening, chunk(0, "", logprobs=first), chunk(0, "", logprobs=second, finish_reason="stop"))
+    found = (await assemble(chunks, 1, "a"))["choices"][0]["logprobs"]
+    assert found["text_offset"] == [*first["text_offset"], *second["text_offset"]]
+
+
 async def test_offsets_that_a_chunk_lacks_are_counted() -> None:
     scored: Json = {"text_offset": None, "token_logprobs": [-1.0], "tokens": ["ab"]}
     chunks = told(

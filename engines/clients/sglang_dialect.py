@@ -76,13 +76,17 @@ def generate_body(body: Json) -> Json:
 
 
 class CompletionReply:
-    """Translates SGLang's answers to one body into vLLM's form."""
+    """Translates SGLang's answers to one body into vLLM's form.
 
-    def __init__(self, body: Json) -> None:
+    repeats: True if each chunk of a stream repeats its sample from the start.
+    """
+
+    def __init__(self, body: Json, *, repeats: bool = True) -> None:
         self._body = body
+        self._repeats = repeats
         self._envelope: Json = {"id": "", "object": "text_completion", "created": int(time.time())}
         self._envelope["model"] = body.get("model")
-        # Of each sample: what the chunks of a stream have delivered, and the tokens of its completion.
+        # By sample: the part that chunks repeat, and the tokens of the completion.
         self._characters: dict[int, int] = {}
         self._tokens: dict[int, int] = {}
         self._completion_tokens: dict[int, int] = {}
@@ -97,12 +101,13 @@ class CompletionReply:
         return {**self._identified(answers[0]), "choices": choices, "usage": self.usage()}
 
     def chunk(self, answer: Json) -> Json | None:
-        """Return the new part of a streamed answer, whose text and ids repeat the sample from its start."""
+        """Return the new part of a streamed answer; None where there is none."""
         index = answer.get("index", 0)
         choice = self._choice(index, answer, self._characters.get(index, 0), self._tokens.get(index, 0))
-        if index in self._tokens:
+        if index in self._completion_tokens:
             choice["prompt_token_ids"] = None
-        self._characters[index], self._tokens[index] = len(answer["text"]), len(answer["output_ids"])
+        if self._repeats:
+            self._characters[index], self._tokens[index] = len(answer["text"]), len(answer["output_ids"])
         self._count(index, answer["meta_info"])
         is_empty = not choice["text"] and choice["finish_reason"] is None and not choice["token_ids"]
         return None if is_empty else {**self._identified(answer), "choices": [choice]}

@@ -106,6 +106,7 @@ class SglangEngine(EngineWithWorkers):
     """
 
     passes_every_chunk = False
+    """True once the server is known to send chunks that do not repeat their sample."""
 
     def __init__(
         self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False, peer: Peer | None = None
@@ -116,6 +117,7 @@ class SglangEngine(EngineWithWorkers):
         self._has_sessions = False
         self._load_format: str | None = None
         self._vocab_size: int | None = None
+        self._repeats: bool | None = None
         self._served_name = ""
         self._adapters: set[str] = set()
 
@@ -161,8 +163,10 @@ class SglangEngine(EngineWithWorkers):
                 async for chunk in self._chunks(path, asked, timeout_s):
                     yield chunk
                 return
-            reply, asked = CompletionReply(body), generate_body(body) | self._adapter_of(body) | {"stream": True}
-            async for answer in self._chunks("/generate", asked, timeout_s, LatestEvents()):
+            asked = generate_body(body) | self._adapter_of(body) | {"stream": True}
+            repeats = await self._finds_repeats(timeout_s)
+            reply = CompletionReply(body, repeats=repeats)
+            async for answer in self._chunks("/generate", asked, timeout_s, LatestEvents() if repeats else None):
                 if (translated := reply.chunk(answer)) is not None:
                     yield translated
             if (body.get("stream_options") or {}).get("include_usage"):
@@ -322,6 +326,13 @@ class SglangEngine(EngineWithWorkers):
             found = re.search(r"keys in \[0, (\d+)\]", str(error))
             return int(found[1]) + 1 if found else 0
         return 0
+
+    async def _finds_repeats(self, timeout_s: float) -> bool:
+        """Return True if each chunk of a stream repeats its sample from the start, as with a server's defaults."""
+        if self._repeats is None:
+            self._repeats = not (await self._server_info(timeout_s)).get("incremental_streaming_output")
+            self.passes_every_chunk = not self._repeats
+        return self._repeats
 
     async def _models(self, timeout_s: float) -> Json:
         """Return the model list with the start name, not the folder loaded last."""

@@ -96,6 +96,8 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("port", port),
         _argument("random_seed", seed, "seed"),
         _argument("enable_metrics", True),
+        # Otherwise each chunk repeats its sample from the start, which costs the square of its length.
+        _argument("incremental_streaming_output", True),
         _argument("device", "cpu" if on_cpu else None, "device"),
         _argument("attention_backend", "torch_native" if on_cpu else None),
         # Without an adapter at its start SGLang must be given the modules that later adapters may change.

@@ -10,6 +10,7 @@ from typing import Any
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
+from engines.types import Dialect
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.expected import read_expected, without_own_fields
 from gateway.dialects.freshness import read_freshness
@@ -199,6 +200,7 @@ class _Conversation(Exchange):
     def _is_read_in_chunks(self, replica: Replica) -> bool:
         return (
             not self.reads_whole
+            and replica.info.dialect is Dialect.VLLM  # SGLang tells no token ids in the stream of a conversation
             and is_read_in_chunks(self.body, _limit(self.body), self.rollout, replica.info)
             and self.resumes_stream
         )

@@ -46,7 +46,7 @@ class Offsets:
         """Return the offsets of all names, which are JSON, each after a comma."""
         if self._written:
             return list_of(self._written)
-        lengths = map(len, _names(b"[%b]" % names[1:])[:-1])
+        lengths = map(len, _names(b"[" + names[1:] + b"]")[:-1])
         return Raw(encoded(list(accumulate(lengths, initial=0)) if names else []))
 
 

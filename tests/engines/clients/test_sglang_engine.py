@@ -53,6 +53,7 @@ class FakeSglang:
         self.flush_status = 200
         self.workers: dict[str, list[Any]] | None = None  # answers of our plugin's methods; None without it
         self.knows_v1 = False
+        self.repeats = True  # each chunk of a stream has its sample from the start
         self.app = web.Application()
         self.app.router.add_route("*", "/{path:.*}", self._handle)
 
@@ -81,7 +82,7 @@ class FakeSglang:
                 return web.json_response({"paths": paths | ({"/begin_weight_update": {}} if self.has_sessions else {})})
             case "/server_info":
                 info = {"version": "0.5.23", "tp_size": 2, "pp_size": 3, "model_path": "m", "served_model_name": "m"}
-                return web.json_response(info)
+                return web.json_response(info | {"incremental_streaming_output": not self.repeats})
             case "/v1/models":
                 adapters = [{"id": "v1", "root": "/a/v1", "parent": "m"}] if self.knows_v1 else []
                 loaded = [body["model_path"] for path, body in self.asked if path == "/update_weights_from_disk"]
@@ -257,6 +258,36 @@ async def test_a_stream_tells_what_is_new(engine: SglangEngine, server: FakeSgla
     assert [c["finish_reason"] for c in choices] == [None, None, "length", "length"]
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 5
+
+
+async def test_chunks_that_do_not_repeat_their_sample_are_passed_on_as_they_come(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    known_before = engine.passes_every_chunk
+    server.repeats = False
+    server.answers = [
+        answer([5], "a", index=0),
+        answer([7, 8], "xy", index=1),
+        answer([6], "b", LENGTH, index=0),
+        answer([9], "z", LENGTH, index=1),
+    ]
+    for count, event in zip((1, 2, 2, 3), server.answers, strict=True):
+        event["meta_info"]["completion_tokens"] = count  # these are of the whole sample
+    chunks = await chunks_of(engine, n=2, logprobs=0, stream_options={"include_usage": True})
+    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+    assert [(c["index"], c["text"], c["token_ids"]) for c in choices] == [
+        (0, "a", [5]),
+        (1, "xy", [7, 8]),
+        (0, "b", [6]),
+        (1, "z", [9]),
+    ]
+    assert [c["prompt_token_ids"] for c in choices] == [[1, 2, 3], [1, 2, 3], None, None]
+    assert [c["logprobs"]["tokens"] for c in choices][1] == ["token_id:7", "token_id:8"]
+    assert [c["finish_reason"] for c in choices] == [None, None, "length", "length"]
+    assert chunks[-1]["usage"]["completion_tokens"] == 5
+    assert (known_before, engine.passes_every_chunk) == (False, True)
+    await chunks_of(engine)
+    assert server.paths().count("/server_info") == 1
 
 
 @pytest.mark.parametrize(

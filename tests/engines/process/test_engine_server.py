@@ -135,8 +135,10 @@ def test_updates_of_a_plain_checkpoint_are_checked_also_where_the_engine_quantis
     assert tensors == ((TensorMeta(name="head", dtype="float32", shape=(3, 5)),) if are_known else None)
 
 
-def test_sglang_is_read_whole() -> None:
-    assert not streams_coarsely(EngineConfig(kind=EngineKind.SGLANG))
+@pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
+def test_replies_are_read_in_chunks_unless_these_are_short(kind: EngineKind) -> None:
+    assert streams_coarsely(EngineConfig(kind=kind))
+    assert not streams_coarsely(EngineConfig(kind=kind, stream_interval=8))
 
 
 async def test_an_engine_is_warm_when_it_is_started_and_gone_when_it_is_stopped(new_server: NewServer) -> None:

@@ -395,6 +395,7 @@ def test_sglang_is_launched_with_its_own_names_of_our_levers() -> None:
         "host": "127.0.0.1",
         "port": "8123",
         "enable-metrics": "",
+        "incremental-streaming-output": "",
     }
     assert gpus_per_replica(config(kind="sglang", tensor_parallel_size=2)) == 2
 
@@ -416,6 +417,15 @@ def test_sglang_finds_our_plugin_and_shares_nccls_settings_with_trainers(monkeyp
     }
     assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
     assert command(kind="sglang", env={"NCCL_CUMEM_ENABLE": "0"}).env["NCCL_CUMEM_ENABLE"] == "0"
+
+
+@pytest.mark.usefixtures("sglang")
+def test_sglangs_chunks_do_not_repeat_their_sample_unless_asked_to() -> None:
+    assert "--incremental-streaming-output" in command(kind="sglang").argv
+    assert (
+        "--incremental-streaming-output"
+        not in command(kind="sglang", extra={"incremental_streaming_output": False}).argv
+    )
 
 
 @pytest.mark.usefixtures("sglang")

@@ -7,7 +7,9 @@ from typing import Any
 
 import orjson
 import pytest
+from aiohttp import web
 
+from engines.clients.sglang_engine import SglangEngine
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineUnreachable, InvalidRequest
 from engines.sim import server as sim_server
@@ -209,6 +211,76 @@ async def test_token_ids_continue_from_their_tokens(slow_rig: Rig) -> None:
     assert status == 200
     assert reply["choices"][0]["token_ids"] == undisturbed["choices"][0]["token_ids"]
     assert reply["choices"][0].keys() == undisturbed["choices"][0].keys()
+
+
+class DyingSglang:
+    """A server that breaks off each stream after two chunks of a token each, which do not repeat their sample."""
+
+    TOKENS = (41, 42)
+
+    def __init__(self) -> None:
+        app = web.Application()
+        app.router.add_get("/server_info", self._server_info)
+        app.router.add_post("/generate", self._generate)
+        self._runner = web.AppRunner(app)
+
+    async def start(self) -> str:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"incremental_streaming_output": True})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if not body.get("stream"):
+            return web.json_response({"error": {"message": "keys in [0, 999]"}}, status=400)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for made, token in enumerate(self.TOKENS, 1):
+            meta: Json = {"id": "a", "finish_reason": None, "prompt_tokens": 3, "completion_tokens": made}
+            meta["output_token_logprobs"] = [[-0.5, token, None]]
+            event = {"text": detokenize([token]), "output_ids": [token], "meta_info": meta}
+            await response.write(b"data: %b\n\n" % orjson.dumps(event | {"prompt_token_ids": body["input_ids"]}))
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+
+async def kept_tokens(rig: Rig) -> float:
+    async with rig.client.get(rig.url + "/metrics") as page:
+        lines = (await page.text()).splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("rollout_gateway_kept_tokens_total"))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_the_tokens_of_an_sglang_that_dies_are_kept(rig: Rig, is_stream: bool) -> None:
+    dying = DyingSglang()
+    replica = rig.fleet.replicas[0]
+    replica.engine = SglangEngine(replica.replica_id, await dying.start())
+    body = ASKED | {"prompt": [[5, 6, 7]], "logprobs": 0, "return_token_ids": True}
+    kept = 0.0
+    async with asyncio.timeout(20):
+        while not kept:  # until the replica gets a request
+            if is_stream:
+                choices = [
+                    choice for chunk in await events(rig, "/v1/completions", body) for choice in chunk["choices"]
+                ]
+            else:
+                status, reply = await rig.post("/v1/completions", body)
+                assert status == 200, reply
+                choices = reply["choices"]
+            kept = await kept_tokens(rig)
+    token_ids = [token_id for choice in choices for token_id in choice["token_ids"]]
+    assert (token_ids[:2], len(token_ids), kept) == ([41, 42], LENGTH, 2)
+    assert [reason for choice in choices if (reason := choice["finish_reason"])] == ["length"]
+    assert sum(len(choice["logprobs"]["token_logprobs"]) for choice in choices) == LENGTH
+    await replica.engine.close()
+    await dying.stop()
 
 
 async def test_streams_of_all_prompts_continue_after_a_death(slow_rig: Rig) -> None:

@@ -503,6 +503,11 @@ class _Response:
             blocks.append(block)
         return b"".join(blocks)
 
+    async def pour(self, sink: Callable[[bytes], bool]) -> None:
+        while block := await self.block():
+            if sink(block):
+                return
+
 
 class _Connections:
     """Stands where the client's connections do. `is_dead` is True once the client's process was killed."""

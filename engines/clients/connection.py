@@ -195,6 +195,7 @@ class Connection(asyncio.BufferedProtocol):
             try:
                 self._pour()
             except Exception as error:  # of any kind: the coroutine in `pour` raises it
+                self._has_ended = False  # nobody reads the response to its end
                 self._fail(error)
                 return
             if self._pours_into is not None and not self._has_ended:

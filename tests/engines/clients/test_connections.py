@@ -201,6 +201,79 @@ async def test_a_reader_that_does_not_read_holds_the_server_back() -> None:
             assert len(await response.read()) == 256 << 20
 
 
+class Taken(list[bytes]):
+    """The pieces of a body."""
+
+    def take(self, piece: bytes) -> bool:
+        self.append(piece)
+        return False
+
+
+async def pour(found: Connections, sink: Callable[[bytes], bool], *, begin_s: float = 0.0) -> None:
+    asked = found.request("GET", "/x", data=None, headers={}, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
+    async with asked as response:
+        await asyncio.sleep(begin_s)
+        await response.pour(sink)
+
+
+@pytest.mark.parametrize(
+    ("answer", "closes"),
+    [(LENGTH, False), (STREAM, False), (TRAILED, False), (UNTIL_CLOSED, True)],
+    ids=["length", "chunks", "trailer", "until closed"],
+)
+async def test_a_body_is_poured_as_it_comes(answer: bytes, closes: bool) -> None:
+    for cut in range(len(answer)):
+        came = Taken()
+        async with connections(answering(answer, cuts=(cut,), closes=closes)) as found:
+            await pour(found, came.take)
+        assert b"".join(came) == BODY
+
+
+@pytest.mark.parametrize("begin_s", [0.0, 0.2], ids=["at once", "when reading has been paused"])
+async def test_a_large_body_is_poured_whole_and_its_connection_is_used_again(begin_s: float) -> None:
+    body = bytes(range(256)) * 40_000
+    came = Taken()
+    async with connections(answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)) as found:
+        for _ in range(2):
+            came.clear()
+            await pour(found, came.take, begin_s=begin_s)
+            assert b"".join(came) == body
+            assert found.is_any_open
+
+
+@pytest.mark.parametrize("answer", [LENGTH, STREAM, STREAM[:-5]], ids=["at the end", "in chunks", "before the end"])
+async def test_an_error_of_the_one_who_takes_a_body_reaches_the_reader_and_no_other_request(answer: bytes) -> None:
+    def refuse(piece: bytes) -> bool:
+        raise LookupError(piece)
+
+    async with connections(answering(answer)) as found:
+        with pytest.raises(LookupError):
+            await pour(found, refuse)
+        if answer != STREAM[:-5]:
+            assert (await get(found))[1] == BODY
+
+
+async def test_a_body_is_poured_until_no_more_is_needed() -> None:
+    came: list[bytes] = []
+
+    def take(piece: bytes) -> bool:
+        came.append(piece)
+        return True
+
+    async with connections(answering(STREAM[:-5])) as found:  # its end never comes
+        await pour(found, take)
+        assert len(came) == 1
+        assert not found.is_any_open
+
+
+async def test_a_body_that_breaks_off_is_an_error_of_the_reader_after_its_pieces() -> None:
+    came = Taken()
+    async with connections(answering(STREAM[:-5], closes=True)) as found:
+        with pytest.raises(ConnectionResetError):
+            await pour(found, came.take)
+    assert b"".join(came) == BODY
+
+
 async def test_a_name_that_does_not_resolve_cannot_be_connected_to() -> None:
     found = Connections("http://nowhere.invalid:1", {}, keepalive_s=4.0)
     with pytest.raises(CannotConnect, match=r"Cannot connect to nowhere\.invalid:1"):

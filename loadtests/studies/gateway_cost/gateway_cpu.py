@@ -173,7 +173,7 @@ async def _run(args: argparse.Namespace) -> Costs:
     config = studied_config()
     async with recorded_from(config) as info:
         with contextlib.ExitStack() as stack:
-            canned = stack.enter_context(own_process(canned_engine.run, info.url))
+            canned = stack.enter_context(own_process(canned_engine.run, info.url, args.apart_ms / 1e3))
             ours = dataclasses.replace(info, url=canned.url)
             servers = {
                 "gateway": stack.enter_context(own_process(run_gateway, config, [ours])),
@@ -192,6 +192,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", nargs="*", choices=[row.name for row in ROWS], help="default: all")
+    parser.add_argument("--apart-ms", type=float, default=0.0, help="between the events of a stream; default: none")
     parser.add_argument("--vllm-router", default=os.environ.get("VLLM_ROUTER"), help="its command")
     parser.add_argument("--sglang-router", default=os.environ.get("SGLANG_ROUTER"), help="its command")
     parser.add_argument("--json", type=Path, help="file for all rounds")

@@ -91,7 +91,7 @@ async def _run(batch: str, tokens: int) -> None:
     async with recorded_from(config) as info:
         with contextlib.ExitStack() as stack:
             turns = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "turns.json"
-            canned = stack.enter_context(own_process(canned_engine.run, info.url))
+            canned = stack.enter_context(own_process(canned_engine.run, info.url, 0.0))
             ours = dataclasses.replace(info, url=canned.url)
             with own_process(_run_gateway, config, ours, turns) as gateway:
                 await _measured(gateway, batch, tokens)

@@ -13,6 +13,9 @@ from engines.types import PauseMode
 
 Json = dict[str, Any]
 
+Take = Callable[[bytes], bool]
+"""Takes a piece of a stream; returns True if the stream is over."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiptCopy:
@@ -87,7 +90,7 @@ class Engine(ABC):
             async for chunk in chunks:
                 yield [orjson.dumps(chunk)]
 
-    async def collect(self, path: str, body: Json, timeout_s: float, take: Callable[[bytes], None]) -> None:
+    async def collect(self, path: str, body: Json, timeout_s: float, take: Take) -> None:
         """Generate as `stream` does; give `take` the events as they were written, in pieces that may end anywhere.
 
         An event that reports an error is given as any other; an error that `take` raises ends the call.

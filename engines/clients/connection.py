@@ -6,12 +6,11 @@ from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
+from engines.engine import Take
+
 _LONGEST_HEAD = 1 << 16
 _UNREAD_BYTES = 1 << 16
 _SMALL_BODY = 1 << 16
-
-Sink = Callable[[bytes], bool]
-"""Takes pieces of a body as they come; returns True where it needs no more."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -44,7 +43,8 @@ class Connection(asyncio.BufferedProtocol):
         self._keeps_alive = False
         self._ends_with_connection = False
         self._has_ended = False
-        self._pours_into: Sink | None = None
+        self._take: Take | None = None
+        self._refusal: list[Exception] = []
         self._parser = HttpResponseParser(self)
 
     @property
@@ -87,9 +87,9 @@ class Connection(asyncio.BufferedProtocol):
             if self._has_ended:
                 return b""
             await self._more()
-        return b"".join(self._take())
+        return b"".join(self._taken())
 
-    def _take(self) -> list[bytes]:
+    def _taken(self) -> list[bytes]:
         """Return what is here of the body, and go on reading."""
         blocks, self._blocks, self._unread = self._blocks, [], 0
         if self._is_paused and self._transport is not None:
@@ -97,20 +97,26 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
         return blocks
 
-    async def pour(self, sink: Sink) -> None:
-        """Give each piece of the body to `sink` at the moment at which it comes: nothing else wakes until the end.
+    async def pour(self, take: Take) -> bool:
+        """Give each piece of the body to `take` at the moment at which it comes: nothing else wakes until the end.
 
-        Raises the error that `sink` raises.
+        Return True where `take` needs no more, False at the end of the body. Raise the error that `take` raises.
         """
-        self._pours_into = sink
-        self._pour()
-        while self._pours_into is not None and not self._has_ended:
-            await self._more()
+        self._take = take
+        try:
+            self._pour()
+            while self._take is not None and not self._has_ended:
+                await self._more()
+            if self._refusal:
+                raise self._refusal.pop()
+            return self._take is None
+        finally:
+            self._take = None
 
     def _pour(self) -> None:
-        for block in self._take():
-            if self._pours_into is not None and self._pours_into(block):
-                self._pours_into = None
+        for block in self._taken():
+            if self._take is not None and self._take(block):
+                self._take = None
 
     def finish(self) -> bool:
         """End the exchange. Return True if the connection can take another."""
@@ -133,7 +139,7 @@ class Connection(asyncio.BufferedProtocol):
     async def _more(self) -> None:
         """Return when something has come. Raise the error that ends the connection."""
         if self._error is not None:
-            raise self._error
+            raise type(self._error)(*self._error.args)  # a copy: the traceback of a kept error keeps its frames alive
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -182,28 +188,42 @@ class Connection(asyncio.BufferedProtocol):
         if self._is_idle or self._has_ended:
             self._break_off("it sends bytes that belong to no response")
             return
-        try:
-            self._parser.feed_data(self._buffer[:nbytes])
-        except (HttpParserError, HttpParserUpgrade) as error:
-            self._break_off(f"it does not speak HTTP/1.1: {error}")
-            return
-        self._head_bytes += 0 if self.status else nbytes
-        if self._head_bytes > _LONGEST_HEAD:
-            self._break_off(f"it does not speak HTTP/1.1: its head has more than {_LONGEST_HEAD} bytes")
-            return
-        if self._pours_into is not None:
+        reason = self._parse(nbytes)
+        if self._take is not None:
             try:
                 self._pour()
             except Exception as error:  # of any kind: the coroutine in `pour` raises it
-                self._has_ended = False  # nobody reads the response to its end
-                self._fail(error)
-                return
-            if self._pours_into is not None and not self._has_ended:
-                return
+                self._refusal.append(error)
+                self._take, reason = None, "its reader has failed"
+        if reason:
+            self._break_off(reason)
+        elif self._take is None or self._has_ended:
+            self._hold_back()
+            self._wake()
+        elif nbytes == len(self._buffer) and self._transport is not None:  # there may be more, and others have to read
+            self._transport.pause_reading()
+            self._loop.call_soon(self._read_on)
+
+    def _parse(self, nbytes: int) -> str:
+        """Parse what has come. Return the reason for which the connection ends, if it does."""
+        try:
+            self._parser.feed_data(self._buffer[:nbytes])
+        except (HttpParserError, HttpParserUpgrade) as error:
+            return f"it does not speak HTTP/1.1: {error}"
+        self._head_bytes += 0 if self.status else nbytes
+        if self._head_bytes > _LONGEST_HEAD:
+            return f"it does not speak HTTP/1.1: its head has more than {_LONGEST_HEAD} bytes"
+        return ""
+
+    def _hold_back(self) -> None:
+        """Read no more until what is here has been taken, if that is much."""
         if self._unread > _UNREAD_BYTES and not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
-        self._wake()
+
+    def _read_on(self) -> None:
+        if self.is_open and not self._is_paused and self._transport is not None:
+            self._transport.resume_reading()
 
     def _break_off(self, reason: str) -> None:
         self._fail(ConnectionError(reason))

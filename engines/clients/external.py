@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from engines.clients.http import HttpEngine
@@ -11,7 +11,7 @@ from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.sglang_engine import SglangEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
-from engines.engine import Json, Peer
+from engines.engine import Json, Peer, Take
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
 from engines.types import Dialect, ReplicaInfo
 
@@ -104,7 +104,7 @@ class ExternalEngine(_External, VllmEngine):
     def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         return super().events(path, self._understood(body) or {}, timeout_s)
 
-    async def collect(self, path: str, body: Json, timeout_s: float, take: Callable[[bytes], None]) -> None:
+    async def collect(self, path: str, body: Json, timeout_s: float, take: Take) -> None:
         await super().collect(path, self._understood(body) or {}, timeout_s, take)
 
     async def metrics(self, timeout_s: float) -> str:

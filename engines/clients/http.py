@@ -2,9 +2,8 @@
 
 import contextlib
 import errno
-import re
 from abc import ABC
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +13,7 @@ from engines import tracing
 from engines.clients.connection import Connection
 from engines.clients.connections import CannotConnect, Connections
 from engines.clients.cumulative import LatestEvents
-from engines.engine import Engine, Json
+from engines.engine import Engine, Json, Take
 from engines.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -32,8 +31,6 @@ _KEEPALIVE_S = 4.0
 _CONNECT_TIMEOUT_S = 30.0
 _JSON = {"Content-Type": "application/json"}
 _DONE = b"[DONE]"
-_END = re.compile(rb"\ndata: ?\[DONE\]")  # no text has it: JSON holds no bare line end
-_END_BYTES = 1 << 5  # those of a stream in which [DONE] is
 _HEAD_BYTES = 1 << 9  # an error comes without tokens, so its name is within the first bytes of a chunk
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -99,21 +96,11 @@ class HttpEngine(Engine, ABC):
                     return
         raise self._ended_early(path)
 
-    async def _collect(self, path: str, body: Json, timeout_s: float, take: Callable[[bytes], None]) -> None:
-        """Give the events of a stream up to [DONE] to `take`, in pieces as they come."""
-        end, is_done = b"\n", False
-
-        def taken(piece: bytes) -> bool:
-            nonlocal end, is_done
-            take(piece)
-            end = (piece if len(piece) >= _END_BYTES else end + piece)[-_END_BYTES:]
-            is_done = _END.search(end) is not None
-            return is_done
-
+    async def _collect(self, path: str, body: Json, timeout_s: float, take: Take) -> None:
+        """Give a stream to `take`, in pieces as they come, up to its end."""
         async with self._request("POST", path, body, timeout_s) as response:
-            await response.pour(taken)
-        if not is_done:
-            raise self._ended_early(path)
+            if not await response.pour(take):
+                raise self._ended_early(path)
 
     def _ended_early(self, path: str) -> EngineUnreachable:
         return EngineUnreachable(f"{path} ended without [DONE]", replica_id=self.replica_id)

@@ -1,11 +1,11 @@
 """A vLLM server over HTTP. The simulated engine has the same routes and the same client."""
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from engines.clients.our_workers import MIXED, EngineWithWorkers
-from engines.engine import Json, Peer
+from engines.engine import Json, Peer, Take
 from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
 
@@ -51,7 +51,7 @@ class VllmEngine(EngineWithWorkers):
     def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         return self._events(path, {**body, "stream": True}, timeout_s)
 
-    async def collect(self, path: str, body: Json, timeout_s: float, take: Callable[[bytes], None]) -> None:
+    async def collect(self, path: str, body: Json, timeout_s: float, take: Take) -> None:
         await self._collect(path, {**body, "stream": True}, timeout_s, take)
 
     async def weight_version(self, timeout_s: float) -> int | None:

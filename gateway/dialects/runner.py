@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
-from engines.engine import Json
+from engines.engine import Json, Take
 from engines.errors import EngineError, EngineFailed, EngineRefused, Withdrawn
 from gateway.dialects.replies.assembly import Assembly
 from gateway.dialects.replies.carried import num_tokens, opened
@@ -21,7 +21,7 @@ from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler, using
 from gateway.fleet.replica import Replica
 
-Collect = Callable[[Callable[[bytes], None]], Awaitable[None]]
+Collect = Callable[[Take], Awaitable[None]]
 """Gives the pieces of a reply's stream to its argument; `Engine.collect` without its first arguments."""
 
 
@@ -86,11 +86,12 @@ class Part:
         """The whole reply out of its chunks. `note` gets them too, in pieces as they come."""
         self._assembly = assembly
 
-        def take(piece: bytes) -> None:
-            self.replica.saw_progress()
-            assembly.add(piece)
+        def take(piece: bytes) -> bool:
+            if assembly.add(piece):
+                self.replica.saw_progress()
             if note is not None:
                 note(piece)
+            return assembly.is_over
 
         with self.replica.awaiting_chunk():  # no client is in between, which could hold it up
             try:

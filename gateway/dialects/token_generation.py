@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from engines.engine import Json
+from engines.engine import Json, Take
 from engines.errors import InvalidRequest, UnknownRoute
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
@@ -239,7 +239,7 @@ class _TokenPrompt(Exchange):
             async for chunks in blocks:
                 yield [token_chunk(chunk, body) for chunk in chunks]
 
-    async def _collect(self, replica: Replica, body: Json, take: Callable[[bytes], None]) -> None:
+    async def _collect(self, replica: Replica, body: Json, take: Take) -> None:
         if _serves(replica):
             await replica.engine.collect(PATH, body, self.config.generate_timeout_s, take)
             return

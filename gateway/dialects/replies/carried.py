@@ -4,7 +4,7 @@ A carried value is a `msgspec.Raw`: the bytes of a JSON value. Short values are 
 costs next to nothing; so a long list may be carried, and a short or empty one never is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,7 +14,6 @@ from engines.engine import Json
 from engines.errors import EngineFailed
 
 _SHORT_BYTES = 32
-_QUOTE, _BRACKET = b'"['
 _DECODED = ("index", "finish_reason", "stop_reason", "weight_versions", "usage")
 
 NULL, EMPTY = Raw(b"null"), Raw(b"[]")
@@ -91,18 +90,19 @@ def num_tokens(token_ids: Any) -> int:
     return 0 if token_ids == EMPTY else bytes(token_ids).count(b",") + 1
 
 
-def insides_of_texts(values: Sequence[Raw]) -> bytes:
-    """Return texts, one behind the other, without their delimiters; null has nothing. Raise `ValueError` for a value of
-    another kind."""
-    contents = map(bytes, values)
-    return b"".join([it[1:-1] if it[0] == _QUOTE else _nothing(it, b'"') for it in contents])
+def of_text(value: Raw) -> bytes:
+    """Return a text without its delimiters; null has nothing. Raise `ValueError` for a value of another kind."""
+    content = bytes(value)
+    return content[1:-1] if content[:1] == b'"' else _nothing(content, b'"')
 
 
-def insides_of_lists(values: Sequence[Raw]) -> bytes:
-    """As `insides_of_texts`, for lists; a comma is between their items."""
-    contents = map(bytes, values)
-    insides = [it[1:-1].strip() if it[0] == _BRACKET else _nothing(it, b"[") for it in contents]
-    return b",".join(filter(None, insides))
+def of_list(value: Raw) -> bytes:
+    """As `of_text`, for a list."""
+    content = bytes(value)
+    if content[:1] != b"[":
+        return _nothing(content, b"[")
+    inside = content[1:-1]
+    return b"" if inside.isspace() else inside
 
 
 def _nothing(content: bytes, begin: bytes) -> bytes:
@@ -113,14 +113,14 @@ def _nothing(content: bytes, begin: bytes) -> bytes:
 
 
 def text_of(insides: bytearray) -> Raw:
-    """Return a text out of what `insides_of_texts` has returned. The buffer becomes the value."""
+    """Return texts, one after the other, out of what `of_text` has returned. The buffer becomes the value."""
     insides[:0] = b'"'
     insides += b'"'
     return Raw(insides)
 
 
 def list_of(insides: bytearray) -> Raw:
-    """As `text_of`, for lists, behind a comma each."""
+    """As `text_of`, for lists, each after a comma."""
     insides[:1] = b"["
     insides += b"]"
     return Raw(insides)

@@ -1,7 +1,10 @@
 """HTTP as servers write it, cut anywhere, through real sockets."""
 
 import asyncio
+import contextlib
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -272,6 +275,41 @@ async def test_a_body_that_breaks_off_is_an_error_of_the_reader_after_its_pieces
         with pytest.raises(ConnectionResetError):
             await pour(found, came.take)
     assert b"".join(came) == BODY
+
+
+async def test_pieces_that_come_with_bytes_that_are_no_http_are_poured_before_the_error() -> None:
+    came = Taken()
+    async with connections(answering(STREAM[:-5] + b"no length\r\n")) as found:
+        with pytest.raises(ConnectionError, match="does not speak HTTP"):
+            await pour(found, came.take)
+    assert b"".join(came) == BODY
+
+
+async def test_an_error_of_the_one_who_takes_a_body_is_not_lost_behind_its_end() -> None:
+    """The end comes in a read of its own, before the reader has its turn."""
+    head, rest = STREAM[: -len(CHUNKED)], b"x" * (1 << 18)
+    body = b"%X\r\n" % len(rest) + rest + b"\r\n0\r\n\r\n"
+
+    def refuse(piece: bytes) -> bool:
+        raise LookupError
+
+    async with connections(answering(head + CHUNKED[:-5] + body, cuts=(len(head),))) as found:
+        with pytest.raises(LookupError):
+            await pour(found, refuse)
+
+
+async def test_nothing_is_kept_alive_by_the_error_of_a_connection() -> None:
+    came = Taken()
+    kept = weakref.ref(came)
+    gc.disable()
+    try:
+        async with connections(answering(STREAM[:-5], closes=True)) as found:
+            with contextlib.suppress(ConnectionResetError):
+                await pour(found, came.take)
+            del came
+            assert kept() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_name_that_does_not_resolve_cannot_be_connected_to() -> None:

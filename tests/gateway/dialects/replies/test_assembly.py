@@ -90,21 +90,6 @@ async def test_offsets_are_those_of_names_wherever_a_chunk_counts_from(begin: in
     assert (await assemble(chunks, 1, "a"))["choices"][0]["logprobs"]["text_offset"] == [0, 11, 22, 33]
 
 
-@pytest.mark.parametrize("name", ["ab", "\\", '"', '","', '\\","', "\U0001f600", "é", "", "a]", "[b"])
-async def test_offsets_of_engines_that_go_on_counting_are_passed_on_as_they_are(name: str) -> None:
-    """Each name in the place of the last and of the first."""
-
-    def scored(begin: int, *names: str) -> Json:
-        offsets = [begin + sum(map(len, names[:place])) for place in range(len(names))]
-        return {"text_offset": offsets, "token_logprobs": [-1.0] * len(names), "tokens": list(names)}
-
-    opening = chunk(0, "", logprobs=scored(0))
-    first, second = scored(0, "one", name), scored(3 + len(name), name, "two")
-    chunks = told(opening, chunk(0, "", logprobs=first), chunk(0, "", logprobs=second, finish_reason="stop"))
-    found = (await assemble(chunks, 1, "a"))["choices"][0]["logprobs"]
-    assert found["text_offset"] == [*first["text_offset"], *second["text_offset"]]
-
-
 async def test_offsets_that_a_chunk_lacks_are_counted() -> None:
     scored: Json = {"text_offset": None, "token_logprobs": [-1.0], "tokens": ["ab"]}
     chunks = told(
@@ -159,9 +144,8 @@ async def test_a_chunk_of_another_form_is_a_failure_of_the_engine(odd: Json) -> 
 async def test_tokens_before_a_chunk_of_another_form_are_kept(odd: Json) -> None:
     assembly = Assembly(1, "a")
     assembly.add(event(chunk(0, "b", token_ids=[5])))
-    assembly.add(event({"choices": [{"index": 0, "token_ids": [6]} | odd]}))
     with pytest.raises(EngineFailed):
-        assembly.reply()
+        assembly.add(event({"choices": [{"index": 0, "token_ids": [6]} | odd]}))
     part = assembly.part()
     assert part is not None
     assert part["choices"][0]["token_ids"] == [5]
@@ -179,27 +163,50 @@ def test_of_a_chunk_no_more_is_kept_than_its_sample_has() -> None:
     assert kept < 5 * 100_000  # the last chunk's fields, and the head's, are
 
 
-async def test_chunks_are_not_parsed_before_they_are_many() -> None:
-    """A chunk that cannot be read is found with the others, and at the latest after 64 KiB."""
-    assembly = Assembly(1, "a")
-    assembly.add(b"data: no JSON\n\n")
-    for _ in range(16):
-        assembly.add(event(chunk(0, "a" * 1100)))
-    with pytest.raises(EngineFailed, match="its chunk is b'no JSON'"):
-        assembly.add(event(chunk(0, "a" * (1 << 16))))
-    with pytest.raises(EngineFailed, match="its chunk is b'no JSON'"):
-        assembly.reply()
-
-
 @pytest.mark.parametrize(("code", "kind"), [(400, EngineRefused), (500, EngineFailed), ("odd", EngineFailed)])
-def test_an_error_in_a_chunk_is_found_when_it_comes(code: object, kind: type[Exception]) -> None:
+@pytest.mark.parametrize("beside", [{}, {"id": "a" * 100}, chunk(0, "c", finish_reason="error")])
+def test_an_error_in_a_chunk_is_found_when_it_comes(code: object, kind: type[Exception], beside: Json) -> None:
     assembly = Assembly(1, "a")
-    assembly.add(event(chunk(0, "b", token_ids=[5])))
+    came = event(chunk(0, "b", token_ids=[5])) + event(beside | {"error": {"message": "odd", "code": code}})
+    assembly.add(came[:-5])
     with pytest.raises(kind, match="was interrupted"):
-        assembly.add(event({"error": {"message": "odd", "code": code}}))
+        assembly.add(came[-5:])
     part = assembly.part()
     assert part is not None
     assert part["choices"][0]["token_ids"] == [5]
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"data: no JSON\n", b'data: {"choices":[\n', b'data: {"choices":[],"id":"\xff"}\n']
+)
+def test_garbage_is_found_when_it_comes(garbage: bytes) -> None:
+    assembly = Assembly(1, "a")
+    with pytest.raises(EngineFailed, match="its chunk is"):
+        assembly.add(event(chunk(0, "b", token_ids=[5])) + garbage)
+    part = assembly.part()
+    assert part is not None
+    assert part["choices"][0]["token_ids"] == [5]
+
+
+@pytest.mark.parametrize(
+    "end", [b"data: [DONE]\n\n", b"data:  [DONE]\r\n: bye" + b"." * 100, b"data:[DONE]\n" + b"\n" * 50]
+)
+@pytest.mark.parametrize("after", [b"", b"data: no JSON\n\n"])
+def test_a_stream_is_over_at_its_done(end: bytes, after: bytes) -> None:
+    for cut in range(len(end)):
+        assembly = Assembly(1, "a")
+        assert assembly.add(event(chunk(0, "data: [DONE]", token_ids=[5], finish_reason="stop")) + end[:cut])
+        assert assembly.is_over == (b"\n" in end[:cut])
+        assert not assembly.add(end[cut:] + after)
+        assert assembly.is_over
+        assert opened(assembly.reply())["choices"][0]["text"] == "data: [DONE]"
+
+
+def test_a_comment_is_no_chunk_and_nor_is_a_part_of_one() -> None:
+    assembly, came = Assembly(1, "a"), event(chunk(0, "b", token_ids=[5]))
+    assert not assembly.add(b": still here\n\n")
+    assert not assembly.add(came[:-2])
+    assert assembly.add(came[-2:])
 
 
 def test_a_token_of_the_name_of_errors_is_a_token() -> None:

@@ -1,7 +1,7 @@
 """The interface of a running engine. Each kind of server has a class, which speaks vLLM's dialect to the gateway."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +12,6 @@ from engines.errors import WeightUpdateConflict
 from engines.types import PauseMode
 
 Json = dict[str, Any]
-
-Take = Callable[[bytes], bool]
-"""Takes a piece of a stream; returns True if the stream is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,20 +81,16 @@ class Engine(ABC):
         """Generate as `generate` does; return the reply as it was written, which may be no JSON."""
         return orjson.dumps(await self.generate(path, body, timeout_s))
 
-    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
-        """Generate as `stream` does; yield the chunks as they were written, in lists of those that came together."""
-        async with aclosing(self.stream(path, body, timeout_s)) as chunks:
-            async for chunk in chunks:
-                yield [orjson.dumps(chunk)]
+    async def events(
+        self, path: str, body: Json, timeout_s: float, *, linger_s: float = 0.0
+    ) -> AsyncGenerator[list[bytes]]:
+        """Generate as `stream` does; yield the chunks as they were written, in lists of those that came together.
 
-    async def collect(self, path: str, body: Json, timeout_s: float, take: Take) -> None:
-        """Generate as `stream` does; give `take` the events as they were written, in pieces that may end anywhere.
-
-        An event that reports an error is given as any other; an error that `take` raises ends the call.
+        Where this costs less, chunks before the last may be gathered for up to `linger_s` seconds.
         """
         async with aclosing(self.stream(path, body, timeout_s)) as chunks:
             async for chunk in chunks:
-                take(b"data: %b\n\n" % orjson.dumps(chunk))
+                yield [orjson.dumps(chunk)]
 
     @abstractmethod
     async def weight_version(self, timeout_s: float) -> int | None:

@@ -6,8 +6,6 @@ from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from engines.engine import Take
-
 _LONGEST_HEAD = 1 << 16
 _UNREAD_BYTES = 1 << 16
 _SMALL_BODY = 1 << 16
@@ -27,6 +25,8 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._linger_s = 0.0
+        self._lingering: asyncio.TimerHandle | None = None
         self._error: Exception | None = None
         self._is_idle = True
         self.was_kept = False
@@ -43,8 +43,6 @@ class Connection(asyncio.BufferedProtocol):
         self._keeps_alive = False
         self._ends_with_connection = False
         self._has_ended = False
-        self._take: Take | None = None
-        self._refusal: list[Exception] = []
         self._parser = HttpResponseParser(self)
 
     @property
@@ -81,42 +79,23 @@ class Connection(asyncio.BufferedProtocol):
             blocks.append(block)
         return b"".join(blocks)
 
-    async def block(self) -> bytes:
-        """Return all bytes of the body that are here, at least one; none at its end."""
+    async def block(self, linger_s: float = 0.0) -> bytes:
+        """Return all bytes of the body that are here, at least one; none at its end.
+
+        Bytes that come during the wait may be gathered for `linger_s` seconds, unless they are many or the last: each
+        wake-up costs as much as several chunks of a stream.
+        """
         while not self._blocks:
             if self._has_ended:
                 return b""
+            self._linger_s = linger_s
             await self._more()
-        return b"".join(self._taken())
-
-    def _taken(self) -> list[bytes]:
-        """Return what is here of the body, and go on reading."""
-        blocks, self._blocks, self._unread = self._blocks, [], 0
+        block = self._blocks[0] if len(self._blocks) == 1 else b"".join(self._blocks)
+        self._blocks, self._unread = [], 0
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
-        return blocks
-
-    async def pour(self, take: Take) -> bool:
-        """Give each piece of the body to `take` at the moment at which it comes: nothing else wakes until the end.
-
-        Return True where `take` needs no more, False at the end of the body. Raise the error that `take` raises.
-        """
-        self._take = take
-        try:
-            self._pour()
-            while self._take is not None and not self._has_ended:
-                await self._more()
-            if self._refusal:
-                raise self._refusal.pop()
-            return self._take is None
-        finally:
-            self._take = None
-
-    def _pour(self) -> None:
-        for block in self._taken():
-            if self._take is not None and self._take(block):
-                self._take = None
+        return block
 
     def finish(self) -> bool:
         """End the exchange. Return True if the connection can take another."""
@@ -139,14 +118,17 @@ class Connection(asyncio.BufferedProtocol):
     async def _more(self) -> None:
         """Return when something has come. Raise the error that ends the connection."""
         if self._error is not None:
-            raise type(self._error)(*self._error.args)  # a copy: the traceback of a kept error keeps its frames alive
+            raise self._error
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:
-            self._waiter = None
+            self._waiter, self._linger_s = None, 0.0
 
     def _wake(self) -> None:
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -188,42 +170,22 @@ class Connection(asyncio.BufferedProtocol):
         if self._is_idle or self._has_ended:
             self._break_off("it sends bytes that belong to no response")
             return
-        reason = self._parse(nbytes)
-        if self._take is not None:
-            try:
-                self._pour()
-            except Exception as error:  # of any kind: the coroutine in `pour` raises it
-                self._refusal.append(error)
-                self._take, reason = None, "its reader has failed"
-        if reason:
-            self._break_off(reason)
-        elif self._take is None or self._has_ended:
-            self._hold_back()
-            self._wake()
-        elif nbytes == len(self._buffer) and self._transport is not None:  # there may be more, and others have to read
-            self._transport.pause_reading()
-            self._loop.call_soon(self._read_on)
-
-    def _parse(self, nbytes: int) -> str:
-        """Parse what has come. Return the reason for which the connection ends, if it does."""
         try:
             self._parser.feed_data(self._buffer[:nbytes])
         except (HttpParserError, HttpParserUpgrade) as error:
-            return f"it does not speak HTTP/1.1: {error}"
+            self._break_off(f"it does not speak HTTP/1.1: {error}")
+            return
         self._head_bytes += 0 if self.status else nbytes
         if self._head_bytes > _LONGEST_HEAD:
-            return f"it does not speak HTTP/1.1: its head has more than {_LONGEST_HEAD} bytes"
-        return ""
-
-    def _hold_back(self) -> None:
-        """Read no more until what is here has been taken, if that is much."""
+            self._break_off(f"it does not speak HTTP/1.1: its head has more than {_LONGEST_HEAD} bytes")
+            return
         if self._unread > _UNREAD_BYTES and not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
-
-    def _read_on(self) -> None:
-        if self.is_open and not self._is_paused and self._transport is not None:
-            self._transport.resume_reading()
+        if self._linger_s and not self._has_ended and not self._is_paused:
+            self._lingering = self._lingering or self._loop.call_later(self._linger_s, self._wake)
+        else:
+            self._wake()
 
     def _break_off(self, reason: str) -> None:
         self._fail(ConnectionError(reason))

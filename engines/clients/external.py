@@ -11,7 +11,7 @@ from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.sglang_engine import SglangEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
-from engines.engine import Json, Peer, Take
+from engines.engine import Json, Peer
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
 from engines.types import Dialect, ReplicaInfo
 
@@ -101,11 +101,8 @@ class ExternalEngine(_External, VllmEngine):
     async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
         return await super().reply(path, self._understood(body) or {}, timeout_s)
 
-    def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
-        return super().events(path, self._understood(body) or {}, timeout_s)
-
-    async def collect(self, path: str, body: Json, timeout_s: float, take: Take) -> None:
-        await super().collect(path, self._understood(body) or {}, timeout_s, take)
+    def events(self, path: str, body: Json, timeout_s: float, *, linger_s: float = 0.0) -> AsyncGenerator[list[bytes]]:
+        return super().events(path, self._understood(body) or {}, timeout_s, linger_s=linger_s)
 
     async def metrics(self, timeout_s: float) -> str:
         return await super().metrics(timeout_s) if self._info.speaks_vllm else ""

@@ -13,7 +13,7 @@ from engines import tracing
 from engines.clients.connection import Connection
 from engines.clients.connections import CannotConnect, Connections
 from engines.clients.cumulative import LatestEvents
-from engines.engine import Engine, Json, Take
+from engines.engine import Engine, Json
 from engines.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -76,11 +76,13 @@ class HttpEngine(Engine, ABC):
         """Return the server's JSON object for its own route `path`."""
         return self._decoded(path, await self._read(method, path, body, timeout_s))
 
-    async def _events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
-        """Yield the events of a stream up to [DONE], in lists of those that came together."""
+    async def _events(
+        self, path: str, body: Json, timeout_s: float, linger_s: float = 0.0
+    ) -> AsyncGenerator[list[bytes]]:
+        """Yield the events of a stream up to [DONE], in lists of those that came together, or within `linger_s`."""
         begun: list[bytes] = []
         async with self._request("POST", path, body, timeout_s) as response:
-            while block := await response.block():
+            while block := await response.block(linger_s):
                 events = _completed(begun, block)
                 is_last = _DONE in events
                 if is_last:
@@ -89,21 +91,12 @@ class HttpEngine(Engine, ABC):
                     if event.find(b'"error"', 0, _HEAD_BYTES) >= 0 and "error" in (chunk := self._decoded(path, event)):
                         if place:
                             yield events[:place]
-                        raise broken_off(path, chunk, self.replica_id)
+                        raise self._broken_off(path, chunk)
                 if events:
                     yield events
                 if is_last:
                     return
-        raise self._ended_early(path)
-
-    async def _collect(self, path: str, body: Json, timeout_s: float, take: Take) -> None:
-        """Give a stream to `take`, in pieces as they come, up to its end."""
-        async with self._request("POST", path, body, timeout_s) as response:
-            if not await response.pour(take):
-                raise self._ended_early(path)
-
-    def _ended_early(self, path: str) -> EngineUnreachable:
-        return EngineUnreachable(f"{path} ended without [DONE]", replica_id=self.replica_id)
+        raise EngineUnreachable(f"{path} ended without [DONE]", replica_id=self.replica_id)
 
     async def _chunks(
         self, path: str, body: Json, timeout_s: float, latest: LatestEvents | None = None
@@ -116,6 +109,13 @@ class HttpEngine(Engine, ABC):
                         yield self._decoded(path, event)
         for held in latest.rest() if latest else ():
             yield self._decoded(path, held)
+
+    def _broken_off(self, path: str, chunk: Json) -> EngineRefused | EngineFailed:
+        message, error = f"{path} was interrupted: {chunk['error']}", chunk["error"]
+        code = error.get("code") if isinstance(error, dict) else None
+        if isinstance(code, int) and 400 <= code < 500:
+            return EngineRefused(message, status=code, body=chunk, replica_id=self.replica_id)
+        return EngineFailed(message, replica_id=self.replica_id)
 
     async def _read(self, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
         async with self._request(method, path, body, timeout_s) as response:
@@ -176,15 +176,6 @@ class HttpEngine(Engine, ABC):
         except orjson.JSONDecodeError as error:
             raise EngineFailed(f"{path} did not answer JSON: {content[:200]!r}", replica_id=self.replica_id) from error
         return reply if isinstance(reply, dict) else {"value": reply}
-
-
-def broken_off(path: str, chunk: Json, replica_id: str) -> EngineRefused | EngineFailed:
-    """Return the error of a stream whose chunk reports it."""
-    message, error = f"{path} was interrupted: {chunk['error']}", chunk["error"]
-    code = error.get("code") if isinstance(error, dict) else None
-    if isinstance(code, int) and 400 <= code < 500:
-        return EngineRefused(message, status=code, body=chunk, replica_id=replica_id)
-    return EngineFailed(message, replica_id=replica_id)
 
 
 def _encoded(body: Json) -> bytes:

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from engines.clients.our_workers import MIXED, EngineWithWorkers
-from engines.engine import Json, Peer, Take
+from engines.engine import Json, Peer
 from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
 
@@ -48,11 +48,8 @@ class VllmEngine(EngineWithWorkers):
     async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
         return await self._read("POST", path, {**body, "stream": False}, timeout_s)
 
-    def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
-        return self._events(path, {**body, "stream": True}, timeout_s)
-
-    async def collect(self, path: str, body: Json, timeout_s: float, take: Take) -> None:
-        await self._collect(path, {**body, "stream": True}, timeout_s, take)
+    def events(self, path: str, body: Json, timeout_s: float, *, linger_s: float = 0.0) -> AsyncGenerator[list[bytes]]:
+        return self._events(path, {**body, "stream": True}, timeout_s, linger_s)
 
     async def weight_version(self, timeout_s: float) -> int | None:
         try:

@@ -2,11 +2,11 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
-from engines.engine import Json, Take
+from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused, Withdrawn
 from gateway.dialects.replies.assembly import Assembly
 from gateway.dialects.replies.carried import num_tokens, opened
@@ -21,8 +21,10 @@ from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler, using
 from gateway.fleet.replica import Replica
 
-Collect = Callable[[Take], Awaitable[None]]
-"""Gives the pieces of a reply's stream to its argument; `Engine.collect` without its first arguments."""
+LINGER_S = 0.25
+"""Longest time for which chunks of a whole reply are gathered, to be read together. The last one is read at once."""
+
+_LARGE_BYTES = 1 << 14
 
 
 class Exchange(ABC):
@@ -82,23 +84,28 @@ class Part:
         self._large = large
         self._assembly: Assembly | None = None
 
-    async def read(self, collect: Collect, assembly: Assembly, note: Callable[[bytes], None] | None = None) -> Json:
-        """The whole reply out of its chunks. `note` gets them too, in pieces as they come."""
+    async def read(
+        self, events: AsyncGenerator[list[bytes]], assembly: Assembly, note: Callable[[list[bytes]], None] | None = None
+    ) -> Json:
+        """The whole reply out of its chunks. `note` gets them too."""
         self._assembly = assembly
-
-        def take(piece: bytes) -> bool:
-            if assembly.add(piece):
-                self.replica.saw_progress()
-            if note is not None:
-                note(piece)
-            return assembly.is_over
-
-        with self.replica.awaiting_chunk():  # no client is in between, which could hold it up
-            try:
-                await collect(take)
-            finally:
-                self.num_made = assembly.num_made
+        async with aclosing(events):
+            with self.replica.awaiting_chunk():  # no client is in between, which could hold it up
+                try:
+                    async for together in events:
+                        self.replica.saw_progress()
+                        await self._add(together, assembly)
+                        if note is not None:
+                            note(together)
+                finally:
+                    self.num_made = assembly.num_made
         return await assembly.joined(self._large)
+
+    async def _add(self, together: list[bytes], assembly: Assembly) -> None:
+        if sum(map(len, together)) > _LARGE_BYTES:
+            async with self._large:  # many replies may come at once: each is read in a turn of the event loop
+                await asyncio.sleep(0)
+        assembly.add(together)
 
     def kept(self, exchange: Exchange) -> Json | None:
         """The part as a reply whose open samples continue elsewhere; None if the rollout has to restart.

@@ -8,12 +8,11 @@ import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import structlog
 
-from engines.engine import Json, Take
+from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownRoute
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
@@ -27,7 +26,7 @@ from gateway.dialects.replies.chunks import read_chunks
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.features import inexact_fields, marked
 from gateway.dialects.resumption.tokens import joined_tokens, rest_sampling
-from gateway.dialects.runner import Exchange, Part, Runner
+from gateway.dialects.runner import LINGER_S, Exchange, Part, Runner
 from gateway.dialects.sampling import check_sampling, normalise_numbers, versioned_salt
 from gateway.dialects.token_words import completion_body, token_chunk, token_reply
 from gateway.dialects.usage import Usage, usage_of_joined, wants_usage
@@ -216,8 +215,8 @@ class _TokenPrompt(Exchange):
         limit = sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS
         if self.resumes and is_read_in_chunks(sampling, limit, self.rollout, replica.info):
             usage = {"stream_options": {"include_usage": True}}
-            collect = partial(self._collect, replica, body | usage)
-            reply = await part.read(collect, Assembly(self.rollout.n, replica.replica_id, has_text=False))
+            events = self._events(replica, body | usage)
+            reply = await part.read(events, Assembly(self.rollout.n, replica.replica_id, has_text=False))
             return self._as_whole(opened(reply))
         if _serves(replica):
             return await replica.engine.generate(PATH, body, timeout_s)
@@ -239,14 +238,15 @@ class _TokenPrompt(Exchange):
             async for chunks in blocks:
                 yield [token_chunk(chunk, body) for chunk in chunks]
 
-    async def _collect(self, replica: Replica, body: Json, take: Take) -> None:
+    def _events(self, replica: Replica, body: Json) -> AsyncGenerator[list[bytes]]:
         if _serves(replica):
-            await replica.engine.collect(PATH, body, self.config.generate_timeout_s, take)
-            return
+            return replica.engine.events(PATH, body, self.config.generate_timeout_s, linger_s=LINGER_S)
+        return self._encoded(replica, body)
+
+    async def _encoded(self, replica: Replica, body: Json) -> AsyncGenerator[list[bytes]]:
         async with aclosing(self._translated(replica, body)) as blocks:
             async for chunks in blocks:
-                for chunk in chunks:
-                    take(b"data: %b\n" % encoded(chunk))
+                yield [encoded(chunk) for chunk in chunks]
 
     def _as_whole(self, reply: Json) -> Json:
         """A reply that was read in chunks, with the fields that only whole replies have."""

@@ -29,11 +29,11 @@ _notes = msgspec.msgpack.Decoder(list[Note]).decode
 
 @dataclass(slots=True)
 class _Node:
-    """A prompt or a rest: its reply as far as it was cut, or the pieces of its last attempt."""
+    """A prompt or a rest: its reply as far as it was cut, or the chunks of its last attempt."""
 
     cut: Json | None = None
     last: Came | None = None
-    pieces: list[bytes] = field(default_factory=list)
+    chunks: list[list[bytes]] = field(default_factory=list)
     rests: "dict[int, _Node]" = field(default_factory=dict)
 
 
@@ -73,7 +73,7 @@ class Made:
         if node is None or node.last is None or node.last.attempt != note.attempt:
             node = beside[last] = _Node()
         node.last = note
-        node.pieces += note.pieces
+        node.chunks.append(note.chunks)
 
     def _beside(self, path: Path) -> dict[int, _Node]:
         """The nodes among which the path's is."""
@@ -105,19 +105,20 @@ def _continued(node: _Node | None, prompt: CompletionPrompt, choice: Json) -> Js
 def _read(node: _Node, prompt: CompletionPrompt) -> Json | None:
     assert node.last is not None
     flight = Flight.of(node.last.versions, node.last.kv_versions)
+    chunks = [chunk for together in node.chunks for chunk in together]
     if node.last.is_whole:
-        return _whole(node.pieces, prompt, node.last.replica_id, flight)
+        return _whole(chunks, prompt, node.last.replica_id, flight)
     assembly = Assembly(prompt.rollout.n, node.last.replica_id)
-    for piece in node.pieces:
-        assembly.add(piece)
+    if chunks:
+        assembly.add(chunks)
     return kept_part(assembly, prompt, flight, lambda choice: choice["finish_reason"] == _ABORT)
 
 
-def _whole(pieces: list[bytes], prompt: CompletionPrompt, replica_id: str, flight: Flight) -> Json | None:
+def _whole(chunks: list[bytes], prompt: CompletionPrompt, replica_id: str, flight: Flight) -> Json | None:
     """A reply that was read whole; None where it never came, or was cut off."""
-    if not pieces:
+    if not chunks:
         return None
-    answer = carried_reply(pieces[0], PATH, replica_id)
+    answer = carried_reply(chunks[0], PATH, replica_id)
     check_reply(answer, prompt.rollout.n, replica_id)
     if any(choice["finish_reason"] == _ABORT for choice in answer["choices"]):
         return None

@@ -1,4 +1,4 @@
-"""Notes of what engines make of a batch, from which a later gateway goes on: replies as they came, and cuts."""
+"""Notes of what engines make of a batch, from which a later gateway goes on: chunks as they came, and cuts."""
 
 import secrets
 from collections.abc import Callable
@@ -16,11 +16,10 @@ Path = tuple[int, ...]
 """A prompt's index; behind it the sample that continues, and further samples where a rest continues in turn."""
 
 
-class Came(msgspec.Struct, tag="pieces", array_like=True, eq=False):
-    """Pieces of an attempt's reply, in the order of their arrival; a new attempt makes those before it void.
+class Came(msgspec.Struct, tag="came", array_like=True, eq=False):
+    """Chunks of an attempt, in the order of their arrival; a new attempt makes those before it void.
 
-    `versions` and `kv_versions` are those of its flight so far. `is_whole` where the piece is a whole reply; else they
-    are a stream of events.
+    `versions` and `kv_versions` are those of its flight so far. `is_whole` where the chunk is a whole reply.
     """
 
     path: Path
@@ -29,7 +28,7 @@ class Came(msgspec.Struct, tag="pieces", array_like=True, eq=False):
     versions: list[int]
     kv_versions: list[int]
     is_whole: bool
-    pieces: list[bytes]
+    chunks: list[bytes]
 
 
 class Cut(msgspec.Struct, tag="cut", array_like=True, eq=False):
@@ -48,7 +47,7 @@ class Notes:
     def __init__(self) -> None:
         self.is_on = True
         self.num_bytes = 0
-        """Size of the pieces that wait."""
+        """Size of the chunks that wait."""
         self._pending: dict[_Attempt | Cut, None] = {}
 
     def of(self, index: int) -> "Making":
@@ -100,11 +99,11 @@ class Making:
         self._path = path
         self._attempt: _Attempt | None = None
 
-    def begin(self, replica: Replica, flight: Flight, *, is_whole: bool) -> Callable[[bytes], None]:
-        """Begin an attempt; return what takes its pieces."""
+    def begin(self, replica: Replica, flight: Flight, *, is_whole: bool) -> Callable[[list[bytes]], None]:
+        """Begin an attempt; return what takes its chunks."""
         self._end_attempt()
         self._attempt = attempt = _Attempt(self._notes, self._path, replica, flight, is_whole=is_whole)
-        self._notes.add(attempt)  # also without a piece: those of the attempt before are void
+        self._notes.add(attempt)  # also without chunks: those of the attempt before are void
         return attempt.add
 
     def cut(self, answer: Json) -> None:
@@ -127,23 +126,24 @@ class _Attempt:
         self._notes = notes
         self._replica, self._flight, self._is_whole = replica, flight, is_whole
         self._id = secrets.token_bytes(4)
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
         self.num_bytes = 0
-        """Size of the pieces that were not taken."""
+        """Size of the chunks that were not taken."""
 
     @property
     def is_vouched(self) -> bool:
         return self._replica.weight_version is not None
 
-    def add(self, piece: bytes) -> None:
+    def add(self, chunks: list[bytes]) -> None:
         if self._notes.is_on:
-            self._pieces.append(piece)
-            self.num_bytes += len(piece)
-            self._notes.num_bytes += len(piece)
+            self._chunks += chunks
+            size = sum(map(len, chunks))
+            self.num_bytes += size
+            self._notes.num_bytes += size
             self._notes.add(self)
 
     def taken(self) -> Came:
-        pieces, self._pieces, self.num_bytes = self._pieces, [], 0
+        chunks, self._chunks, self.num_bytes = self._chunks, [], 0
         flight = self._flight
         return Came(
             self.path,
@@ -152,5 +152,5 @@ class _Attempt:
             list(flight.versions),
             flight.kv_versions({}),
             self._is_whole,
-            pieces,
+            chunks,
         )

@@ -6,7 +6,6 @@ sample is read whole: it has few tokens to lose, and chunks cost this process th
 """
 
 import asyncio
-import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,9 +15,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from engines.clients.http import broken_off
 from engines.engine import Json
-from engines.errors import EngineFailed, EngineRefused
+from engines.errors import EngineFailed
 from engines.types import ReplicaInfo
 from gateway.dialects.replies.carried import (
     NO_JSON,
@@ -40,7 +38,6 @@ _WHOLE_ONLY = ("prompt_logprobs", "echo", "use_beam_search")
 _SHORT_TOKENS = 64  # two coarse chunks
 _LARGE_BYTES = 1 << 19
 _OFFSETS = "text_offset"
-_DONE = b"[DONE]"
 
 
 def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInfo) -> bool:
@@ -68,7 +65,6 @@ class _Choice(Struct, gc=False):
 class _Chunk(Struct, gc=False):
     choices: list[_Choice]
     usage: Raw = NULL
-    error: Raw = NULL
 
 
 class _Usage(Struct, gc=False):
@@ -77,7 +73,6 @@ class _Usage(Struct, gc=False):
 
 _usage = msgspec.json.Decoder(_Usage).decode
 _chunk = msgspec.json.Decoder(_Chunk).decode
-_decoded = msgspec.json.Decoder().decode
 _names = msgspec.json.Decoder(list[str]).decode
 
 
@@ -91,55 +86,20 @@ class Assembly:
         self._counted: int | None = None
         self._samples = [_Sample(index, has_text=has_text) for index in range(n)]
         self._num_bytes = 0
-        self._begun: list[bytes] = []  # pieces of a line
-        self.is_over = False
-        """True once the engine has said that the stream is over."""
 
-    def add(self, piece: bytes) -> bool:
-        """Add a piece of the stream, which may begin and end anywhere. Return True if it completes a chunk.
+    def add(self, events: Sequence[bytes]) -> None:
+        """Add chunks as an engine wrote them. Raises `EngineFailed` if they are no chunks of the samples."""
+        for event in events:
+            self._num_bytes += len(event)
+            try:
+                self._add(event, _chunk(event))
+            except NO_JSON as error:
+                raise EngineFailed(
+                    f"its chunk is {event!r:.200}, not choices of {len(self._samples)} samples: {error}",
+                    replica_id=self._replica_id,
+                ) from error
 
-        Raises `EngineFailed` at a chunk that is none of the samples, and the error that a chunk reports. Chunks before
-        it are added.
-        """
-        self._begun.append(piece)
-        if self.is_over or b"\n" not in piece:
-            return False
-        *lines, rest = b"".join(self._begun).split(b"\n")  # JSON holds no bare line end, so a chunk is a line
-        self._begun = [rest]
-        has_chunk = False
-        for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            event = line[5:].strip()
-            if event == _DONE:
-                self.is_over = True
-                break
-            self._add(event)
-            has_chunk = True
-        return has_chunk
-
-    def _add(self, event: bytes) -> None:
-        self._num_bytes += len(event)
-        try:
-            check_text(event)
-            chunk = _chunk(event)
-            if chunk.error == NULL:
-                self._add_chunk(event, chunk)
-                return
-            reason = ""
-        except NO_JSON as error:
-            reason = str(error)
-        raise self._failure(event, reason)
-
-    def _failure(self, event: bytes, reason: str) -> EngineFailed | EngineRefused:
-        """Return the error that a chunk reports, or else that of a chunk that cannot be read."""
-        with contextlib.suppress(*NO_JSON):
-            if isinstance(content := _decoded(event), dict) and "error" in content:
-                return broken_off("the stream", content, self._replica_id)
-        message = f"its chunk is {event!r:.200}, not choices of {len(self._samples)} samples: {reason}"
-        return EngineFailed(message, replica_id=self._replica_id)
-
-    def _add_chunk(self, event: bytes, chunk: _Chunk) -> None:
+    def _add(self, event: bytes, chunk: _Chunk) -> None:
         if self._head is None:
             self._head = head_of(event)
         if chunk.usage != NULL:
@@ -266,6 +226,7 @@ class _Sample:
             last = {"finish_reason": None}
         elif last.get("finish_reason") is None and not self.num_tokens:
             last["finish_reason"] = "abort"
+        check_text(self._text)
         logprobs = self._joined_logprobs()  # nothing after it fails: a buffer can become a value once
         text = {"text": text_of(self._text), "prompt_logprobs": None} if self._has_text else {}
         return {

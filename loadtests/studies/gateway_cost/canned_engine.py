@@ -91,12 +91,10 @@ class _Connection(asyncio.Protocol):
 
     def _send(self, answered: "asyncio.Future[bytes]") -> None:
         assert self._transport is not None
-        if not self._apart_s:
-            self._transport.write(answered.result())
-            return
-        *events, end = answered.result().split(_EVENT_ENDS)
-        for place, part in enumerate((*(event + _EVENT_ENDS for event in events), end)):
-            asyncio.get_running_loop().call_later(place * self._apart_s, self._transport.write, part)
+        first, *rest = answered.result().split(_EVENT_ENDS) if self._apart_s else (answered.result(),)
+        self._transport.write(first)  # at once: what is called soon may run after a timer
+        for place, part in enumerate(rest, 1):
+            asyncio.get_running_loop().call_later(place * self._apart_s, self._transport.write, _EVENT_ENDS + part)
 
 
 async def _serve(engine: str, apart_s: float, pipe: Connection) -> None:

@@ -1,10 +1,7 @@
 """HTTP as servers write it, cut anywhere, through real sockets."""
 
 import asyncio
-import contextlib
-import gc
 import time
-import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -204,112 +201,54 @@ async def test_a_reader_that_does_not_read_holds_the_server_back() -> None:
             assert len(await response.read()) == 256 << 20
 
 
-class Taken(list[bytes]):
-    """The pieces of a body."""
-
-    def take(self, piece: bytes) -> bool:
-        self.append(piece)
-        return False
+FOR_EVER_S = 1000.0
 
 
-async def pour(found: Connections, sink: Callable[[bytes], bool], *, begin_s: float = 0.0) -> None:
+async def blocks_of(found: Connections, linger_s: float) -> list[bytes]:
     asked = found.request("GET", "/x", data=None, headers={}, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
+    blocks = []
     async with asked as response:
-        await asyncio.sleep(begin_s)
-        await response.pour(sink)
+        while block := await response.block(linger_s):
+            blocks.append(block)
+    return blocks
 
 
-@pytest.mark.parametrize(
-    ("answer", "closes"),
-    [(LENGTH, False), (STREAM, False), (TRAILED, False), (UNTIL_CLOSED, True)],
-    ids=["length", "chunks", "trailer", "until closed"],
-)
-async def test_a_body_is_poured_as_it_comes(answer: bytes, closes: bool) -> None:
-    for cut in range(len(answer)):
-        came = Taken()
-        async with connections(answering(answer, cuts=(cut,), closes=closes)) as found:
-            await pour(found, came.take)
-        assert b"".join(came) == BODY
-
-
-@pytest.mark.parametrize("begin_s", [0.0, 0.2], ids=["at once", "when reading has been paused"])
-async def test_a_large_body_is_poured_whole_and_its_connection_is_used_again(begin_s: float) -> None:
-    body = bytes(range(256)) * 40_000
-    came = Taken()
-    async with connections(answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)) as found:
+async def test_pieces_are_gathered_until_the_last_one_has_come() -> None:
+    head = len(STREAM) - len(CHUNKED)
+    async with connections(answering(STREAM, cuts=tuple(range(head, len(STREAM))))) as found:
         for _ in range(2):
-            came.clear()
-            await pour(found, came.take, begin_s=begin_s)
-            assert b"".join(came) == body
+            first, *rest = await blocks_of(found, FOR_EVER_S)
+            assert first + b"".join(rest) == BODY
+            assert len(rest) <= 1  # what came with the head is taken as it is
             assert found.is_any_open
 
 
-@pytest.mark.parametrize("answer", [LENGTH, STREAM, STREAM[:-5]], ids=["at the end", "in chunks", "before the end"])
-async def test_an_error_of_the_one_who_takes_a_body_reaches_the_reader_and_no_other_request(answer: bytes) -> None:
-    def refuse(piece: bytes) -> bool:
-        raise LookupError(piece)
-
-    async with connections(answering(answer)) as found:
-        with pytest.raises(LookupError):
-            await pour(found, refuse)
-        if answer != STREAM[:-5]:
-            assert (await get(found))[1] == BODY
+async def test_no_more_is_gathered_than_a_server_may_send_ahead() -> None:
+    body = bytes(range(256)) * 40_000
+    async with connections(answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)) as found:
+        blocks = await blocks_of(found, FOR_EVER_S)
+    assert b"".join(blocks) == body
+    assert max(map(len, blocks)) < 1 << 18
 
 
-async def test_a_body_is_poured_until_no_more_is_needed() -> None:
-    came: list[bytes] = []
-
-    def take(piece: bytes) -> bool:
-        came.append(piece)
-        return True
-
-    async with connections(answering(STREAM[:-5])) as found:  # its end never comes
-        await pour(found, take)
-        assert len(came) == 1
-        assert not found.is_any_open
+async def test_pieces_are_gathered_for_no_longer_than_asked() -> None:
+    async with connections(answering(STREAM[:-5])) as found:
+        asked = found.request("GET", "/x", data=None, headers={}, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
+        async with asked as response:
+            came = b""
+            while came != BODY:
+                came += await response.block(0.01)
 
 
-async def test_a_body_that_breaks_off_is_an_error_of_the_reader_after_its_pieces() -> None:
-    came = Taken()
+async def test_gathered_pieces_come_before_the_error_that_ends_the_connection() -> None:
     async with connections(answering(STREAM[:-5], closes=True)) as found:
-        with pytest.raises(ConnectionResetError):
-            await pour(found, came.take)
-    assert b"".join(came) == BODY
-
-
-async def test_pieces_that_come_with_bytes_that_are_no_http_are_poured_before_the_error() -> None:
-    came = Taken()
-    async with connections(answering(STREAM[:-5] + b"no length\r\n")) as found:
-        with pytest.raises(ConnectionError, match="does not speak HTTP"):
-            await pour(found, came.take)
-    assert b"".join(came) == BODY
-
-
-async def test_an_error_of_the_one_who_takes_a_body_is_not_lost_behind_its_end() -> None:
-    """The end comes in a read of its own, before the reader has its turn."""
-    head, rest = STREAM[: -len(CHUNKED)], b"x" * (1 << 18)
-    body = b"%X\r\n" % len(rest) + rest + b"\r\n0\r\n\r\n"
-
-    def refuse(piece: bytes) -> bool:
-        raise LookupError
-
-    async with connections(answering(head + CHUNKED[:-5] + body, cuts=(len(head),))) as found:
-        with pytest.raises(LookupError):
-            await pour(found, refuse)
-
-
-async def test_nothing_is_kept_alive_by_the_error_of_a_connection() -> None:
-    came = Taken()
-    kept = weakref.ref(came)
-    gc.disable()
-    try:
-        async with connections(answering(STREAM[:-5], closes=True)) as found:
-            with contextlib.suppress(ConnectionResetError):
-                await pour(found, came.take)
-            del came
-            assert kept() is None
-    finally:
-        gc.enable()
+        asked = found.request("GET", "/x", data=None, headers={}, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
+        async with asked as response:
+            came = b""
+            while came != BODY:
+                came += await response.block(FOR_EVER_S)
+            with pytest.raises(ConnectionResetError):
+                await response.block(FOR_EVER_S)
 
 
 async def test_a_name_that_does_not_resolve_cannot_be_connected_to() -> None:

@@ -138,7 +138,7 @@ def break_before_usage(rig: Rig) -> None:
 class BreakingEngine:
     """An engine whose streams break before the usage."""
 
-    reply, events, collect = Engine.reply, Engine.events, Engine.collect
+    reply, events = Engine.reply, Engine.events
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -77,7 +77,6 @@ class LateEngine:
         replica.engine.stream = self.stream  # type: ignore[method-assign]
         replica.engine.reply = partial(Engine.reply, self)  # type: ignore[method-assign, arg-type]
         replica.engine.events = partial(Engine.events, self)  # type: ignore[method-assign, arg-type]
-        replica.engine.collect = partial(Engine.collect, self)  # type: ignore[method-assign, arg-type]
 
     async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
         answer = await self._generate(path, body, timeout_s)

@@ -482,7 +482,7 @@ class _Pipe:
         self._is_broken = self._is_broken or broken
         self._blocks.put_nowait(None)
 
-    async def block(self) -> bytes:
+    async def block(self, linger_s: float = 0.0) -> bytes:
         if (block := await self._blocks.get()) is not None:
             return block
         if self._is_broken:
@@ -502,11 +502,6 @@ class _Response:
         while block := await self.block():
             blocks.append(block)
         return b"".join(blocks)
-
-    async def pour(self, sink: Callable[[bytes], bool]) -> None:
-        while block := await self.block():
-            if sink(block):
-                return
 
 
 class _Connections:

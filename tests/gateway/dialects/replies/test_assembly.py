@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from engines.clients.vllm_engine import VllmEngine
-from engines.errors import EngineFailed, EngineRefused
+from engines.errors import EngineFailed
 from gateway.dialects.completion_prompt import PATH
 from gateway.dialects.replies.assembly import Assembly, is_read_in_chunks
 from gateway.dialects.replies.carried import opened
@@ -21,13 +21,9 @@ BODY: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 21, "return_tok
 async def assemble(chunks: AsyncGenerator[Json], n: int, replica_id: str) -> Json:
     assembly = Assembly(n, replica_id)
     async for one in chunks:
-        assembly.add(event(one))
+        assembly.add([orjson.dumps(one)])
     reply: Json = opened(assembly.reply())
     return reply
-
-
-def event(chunk: Json) -> bytes:
-    return b"data: %b\n\n" % orjson.dumps(chunk)
 
 
 async def told(*chunks: Json) -> AsyncGenerator[Json]:
@@ -112,7 +108,7 @@ async def test_a_sample_aborted_before_its_first_token_is_an_empty_one() -> None
 @pytest.mark.parametrize("length", [2, 1 << 19])
 async def test_a_sample_that_was_never_begun_goes_on_beside_one_without_an_end(length: int) -> None:
     assembly = Assembly(2, "a")
-    assembly.add(event(chunk(0, "a" * length, token_ids=[1, 2])))
+    assembly.add([orjson.dumps(chunk(0, "a" * length, token_ids=[1, 2]))])
     with pytest.raises(EngineFailed):
         await assembly.joined(asyncio.Lock())
     part = assembly.part()
@@ -143,9 +139,9 @@ async def test_a_chunk_of_another_form_is_a_failure_of_the_engine(odd: Json) -> 
 @pytest.mark.parametrize("odd", [{"token_ids": "no list"}, {"text": 5}, {"logprobs": {"token_logprobs": 0.5}}])
 async def test_tokens_before_a_chunk_of_another_form_are_kept(odd: Json) -> None:
     assembly = Assembly(1, "a")
-    assembly.add(event(chunk(0, "b", token_ids=[5])))
+    assembly.add([orjson.dumps(chunk(0, "b", token_ids=[5]))])
     with pytest.raises(EngineFailed):
-        assembly.add(event({"choices": [{"index": 0, "token_ids": [6]} | odd]}))
+        assembly.add([orjson.dumps({"choices": [{"index": 0, "token_ids": [6]} | odd]})])
     part = assembly.part()
     assert part is not None
     assert part["choices"][0]["token_ids"] == [5]
@@ -156,70 +152,17 @@ def test_of_a_chunk_no_more_is_kept_than_its_sample_has() -> None:
     tracemalloc.start()
     try:
         for _ in range(20):
-            assembly.add(b'data: {"choices":[{"index":0,"token_ids":[5]}],"beside":"%b"}\n\n' % (b"x" * 100_000))
+            assembly.add([b'{"choices":[{"index":0,"token_ids":[5]}],"beside":"%b"}' % (b"x" * 100_000)])
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert kept < 5 * 100_000  # the last chunk's fields, and the head's, are
 
 
-@pytest.mark.parametrize(("code", "kind"), [(400, EngineRefused), (500, EngineFailed), ("odd", EngineFailed)])
-@pytest.mark.parametrize("beside", [{}, {"id": "a" * 100}, chunk(0, "c", finish_reason="error")])
-def test_an_error_in_a_chunk_is_found_when_it_comes(code: object, kind: type[Exception], beside: Json) -> None:
-    assembly = Assembly(1, "a")
-    came = event(chunk(0, "b", token_ids=[5])) + event(beside | {"error": {"message": "odd", "code": code}})
-    assembly.add(came[:-5])
-    with pytest.raises(kind, match="was interrupted"):
-        assembly.add(came[-5:])
-    part = assembly.part()
-    assert part is not None
-    assert part["choices"][0]["token_ids"] == [5]
-
-
-@pytest.mark.parametrize(
-    "garbage", [b"data: no JSON\n", b'data: {"choices":[\n', b'data: {"choices":[],"id":"\xff"}\n']
-)
-def test_garbage_is_found_when_it_comes(garbage: bytes) -> None:
-    assembly = Assembly(1, "a")
-    with pytest.raises(EngineFailed, match="its chunk is"):
-        assembly.add(event(chunk(0, "b", token_ids=[5])) + garbage)
-    part = assembly.part()
-    assert part is not None
-    assert part["choices"][0]["token_ids"] == [5]
-
-
-@pytest.mark.parametrize(
-    "end", [b"data: [DONE]\n\n", b"data:  [DONE]\r\n: bye" + b"." * 100, b"data:[DONE]\n" + b"\n" * 50]
-)
-@pytest.mark.parametrize("after", [b"", b"data: no JSON\n\n"])
-def test_a_stream_is_over_at_its_done(end: bytes, after: bytes) -> None:
-    for cut in range(len(end)):
-        assembly = Assembly(1, "a")
-        assert assembly.add(event(chunk(0, "data: [DONE]", token_ids=[5], finish_reason="stop")) + end[:cut])
-        assert assembly.is_over == (b"\n" in end[:cut])
-        assert not assembly.add(end[cut:] + after)
-        assert assembly.is_over
-        assert opened(assembly.reply())["choices"][0]["text"] == "data: [DONE]"
-
-
-def test_a_comment_is_no_chunk_and_nor_is_a_part_of_one() -> None:
-    assembly, came = Assembly(1, "a"), event(chunk(0, "b", token_ids=[5]))
-    assert not assembly.add(b": still here\n\n")
-    assert not assembly.add(came[:-2])
-    assert assembly.add(came[-2:])
-
-
-def test_a_token_of_the_name_of_errors_is_a_token() -> None:
-    scored: Json = {"text_offset": [0], "token_logprobs": [-1.0], "tokens": ["error"]}
-    assembly = Assembly(1, "a")
-    assembly.add(event(chunk(0, "error", token_ids=[5], logprobs=scored, finish_reason="stop")))
-    assert opened(assembly.reply())["choices"][0]["text"] == "error"
-
-
 async def test_nothing_is_kept_of_chunks_that_cannot_be_joined() -> None:
     assembly = Assembly(1, "a")
-    assembly.add(event(chunk(0, "b", token_ids=[5], finish_reason="stop")))
-    assembly.add(event({"choices": [{"index": 0, "finish_reason": "stop", "logprobs": {"text_offset": [0]}}]}))
+    assembly.add([orjson.dumps(chunk(0, "b", token_ids=[5], finish_reason="stop"))])
+    assembly.add([orjson.dumps({"choices": [{"index": 0, "finish_reason": "stop", "logprobs": {"text_offset": [0]}}]})])
     with pytest.raises(EngineFailed, match="cannot be joined"):
         assembly.reply()
     assert assembly.part() is None

@@ -119,23 +119,16 @@ def decoded_and_joined(n: int, chunks: list[Json]) -> Json:
     return reply
 
 
-_ONE_LINE = str.maketrans("\r\n", "  ")
-"""Between values: no text has a bare line end."""
-
-
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.large_base_example, HealthCheck.too_slow])
 @given(streams(), st.randoms(use_true_random=False))
 def test_chunks_joined_as_bytes_are_those_joined_decoded(stream: tuple[int, list[Json]], ways: random.Random) -> None:
     n, chunks = stream
-    ends = ways.choice((b"\n\n", b"\r\n\r\n"))
-    lines = (written(chunk, ways).translate(_ONE_LINE).encode() for chunk in chunks)
-    came = b"".join(b"data: %b%b" % (line, ends) for line in lines)
-    came = ways.choice((b"", b": hello\n\n")) + came + ways.choice((b"", b"data: [DONE]" + ends))
+    events = [written(chunk, ways).encode() for chunk in chunks]
     assembly = Assembly(n, "a")
-    while came:
-        length = ways.randint(1, len(came))
-        assembly.add(came[:length])
-        came = came[length:]
+    while events:
+        together = ways.randint(1, len(events))
+        assembly.add(events[:together])
+        events = events[together:]
     reply = assembly.reply()
     expected = decoded_and_joined(n, chunks)
     assert [num_tokens(choice["token_ids"]) for choice in reply["choices"]] == [
@@ -216,5 +209,5 @@ def test_chunks_that_cannot_be_joined_are_a_failure_of_the_engine(choice: str) -
 def joined(*events: bytes) -> Json:
     assembly = Assembly(1, "a")
     for one in events:
-        assembly.add(b"data: %b\n" % one)
+        assembly.add([one])
     return assembly.reply()

@@ -1,6 +1,6 @@
 """A chunk without readable choices is a failure of its engine: the rollout goes on elsewhere."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -18,7 +18,7 @@ SAMPLING: Json = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}
 class OddEngine:
     """An engine whose streams begin with an odd chunk."""
 
-    reply, events, collect = Engine.reply, Engine.events, Engine.collect
+    reply, events = Engine.reply, Engine.events
 
     def __init__(self, engine: Any, chunk: Json) -> None:
         self._engine = engine
@@ -46,7 +46,9 @@ class EarlyEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+    async def events(
+        self, path: str, body: Json, timeout_s: float, *, linger_s: float = 0.0
+    ) -> AsyncGenerator[list[bytes]]:
         self.num_streams += 1
         if self.num_streams == 1:
             self._replica.scheduler.stall(after=6)
@@ -56,12 +58,6 @@ class EarlyEngine:
                 if self.num_streams == 1 and any(b'"token_ids":[' in event for event in events):
                     break
         self._replica.scheduler.go_on()
-
-    async def collect(self, path: str, body: Json, timeout_s: float, take: Callable[[bytes], None]) -> None:
-        async with aclosing(self.events(path, body, timeout_s)) as blocks:
-            async for events in blocks:
-                for event in events:
-                    take(b"data: %b\n\n" % event)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -195,18 +195,14 @@ class BreakingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+    async def events(
+        self, path: str, body: Json, timeout_s: float, *, linger_s: float = 0.0
+    ) -> AsyncGenerator[list[bytes]]:
         async with aclosing(self._engine.events(path, body, timeout_s)) as blocks:
             async for events in blocks:
                 yield events
                 if any(b'"finish_reason":"abort"' in event for event in events):
                     raise EngineUnreachable(path, replica_id=self._engine.replica_id)
-
-    async def collect(self, path: str, body: Json, timeout_s: float, take: Callable[[bytes], None]) -> None:
-        async with aclosing(self.events(path, body, timeout_s)) as blocks:
-            async for events in blocks:
-                for event in events:
-                    take(b"data: %b\n\n" % event)
 
 
 async def test_a_sample_goes_on_where_the_connection_breaks_after_the_update_has_ended_it(start_rig: StartRig) -> None:

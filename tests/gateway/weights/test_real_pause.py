@@ -180,10 +180,13 @@ def test_a_sample_that_the_update_in_its_request_has_not_touched_says_so(
 
 @pytest.fixture
 def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealFleet]:
-    """An engine that tells no spans, as vLLM 0.26, and nothing of a stream before its end, as one that lags behind."""
+    """An engine that tells no spans, as vLLM 0.26, and nothing of a stream before its end, as one that lags behind.
+
+    Rollouts go on while a paused engine answers a canary, and would end before a second update: there is none.
+    """
     monkeypatch.setattr(launch, "_SPANS", None)
     engine = engine_config(COMMITTED, tmp_path).model_copy(update={"stream_interval": LONG})
-    with app({"policy": engine}, weights={"relay": "never"}) as running:
+    with app({"policy": engine}, weights={"relay": "never", "canary": {"enabled": False}}) as running:
         yield running
 
 
@@ -193,11 +196,11 @@ def test_where_vllm_tells_no_spans_every_version_that_a_request_has_met_is_named
     with trainer(silent, "keep", monkeypatch) as client, ThreadPoolExecutor(1) as pool:
         with gathered(silent, IN_FLIGHT):
             flying = pool.submit(asked, silent)
-        until_generating(silent, IN_FLIGHT)
-        assert silent.call("/pause?mode=keep", {})[0] == 200
-        for seed in range(2):
-            client.update_model_params(other_weights(seed=seed))
-        assert silent.call("/resume", {})[0] == 200
+        with standing_amid(silent, IN_FLIGHT):
+            assert silent.call("/pause?mode=keep", {})[0] == 200
+            for seed in range(2):
+                client.update_model_params(other_weights(seed=seed))
+            assert silent.call("/resume", {})[0] == 200
         during = flying.result()
     may_be_of = [{"version": version, "start": None, "end": None} for version in range(3)]
     assert [choice["weight_versions"] for choice in during] == [may_be_of] * 5

@@ -246,7 +246,7 @@ def test_conversations_go_on_with_their_adapter_over_an_update_of_the_base(
         with ThreadPoolExecutor(3) as pool:
             with gathered(real, 2):
                 running = [pool.submit(conversation, real, "run-v1"), pool.submit(streamed, real, "run-v1")]
-            with standing_amid(real, 2):
+            with standing_amid(real):
                 pushing = pool.submit(sender.push, base, in_flight="abort")
                 client.load_lora_adapter("run-v2", str(adapter(tmp_path / "v2", -SCALE)))
                 assert pushing.result() == served + 1
@@ -284,7 +284,8 @@ def test_an_adapter_loaded_in_place_waits_for_what_an_update_has_cut_off(
         WeightSender(pusher, transport="store") as sender,
         ThreadPoolExecutor(2) as pool,
     ):
-        running = pool.submit(conversation, real, "in-place")
+        with gathered(real, 1):
+            running = pool.submit(conversation, real, "in-place")
         with standing_amid(real):
             loading = pool.submit(real.text, "/v1/load_lora_adapter", body)
             sender.push(base, in_flight="abort")

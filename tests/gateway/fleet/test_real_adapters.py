@@ -29,7 +29,6 @@ from tests.rigs.engines.real_vllm import (
     engine_config,
     gathered,
     standing_amid,
-    until_generating,
 )
 from trainer_client import BlockingRolloutClient, WeightSender
 
@@ -162,9 +161,11 @@ def test_a_prompt_is_scored_beside_rollouts_of_an_adapter(real: RealFleet, clien
     rollout = {"model": "beside", "prompt": [PROMPT] * 8, "max_tokens": 480, "ignore_eos": True}
     scored = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(ask, real.replicas[0].url, "/v1/completions", rollout)
-        until_generating(real, 8)
-        found = [ask(real.replicas[0].url, "/v1/completions", scored)["choices"][0]["prompt_logprobs"]]
+        with gathered(real, 8):
+            running = pool.submit(ask, real.url, "/v1/completions", rollout)
+        with standing_amid(real):
+            scoring = pool.submit(ask, real.replicas[0].url, "/v1/completions", scored)
+        found = [scoring.result()["choices"][0]["prompt_logprobs"]]
         assert not running.done()
         assert len(running.result()["choices"]) == 8
     found.append(ask(real.replicas[0].url, "/v1/completions", scored)["choices"][0]["prompt_logprobs"])

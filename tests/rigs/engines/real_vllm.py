@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import re
 import signal
 import tempfile
 import time
@@ -12,7 +11,6 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +83,6 @@ class RealFleet:
             time.sleep(0.05)
 
 
-def tokens_made(real: RealFleet) -> float:
-    """By all replicas, since they have started."""
-    return sum(_metrics(real, "generation_tokens_total"))
-
-
-def until_generating(real: RealFleet, samples: int = 1, tokens: int = 20) -> None:
-    """Returns when so many samples run on the replicas, and each of these has made about so many tokens more."""
-    _until(lambda: sum(_metrics(real, "num_requests_running")) >= samples)
-    # A sample that runs has a token of each step of its replica, which another replica's do not stand for.
-    running, made = _metrics(real, "num_requests_running"), _metrics(real, "generation_tokens_total")
-    wanted = [before + tokens * count for before, count in zip(made, running, strict=True)]
-    _until(lambda: all(map(ge, _metrics(real, "generation_tokens_total"), wanted)))
-
-
 @contextmanager
 def gathered(real: RealFleet, samples: int, tokens: int = 20) -> Iterator[None]:
     """Hold the engines still while requests of so many samples come in, which so begin together.
@@ -146,13 +130,6 @@ def _samples_in_flight(real: RealFleet) -> list[int]:
     """Of each replica, by the gateway's count."""
     counts = {one["replica_id"]: one["samples_in_flight"] for one in real.call("/status")[1]["replicas"]}
     return [counts[replica.replica_id] for replica in real.replicas]
-
-
-def _metrics(real: RealFleet, name: str) -> list[float]:
-    """Of each replica."""
-    texts = [replace(real, url=replica.url).text("/metrics")[1] for replica in real.replicas]
-    found = [re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", text, re.M) for text in texts]
-    return [float(one[1]) if one else 0.0 for one in found]
 
 
 def _until(condition: Callable[[], bool]) -> None:

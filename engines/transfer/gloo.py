@@ -89,9 +89,9 @@ class WeightGroup:
         """Leave and publish the reason, so that peers blocked on us get an error now. May be called twice."""
         self.give_up(reason)
         if self._store is not None:
-            # The store ends with the sender.
+            # The store ends with the sender. The first to leave has the reason of those after it.
             with contextlib.suppress(RuntimeError):
-                self._store.set("left", f"rank {self.rank}: {reason}")
+                self._store.compare_set("left", "", f"rank {self.rank}: {reason}")
         # gloo closes its sockets only in its destructor; shutdown() and abort() leave peers waiting.
         self._gloo = None
         self._store = None

@@ -28,8 +28,8 @@ from gateway.http.listener import Listener
 from tests.rigs.engines.engine_brake import BRAKES, VllmBrake
 from tests.rigs.engines.forked_vllm import engine_process
 
-START_TIMEOUT_S = 240.0
-REQUEST_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0
+REQUEST_TIMEOUT_S = 600.0
 # A dead engine's port is closed, which is seen at once. One that is held still, or slow on a busy machine, is alive.
 _WATCH = {"probe_interval_s": 0.2, "probe_timeout_s": 60.0, "stalled_after_s": REQUEST_TIMEOUT_S, "lost_after_s": 2.0}
 

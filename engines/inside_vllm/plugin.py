@@ -1,4 +1,7 @@
-"""vLLM general plugin: registers the gloo weight transfer backend in every vLLM process. `gloo_receiver.py` has it."""
+"""vLLM general plugin: registers the gloo weight transfer backend in every vLLM process. `gloo_receiver.py` has it.
+
+On CPU it also gives vLLM a quick start, and AMX.
+"""
 
 import contextlib
 import multiprocessing
@@ -19,6 +22,16 @@ def register() -> None:
         )
     if os.environ.get(FORK_CORE) == "1":
         _fork_the_core()
+    _permit_amx()
+
+
+def _permit_amx() -> None:
+    """Ask Linux for AMX, for this process. vLLM uses it in bfloat16 where the CPU has it, and does not ask: an illegal
+    instruction ended its core at the first prompt."""
+    import torch
+
+    with contextlib.suppress(AttributeError):  # another release of torch, for which vLLM may ask
+        torch.cpu._init_amx()
 
 
 def _fork_the_core() -> None:

@@ -28,8 +28,6 @@ from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.2
-_DESCRIBE_TIMEOUT_S = 30.0  # SGLang asks its scheduler, which may still be starting
-_WARM_UP_TIMEOUT_S = 300.0
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
@@ -113,7 +111,7 @@ class EngineServer:
                 await self._healthy(process, engine)
                 # The first request of a new engine takes seconds; rollouts should not pay for it.
                 warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
-                await engine.generate("/v1/completions", warm_up, _WARM_UP_TIMEOUT_S)
+                await engine.generate("/v1/completions", warm_up, config.start_timeout_s)
                 profiles = str(config.profile_folder(port)) if config.profiling else ""
                 return replace(await self._describe(process, engine), profiles=profiles)
         except TimeoutError:
@@ -166,17 +164,19 @@ class EngineServer:
         return "engine" if self._group == "engine" else f"engines.{self._group}"
 
     async def _describe(self, process: EngineProcess, engine: Engine) -> ReplicaInfo:
+        # The start as a whole has this limit: a slow machine may need any part of it for any answer.
+        limit_s = self._config.start_timeout_s
         models, version, world, routes = await asyncio.gather(
             *(
-                engine.ask("GET", path, None, _DESCRIBE_TIMEOUT_S)
+                engine.ask("GET", path, None, limit_s)
                 for path in ("/v1/models", "/version", "/get_world_size", "/openapi.json")
             )
         )
         tensors = expected_tensors(self._config)
         if isinstance(engine, SglangEngine) and not self._config.frozen:
-            self._has_tee = await engine.find_plugin(tensors or (), _WARM_UP_TIMEOUT_S)
-        reload_reason = await engine.plan_updates(_WARM_UP_TIMEOUT_S)
-        draft = await engine.report_draft(_WARM_UP_TIMEOUT_S)
+            self._has_tee = await engine.find_plugin(tensors or (), limit_s)
+        reload_reason = await engine.plan_updates(limit_s)
+        draft = await engine.report_draft(limit_s)
         visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return ReplicaInfo(
             replica_id=self._replica_id,

@@ -88,13 +88,13 @@ class WeightGroup:
     def close(self, reason: str = "closed the group") -> None:
         """Leave and publish the reason, so that peers blocked on us get an error now. May be called twice."""
         self.give_up(reason)
-        if self._store is not None:
-            # The store ends with the sender.
+        store, self._store = self._store, None  # another thread may close the group meanwhile
+        if store is not None:
+            # The store ends with the sender. The first to leave has the reason of those after it.
             with contextlib.suppress(RuntimeError):
-                self._store.set("left", f"rank {self.rank}: {reason}")
+                store.compare_set("left", "", f"rank {self.rank}: {reason}")
         # gloo closes its sockets only in its destructor; shutdown() and abort() leave peers waiting.
         self._gloo = None
-        self._store = None
 
     def _broken(self, what: str) -> WeightUpdateFailed:
         self._reason = f"{what}; {self._reason}" if self._reason else what

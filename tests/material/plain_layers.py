@@ -1,5 +1,5 @@
 """A vLLM plugin: vLLM on CPU computes with its weights as they are loaded, as it does on GPUs, and notes its reloads
-and the runs of its models' loaders.
+and the runs of its models' loaders. It can halt, see `tests/rigs/engines/halting.py`.
 
 `environ` has an engine load it, beside the product's own.
 """
@@ -51,7 +51,9 @@ def register() -> None:
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
     from engines.inside_vllm.in_place import DEVICES
+    from tests.rigs.engines import halting
 
+    halting.install()
     ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
     DEVICES.add("cpu")

@@ -329,21 +329,36 @@ async def test_what_is_missing_is_named_when_the_wait_for_it_runs_out(start_rig:
         while (await rig.get("/health"))[0] == 200:
             await asyncio.sleep(0.02)
     async with RolloutClient(rig.url) as client:
-        with pytest.raises(DeadlineExceeded, match=r"not ready after 0\.3 s: . of 1 replicas are there"):
-            await client.wait_ready(timeout_s=0.3)
+        with pytest.raises(DeadlineExceeded, match=r"not ready after 2 s: . of 1 replicas are there"):
+            await client.wait_ready(timeout_s=2.0)
+
+
+async def test_a_look_that_the_end_of_the_wait_cuts_off_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_client.client._LOOK_S", 0.01)
+
+    async def once(call: int) -> web.Response:
+        if call > 1:
+            await asyncio.sleep(SOON_S)
+        replica = {"replica_id": "engine-0", "state": "STARTING"}
+        return web.json_response({"replicas": [replica], "replicas_expected": 2}, status=503)
+
+    async with Played(once) as gateway, RolloutClient(gateway.url) as client:
+        with pytest.raises(DeadlineExceeded, match="1 of 2 replicas are there: engine-0 STARTING"):
+            await client.wait_ready(timeout_s=2.0)
 
 
 async def test_a_gateway_that_does_not_exist_is_waited_for_and_named() -> None:
     async with RolloutClient(f"http://127.0.0.1:{free_port()}") as client:
-        with pytest.raises(DeadlineExceeded, match=r"not ready after 0.3 s: .*is unreachable"):
-            await client.wait_ready(timeout_s=0.3)
+        with pytest.raises(DeadlineExceeded, match=r"not ready after 2 s: .*is unreachable"):
+            await client.wait_ready(timeout_s=2.0)
 
 
 # Trying again
 
 
 class Played:
-    """A gateway that answers completions, /start_weight_update and /weight_info as told, by the number of the call."""
+    """A gateway that answers completions, /start_weight_update, /weight_info and /health as told, by the number of the
+    call."""
 
     def __init__(self, answer: Answer) -> None:
         self.request_ids: list[str] = []
@@ -352,6 +367,7 @@ class Played:
         app.router.add_post("/v1/completions", self._handle)
         app.router.add_post("/start_weight_update", self._handle)
         app.router.add_get("/weight_info", self._handle)
+        app.router.add_get("/health", self._handle)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
 
     async def __aenter__(self) -> "Played":

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from types import ModuleType
 from typing import Any
@@ -135,14 +136,27 @@ def test_a_refused_init_ends_the_rendezvous_at_once_with_the_reason(gateway: Pla
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_engine_that_cannot_load_fails_the_update_with_its_reason(gateway: PlayedGateway) -> None:
+def test_an_engine_that_cannot_load_fails_the_update_with_its_reason(
+    gateway: PlayedGateway, vllm_client: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer_client import trl as gloo_trl
+
+    heard = threading.Event()
+
+    def send(*arguments: Any, **keywords: Any) -> None:
+        try:
+            gloo_trl.send_packed(*arguments, **keywords)
+        finally:
+            heard.set()
+
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", send)
     client = client_of(gateway)
     client.init_communicator("cpu")
 
     def leave_instead(_: dict[str, Any]) -> Answer:
         gateway.groups[1].close("KeyError: 'lm_head'")
         gateway.groups[0].close()
-        time.sleep(0.4)  # The sender must hear it from the engine, before this answer.
+        assert heard.wait(TIMEOUT_S), "the sender hears it from the engine, before this answer"
         return 424, {"error": "a replica failed"}
 
     gateway.answers["/update_weights"] = leave_instead

@@ -61,6 +61,12 @@ class Running:
         speaks.cancel()
         assert self._speaks.is_set(), f"no tokens: {self._task}"
 
+    async def silent_for(self, seconds: float) -> None:
+        """Returns when no token has come for so long."""
+        before = -1
+        while before != (before := len(self.token_ids)):
+            await asyncio.sleep(seconds)
+
     async def finished(self) -> "Running":
         await asyncio.wait_for(asyncio.shield(self._task), REQUEST_S)
         return self

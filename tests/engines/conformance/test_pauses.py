@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engines.types import PauseMode
+from engines.types import EngineKind, PauseMode
 from tests.engines.conformance.subject import REQUEST_S, Subject
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -26,9 +26,9 @@ async def test_a_pause_that_aborts_ends_requests_with_the_tokens_they_have(engin
 @both_caches
 async def test_a_pause_that_waits_lets_requests_finish(engine: Subject, clear_cache: bool) -> None:
     async with engine.running() as request, engine.paused(PauseMode.WAIT, clear_cache=clear_cache):
-        # What was made before the pause was answered may still be on its way here.
-        async with asyncio.timeout(2 * engine.still_s):
-            await request.finished()
+        # SGLang has no such pause: our client waits for it, which tests of the client hold.
+        assert engine.kind is EngineKind.SGLANG or await engine.is_idle_within(engine.still_s)
+        await request.finished()
     assert request.finish_reason == "length"
     assert len(request.token_ids) == engine.long
 
@@ -38,11 +38,9 @@ async def test_a_pause_that_keeps_freezes_requests_and_they_go_on(engine: Subjec
     asked = {"cache_salt": f"kept {clear_cache}"}
     async with engine.running(**asked) as request:
         async with engine.paused(PauseMode.KEEP, clear_cache=clear_cache):
-            await asyncio.sleep(engine.still_s)
-            frozen = len(request.token_ids)
-            await asyncio.sleep(engine.still_s)
-            assert not request.is_over, "it was over before the pause"
-            assert len(request.token_ids) == frozen
+            # What was made before the pause was answered may still be on its way here.
+            await request.silent_for(engine.still_s)
+            assert not request.is_over, "it went on, or was over before the pause"
         await request.finished()
     assert request.finish_reason == "length"
     assert len(request.token_ids) == engine.long

@@ -86,6 +86,15 @@ def trainer_and_engine(pool: ThreadPoolExecutor) -> "tuple[WeightGroup, GlooWeig
     return trainer, engine
 
 
+def test_each_process_of_vllm_asks_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_real_canary.py` has an engine that needs it, on a CPU that has it."""
+    pytest.importorskip("vllm")
+    asked = []
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True))
+    register()
+    assert asked
+
+
 def test_the_engine_loads_what_the_trainer_sends(pool: ThreadPoolExecutor) -> None:
     trainer, engine = trainer_and_engine(pool)
     tensors = {"embed": torch.randn(4, 3), "norm": torch.ones(3, dtype=torch.bfloat16)}

@@ -208,6 +208,23 @@ async def test_an_engine_that_does_not_come_up_in_time_is_ended(
     assert time.monotonic() - began < SOON_S
 
 
+async def test_any_answer_of_a_start_may_take_as_long_as_the_start(
+    new_server: NewServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine vLLM has taken more than 30 s to list its routes."""
+    bounds: dict[str, float] = {}
+    ask = VllmEngine.ask
+
+    async def noted(self: VllmEngine, method: str, path: str, body: Any, timeout_s: float) -> Any:
+        bounds[path] = timeout_s
+        return await ask(self, method, path, body, timeout_s)
+
+    monkeypatch.setattr(VllmEngine, "ask", noted)
+    await new_server(start_timeout_s=234.5).start()
+    assert set(bounds) >= {"/v1/models", "/version", "/get_world_size", "/openapi.json"}
+    assert set(bounds.values()) == {234.5}
+
+
 async def test_a_port_that_somebody_took_meanwhile_is_left_for_another(
     new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

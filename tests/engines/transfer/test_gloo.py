@@ -122,6 +122,14 @@ def test_a_sender_hears_at_once_that_a_receiver_left(pool: ThreadPoolExecutor) -
     assert isinstance(error_of(other, SOON_S), WeightUpdateFailed), "the receiver left behind waits on"
 
 
+def test_a_sender_hears_the_reason_of_the_first_that_left(pool: ThreadPoolExecutor) -> None:
+    sender, first, second = joined(pool, 3)
+    first.close("KeyError: 'lm_head'")
+    second.close()
+    with pytest.raises(WeightUpdateFailed, match="rank 1: KeyError: 'lm_head'"):
+        sender.broadcast(torch.ones(1))
+
+
 def test_a_sender_can_be_told_to_give_up(pool: ThreadPoolExecutor) -> None:
     groups = joined(pool, 2)
     sending = pool.submit(groups[0].broadcast, torch.ones(8))

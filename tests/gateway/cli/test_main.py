@@ -154,7 +154,7 @@ def test_up_status_down_without_tokens(cluster_shell: Shell) -> None:
     shell.environ["RAY_AUTH_MODE"] = "disabled"
     ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
 
-    done = shell.run("up", "-c", "sim.yaml", *ports, "gateway.admin_keys=hunter2", timeout_s=300)
+    done = shell.run("up", "-c", "sim.yaml", *ports, "gateway.admin_keys=hunter2")
     assert done.returncode == 0, done.stderr
     assert "replicas of engine:     2 RUNNING" in done.stdout
 
@@ -170,7 +170,7 @@ def test_up_status_down_without_tokens(cluster_shell: Shell) -> None:
     )
     assert "hunter2" not in stock.stdout
 
-    assert shell.run("down", timeout_s=180).stdout == "rollout-gateway is down\n"
+    assert shell.run("down").stdout == "rollout-gateway is down\n"
     assert shell.run("status").returncode == 1
     assert not (shell.folder / ".local/state/rollout-gateway/rollout-gateway.json").exists()
 
@@ -182,7 +182,7 @@ def test_up_with_an_engine_that_cannot_start_ends_with_one_line_and_leaves_nothi
     shell = cluster_shell
     ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
     wrong = ["engine.num_replicas=1", "engine.extra.nonsense=1", f"engine.log_dir={shell.folder / 'logs'}"]
-    done = shell.run("up", "-c", "sim.yaml", *ports, *wrong, timeout_s=300)
+    done = shell.run("up", "-c", "sim.yaml", *ports, *wrong)
     assert done.returncode == 1
     first, second, *rest = done.stderr.partition("rollout-gateway: ")[2].splitlines()
     assert re.fullmatch(
@@ -201,7 +201,7 @@ def test_up_with_an_engine_that_cannot_start_ends_with_one_line_and_leaves_nothi
 @pytest.mark.ray
 def test_up_without_the_gpus_says_what_is_needed_and_does_not_wait(cluster_shell: Shell) -> None:
     ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
-    done = cluster_shell.run("up", "-c", "sim.yaml", *ports, "engine.gpus_per_replica=64", timeout_s=300)
+    done = cluster_shell.run("up", "-c", "sim.yaml", *ports, "engine.gpus_per_replica=64")
     assert done.returncode == 1
     assert "engine: a replica takes 64 GPUs" in done.stderr.partition("rollout-gateway: ")[2].splitlines()[0]
     assert cluster_shell.run("status").returncode == 1
@@ -211,7 +211,7 @@ def test_up_without_the_gpus_says_what_is_needed_and_does_not_wait(cluster_shell
 def test_up_shows_what_a_slow_engine_was_at_and_undoes_itself(cluster_shell: Shell) -> None:
     ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
     wrong = ["engine.num_replicas=1", "engine.sim.start_s=60", "engine.start_timeout_s=3"]
-    done = cluster_shell.run("up", "-c", "sim.yaml", *ports, *wrong, timeout_s=300)
+    done = cluster_shell.run("up", "-c", "sim.yaml", *ports, *wrong)
     assert done.returncode == 1
     progress, _, failure = done.stderr.partition("rollout-gateway: ")
     assert re.search(r"^\[ *[\d.]+ s\] engine-\w+: starting$", progress, re.MULTILINE)
@@ -234,12 +234,12 @@ def test_a_right_configuration_starts_after_a_wrong_one_and_scaling_restarts_not
         assert wrong.stderr is not None
         assert any("starting" in line for line in wrong.stderr if ": " in line)
         wrong.kill()
-    done = shell.run("up", "-c", "sim.yaml", *ports, timeout_s=300)
+    done = shell.run("up", "-c", "sim.yaml", *ports)
     assert done.returncode == 0, done.stderr
     assert "has no running engine" in done.stderr
 
     before = _pids(shell)
-    more = shell.run("up", "-c", "sim.yaml", *ports, "engine.num_replicas=3", timeout_s=300)
+    more = shell.run("up", "-c", "sim.yaml", *ports, "engine.num_replicas=3")
     assert more.returncode == 0, more.stderr
     assert "2 -> 3 replicas; nothing restarts" in more.stderr
     assert before.items() <= _pids(shell).items()
@@ -259,13 +259,13 @@ def test_up_ends_at_a_server_of_others_with_another_model_and_names_the_remedy(
     (cluster_shell.folder / "two.yaml").write_text(SIM + theirs)
     ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
 
-    done = cluster_shell.run("up", "-c", "two.yaml", *ports, timeout_s=300)
+    done = cluster_shell.run("up", "-c", "two.yaml", *ports)
     assert done.returncode == 1
     assert "engines.policy serves 'sim' and engines.theirs serves 'judge'" in done.stderr
     assert "say frozen: true" in done.stderr
     assert cluster_shell.run("status").returncode == 1
 
-    done = cluster_shell.run("up", "-c", "two.yaml", *ports, "engines.theirs.frozen=true", timeout_s=300)
+    done = cluster_shell.run("up", "-c", "two.yaml", *ports, "engines.theirs.frozen=true")
     assert done.returncode == 0, done.stderr
     fleet = json.loads(cluster_shell.run("status", "--json").stdout)["fleet"]
     shown = sorted((replica["model"], replica["frozen"], replica["state"]) for replica in fleet["replicas"])
@@ -313,7 +313,7 @@ def test_vllm_serve_stays_until_it_is_ended_and_takes_its_ray_down(cluster_shell
         fleet = json.loads(shell.run("status", "--json").stdout)["fleet"]
         assert sorted(replica["gpu_ids"] for replica in fleet["replicas"]) == [[2], [3]]
 
-        again = shell.run("up", "-c", "sim.yaml", "--gpus", "0,1", timeout_s=120)
+        again = shell.run("up", "-c", "sim.yaml", "--gpus", "0,1")
         assert again.returncode == 1
         assert "was started with GPUs 2,3, and a running Ray keeps the GPUs it has" in again.stderr
         assert "first run: rollout-gateway down" in again.stderr

@@ -177,7 +177,7 @@ def up(cluster_shell: Shell) -> tuple[Shell, str]:  # noqa: F811
         f"engine: {{kind: sim, model: sim, num_replicas: 2, num_cpus: 0.1, stop_timeout_s: 1, {sim}}}\n"
         f"gateway: {{port: {port}}}\nserve: {{http_port: {free_port()}}}\n"
     )
-    done = cluster_shell.run("up", "-c", "sim.yaml", timeout_s=300)
+    done = cluster_shell.run("up", "-c", "sim.yaml")
     assert done.returncode == 0, done.stderr
     return cluster_shell, f"http://127.0.0.1:{port}"
 
@@ -202,12 +202,12 @@ def test_scaling_from_two_to_four_and_one_under_load_loses_and_repeats_no_rollou
     before = pids()
     assert len(before) == 2
     with Load(url, workers=12) as load:
-        grown = shell.run("scale", "4", timeout_s=200)
+        grown = shell.run("scale", "4")
         assert grown.returncode == 0, grown.stderr
         four = pids()
         assert len(four) == 4
         assert before.items() <= four.items()  # nobody was started anew
-        shrunk = shell.run("scale", "1", timeout_s=200)
+        shrunk = shell.run("scale", "1")
         assert shrunk.returncode == 0, shrunk.stderr
         one = pids()
         assert len(one) == 1
@@ -240,7 +240,7 @@ def test_a_change_of_the_engines_alone_under_load_loses_no_rollout_and_restarts_
     before, began = serving(), time.monotonic()
     assert len(before) == 2
     with Load(url, workers=8) as load:
-        done = shell.run("up", "-c", "sim.yaml", "engine.max_num_seqs=33", timeout_s=300)
+        done = shell.run("up", "-c", "sim.yaml", "engine.max_num_seqs=33")
         assert done.returncode == 0, done.stderr
     after = serving()
     assert "replicas of engine restart one after the other; the gateway and its rollouts go on" in done.stderr

@@ -1,7 +1,6 @@
 """min_version and max_staleness: what waits, what is refused at once, who is chosen, what the engine sees."""
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -75,11 +74,10 @@ async def test_a_version_that_a_frozen_model_never_has_is_refused_at_once(
         "judge": {"kind": "sim", "model": "judge", "num_replicas": 1, "frozen": True},
     }
     rig = await start_rig(engines=engines)
-    began = time.monotonic()
-    status, reply = await rig.post(path, body | {"model": "judge", "min_version": 1})
+    async with asyncio.timeout(30):  # not that of the queue, which is minutes
+        status, reply = await rig.post(path, body | {"model": "judge", "min_version": 1})
     assert (status, reply["error"]["param"]) == (400, "min_version")
     assert "frozen" in reply["error"]["message"]
-    assert time.monotonic() - began < 2
     assert (await rig.post(path, body | {"model": "judge", "min_version": 0, "max_staleness": 0}))[0] == 200
 
 

@@ -1,8 +1,7 @@
 """Real vLLM and real SGLang as replicas of one policy, with a frozen SGLang judge beside them, on CPU."""
 
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,9 +31,6 @@ pytestmark = pytest.mark.sglang
 USER, ASSISTANT = 2, 3
 LONG = 300
 PROMPTS = [[USER, 5 + digit, 6 + digit, 5, ASSISTANT] for digit in range(8)]
-MADE = re.compile(
-    r'^(?:vllm:generation|sglang:realtime)_tokens_total\{(?:.*mode="decode".*|(?!.*mode=).*)\} (\S+)$', re.M
-)
 
 
 @pytest.fixture(scope="module")
@@ -100,20 +96,6 @@ def placed(real: real_vllm.RealFleet) -> dict[str, int]:
     return {one["replica_id"]: one["samples_placed"] for one in real.call("/status")[1]["replicas"]}
 
 
-def made(real: real_vllm.RealFleet) -> dict[str, float]:
-    """The tokens that each replica has made, by its own count of steps."""
-    pages = {one.replica_id: replace(real, url=one.url).text("/metrics")[1] for one in real.replicas}
-    return {replica_id: sum(map(float, MADE.findall(page))) for replica_id, page in pages.items()}
-
-
-def until_generating(real: real_vllm.RealFleet, before: Mapping[str, float], *replica_ids: str) -> None:
-    """Returns when each sample of these replicas, which share the prompts, has tokens since `before`."""
-    deadline = time.monotonic() + real_vllm.REQUEST_TIMEOUT_S
-    while any((now := made(real))[one] < before[one] + 3 * len(PROMPTS) for one in replica_ids):
-        assert time.monotonic() < deadline, (before, now)
-        time.sleep(0.01)
-
-
 class Sender:
     """A trainer that broadcasts tensor by tensor over a process group of torch's own."""
 
@@ -171,11 +153,11 @@ def test_trls_client_updates_sglang_alone_through_the_relay(
     client.init_communicator("cpu")
     assert alone.call("/status")[1]["weight_relay"]["in_group"]
     try:
-        before = made(alone)
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(complete, alone, max_tokens=LONG, ignore_eos=True, temperature=1.0)
-            until_generating(alone, before, *before)
-            client.update_model_params(other)
+            with real_vllm.gathered(alone, len(PROMPTS)):
+                running = pool.submit(complete, alone, max_tokens=LONG, ignore_eos=True, temperature=1.0)
+            with real_vllm.standing_amid(alone):
+                client.update_model_params(other)
             whole = running.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
         spans = [[(span["version"], span["start"], span["end"]) for span in one["weight_versions"]] for one in whole]
         print(spans)
@@ -320,15 +302,17 @@ def test_what_an_update_cuts_off_goes_on_whichever_kind_made_its_beginning(real:
     with BlockingRolloutClient(real.url) as client, WeightSender(client, transport="store") as sender:
         served = sender.push(model)
         asked = {"max_tokens": LONG, "ignore_eos": True, "logprobs": 0}
+        # An SGLang that stands still ends nothing: its samples are cut off where they happen to be, or have ended.
+        vllm = replace(real, replicas=[replica for replica in real.replicas if replica.group == "vllm"])
         with ThreadPoolExecutor(1) as pool:
-            before = made(real)
-            running = pool.submit(complete, real, **asked)
-            until_generating(real, before, "vllm-0", "sglang-0")
-            assert sender.push(model, in_flight="abort") == served + 1
+            with real_vllm.gathered(vllm, len(PROMPTS) // 2):
+                running = pool.submit(complete, real, **asked)
+            with real_vllm.standing_amid(vllm):
+                assert sender.push(model, in_flight="abort") == served + 1
             choices = running.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
     spans = [[(span["version"], span["start"], span["end"]) for span in one["weight_versions"]] for one in choices]
     print(spans)
-    assert sum(len(told) == 2 and told[0][0] == served for told in spans) >= 4, "at least those of the slower engine"
+    assert sum(len(told) == 2 and told[0][0] == served for told in spans) >= 4, "at least those of vLLM"
     for prompt, choice in zip(PROMPTS, choices, strict=True):
         assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", LONG)
         assert len(choice["logprobs"]["token_logprobs"]) == LONG

@@ -3,7 +3,6 @@
 The weights pushed are those that the engines have, so what the greedy run says is known.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.material import tool_model
-from tests.rigs.engines.real_vllm import RealFleet, fleet, standing, tokens_made
+from tests.rigs.engines.real_vllm import RealFleet, fleet, gathered, standing_amid
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
@@ -27,7 +26,6 @@ pytestmark = pytest.mark.vllm
 Json = dict[str, Any]
 
 CHAT = "/v1/chat/completions"
-TRIES = 6
 PARAMETERS = {"type": "object", "properties": {"town": {"type": "string"}, "term": {"type": "string"}}}
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": name, "parameters": PARAMETERS}}
@@ -105,27 +103,19 @@ def streamed(real: RealFleet, body: Json) -> Json:
 
 
 def cut_off(real: RealFleet, model: Path, ask: Callable[[], Json], after: int) -> Json:
-    """The reply to a request that an update has cut off when it had made about `after` tokens.
-
-    The update changes nothing else. The engine stands still until it comes, which is after the end on a fast machine.
-    """
+    """The reply to a request that an update has cut off when it had made so many tokens. It changes nothing else."""
     weights = weights_of(model)
-    for _ in range(TRIES):
-        version = real.call("/status")[1]["weight_version"]
-        wanted = tokens_made(real) + after
-        with ThreadPoolExecutor(1) as pool:
+    version = real.call("/status")[1]["weight_version"]
+    with ThreadPoolExecutor(1) as pool:
+        with gathered(real, 1, after):
             running = pool.submit(ask)
-            while tokens_made(real) < wanted and not running.done():
-                time.sleep(0.005)
-            with standing(real):
-                push(real, weights)
-            reply = running.result()
-        spans = reply["choices"][0]["weight_versions"]
-        print([(span["version"] - version, span["start"], span["end"]) for span in spans])
-        if spans[-1]["version"] > version:
-            assert spans[-1]["version"] == version + 1
-            return reply
-    raise AssertionError(f"no update fell into the request in {TRIES} tries")
+        with standing_amid(real):
+            push(real, weights)
+        reply = running.result()
+    spans = reply["choices"][0]["weight_versions"]
+    print([(span["version"] - version, span["start"], span["end"]) for span in spans])
+    assert spans[-1]["version"] == version + 1
+    return reply
 
 
 def told(reply: Json) -> Json:

@@ -29,7 +29,6 @@ from tests.rigs.engines.real_vllm import (
     engine_config,
     gathered,
     standing_amid,
-    until_generating,
 )
 from trainer_client import BlockingRolloutClient, WeightSender
 
@@ -162,9 +161,11 @@ def test_a_prompt_is_scored_beside_rollouts_of_an_adapter(real: RealFleet, clien
     rollout = {"model": "beside", "prompt": [PROMPT] * 8, "max_tokens": 480, "ignore_eos": True}
     scored = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(ask, real.replicas[0].url, "/v1/completions", rollout)
-        until_generating(real, 8)
-        found = [ask(real.replicas[0].url, "/v1/completions", scored)["choices"][0]["prompt_logprobs"]]
+        with gathered(real, 8):
+            running = pool.submit(ask, real.url, "/v1/completions", rollout)
+        with standing_amid(real):
+            scoring = pool.submit(ask, real.replicas[0].url, "/v1/completions", scored)
+        found = [scoring.result()["choices"][0]["prompt_logprobs"]]
         assert not running.done()
         assert len(running.result()["choices"]) == 8
     found.append(ask(real.replicas[0].url, "/v1/completions", scored)["choices"][0]["prompt_logprobs"])
@@ -246,7 +247,7 @@ def test_conversations_go_on_with_their_adapter_over_an_update_of_the_base(
         with ThreadPoolExecutor(3) as pool:
             with gathered(real, 2):
                 running = [pool.submit(conversation, real, "run-v1"), pool.submit(streamed, real, "run-v1")]
-            with standing_amid(real, 2):
+            with standing_amid(real):
                 pushing = pool.submit(sender.push, base, in_flight="abort")
                 client.load_lora_adapter("run-v2", str(adapter(tmp_path / "v2", -SCALE)))
                 assert pushing.result() == served + 1
@@ -284,7 +285,8 @@ def test_an_adapter_loaded_in_place_waits_for_what_an_update_has_cut_off(
         WeightSender(pusher, transport="store") as sender,
         ThreadPoolExecutor(2) as pool,
     ):
-        running = pool.submit(conversation, real, "in-place")
+        with gathered(real, 1):
+            running = pool.submit(conversation, real, "in-place")
         with standing_amid(real):
             loading = pool.submit(real.text, "/v1/load_lora_adapter", body)
             sender.push(base, in_flight="abort")

@@ -1,9 +1,7 @@
 """The vLLM dialect over two real vLLM replicas on CPU."""
 
-import os
-import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.engines.real_vllm import RealFleet, fleet, greedy_token_ids, until_generating
+from tests.rigs.engines.real_vllm import RealFleet, fleet, gathered, greedy_token_ids, standing_amid
 
 pytestmark = pytest.mark.vllm
 
@@ -158,14 +156,12 @@ def test_weight_calls_out_of_order_are_conflicts_that_trl_does_not_replay(real: 
 def test_an_engine_killed_in_the_middle_of_a_batch_costs_no_rollout(real: RealFleet) -> None:
     """Last in the file: the fleet has one replica afterwards."""
 
-    def kill_soon() -> None:
-        until_generating(real, 64)
-        os.kill(real.replicas[0].pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_soon)
-    killer.start()
-    reply = complete(real, prompt=PROMPTS * 8, n=4, max_tokens=200, ignore_eos=True)
-    killer.join()
+    with ThreadPoolExecutor(1) as pool:
+        with gathered(real, 128):
+            asked = pool.submit(complete, real, prompt=PROMPTS * 8, n=4, max_tokens=200, ignore_eos=True)
+        with standing_amid(real):
+            real.kill(0)
+        reply = asked.result()
     assert [len(choice["token_ids"]) for choice in reply["choices"]] == [200] * 128
     assert real.call("/health")[0] == 503
     states = {r["replica_id"]: r["state"] for r in real.call("/status")[1]["replicas"]}

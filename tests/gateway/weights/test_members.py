@@ -34,17 +34,18 @@ async def until(is_true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def with_a_slow_joiner(start_rig: StartRig, folder: Path, **weights: Any) -> Rig:
-    """A fleet of two at version 1, and a third replica that loads it for longer than any call may take."""
-    rig = await start_rig(
-        2,
-        odd={"engine-2": {"load_s": 3.0}},
-        weights={"store": str(folder), "control_timeout_s": 1, "relay": "never", **weights},
-    )
+async def with_a_slow_joiner(start_rig: StartRig, folder: Path) -> Rig:
+    """A fleet of two at version 1, and a third replica that loads it until its fault ends."""
+    rig = await start_rig(2, weights={"store": str(folder), "control_timeout_s": 1, "relay": "never"})
     assert (await push(rig, folder))[0] == 200
-    await rig.add_replica("engine-2")
-    await until(lambda: len(rig.fleet.replicas) == 3 and rig.fleet.replicas[2].weight_version is None)
+    await join_slowly(rig)
     return rig
+
+
+async def join_slowly(rig: Rig) -> None:
+    joiner = await rig.add_replica("engine-2")
+    joiner.inject(held="load_snapshot")
+    await until(lambda: joiner.num_held == 1)
 
 
 @pytest.mark.parametrize("rolling", [False, True])
@@ -54,6 +55,7 @@ async def test_a_replica_that_is_being_brought_back_is_no_member_and_follows(
     rig = await with_a_slow_joiner(start_rig, folder)
     assert await push(rig, folder, rolling=rolling) == (200, {"weight_version": 2})
     assert rig.fleet.replicas[2].state == "SYNCING"
+    rig.replicas[2].inject()
     await until(lambda: rig.fleet.holders(2) == rig.fleet.replicas)
     await until(lambda: all(replica.can_serve for replica in rig.fleet.replicas))
 
@@ -61,15 +63,10 @@ async def test_a_replica_that_is_being_brought_back_is_no_member_and_follows(
 async def test_a_group_without_it_does_not_wait_for_a_replica_that_is_being_brought_back(
     start_rig: StartRig, folder: Path
 ) -> None:
-    rig = await start_rig(
-        2,
-        odd={"engine-2": {"load_s": 3.0}},
-        weights={"store": str(folder), "control_timeout_s": 1, "relay": "never"},
-    )
+    rig = await start_rig(2, weights={"store": str(folder), "control_timeout_s": 1, "relay": "never"})
     assert (await push(rig, folder))[0] == 200
     await rig.open_group()
-    await rig.add_replica("engine-2")
-    await until(lambda: len(rig.fleet.replicas) == 3 and rig.fleet.replicas[2].weight_version is None)
+    await join_slowly(rig)
     await rig.update()
     assert rig.fleet.replicas[2].state == "SYNCING"
 

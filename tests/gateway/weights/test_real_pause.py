@@ -27,11 +27,7 @@ from tests.rigs.engines.real_vllm import (
     app,
     engine_config,
     gathered,
-    standing,
     standing_amid,
-    tokens_made,
-    until_generating,
-    until_made,
 )
 from trainer_client import trl as gloo_trl
 
@@ -126,14 +122,12 @@ def test_every_completion_that_an_update_falls_into_tells_the_exact_token(
     with trainer(real, in_flight, monkeypatch) as client, ThreadPoolExecutor(1) as pool:
         with gathered(real, IN_FLIGHT):
             flying = pool.submit(asked, real)
-        if paused_by == "the trainer":
-            until_generating(real, IN_FLIGHT)
-            assert real.call("/pause?mode=keep", {})[0] == 200
+        with standing_amid(real):
+            if paused_by == "the trainer":
+                assert real.call("/pause?mode=keep", {})[0] == 200
             client.update_model_params(weights)
-            assert real.call("/resume", {})[0] == 200
-        else:
-            with standing_amid(real, IN_FLIGHT):
-                client.update_model_params(weights)
+            if paused_by == "the trainer":
+                assert real.call("/resume", {})[0] == 200
         after = flying.result()
 
     assert len(after) == IN_FLIGHT
@@ -165,10 +159,9 @@ def test_a_sample_that_the_update_in_its_request_has_not_touched_says_so(
     with trainer(real, "keep", monkeypatch) as client, ThreadPoolExecutor(1) as pool:
         client.update_model_params(other_weights(seed=1, sureness=1e-3))
         version = client.weight_version
-        wanted = tokens_made(real) + 16 * 50
-        flying = pool.submit(real.call, path, body | {"n": 16, "stop_token_ids": [9]})
-        until_made(real, wanted)
-        with standing(real):
+        with gathered(real, 16, tokens=50):
+            flying = pool.submit(real.call, path, body | {"n": 16, "stop_token_ids": [9]})
+        with standing_amid(real):
             client.update_model_params(other_weights(seed=2, sureness=1e-3))
         status, reply = flying.result()
     assert status == 200, reply
@@ -180,10 +173,13 @@ def test_a_sample_that_the_update_in_its_request_has_not_touched_says_so(
 
 @pytest.fixture
 def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealFleet]:
-    """An engine that tells no spans, as vLLM 0.26, and nothing of a stream before its end, as one that lags behind."""
+    """An engine that tells no spans, as vLLM 0.26, and nothing of a stream before its end, as one that lags behind.
+
+    Rollouts go on while a paused engine answers a canary, and would end before a second update: there is none.
+    """
     monkeypatch.setattr(launch, "_SPANS", None)
     engine = engine_config(COMMITTED, tmp_path).model_copy(update={"stream_interval": LONG})
-    with app({"policy": engine}, weights={"relay": "never"}) as running:
+    with app({"policy": engine}, weights={"relay": "never", "canary": {"enabled": False}}) as running:
         yield running
 
 
@@ -193,11 +189,11 @@ def test_where_vllm_tells_no_spans_every_version_that_a_request_has_met_is_named
     with trainer(silent, "keep", monkeypatch) as client, ThreadPoolExecutor(1) as pool:
         with gathered(silent, IN_FLIGHT):
             flying = pool.submit(asked, silent)
-        until_generating(silent, IN_FLIGHT)
-        assert silent.call("/pause?mode=keep", {})[0] == 200
-        for seed in range(2):
-            client.update_model_params(other_weights(seed=seed))
-        assert silent.call("/resume", {})[0] == 200
+        with standing_amid(silent):
+            assert silent.call("/pause?mode=keep", {})[0] == 200
+            for seed in range(2):
+                client.update_model_params(other_weights(seed=seed))
+            assert silent.call("/resume", {})[0] == 200
         during = flying.result()
     may_be_of = [{"version": version, "start": None, "end": None} for version in range(3)]
     assert [choice["weight_versions"] for choice in during] == [may_be_of] * 5
@@ -232,7 +228,7 @@ def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
             ids = pool.submit(real.call, "/inference/v1/generate", tokens)
             chats = pool.submit(real.call, "/v1/chat/completions", chat)
             chat_stream = pool.submit(real.stream, "/v1/chat/completions", chat)
-        with standing_amid(real, 10):
+        with standing_amid(real):
             client.update_model_params(weights)
         after, (last,), (status, sampled) = whole.result(), stream.result(), group.result()
         (of_ids,), chat_after = ids.result()[1]["choices"], chats.result()[1]
@@ -301,7 +297,7 @@ def cut_off(real: RealFleet, client: Any, asked: Sequence[tuple[str, Json]]) -> 
     with ThreadPoolExecutor(len(asked)) as pool:
         with gathered(real, len(asked)):
             running = [pool.submit(real.call, path, body) for path, body in asked]
-        with standing_amid(real, len(asked)):
+        with standing_amid(real):
             client.update_model_params(weights)
         replies = [future.result() for future in running]
     assert [status for status, _ in replies] == [200] * len(asked), replies

@@ -15,6 +15,7 @@ import pytest
 from engines.inside_vllm.plugin import FORK_CORE
 from engines.process.guard import end_with_parent, guard
 from engines.process.process import Command, EngineProcess
+from tests.rigs.engines import halting
 
 _SERVER = "vllm.entrypoints.launchers.api_server.entry"
 _FORKS = multiprocessing.get_context("forkserver")
@@ -95,11 +96,12 @@ class _Child:
 
 
 def _serve(arguments: Sequence[str]) -> None:
-    """As `python -m` would, but for the handlers of signals that the guard has."""
+    """As `python -m` would, but for the handlers of signals that the guard has, and for `halting`."""
     end_with_parent()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv[1:] = arguments
+    halting.install()
     runpy.run_module(_SERVER, run_name="__main__", alter_sys=True)

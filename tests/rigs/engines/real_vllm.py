@@ -3,16 +3,14 @@
 import asyncio
 import json
 import os
-import re
 import signal
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,11 @@ from engines.sim.model import CHECKPOINT_VERSION
 from engines.types import EngineKind, PauseMode, ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
+from tests.rigs.engines.engine_brake import BRAKES, VllmBrake
 from tests.rigs.engines.forked_vllm import engine_process
 
-START_TIMEOUT_S = 240.0
-REQUEST_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0
+REQUEST_TIMEOUT_S = 600.0
 # A dead engine's port is closed, which is seen at once. One that is held still, or slow on a busy machine, is alive.
 _WATCH = {"probe_interval_s": 0.2, "probe_timeout_s": 60.0, "stalled_after_s": REQUEST_TIMEOUT_S, "lost_after_s": 2.0}
 
@@ -84,59 +83,53 @@ class RealFleet:
             time.sleep(0.05)
 
 
-def tokens_made(real: RealFleet) -> float:
-    """By all replicas, since they have started."""
-    return sum(_metrics(real, "generation_tokens_total"))
+@contextmanager
+def gathered(real: RealFleet, samples: int, tokens: int = 20) -> Iterator[None]:
+    """Hold the engines still while requests of so many samples come in, which so begin together.
 
-
-def until_generating(real: RealFleet, samples: int = 1, tokens: int = 20) -> None:
-    """Returns when so many samples run on the replicas, and each of these has made about so many tokens more."""
-    _until(lambda: sum(_metrics(real, "num_requests_running")) >= samples)
-    # A sample that runs has a token of each step of its replica, which another replica's do not stand for.
-    running, made = _metrics(real, "num_requests_running"), _metrics(real, "generation_tokens_total")
-    wanted = [before + tokens * count for before, count in zip(made, running, strict=True)]
-    _until(lambda: all(map(ge, _metrics(real, "generation_tokens_total"), wanted)))
-
-
-def until_made(real: RealFleet, tokens: float) -> None:
-    """Returns when the replicas have made so many tokens since they started."""
-    _until(lambda: tokens_made(real) >= tokens)
+    The engines stand still again, by themselves, where the samples that have not ended have so many tokens:
+    `standing_amid` has to follow.
+    """
+    with standing(real):
+        yield
+        _until(lambda: sum(_samples_in_flight(real)) >= samples)
+        for replica, count in zip(real.replicas, _samples_in_flight(real), strict=True):
+            if count:
+                _brake(real, replica).halt_at(count, tokens)
 
 
 @contextmanager
-def standing_amid(real: RealFleet, samples: int = 1) -> Iterator[None]:
-    """Hold the engines still as soon as so many samples run and each has tokens: none ends before the update does."""
-    until_generating(real, samples)
+def standing_amid(real: RealFleet) -> Iterator[None]:
+    """The engines stand still amid the samples that were `gathered`. An update sets them going again."""
+    counts = _samples_in_flight(real)
+    busy = [_brake(real, replica) for replica, count in zip(real.replicas, counts, strict=True) if count]
+    _until(lambda: all(brake.is_paused() for brake in busy))
     with standing(real):
         yield
-
-
-@contextmanager
-def gathered(real: RealFleet, samples: int) -> Iterator[None]:
-    """Hold the engines still while requests of so many samples come in, which so begin together."""
-    with standing(real):
-        yield
-        _until(lambda: sum(one["samples_in_flight"] for one in real.call("/status")[1]["replicas"]) >= samples)
 
 
 @contextmanager
 def standing(real: RealFleet) -> Iterator[None]:
     """Hold the engines still behind the gateway's back. An update sets them going again."""
-    engines = [replace(real, url=replica.url) for replica in real.replicas]
-    for engine in engines:
-        assert engine.call("/pause?mode=keep", {})[0] == 200
+    brakes = [_brake(real, replica) for replica in real.replicas]
+    for brake in brakes:
+        brake.pause()
     try:
         yield
     finally:
-        for engine in engines:
-            assert engine.call("/resume", {})[0] == 200
+        for brake in brakes:
+            with suppress(OSError):  # it was killed
+                brake.resume()
 
 
-def _metrics(real: RealFleet, name: str) -> list[float]:
-    """Of each replica."""
-    texts = [replace(real, url=replica.url).text("/metrics")[1] for replica in real.replicas]
-    found = [re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", text, re.M) for text in texts]
-    return [float(one[1]) if one else 0.0 for one in found]
+def _brake(real: RealFleet, replica: ReplicaInfo) -> VllmBrake:
+    return BRAKES[replica.dialect](replace(real, url=replica.url).call)
+
+
+def _samples_in_flight(real: RealFleet) -> list[int]:
+    """Of each replica, by the gateway's count."""
+    counts = {one["replica_id"]: one["samples_in_flight"] for one in real.call("/status")[1]["replicas"]}
+    return [counts[replica.replica_id] for replica in real.replicas]
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from transformers import AutoTokenizer
 
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.engines.real_vllm import RealFleet, fleet, gathered, tokens_made, until_made
+from tests.rigs.engines.real_vllm import RealFleet, fleet, gathered, standing_amid
 
 pytestmark = pytest.mark.vllm
 
@@ -106,11 +106,10 @@ def test_requests_whose_replica_is_killed_come_as_if_it_had_lived(real: RealFlee
     asking = FORMS | GROUP_FORMS
     with ThreadPoolExecutor(len(asking)) as pool:
         undisturbed = dict(zip(FORMS, pool.map(lambda form: form(real), FORMS.values()), strict=True))
-        with gathered(real, SAMPLES):
-            before = tokens_made(real)
+        with gathered(real, SAMPLES, TOKENS // 3):
             asked = {name: pool.submit(form, real) for name, form in asking.items()}
-        until_made(real, before + SAMPLES * TOKENS // 3)
-        real.kill(0)
+        with standing_amid(real):
+            real.kill(0)
         continued = {name: future.result() for name, future in asked.items()}
     for name, samples in undisturbed.items():
         for alone, after in zip(samples, continued[name], strict=True):

@@ -30,9 +30,7 @@ SMALL = (
 
 def tune(shell: Shell, *arguments: str) -> "subprocess.CompletedProcess[str]":
     (shell.folder / "sim.yaml").write_text(CONFIG)
-    return shell.run(
-        "tune", "-c", "sim.yaml", *SMALL, *arguments, f"engine.log_dir={shell.folder / 'logs'}", timeout_s=280
-    )
+    return shell.run("tune", "-c", "sim.yaml", *SMALL, *arguments, f"engine.log_dir={shell.folder / 'logs'}")
 
 
 @pytest.mark.load

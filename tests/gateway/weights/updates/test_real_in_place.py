@@ -266,7 +266,7 @@ def test_a_rollout_that_an_update_falls_into_tells_the_exact_token(plain: Plain,
     with ThreadPoolExecutor(1) as beside:
         with gathered(plain.real, 2):
             flying = beside.submit(asked)
-        with standing_amid(plain.real, 2):
+        with standing_amid(plain.real):
             assert sender.push(weights, in_flight="keep") == version + 1
         after = flying.result(TIMEOUT_S)
     assert plain.reloads() == reloads

@@ -21,7 +21,7 @@ from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler, using
 from gateway.fleet.replica import Replica
 
-LINGER_S = 0.25
+LINGER_S = 0.1
 """Longest time for which chunks of a whole reply are gathered, to be read together. The last one is read at once."""
 
 _LARGE_BYTES = 1 << 14

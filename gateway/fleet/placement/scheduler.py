@@ -250,7 +250,7 @@ class Scheduler:
             return replica
         is_outside = self.sessions.is_outside(rollout)
         # A turn that would be admitted waits for room as all others do, and in its turn.
-        lacks_kv = is_outside and not self.sessions.admitting(rollout, self._able(rollout))
+        lacks_kv = is_outside and not self._admitting(rollout, self._able(rollout))
         waiter = line.add(rollout, is_outside=is_outside, has_begun=lacks_kv and self.sessions.has_begun(rollout))
         self._pump(rollout.model)
         try:
@@ -299,7 +299,7 @@ class Scheduler:
         if self._is_closed(model):
             line.lack_gate()
             return
-        able: dict[Demand, list[Replica]] = {}
+        able: dict[Demand, Sequence[Replica]] = {}
         reserved: set[Replica] = set()
         awaited: set[Replica] = set()  # by a session for KV: no session behind it takes the KV that becomes free
         turns = line.in_turn()
@@ -312,7 +312,7 @@ class Scheduler:
             open_ = [
                 one
                 for one in able[demand]
-                if one not in reserved and (not one.load_samples or one.load_samples + least <= one.max_samples)
+                if (not one.load_samples or one.load_samples + least <= one.max_samples) and one not in reserved
             ]
             is_skipped = not open_
             if not open_:
@@ -332,7 +332,7 @@ class Scheduler:
         self.sessions.give_up(waiter.rollout)
         self._look_again(waiter.rollout.model, open_)
 
-    def _lack_of(self, rollout: Rollout, able: list[Replica]) -> Cause:
+    def _lack_of(self, rollout: Rollout, able: Sequence[Replica]) -> Cause:
         """The cause for which no replica has room for a rollout."""
         if able:
             return Cause.ROOM
@@ -344,11 +344,7 @@ class Scheduler:
         """A replica that takes the rollout now, where none waits before it."""
         if self._is_closed(rollout.model):
             return None
-        able = self._wanted(rollout, self._able(rollout))
-        if not rollout.session:  # the choice itself looks for room: of 1,000 replicas a look at each takes its time
-            return self._chosen(rollout, able)
-        open_ = [one for one in able if one.load_samples < one.max_samples]
-        return self._chosen(rollout, self.sessions.admitting(rollout, open_))
+        return self._chosen(rollout, self._wanted(rollout, self._able(rollout)))
 
     def _look_again(self, model: str, open_: Sequence[Replica]) -> None:
         """Look at the line once a session that one of the replicas holds has been idle for too long."""
@@ -360,18 +356,25 @@ class Scheduler:
             timer.cancel()
         self._looks[model] = loop.call_later(seconds, self._pump, model)
 
-    def _chosen(self, rollout: Rollout, open_: Sequence[Replica]) -> tuple[Replica, str] | None:
-        """Place a rollout on one of the replicas with room, if it fits there."""
-        home = self.sessions.home(rollout.model, rollout.session)
-        replica = choose(rollout, open_, home)
+    def _chosen(self, rollout: Rollout, able: Sequence[Replica]) -> tuple[Replica, str] | None:
+        """Place a rollout on one of the replicas, if it fits there."""
+        name = self.sessions.home(rollout.model, rollout.session)
+        home, admits = self._fleet.find(name) if name else None, self.sessions.admission(rollout)
+        replica = choose(rollout, able, home, admits)
         if replica is None:
             return None
+        why = why_chosen(replica, able, home, admits)
         self.sessions.settle(rollout, replica)
         replica.reserve(rollout)
-        return replica, why_chosen(replica, open_, home)
+        return replica, why
+
+    def _admitting(self, rollout: Rollout, replicas: Sequence[Replica]) -> Sequence[Replica]:
+        """The replicas that hold the session of a rollout, or may hold it."""
+        admits = self.sessions.admission(rollout)
+        return replicas if admits is None else [one for one in replicas if admits(one)]
 
     @staticmethod
-    def _wanted(rollout: Rollout, able: list[Replica]) -> list[Replica]:
+    def _wanted(rollout: Rollout, able: Sequence[Replica]) -> Sequence[Replica]:
         """The replicas that have not failed the rollout; all where each has."""
         avoid = rollout.attempts.avoid
         return ([one for one in able if one.replica_id not in avoid] or able) if avoid else able
@@ -379,7 +382,7 @@ class Scheduler:
     def _place_on(
         self,
         open_: Sequence[Replica],
-        able: list[Replica],
+        able: Sequence[Replica],
         waiter: Waiter,
         line: WaitingLine,
         reserved: set[Replica],
@@ -390,9 +393,9 @@ class Scheduler:
         rollout, wanted = waiter.rollout, self._wanted(waiter.rollout, able)
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
         free = [one for one in fit if one not in awaited] if waiter.demand.is_outside else fit
-        admitting = self.sessions.admitting(rollout, free)
-        chosen = self._chosen(rollout, admitting)
+        chosen = self._chosen(rollout, free)
         if chosen is None:
+            admitting = self._admitting(rollout, free)
             home = self.sessions.holder(rollout, wanted)  # without room: it waits there
             if fit and not admitting and home is None:
                 return False
@@ -407,7 +410,7 @@ class Scheduler:
         waiter.placed.set_result(replica)
         return True
 
-    def _able(self, rollout: Rollout) -> list[Replica]:
+    def _able(self, rollout: Rollout) -> Sequence[Replica]:
         """Replicas that may take a rollout now: serving, not backing off, fresh enough, with what it needs.
 
         Where no replica of the model ever can do it, any of them gives the client its error.

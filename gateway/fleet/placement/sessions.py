@@ -9,7 +9,7 @@ import hashlib
 import math
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, Protocol, TypeVar
@@ -18,7 +18,7 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.fleet.placement.client_names import name_of_client
 from gateway.fleet.placement.residents import Residents, Session
-from gateway.fleet.placement.routing import ReplicaView, Rollout, has_room, is_light
+from gateway.fleet.placement.routing import ReplicaView, Rollout
 
 # vLLM's name first, then the one that SGLang's router reads.
 _HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
@@ -122,16 +122,14 @@ class Sessions:
         """True for a turn after a session's first."""
         return bool(self._of(rollout).context)
 
-    def admitting(self, rollout: Rollout, hosts: Sequence[H]) -> Sequence[H]:
-        """The replicas that hold the session of a rollout, or may hold it."""
+    def admission(self, rollout: Rollout) -> Callable[[Host], bool] | None:
+        """A test of a replica: True where it holds the session of a rollout, or may hold it; None if each may."""
         if self._share is None or not rollout.session or rollout.goes_on:
-            return hosts
-        session, home = self._of(rollout), self.holder(rollout, hosts)
-        if home is not None and is_light(home) and has_room(rollout, home):
-            return [home]
+            return None
+        session = self._of(rollout)
         needed, ended = self._needed(session, rollout), time.monotonic() - self._patience_s(rollout.model)
         cost = self._cost_of_eviction(rollout.model)
-        return [host for host in hosts if self._admits(host, session, needed, ended, cost)]
+        return lambda host: self._admits(host, session, needed, ended, cost)
 
     def _cost_of_eviction(self, model: str) -> float:
         """Tokens that are read again for each token of a turn admitted without room; 0 before they are known."""

@@ -148,15 +148,17 @@ def why_chosen(
     chosen: View,
     replicas: Sequence[View],
     home: View | None = None,
-    admits: Callable[[View], bool] | None = None,
 ) -> str:
     """The reason for which `choose` took a replica."""
     if chosen is home:
         return "home of its session"
-    others = (one for one in replicas if one is not chosen and one.load_samples < one.max_samples)
-    if not any(admits is None or admits(one) for one in others):
+    others = [one for one in replicas if one.load_samples < one.max_samples and one is not chosen]
+    if not others:
         return "the only one with room"
-    return "fewest tokens" if home is None else "fewest tokens: its session's home is overloaded or has no room"
+    if home is not None:
+        return "fewest tokens: its session's home is overloaded or has no room"
+    is_least = not any(one.load_tokens < chosen.load_tokens for one in others)
+    return "fewest tokens" if is_least else "fewest tokens of those with KV for its session"
 
 
 def has_room(rollout: Rollout, replica: ReplicaView) -> bool:

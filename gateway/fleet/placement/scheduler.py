@@ -68,6 +68,7 @@ class Scheduler:
         self._closed_for: set[str] = set()
         self.sessions = Sessions(config.session_kv_share, config.session_idle_s)
         self._looks: dict[str, asyncio.TimerHandle] = {}
+        self._to_look_at: set[str] = set()
         self.lengths = Lengths()
         self.lives = Lives()
         fleet.on_change(self._pump_all)
@@ -250,7 +251,7 @@ class Scheduler:
             return replica
         is_outside = self.sessions.is_outside(rollout)
         # A turn that would be admitted waits for room as all others do, and in its turn.
-        lacks_kv = is_outside and not self._admitting(rollout, self._able(rollout))
+        lacks_kv = is_outside and (line.is_short_of_kv or not self._is_admitted(rollout))
         waiter = line.add(rollout, is_outside=is_outside, has_begun=lacks_kv and self.sessions.has_begun(rollout))
         self._pump(rollout.model)
         try:
@@ -262,7 +263,7 @@ class Scheduler:
                     raise DeadlineExceeded(self._why_not_placed(rollout))
                 await asyncio.wait([waiter.placed], timeout=left_s)
                 if not waiter.placed.done() and waiter.demand.is_outside:
-                    self._pump(rollout.model)  # notes whether it still waits for KV
+                    self._look_at_line(rollout.model)  # notes whether it still waits for KV
             return waiter.placed.result()
         except BaseException:
             if waiter.placed.done() and waiter.placed.exception() is None:
@@ -288,14 +289,19 @@ class Scheduler:
             self._pump(model)
 
     def _pump(self, model: str) -> None:
+        """Look at the line of a model in the loop's next step: once, however many rollouts end or come in this one."""
+        if len(self._lines[model]) and model not in self._to_look_at:
+            self._to_look_at.add(model)
+            asyncio.get_running_loop().call_soon(self._look_at_line, model)
+
+    def _look_at_line(self, model: str) -> None:
         """Place waiting rollouts of a model in turn, while there is room.
 
         A rollout that waits for room reserves one replica, the one with the fewest samples, or large groups starve. It
         ends where no other replica has room for the smallest rollout in line: nothing else can be placed.
         """
+        self._to_look_at.discard(model)
         line = self._lines[model]
-        if not len(line):
-            return
         if self._is_closed(model):
             line.lack_gate()
             return
@@ -344,7 +350,8 @@ class Scheduler:
         """A replica that takes the rollout now, where none waits before it."""
         if self._is_closed(rollout.model):
             return None
-        return self._chosen(rollout, self._wanted(rollout, self._able(rollout)))
+        able = self._wanted(rollout, self._able(rollout))
+        return self._chosen(rollout, able, self.sessions.admission(rollout))
 
     def _look_again(self, model: str, open_: Sequence[Replica]) -> None:
         """Look at the line once a session that one of the replicas holds has been idle for too long."""
@@ -356,22 +363,24 @@ class Scheduler:
             timer.cancel()
         self._looks[model] = loop.call_later(seconds, self._pump, model)
 
-    def _chosen(self, rollout: Rollout, able: Sequence[Replica]) -> tuple[Replica, str] | None:
+    def _chosen(
+        self, rollout: Rollout, able: Sequence[Replica], admits: Callable[[Replica], bool] | None
+    ) -> tuple[Replica, str] | None:
         """Place a rollout on one of the replicas, if it fits there."""
         name = self.sessions.home(rollout.model, rollout.session)
-        home, admits = self._fleet.find(name) if name else None, self.sessions.admission(rollout)
+        home = self._fleet.find(name) if name else None
         replica = choose(rollout, able, home, admits)
         if replica is None:
             return None
-        why = why_chosen(replica, able, home, admits)
+        why = why_chosen(replica, able, home)
         self.sessions.settle(rollout, replica)
         replica.reserve(rollout)
         return replica, why
 
-    def _admitting(self, rollout: Rollout, replicas: Sequence[Replica]) -> Sequence[Replica]:
-        """The replicas that hold the session of a rollout, or may hold it."""
+    def _is_admitted(self, rollout: Rollout) -> bool:
+        """True where KV does not hold a rollout back."""
         admits = self.sessions.admission(rollout)
-        return replicas if admits is None else [one for one in replicas if admits(one)]
+        return admits is None or any(map(admits, self._able(rollout)))
 
     @staticmethod
     def _wanted(rollout: Rollout, able: Sequence[Replica]) -> Sequence[Replica]:
@@ -393,9 +402,10 @@ class Scheduler:
         rollout, wanted = waiter.rollout, self._wanted(waiter.rollout, able)
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
         free = [one for one in fit if one not in awaited] if waiter.demand.is_outside else fit
-        chosen = self._chosen(rollout, free)
+        admits = self.sessions.admission(rollout)
+        chosen = self._chosen(rollout, free, admits)
         if chosen is None:
-            admitting = self._admitting(rollout, free)
+            admitting = free if admits is None else list(filter(admits, free))
             home = self.sessions.holder(rollout, wanted)  # without room: it waits there
             if fit and not admitting and home is None:
                 return False

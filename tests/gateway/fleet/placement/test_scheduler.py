@@ -44,7 +44,7 @@ class Played:
         """Place a rollout, or have it wait."""
         rollout = Rollout(request_id=request_id, model="m", **{"n": 1, "tokens": 1, **fields})
         self.tasks.append(asyncio.create_task(self._run(rollout)))
-        await asyncio.sleep(0)
+        await self._settled()
 
     async def _run(self, rollout: Rollout) -> None:
         async def call(replica: Replica) -> None:
@@ -58,6 +58,10 @@ class Played:
         """End running rollouts, and let the places that they leave be taken."""
         for request_id in request_ids:
             self._ends[request_id].set()
+        await self._settled()
+
+    async def _settled(self) -> None:
+        """Let the line be looked at, and those that it places begin."""
         for _ in range(20):
             await asyncio.sleep(0)
 

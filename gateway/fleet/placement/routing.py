@@ -144,21 +144,18 @@ def _least_loaded(rollout: Rollout, replicas: Sequence[View]) -> View | None:
     return next(one for one in found if one.placed == fewest)
 
 
-def why_chosen(
-    chosen: View,
-    replicas: Sequence[View],
-    home: View | None = None,
-) -> str:
+def why_chosen(rollout: Rollout, chosen: View, replicas: Sequence[View], home: View | None = None) -> str:
     """The reason for which `choose` took a replica."""
     if chosen is home:
         return "home of its session"
-    others = [one for one in replicas if one.load_samples < one.max_samples and one is not chosen]
-    if not others:
+    if not any(one.load_samples < one.max_samples for one in replicas if one is not chosen):
         return "the only one with room"
     if home is not None:
         return "fewest tokens: its session's home is overloaded or has no room"
-    is_least = not any(one.load_tokens < chosen.load_tokens for one in others)
-    return "fewest tokens" if is_least else "fewest tokens of those with KV for its session"
+    least = chosen.load_tokens
+    if rollout.session and any(one.load_tokens < least and has_room(rollout, one) for one in replicas):
+        return "fewest tokens of those with KV for its session"
+    return "fewest tokens"
 
 
 def has_room(rollout: Rollout, replica: ReplicaView) -> bool:

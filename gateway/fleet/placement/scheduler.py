@@ -372,7 +372,7 @@ class Scheduler:
         replica = choose(rollout, able, home, admits)
         if replica is None:
             return None
-        why = why_chosen(replica, able, home)
+        why = why_chosen(rollout, replica, able, home)
         self.sessions.settle(rollout, replica)
         replica.reserve(rollout)
         return replica, why

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gateway.fleet.placement.routing import Rollout, choose, fresh_enough
+from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, why_chosen
 
 
 @dataclass
@@ -122,3 +122,12 @@ def test_a_session_goes_to_the_least_loaded_replica_that_admits_it() -> None:
 def test_the_fewest_tokens_may_be_on_a_full_replica_and_then_the_next_is_chosen() -> None:
     replicas = [View("full", load_tokens=8, load_samples=8), View("b", load_tokens=100, load_samples=5)]
     assert choose(rollout(), replicas) is replicas[1]
+
+
+def test_the_reason_of_a_choice_says_where_kv_decided() -> None:
+    replicas = [View("least"), View("more", load_tokens=9, load_samples=1)]
+    turn = replace(rollout(), session="agent")
+    assert why_chosen(turn, replicas[0], replicas) == "fewest tokens"
+    assert why_chosen(turn, replicas[1], replicas) == "fewest tokens of those with KV for its session"
+    replicas[0].load_samples = 8
+    assert why_chosen(turn, replicas[1], replicas) == "the only one with room"

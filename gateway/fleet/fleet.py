@@ -104,6 +104,10 @@ class Fleet:
         """All replicas in a fixed order, from which weight groups derive ranks."""
         return [self._replicas[key] for key in sorted(self._replicas)]
 
+    def find(self, replica_id: str) -> Replica | None:
+        """The replica of this id, if it is known."""
+        return self._replicas.get(replica_id)
+
     @property
     def alive(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.is_alive]
@@ -364,7 +368,7 @@ class Fleet:
 
     def drain(self, replica_id: str) -> int:
         """Stop placing on a replica that Serve is removing; returns its samples in flight."""
-        replica = self._replicas.get(replica_id)
+        replica = self.find(replica_id)
         if replica is None:
             return 0
         replica.is_leaving = True

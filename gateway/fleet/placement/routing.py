@@ -1,9 +1,8 @@
 """Picks the replica that takes a rollout: a pure choice over views of the replicas."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from engines.types import ReplicaInfo
@@ -13,7 +12,6 @@ from gateway.fleet.placement.attempts import Attempts
 # `max_samples` is twice what an engine runs at once: a quarter of it is half of its batch.
 _LIGHT_SHARE = 0.25
 _OVERLOADED_SHARES = 1.5
-_LOAD, _PLACED = attrgetter("load_tokens"), attrgetter("placed")  # of 256 replicas in a third of a property's time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,40 +87,75 @@ def is_capable(rollout: Rollout, info: ReplicaInfo) -> bool:
     )
 
 
-def fresh_enough(rollout: Rollout, replicas: Iterable[View], newest: int) -> list[View]:
+def fresh_enough(rollout: Rollout, replicas: Sequence[View], newest: int) -> Sequence[View]:
     """Replicas whose weights are as new as the rollout demands. `newest` is the target version during an update."""
     least = rollout.least_version(newest)
     if not least:
-        return list(replicas)
+        return replicas
     return [replica for replica in replicas if (replica.weight_version or 0) >= least]
 
 
-def choose(rollout: Rollout, replicas: Iterable[View], home: str | None = None) -> View | None:
+def choose(
+    rollout: Rollout,
+    replicas: Sequence[View],
+    home: View | None = None,
+    admits: Callable[[View], bool] | None = None,
+) -> View | None:
     """The replica with the fewest tokens in flight, or None if all are full.
 
     Groups stay whole, since their samples share the prompt's KV. Ties go to the replica with the fewest placements: a
     trainer's batch arrives when all loads are zero, and always taking the first would fill one replica first.
     `home` is the replica that holds the prefix of the rollout's session; it is taken unless it is overloaded.
+    `admits` is True for replicas with KV for the rollout's session; None where none is needed.
     """
+    if home is not None and _is_kept(home, rollout, replicas) and (admits is None or admits(home)):
+        return home
+    found = _least_loaded(rollout, replicas)
+    if admits is None or found is None or admits(found):
+        return found
+    return _least_loaded(rollout, [replica for replica in replicas if admits(replica)])
+
+
+def _is_kept(home: View, rollout: Rollout, replicas: Sequence[View]) -> bool:
+    """True if a session's next turn goes to its home, where KV allows it."""
+    if home not in replicas or not has_room(rollout, home):
+        return False
+    # A few samples more cost a decoding engine next to nothing, so one with little to do is never overloaded.
+    return is_light(home) or not is_overloaded(home, _with_room(rollout, replicas))
+
+
+def _with_room(rollout: Rollout, replicas: Sequence[View]) -> list[View]:
     n = rollout.n
-    able = [one for one in replicas if not one.load_samples or one.load_samples + n <= one.max_samples]  # `has_room`
-    if home is not None:
-        for replica in able:
-            if replica.replica_id == home and not is_overloaded(replica, able):
-                return replica
-    if not able:
-        return None
-    least = min(map(_LOAD, able))
-    return min([one for one in able if one.load_tokens == least], key=_PLACED)
+    return [one for one in replicas if not one.load_samples or one.load_samples + n <= one.max_samples]  # `has_room`
 
 
-def why_chosen(chosen: ReplicaView, replicas: Sequence[ReplicaView], home: str | None = None) -> str:
+def _least_loaded(rollout: Rollout, replicas: Sequence[View]) -> View | None:
+    """The choice among replicas. A look at each is most of a placement's time on a large fleet, so there are few."""
+    n, least = rollout.n, min([one.load_tokens for one in replicas], default=0)
+    found = [
+        one
+        for one in replicas
+        if one.load_tokens == least and (not one.load_samples or one.load_samples + n <= one.max_samples)
+    ]
+    if not found:  # the fewest tokens may be those of many short samples
+        able = _with_room(rollout, replicas)
+        return _least_loaded(rollout, able) if able else None
+    fewest = min([one.placed for one in found])
+    return next(one for one in found if one.placed == fewest)
+
+
+def why_chosen(rollout: Rollout, chosen: View, replicas: Sequence[View], home: View | None = None) -> str:
     """The reason for which `choose` took a replica."""
-    if chosen.replica_id == home:
+    if chosen is home:
         return "home of its session"
     if not any(one.load_samples < one.max_samples for one in replicas if one is not chosen):
         return "the only one with room"
-    return "fewest tokens" if home is None else "fewest tokens: its session's home is overloaded or has no room"
+    if home is not None:
+        return "fewest tokens: its session's home is overloaded or has no room"
+    least = chosen.load_tokens
+    if rollout.session and any(one.load_tokens < least and has_room(rollout, one) for one in replicas):
+        return "fewest tokens of those with KV for its session"
+    return "fewest tokens"
 
 
 def has_room(rollout: Rollout, replica: ReplicaView) -> bool:
@@ -136,12 +169,7 @@ def is_light(replica: ReplicaView) -> bool:
 
 
 def is_overloaded(home: ReplicaView, able: Sequence[ReplicaView]) -> bool:
-    """True if a session's next turn is better read again elsewhere than queued where its prefix is.
-
-    A few samples more cost a decoding engine next to nothing, so a replica with little to do is never overloaded.
-    Beyond that it is overloaded with clearly more than its share of the tokens in flight.
-    """
-    if is_light(home):
-        return False
-    share = sum(replica.load_tokens for replica in able) / len(able)
+    """True if a session's next turn is better read again elsewhere than queued where its prefix is: its home has
+    clearly more than its share of the tokens in flight on replicas that are `able` to take the turn."""
+    share = sum([replica.load_tokens for replica in able]) / len(able)
     return home.load_tokens > _OVERLOADED_SHARES * share

@@ -68,6 +68,7 @@ class Scheduler:
         self._closed_for: set[str] = set()
         self.sessions = Sessions(config.session_kv_share, config.session_idle_s)
         self._looks: dict[str, asyncio.TimerHandle] = {}
+        self._to_look_at: set[str] = set()
         self.lengths = Lengths()
         self.lives = Lives()
         fleet.on_change(self._pump_all)
@@ -250,7 +251,7 @@ class Scheduler:
             return replica
         is_outside = self.sessions.is_outside(rollout)
         # A turn that would be admitted waits for room as all others do, and in its turn.
-        lacks_kv = is_outside and not self.sessions.admitting(rollout, self._able(rollout))
+        lacks_kv = is_outside and (line.is_short_of_kv or not self._is_admitted(rollout))
         waiter = line.add(rollout, is_outside=is_outside, has_begun=lacks_kv and self.sessions.has_begun(rollout))
         self._pump(rollout.model)
         try:
@@ -262,7 +263,7 @@ class Scheduler:
                     raise DeadlineExceeded(self._why_not_placed(rollout))
                 await asyncio.wait([waiter.placed], timeout=left_s)
                 if not waiter.placed.done() and waiter.demand.is_outside:
-                    self._pump(rollout.model)  # notes whether it still waits for KV
+                    self._look_at_line(rollout.model)  # notes whether it still waits for KV
             return waiter.placed.result()
         except BaseException:
             if waiter.placed.done() and waiter.placed.exception() is None:
@@ -288,18 +289,23 @@ class Scheduler:
             self._pump(model)
 
     def _pump(self, model: str) -> None:
+        """Look at the line of a model in the loop's next step: once, however many rollouts end or come in this one."""
+        if len(self._lines[model]) and model not in self._to_look_at:
+            self._to_look_at.add(model)
+            asyncio.get_running_loop().call_soon(self._look_at_line, model)
+
+    def _look_at_line(self, model: str) -> None:
         """Place waiting rollouts of a model in turn, while there is room.
 
         A rollout that waits for room reserves one replica, the one with the fewest samples, or large groups starve. It
         ends where no other replica has room for the smallest rollout in line: nothing else can be placed.
         """
+        self._to_look_at.discard(model)
         line = self._lines[model]
-        if not len(line):
-            return
         if self._is_closed(model):
             line.lack_gate()
             return
-        able: dict[Demand, list[Replica]] = {}
+        able: dict[Demand, Sequence[Replica]] = {}
         reserved: set[Replica] = set()
         awaited: set[Replica] = set()  # by a session for KV: no session behind it takes the KV that becomes free
         turns = line.in_turn()
@@ -312,7 +318,7 @@ class Scheduler:
             open_ = [
                 one
                 for one in able[demand]
-                if one not in reserved and (not one.load_samples or one.load_samples + least <= one.max_samples)
+                if (not one.load_samples or one.load_samples + least <= one.max_samples) and one not in reserved
             ]
             is_skipped = not open_
             if not open_:
@@ -332,7 +338,7 @@ class Scheduler:
         self.sessions.give_up(waiter.rollout)
         self._look_again(waiter.rollout.model, open_)
 
-    def _lack_of(self, rollout: Rollout, able: list[Replica]) -> Cause:
+    def _lack_of(self, rollout: Rollout, able: Sequence[Replica]) -> Cause:
         """The cause for which no replica has room for a rollout."""
         if able:
             return Cause.ROOM
@@ -345,10 +351,7 @@ class Scheduler:
         if self._is_closed(rollout.model):
             return None
         able = self._wanted(rollout, self._able(rollout))
-        if not rollout.session:  # the choice itself looks for room: of 1,000 replicas a look at each takes its time
-            return self._chosen(rollout, able)
-        open_ = [one for one in able if one.load_samples < one.max_samples]
-        return self._chosen(rollout, self.sessions.admitting(rollout, open_))
+        return self._chosen(rollout, able, self.sessions.admission(rollout))
 
     def _look_again(self, model: str, open_: Sequence[Replica]) -> None:
         """Look at the line once a session that one of the replicas holds has been idle for too long."""
@@ -360,18 +363,27 @@ class Scheduler:
             timer.cancel()
         self._looks[model] = loop.call_later(seconds, self._pump, model)
 
-    def _chosen(self, rollout: Rollout, open_: Sequence[Replica]) -> tuple[Replica, str] | None:
-        """Place a rollout on one of the replicas with room, if it fits there."""
-        home = self.sessions.home(rollout.model, rollout.session)
-        replica = choose(rollout, open_, home)
+    def _chosen(
+        self, rollout: Rollout, able: Sequence[Replica], admits: Callable[[Replica], bool] | None
+    ) -> tuple[Replica, str] | None:
+        """Place a rollout on one of the replicas, if it fits there."""
+        name = self.sessions.home(rollout.model, rollout.session)
+        home = self._fleet.find(name) if name else None
+        replica = choose(rollout, able, home, admits)
         if replica is None:
             return None
+        why = why_chosen(rollout, replica, able, home)
         self.sessions.settle(rollout, replica)
         replica.reserve(rollout)
-        return replica, why_chosen(replica, open_, home)
+        return replica, why
+
+    def _is_admitted(self, rollout: Rollout) -> bool:
+        """True where KV does not hold a rollout back."""
+        admits = self.sessions.admission(rollout)
+        return admits is None or any(map(admits, self._able(rollout)))
 
     @staticmethod
-    def _wanted(rollout: Rollout, able: list[Replica]) -> list[Replica]:
+    def _wanted(rollout: Rollout, able: Sequence[Replica]) -> Sequence[Replica]:
         """The replicas that have not failed the rollout; all where each has."""
         avoid = rollout.attempts.avoid
         return ([one for one in able if one.replica_id not in avoid] or able) if avoid else able
@@ -379,7 +391,7 @@ class Scheduler:
     def _place_on(
         self,
         open_: Sequence[Replica],
-        able: list[Replica],
+        able: Sequence[Replica],
         waiter: Waiter,
         line: WaitingLine,
         reserved: set[Replica],
@@ -390,9 +402,10 @@ class Scheduler:
         rollout, wanted = waiter.rollout, self._wanted(waiter.rollout, able)
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
         free = [one for one in fit if one not in awaited] if waiter.demand.is_outside else fit
-        admitting = self.sessions.admitting(rollout, free)
-        chosen = self._chosen(rollout, admitting)
+        admits = self.sessions.admission(rollout)
+        chosen = self._chosen(rollout, free, admits)
         if chosen is None:
+            admitting = free if admits is None else list(filter(admits, free))
             home = self.sessions.holder(rollout, wanted)  # without room: it waits there
             if fit and not admitting and home is None:
                 return False
@@ -407,7 +420,7 @@ class Scheduler:
         waiter.placed.set_result(replica)
         return True
 
-    def _able(self, rollout: Rollout) -> list[Replica]:
+    def _able(self, rollout: Rollout) -> Sequence[Replica]:
         """Replicas that may take a rollout now: serving, not backing off, fresh enough, with what it needs.
 
         Where no replica of the model ever can do it, any of them gives the client its error.

@@ -9,7 +9,7 @@ import hashlib
 import math
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, Protocol, TypeVar
@@ -18,7 +18,7 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.fleet.placement.client_names import name_of_client
 from gateway.fleet.placement.residents import Residents, Session
-from gateway.fleet.placement.routing import ReplicaView, Rollout, has_room, is_light
+from gateway.fleet.placement.routing import ReplicaView, Rollout
 
 # vLLM's name first, then the one that SGLang's router reads.
 _HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
@@ -122,16 +122,24 @@ class Sessions:
         """True for a turn after a session's first."""
         return bool(self._of(rollout).context)
 
-    def admitting(self, rollout: Rollout, hosts: Sequence[H]) -> Sequence[H]:
-        """The replicas that hold the session of a rollout, or may hold it."""
+    def admission(self, rollout: Rollout) -> Callable[[Host], bool] | None:
+        """A test of a replica: True where it holds the session of a rollout, or may hold it; None if each may.
+
+        Good for one look at replicas: it remembers its answers.
+        """
         if self._share is None or not rollout.session or rollout.goes_on:
-            return hosts
-        session, home = self._of(rollout), self.holder(rollout, hosts)
-        if home is not None and is_light(home) and has_room(rollout, home):
-            return [home]
+            return None
+        session = self._of(rollout)
         needed, ended = self._needed(session, rollout), time.monotonic() - self._patience_s(rollout.model)
         cost = self._cost_of_eviction(rollout.model)
-        return [host for host in hosts if self._admits(host, session, needed, ended, cost)]
+        answers: dict[Residents, bool] = {}
+
+        def admits(host: Host) -> bool:
+            if host.residents not in answers:
+                answers[host.residents] = self._admits(host, session, needed, ended, cost)
+            return answers[host.residents]
+
+        return admits
 
     def _cost_of_eviction(self, model: str) -> float:
         """Tokens that are read again for each token of a turn admitted without room; 0 before they are known."""
@@ -149,12 +157,10 @@ class Sessions:
             return True
         assert self._share is not None
         left = max(0.0, self._share * residents.capacity - needed)  # a session that fits nowhere runs alone
-        if residents.tokens <= left:
-            return True
-        residents.look(host.weight_version, ended)
         if residents.tokens <= left or not host.load_samples:
             return True
-        return cost < residents.pace.step_tokens / host.load_samples
+        residents.look(host.weight_version, ended)
+        return residents.tokens <= left or cost < residents.pace.step_tokens / host.load_samples
 
     def holder(self, rollout: Rollout, hosts: Iterable[H]) -> H | None:
         """The replica that holds the session of a rollout."""

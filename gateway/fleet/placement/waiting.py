@@ -86,6 +86,11 @@ class WaitingLine:
         """The samples of the smallest rollout in line."""
         return min(self._sizes)
 
+    @property
+    def is_short_of_kv(self) -> bool:
+        """True where turns of sessions wait for KV."""
+        return any(waits.cause is Cause.KV for waits in self._waits.values())
+
     def waiters(self) -> list[Waiter]:
         return list(self._by_rollout.values())
 

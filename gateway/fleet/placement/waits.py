@@ -20,14 +20,14 @@ class Waits:
     """The causes for which rollouts of one demand have waited, in seconds that only grow."""
 
     def __init__(self) -> None:
-        self._cause = Cause.ROOM
+        self.cause = Cause.ROOM
         self._since = time.monotonic()
         self._seconds: defaultdict[Cause, float] = defaultdict(float)
 
     def lack(self, cause: Cause) -> None:
         """Note the cause from now on."""
         self._count()
-        self._cause = cause
+        self.cause = cause
 
     def read(self) -> Mapping[Cause, float]:
         """Return the seconds up to now by cause."""
@@ -36,5 +36,5 @@ class Waits:
 
     def _count(self) -> None:
         now = time.monotonic()
-        self._seconds[self._cause] += now - self._since
+        self._seconds[self.cause] += now - self._since
         self._since = now

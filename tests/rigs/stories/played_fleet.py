@@ -25,6 +25,9 @@ class PlayedFleet:
     def serving(self, *_: Any) -> list[Replica]:
         return self.replicas
 
+    def find(self, replica_id: str) -> Replica | None:
+        return next((replica for replica in self.replicas if replica.replica_id == replica_id), None)
+
     def target_of(self, _: str) -> int:
         return 0
 

@@ -80,7 +80,7 @@ class Played:
         rollout = Rollout(request_id=name, model="m", n=1, tokens=1, prompt_tokens=tokens, session=session, **fields)
         ended = asyncio.Event()
         self._running[name] = ended, asyncio.create_task(self._run(rollout, ended))
-        await asyncio.sleep(0)
+        await self.settled()
         return name
 
     async def _run(self, rollout: Rollout, ended: asyncio.Event) -> None:

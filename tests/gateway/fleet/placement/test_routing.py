@@ -1,6 +1,7 @@
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from gateway.fleet.placement.routing import Rollout, choose, fresh_enough
+from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, why_chosen
 
 
 @dataclass
@@ -24,7 +25,7 @@ def rollout(n: int = 1, min_version: int = 0, max_staleness: int | None = None) 
 VERSIONS = [View("new", weight_version=5), View("old", weight_version=3), View("unknown", weight_version=None)]
 
 
-def names(views: list[View]) -> list[str]:
+def names(views: Sequence[View]) -> list[str]:
     return [view.name for view in views]
 
 
@@ -79,29 +80,54 @@ def test_nothing_is_chosen_from_nobody() -> None:
 
 def test_a_session_goes_to_its_home_though_another_has_less_to_do() -> None:
     replicas = [View("home", load_tokens=900, load_samples=1), View("idle")]
-    assert choose(rollout(), replicas, home="home") is replicas[0]
+    assert choose(rollout(), replicas, home=replicas[0]) is replicas[0]
 
 
 def test_a_busy_home_is_kept_while_it_has_no_more_than_its_share() -> None:
     replicas = [View("home", load_tokens=1200, load_samples=6), View("b", load_tokens=900, load_samples=5)]
-    assert choose(rollout(), replicas, home="home") is replicas[0]
+    assert choose(rollout(), replicas, home=replicas[0]) is replicas[0]
 
 
 def test_an_overloaded_home_is_left() -> None:
     replicas = [View("home", load_tokens=4000, load_samples=6), View("b", load_tokens=900, load_samples=5)]
-    assert choose(rollout(), replicas, home="home") is replicas[1]
+    assert choose(rollout(), replicas, home=replicas[0]) is replicas[1]
 
 
 def test_a_full_home_is_left() -> None:
     replicas = [View("home", load_tokens=100, load_samples=8), View("b", load_tokens=900, load_samples=5)]
-    assert choose(rollout(), replicas, home="home") is replicas[1]
+    assert choose(rollout(), replicas, home=replicas[0]) is replicas[1]
 
 
 def test_a_home_that_is_gone_is_as_no_home() -> None:
     replicas = [View("a", load_tokens=5, load_samples=1), View("b")]
-    assert choose(rollout(), replicas, home="gone") is replicas[1]
+    assert choose(rollout(), replicas, home=View("gone")) is replicas[1]
 
 
 def test_the_only_replica_is_never_left() -> None:
     replicas = [View("home", load_tokens=9000, load_samples=7)]
-    assert choose(rollout(), replicas, home="home") is replicas[0]
+    assert choose(rollout(), replicas, home=replicas[0]) is replicas[0]
+
+
+def test_a_session_goes_to_the_least_loaded_replica_that_admits_it() -> None:
+    replicas = [
+        View("least"),
+        View("more", load_tokens=9, load_samples=1),
+        View("most", load_tokens=10, load_samples=1),
+    ]
+    assert choose(rollout(), replicas, admits=lambda one: one.name != "least") is replicas[1]
+    assert choose(rollout(), replicas, home=replicas[0], admits=lambda one: one.name != "least") is replicas[1]
+    assert choose(rollout(), replicas, admits=lambda one: False) is None
+
+
+def test_the_fewest_tokens_may_be_on_a_full_replica_and_then_the_next_is_chosen() -> None:
+    replicas = [View("full", load_tokens=8, load_samples=8), View("b", load_tokens=100, load_samples=5)]
+    assert choose(rollout(), replicas) is replicas[1]
+
+
+def test_the_reason_of_a_choice_says_where_kv_decided() -> None:
+    replicas = [View("least"), View("more", load_tokens=9, load_samples=1)]
+    turn = replace(rollout(), session="agent")
+    assert why_chosen(turn, replicas[0], replicas) == "fewest tokens"
+    assert why_chosen(turn, replicas[1], replicas) == "fewest tokens of those with KV for its session"
+    replicas[0].load_samples = 8
+    assert why_chosen(turn, replicas[1], replicas) == "the only one with room"

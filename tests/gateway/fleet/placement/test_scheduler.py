@@ -18,7 +18,7 @@ from gateway.fleet import replica as replica_module
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import scheduler, waiting
-from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.placement.routing import Rollout, has_room
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.placement.waiting import Waiter, WaitingLine
 from gateway.fleet.replica import Replica
@@ -44,7 +44,7 @@ class Played:
         """Place a rollout, or have it wait."""
         rollout = Rollout(request_id=request_id, model="m", **{"n": 1, "tokens": 1, **fields})
         self.tasks.append(asyncio.create_task(self._run(rollout)))
-        await asyncio.sleep(0)
+        await self._settled()
 
     async def _run(self, rollout: Rollout) -> None:
         async def call(replica: Replica) -> None:
@@ -58,6 +58,15 @@ class Played:
         """End running rollouts, and let the places that they leave be taken."""
         for request_id in request_ids:
             self._ends[request_id].set()
+        await self._settled()
+
+    @property
+    def running(self) -> list[str]:
+        """Ids in the order of their placement."""
+        return [name for name in self.placed if not self._ends[name].is_set()]
+
+    async def _settled(self) -> None:
+        """Let the line be looked at, and those that it places begin."""
         for _ in range(20):
             await asyncio.sleep(0)
 
@@ -269,6 +278,57 @@ def test_no_rollout_waits_for_more_than_its_turn_and_equals_keep_their_order(
 ) -> None:
     """Each arrival is a request, a length, and the placements that follow it."""
     asyncio.run(_placed_in_turns(arrivals))
+
+
+arrivals = st.fixed_dictionaries(
+    {"n": st.sampled_from([1, 1, 2, 3, 4, 6]), "priority": st.integers(0, 1), "expected": st.none() | st.integers(1, 2)}
+)
+ends = st.integers(0, 20)
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps=st.lists(arrivals | ends, max_size=40))
+def test_replicas_keep_to_their_room_the_first_in_line_takes_it_and_each_rollout_runs(
+    steps: list[dict[str, Any] | int],
+) -> None:
+    asyncio.run(_played(steps))
+
+
+async def _played(steps: list[dict[str, Any] | int]) -> None:
+    """Each step is a rollout that comes, or the place of one that ends among those that run."""
+    played, kinds = Played(3, places=4), dict[str, tuple[Any, ...]]()
+    for number, step in enumerate(steps):
+        if isinstance(step, dict):
+            kinds[f"{number}"] = tuple(step.values())
+            await played.submit(f"{number}", tokens=step["n"], **step)
+        elif running := played.running:
+            await played.end(running[step % len(running)])
+        _check_room(played)
+    await played.submit("large", n=4, tokens=4)
+    for number in range(60):  # small rollouts come as long as it waits
+        await played.submit(f"small-{number}")
+        await played.end(played.running[0])
+        _check_room(played)
+    assert "large" in played.placed
+    while running := played.running:
+        await played.end(running[0])
+        _check_room(played)
+    await asyncio.gather(*played.tasks)
+    assert not any(replica.load_samples or replica.load_tokens for replica in played.fleet.replicas)
+    placed = [name for name in played.placed if name in kinds]
+    for one, other in itertools.combinations(placed, 2):
+        if kinds[one] == kinds[other]:
+            assert int(one) < int(other), "equals keep their order"
+
+
+def _check_room(played: Played) -> None:
+    replicas = played.fleet.replicas
+    for replica in replicas:
+        mine = [name for name in played.running if played.where[name] == replica.replica_id]
+        assert replica.load_samples <= replica.max_samples or len(mine) == 1, "a large group runs alone"
+    if waiters := played.scheduler._lines["m"].waiters():
+        first = min(waiters)
+        assert not any(has_room(first.rollout, replica) for replica in replicas), "the first in line takes what is free"
 
 
 async def test_a_line_that_is_empty_remembers_no_demand() -> None:

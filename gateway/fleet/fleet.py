@@ -586,8 +586,10 @@ class Fleet:
 
         A connection that broke is no evidence by itself: the replica is SUSPECT if a probe fails too.
         """
-        if not isinstance(error, EngineUnreachable) or not replica.can_serve:
-            return isinstance(error, EngineGone)
+        if not isinstance(error, EngineUnreachable):
+            return False
+        if not replica.can_serve:
+            return replica.is_gone or isinstance(error, EngineGone)
         failure: EngineError | DeadlineExceeded | None = error
         if not isinstance(error, EngineGone):
             if replica not in self._examined:
@@ -603,8 +605,9 @@ class Fleet:
         try:
             await replica.engine.health(self._patience_s(replica))
         except (EngineError, DeadlineExceeded) as error:
+            replica.is_gone = isinstance(error, EngineGone)
             return error
-        replica.answered_at = time.monotonic()
+        replica.answered_at, replica.is_gone = time.monotonic(), False
         return None
 
     def _patience_s(self, replica: Replica) -> float:

@@ -30,11 +30,10 @@ class Replica:
     """One replica. `weight_version` is None where its weights are unknown; a frozen replica always holds version 0.
 
     `is_unproven` marks a version that the engine reported when it joined, without a record of it: the replica serves
-    once the canary has borne it out. `adapters` has the
-    adapters of its engine by name; None marks an adapter that may be there and must not be used. `transport` is its
-    engine's transfer backend, once known. `cuts_off` is True while an update ends all rollouts in flight.
-    `is_stalled` is True while its tokens stand still. `answered_at` is the monotonic time of its last good probe or
-    token.
+    once the canary has borne it out. `adapters` has the adapters of its engine by name; None marks an adapter that may
+    be there and must not be used. `transport` is its engine's transfer backend, once known. `cuts_off` is True while an
+    update ends all rollouts in flight. `is_stalled` is True while its tokens stand still, `is_gone` once a probe found
+    nothing on its port. `answered_at` is the monotonic time of its last good probe or token.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
@@ -64,6 +63,7 @@ class Replica:
         self._control_calls: set[asyncio.Timeout] = set()
         self.cuts_off = False
         self.is_stalled = False
+        self.is_gone = False
         self.backoff = Backoff()
         self.residents = Residents()
         self._rollouts: dict[int, Rollout] = {}

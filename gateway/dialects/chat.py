@@ -26,10 +26,10 @@ from gateway.dialects.sampling import asks_vllm, check_replica, check_sampling, 
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage, usage_of_joined, wants_usage, with_usage_rule
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.attempt_loop import using
 from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.placement.scheduler import using
 from gateway.fleet.replica import Replica
 
 PATH = "/v1/chat/completions"

@@ -21,9 +21,9 @@ from gateway.dialects.runner import Runner
 from gateway.dialects.sampling import asks_vllm, check_sampling
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.attempt_loop import using
 from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.placement.scheduler import using
 from gateway.fleet.together import together
 
 MadeBefore = Callable[[CompletionPrompt], Awaitable[Json | None]]

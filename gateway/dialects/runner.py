@@ -17,8 +17,8 @@ from gateway.dialects.tally import TALLY
 from gateway.dialects.usage import usage_of_joined
 from gateway.fleet.flight import Flight
 from gateway.fleet.metrics import Metrics
+from gateway.fleet.placement.attempt_loop import AttemptLoop, using
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.placement.scheduler import Scheduler, using
 from gateway.fleet.replica import Replica
 
 LINGER_S = 0.1
@@ -136,7 +136,7 @@ def kept_part(assembly: Assembly, exchange: Exchange, flight: Flight, was_cut: C
 class Runner:
     """Runs exchanges on the replicas that the scheduler picks."""
 
-    def __init__(self, scheduler: Scheduler, metrics: Metrics) -> None:
+    def __init__(self, scheduler: AttemptLoop, metrics: Metrics) -> None:
         self._scheduler = scheduler
         self._metrics = metrics
         self._large = asyncio.Lock()

@@ -31,10 +31,10 @@ from gateway.dialects.sampling import check_sampling, normalise_numbers, version
 from gateway.dialects.token_words import completion_body, token_chunk, token_reply
 from gateway.dialects.usage import Usage, usage_of_joined, wants_usage
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.attempt_loop import using
 from gateway.fleet.placement.client_names import name_of_client
 from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.placement.scheduler import using
 from gateway.fleet.replica import Replica
 from gateway.fleet.together import together
 

@@ -1,4 +1,4 @@
-"""Places rollouts on replicas and runs their attempts.
+"""Places rollouts on replicas.
 
 A model has one line of waiting rollouts. The gate holds back the policy's rollouts while a weight update or a pause has
 closed it.
@@ -8,19 +8,18 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import structlog
 
-from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, EngineGone, Withdrawn
+from engines.errors import DeadlineExceeded, EngineError, Withdrawn
 from engines.types import ReplicaState
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement.attempts import End, end_of
+from gateway.fleet.placement.attempt_loop import AttemptLoop
+from gateway.fleet.placement.attempts import End
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.lives import Attempt, Lives
 from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable, why_chosen
@@ -31,36 +30,19 @@ from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
-
-_STARVED_S = 0.2
-# Engines that die at once are all known to be dead after this time, and a prompt does not meet two of them.
-_AFTER_DEATH_S = 1.0
-
-
-def using(rollout: Rollout) -> AbstractContextManager[None]:
-    """Keeps the adapter of a rollout loaded, if it has one."""
-    if rollout.adapter is None:
-        return nullcontext()
-    return rollout.adapter.used(rollout.request_id, goes_on=rollout.goes_on)
-
 
 def _withdrawn(rollout: Rollout) -> Withdrawn:
     return Withdrawn(f"{rollout.request_id} was aborted")
 
 
-def _nothing_kept() -> None:
-    return None
-
-
-class Scheduler:
+class Scheduler(AttemptLoop):
     """Requests take turns among the rollouts of one model; models never wait for each other.
 
     Nothing of the policy is placed while the gate is closed; running rollouts continue.
     """
 
     def __init__(self, config: GatewayConfig, fleet: Fleet, metrics: Metrics) -> None:
-        self._config = config
+        super().__init__(config)
         self._fleet = fleet
         self._metrics = metrics
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
@@ -77,11 +59,9 @@ class Scheduler:
         return len(self._lines[model])
 
     def served_version(self, model: str) -> int:
-        """The version that a reply without tokens names."""
         return self._fleet.version if model == self._fleet.models.policy else 0
 
     def delivered(self, rollout: Rollout, prompt_tokens: int, completion_tokens: int) -> None:
-        """Learn from a rollout that was delivered whole."""
         self.lengths.delivered(rollout.model, rollout.prompt_key, completion_tokens / rollout.n)
         self.sessions.delivered(rollout, prompt_tokens, completion_tokens)
 
@@ -98,7 +78,6 @@ class Scheduler:
         self._pump_all()
 
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
-        """End rollouts that wait for a replica, or are between two attempts, with `Withdrawn`."""
         self._between = {key: rollout for key, rollout in self._between.items() if not picks(rollout)}
         for line in self._lines.values():
             for waiter in line.waiters():
@@ -135,58 +114,8 @@ class Scheduler:
                 "pause with mode=keep or mode=abort before the update"
             ) from error
 
-    async def run(
-        self,
-        rollout: Rollout,
-        call: Callable[[Replica], Awaitable[T]],
-        kept: Callable[[], T | None] = _nothing_kept,
-    ) -> T:
-        """The call's result from the first replica that gives one.
-
-        `kept` returns what a failed call has and that continues elsewhere; it is the result then.
-        """
-        with using(rollout), self._turn(rollout):
-            while True:
-                try:
-                    async with self._placed(rollout) as replica:
-                        result = await replica.unless_lost(call(replica))
-                        replica.backoff.succeeded()
-                        replica.saw_progress()
-                        return result
-                except EngineError as error:
-                    part = kept()
-                    with self._between_attempts(rollout):
-                        await self._failed(rollout, replica, error, progressed=part is not None)
-                    if part is not None:
-                        return part
-
-    async def stream(
-        self, rollout: Rollout, call: Callable[[Replica], AsyncGenerator[list[Json]]]
-    ) -> AsyncGenerator[tuple[Replica, Json]]:
-        """Chunks of the first replica that gives any. Raises the `EngineError` that ends a stream with chunks, which
-        may continue from its tokens."""
-        with using(rollout), self._turn(rollout):
-            while True:
-                begun = False
-                try:
-                    async with self._placed(rollout) as replica, aclosing(call(replica)) as blocks:
-                        while (chunks := await replica.unless_lost(anext(blocks, None))) is not None:
-                            await replica.unless_lost(replica.vouched())
-                            replica.saw_progress()
-                            for chunk in chunks:
-                                begun = True
-                                yield replica, chunk
-                        replica.backoff.succeeded()
-                        return
-                except EngineError as error:
-                    with self._between_attempts(rollout):
-                        await self._failed(rollout, replica, error, progressed=begun)
-                    if begun:
-                        raise
-
     @contextmanager
-    def _turn(self, rollout: Rollout) -> Iterator[None]:
-        """Keep the session of a rollout at work during the block; others may take its place after it."""
+    def turn(self, rollout: Rollout) -> Iterator[None]:
         try:
             with self.sessions.turn(rollout):
                 yield
@@ -195,8 +124,7 @@ class Scheduler:
                 self._pump(rollout.model)
 
     @contextmanager
-    def _between_attempts(self, rollout: Rollout) -> Iterator[None]:
-        """Raises `Withdrawn` at the end of the block where the rollout was withdrawn in it."""
+    def between_attempts(self, rollout: Rollout) -> Iterator[None]:
         self._between[id(rollout)] = rollout
         try:
             yield
@@ -205,35 +133,26 @@ class Scheduler:
         finally:
             self._between.pop(id(rollout), None)
 
-    async def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, *, progressed: bool) -> None:
-        """Record the end of an attempt. Raises if there may be no further attempt."""
-        end = end_of(error, cuts_off=replica.cuts_off)
-        if end is End.REFUSED:
-            raise error
+    async def judged(self, rollout: Rollout, replica: Replica, end: End, error: EngineError) -> bool:
         self._metrics.retries.labels(end).inc()
         if end is End.CUT_OFF:
-            return
+            return False
         log.warning(
             "an attempt ended", request=rollout.request_id, replica=replica.replica_id, end=end, error=str(error)
         )
+        is_dead = False
         if end is End.BUSY:
             replica.backoff.busy(error.retry_after_s)
-        elif end is End.STARVED:
-            await asyncio.sleep(_STARVED_S)
-        else:
+        elif end is End.FAILED:
             is_dead = await self._fleet.examine(replica, error)
             if not is_dead:
                 replica.backoff.failed()
-            died = is_dead and not isinstance(error, EngineGone)  # else it was dead before it got the prompt
-            rollout.attempts.failed(replica.replica_id, died=died, progressed=progressed)
-            if died and not progressed:
-                await asyncio.sleep(_AFTER_DEATH_S)
         if replica.backoff.left_s:
             asyncio.get_running_loop().call_later(replica.backoff.left_s, self._pump, rollout.model)
-        rollout.attempts.check(error, max_attempts=self._config.max_attempts, longest_s=self._config.generate_timeout_s)
+        return is_dead
 
     @asynccontextmanager
-    async def _placed(self, rollout: Rollout) -> AsyncIterator[Replica]:
+    async def placed(self, rollout: Rollout) -> AsyncIterator[Replica]:
         with self.lives.attempt(rollout) as attempt:
             replica = await self._place(rollout, attempt)
             attempt.place(replica)

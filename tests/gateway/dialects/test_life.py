@@ -27,7 +27,7 @@ from gateway.dialects.replies.carried import opened
 from gateway.dialects.runner import Runner
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement import backoff, scheduler
+from gateway.fleet.placement import attempt_loop, backoff
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
@@ -174,7 +174,7 @@ def _joined(before: Json | None, choice: Json) -> Json:
 def without_pauses() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backoff, "_FIRST_S", 0.0)
-        patch.setattr(scheduler, "_AFTER_DEATH_S", 0.0)
+        patch.setattr(attempt_loop, "_AFTER_DEATH_S", 0.0)
         yield
 
 

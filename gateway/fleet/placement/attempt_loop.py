@@ -1,0 +1,138 @@
+"""The loop over the attempts of one rollout: each on one replica, until one delivers or there may be no further one."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext
+from typing import TypeVar
+
+from engines.engine import Json
+from engines.errors import EngineError, EngineGone
+from gateway.config.schema import GatewayConfig
+from gateway.fleet.placement.attempts import End, end_of
+from gateway.fleet.placement.lengths import Lengths
+from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.replica import Replica
+
+T = TypeVar("T")
+
+_STARVED_S = 0.2
+# Engines that die at once are all known to be dead after this time, and a prompt does not meet two of them.
+_AFTER_DEATH_S = 1.0
+
+
+def using(rollout: Rollout) -> AbstractContextManager[None]:
+    """Keeps the adapter of a rollout loaded, if it has one."""
+    if rollout.adapter is None:
+        return nullcontext()
+    return rollout.adapter.used(rollout.request_id, goes_on=rollout.goes_on)
+
+
+def _nothing_kept() -> None:
+    return None
+
+
+class AttemptLoop(ABC):
+    """Runs rollouts on the replicas that its subclass places them on.
+
+    `lengths` has the expected lengths of samples by their prompts.
+    """
+
+    lengths: Lengths
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+
+    @abstractmethod
+    def served_version(self, model: str) -> int:
+        """The version that a reply without tokens names."""
+
+    @abstractmethod
+    def delivered(self, rollout: Rollout, prompt_tokens: int, completion_tokens: int) -> None:
+        """Learn from a rollout that was delivered whole."""
+
+    @abstractmethod
+    def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
+        """End rollouts that wait for a replica, or are between two attempts, with `Withdrawn`."""
+
+    @abstractmethod
+    def turn(self, rollout: Rollout) -> AbstractContextManager[None]:
+        """Keep the session of a rollout at work during the block; others may take its place after it."""
+
+    @abstractmethod
+    def placed(self, rollout: Rollout) -> AbstractAsyncContextManager[Replica]:
+        """Wait for a replica with room. The block is an attempt there; its end gives the room back."""
+
+    @abstractmethod
+    def between_attempts(self, rollout: Rollout) -> AbstractContextManager[None]:
+        """Raises `Withdrawn` at the end of the block where the rollout was withdrawn in it."""
+
+    @abstractmethod
+    async def judged(self, rollout: Rollout, replica: Replica, end: End, error: EngineError) -> bool:
+        """Draw the conclusions from an attempt that failed. True if the replica's engine is dead."""
+
+    async def run(
+        self,
+        rollout: Rollout,
+        call: Callable[[Replica], Awaitable[T]],
+        kept: Callable[[], T | None] = _nothing_kept,
+    ) -> T:
+        """The call's result from the first replica that gives one.
+
+        `kept` returns what a failed call has and that continues elsewhere; it is the result then.
+        """
+        with using(rollout), self.turn(rollout):
+            while True:
+                try:
+                    async with self.placed(rollout) as replica:
+                        result = await replica.unless_lost(call(replica))
+                        replica.backoff.succeeded()
+                        replica.saw_progress()
+                        return result
+                except EngineError as error:
+                    part = kept()
+                    with self.between_attempts(rollout):
+                        await self._failed(rollout, replica, error, progressed=part is not None)
+                    if part is not None:
+                        return part
+
+    async def stream(
+        self, rollout: Rollout, call: Callable[[Replica], AsyncGenerator[list[Json]]]
+    ) -> AsyncGenerator[tuple[Replica, Json]]:
+        """Chunks of the first replica that gives any. Raises the `EngineError` that ends a stream with chunks, which
+        may continue from its tokens."""
+        with using(rollout), self.turn(rollout):
+            while True:
+                begun = False
+                try:
+                    async with self.placed(rollout) as replica, aclosing(call(replica)) as blocks:
+                        while (chunks := await replica.unless_lost(anext(blocks, None))) is not None:
+                            await replica.unless_lost(replica.vouched())
+                            replica.saw_progress()
+                            for chunk in chunks:
+                                begun = True
+                                yield replica, chunk
+                        replica.backoff.succeeded()
+                        return
+                except EngineError as error:
+                    with self.between_attempts(rollout):
+                        await self._failed(rollout, replica, error, progressed=begun)
+                    if begun:
+                        raise
+
+    async def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, *, progressed: bool) -> None:
+        """Record the end of an attempt. Raises if there may be no further attempt."""
+        end = end_of(error, cuts_off=replica.cuts_off)
+        if end is End.REFUSED:
+            raise error
+        is_dead = await self.judged(rollout, replica, end, error)
+        if end is End.CUT_OFF:
+            return
+        if end is End.STARVED:
+            await asyncio.sleep(_STARVED_S)
+        elif end is End.FAILED:
+            died = is_dead and not isinstance(error, EngineGone)  # else it was dead before it got the prompt
+            rollout.attempts.failed(replica.replica_id, died=died, progressed=progressed)
+            if died and not progressed:
+                await asyncio.sleep(_AFTER_DEATH_S)
+        rollout.attempts.check(error, max_attempts=self._config.max_attempts, longest_s=self._config.generate_timeout_s)

@@ -26,6 +26,7 @@ from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.config.models import Models
 from gateway.config.schema import Config
 from gateway.fleet.adapters import Adapter, Adapters
+from gateway.fleet.changes import Changes
 from gateway.fleet.events import Events
 from gateway.fleet.places import Places
 from gateway.fleet.replica import Replica
@@ -66,6 +67,7 @@ class Fleet:
         self.adapters = Adapters()
         self.refused: dict[str, str] = {}
         self.events = Events()
+        self.changes = Changes()
         self.places = Places()
         self._listed: set[str] = set()
         self.losses: Counter[str] = Counter()
@@ -493,7 +495,8 @@ class Fleet:
             self._refuse(info, str(error))
             return None
         self.refused.pop(info.replica_id, None)
-        replica = Replica(info, self._connect(info), frozen=self.models.is_frozen(info.group))
+        frozen = self.models.is_frozen(info.group)
+        replica = Replica(info, self._connect(info), frozen=frozen, changes=self.changes)
         # Before the first wait, so that replicas that join together have labels in the order of their list.
         replica.slot, replica.restarts = self.places.take(info, self._listed | self._replicas.keys())
         try:
@@ -510,6 +513,7 @@ class Fleet:
             )
             return None
         self._replicas[info.replica_id] = replica
+        self.changes.joined(replica)
         self._take_over(replica, adapters)
         if not replica.is_unproven:
             self.learn(replica.weight_version or 0)
@@ -667,6 +671,7 @@ class Fleet:
     def _forget(self, replica: Replica) -> None:
         if self._replicas.get(replica.replica_id) is replica:
             del self._replicas[replica.replica_id]
+            self.changes.left(replica)
         replica.brake.close()
         watcher = self._watchers.pop(replica, None)
         if watcher is not None and watcher is not asyncio.current_task():

@@ -12,6 +12,7 @@ from engines.errors import EngineFailed, EngineRefused, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.brake import Brake
+from gateway.fleet.changes import Argument, Changes
 from gateway.fleet.flight import Flight
 from gateway.fleet.placement.backoff import Backoff
 from gateway.fleet.placement.residents import Residents
@@ -34,9 +35,11 @@ class Replica:
     be there and must not be used. `transport` is its engine's transfer backend, once known. `cuts_off` is True while an
     update ends all rollouts in flight. `is_stalled` is True while its tokens stand still, `is_gone` once a probe found
     nothing on its port. `answered_at` is the monotonic time of its last good probe or token.
+    `changes` tells those who keep a copy of it what happens to it.
     """
 
-    def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
+    def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool, changes: Changes | None = None) -> None:
+        self.changes = changes or Changes()
         self.info = info
         self.engine = engine
         self.frozen = frozen
@@ -68,6 +71,7 @@ class Replica:
         self.residents = Residents()
         self._rollouts: dict[int, Rollout] = {}
         self._awaited_chunks = 0
+        self._awaited_elsewhere: dict[object, int] = {}
         self._quiet = QuietClock()
         self._longest_given_up = 0
         self._flights: WeakSet[Flight] = WeakSet()
@@ -106,7 +110,7 @@ class Replica:
     @property
     def awaits_chunks(self) -> bool:
         """True if each rollout in flight waits for a chunk now: none is read whole, or held up by its client."""
-        return self._awaited_chunks >= len(self._rollouts) > 0
+        return self._awaited_chunks + sum(self._awaited_elsewhere.values()) >= len(self._rollouts) > 0
 
     @contextmanager
     def awaiting_chunk(self) -> Iterator[None]:
@@ -116,6 +120,15 @@ class Replica:
             yield
         finally:
             self._awaited_chunks -= 1
+
+    @property
+    def awaited_chunks(self) -> int:
+        """Rollouts of this process that wait for a chunk now."""
+        return self._awaited_chunks
+
+    def await_elsewhere(self, process: object, rollouts: int) -> None:
+        """Note how many rollouts of another process wait for a chunk now."""
+        self._awaited_elsewhere[process] = rollouts
 
     def saw_progress(self) -> None:
         """Note a chunk, a reply, or another sign that tokens are made."""
@@ -167,9 +180,13 @@ class Replica:
         self.is_unproven = False
         if version == self.weight_version:
             return  # taken before the commit, in a rolling update
+        self._tell("hold", version, keeps_kv)
         self.weight_version = version
         for flight in self._flights:
             flight.meet(version, keeps_kv=keeps_kv)
+
+    def _tell(self, change: str, *arguments: Argument) -> None:
+        self.changes.changed(self, change, *arguments)
 
     async def unless_lost(self, call: Awaitable[T], *, is_control: bool = False) -> T:
         """Return the call's result. Raise `EngineUnreachable` once the replica is LOST, even if the call hangs.
@@ -203,18 +220,26 @@ class Replica:
 
     def overwrite(self) -> None:
         """Forget the version: rollouts that end from here on wait for the verdict in `vouched`."""
+        self._tell("overwrite")
         self.lose_version()
         self._steady.clear()
 
     def lose_version(self) -> None:
         """Forget the version: the weights are unknown."""
+        self._tell("lose_version")
         self.weight_version, self.is_unproven = None, False
+
+    def cut_off(self, *, is_on: bool) -> None:
+        """Note whether an update ends all rollouts in flight."""
+        self.cuts_off = is_on
+        self._tell("cut_off", is_on)
 
     def drop_calls(self, *, rollouts_alone: bool = False) -> None:
         """End all calls in flight except the caller's, as a loss does: rollouts are generated again elsewhere.
 
         With `rollouts_alone` control calls go on, such as a trainer's pause.
         """
+        self._tell("drop_calls", rollouts_alone)
         for call, task in self._calls.items():
             goes_on = rollouts_alone and call in self._control_calls
             if task is not asyncio.current_task() and not goes_on:
@@ -222,6 +247,7 @@ class Replica:
 
     def enter(self, state: ReplicaState, reason: str) -> None:
         """Change the state. Only `Fleet` calls this."""
+        self._tell("enter", state, reason)
         if state is ReplicaState.SUSPECT:
             self.state_before_suspect, self.reason_before_suspect = self.state, self.reason
             self.suspect_since = time.monotonic()

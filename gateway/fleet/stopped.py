@@ -29,8 +29,9 @@ async def cut_off(replica: Replica, *, by: Holder, timeout_s: float) -> None:
     A request that was on its way when the engine stopped waits there unread. Another pause ends it; where the engine
     does not read it even then, it is dropped after some seconds and retried elsewhere.
     """
-    replica.cuts_off = True
+    replica.cut_off(is_on=True)
     try:
+        await replica.changes.taken()  # before the first reply that the engine ends for this
         grace_ends = time.monotonic() + _GRACE_S
         while True:
             await replica.brake.stop(by, PauseMode.ABORT, clear_cache=False, timeout_s=timeout_s)
@@ -39,4 +40,4 @@ async def cut_off(replica: Replica, *, by: Holder, timeout_s: float) -> None:
             if time.monotonic() > grace_ends:
                 replica.drop_calls()
     finally:
-        replica.cuts_off = False
+        replica.cut_off(is_on=False)

@@ -197,6 +197,7 @@ class FlatUpdate:
             await on_all(group.members, self._parts.pauses.stopping(update), timeout_s)
             update.overwrites = True
             self._parts.fleet.overwrite(group.members, update.version)
+            await self._parts.fleet.changes.taken()
             await self._parts.snapshots.note_overwritten(group.members)
         async with self._machine.step(update, "begin", leaving=group.members):
             await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)

@@ -135,6 +135,7 @@ class Swaps:
             served = self._parts.fleet.version
             update.kept = {replica: served for replica in replicas if replica.weight_version == served}
         self._parts.fleet.overwrite(replicas, update.version)
+        await self._parts.fleet.changes.taken()
         update.enter(Phase.RECEIVING)
         await self._parts.snapshots.note_overwritten(replicas)
         return replicas

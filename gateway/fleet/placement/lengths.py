@@ -6,16 +6,23 @@ A trainer sends the same prompts epoch after epoch, and may send the samples of 
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
+from xxhash import xxh3_64_intdigest
+
 _REMEMBERED = 100_000
 _NEWEST_SHARE = 0.5
 
 
 def prompt_key(prompt: str | Sequence[int]) -> int:
-    """Return a hash of a prompt; 0, which is no key, for a list of things that cannot be hashed."""
+    """Return a hash of a prompt, the same in every process; 0, which is no key, for a list that cannot be hashed."""
     try:
-        return hash(prompt if isinstance(prompt, str) else tuple(prompt))
+        return _hash_of_text(prompt) if isinstance(prompt, str) else hash(tuple(prompt))
     except TypeError:  # an engine will refuse it
         return 0
+
+
+def _hash_of_text(text: str) -> int:
+    """Unlike `hash`, which is salted in each process."""
+    return xxh3_64_intdigest(text.encode(errors="surrogatepass")) >> 1
 
 
 class Lengths:
@@ -34,9 +41,13 @@ class Lengths:
         """Note the mean length of samples; what was known counts for a half."""
         if not key:
             return
+        before = self._lengths[model].get(key, tokens)
+        self.set(model, key, before + _NEWEST_SHARE * (tokens - before))
+
+    def set(self, model: str, key: int, tokens: float) -> None:
+        """Remember the mean length of a prompt's samples."""
         lengths = self._lengths[model]
-        before = lengths.get(key, tokens)
-        lengths[key] = before + _NEWEST_SHARE * (tokens - before)
+        lengths[key] = tokens
         lengths.move_to_end(key)
         if len(lengths) > self._limit:
             lengths.popitem(last=False)

@@ -23,6 +23,7 @@ def test_prompts_that_were_delivered_least_recently_are_forgotten() -> None:
 def test_a_key_is_that_of_equal_prompts_and_none_for_what_no_engine_takes() -> None:
     assert prompt_key([3, 4]) == prompt_key([3, 4]) != prompt_key([4, 3])
     assert prompt_key("text") == prompt_key("text") != prompt_key("other")
+    assert prompt_key("text") == 0x23B4FE8E30745308, "the same in every process"
     lengths = Lengths()
     lengths.delivered("m", prompt_key([{}]), 10.0)  # type: ignore[list-item]  # as a client may send it
     assert lengths.of("m", prompt_key([{}])) is None  # type: ignore[list-item]

@@ -81,11 +81,15 @@ class Access:
             request[CLIENT] = key if key == TRUSTED else _digest(request)
             if request.method != hdrs.METH_POST or not self._limits.is_on or key not in self._inference.names:
                 return await handler(request)
-            request[ALLOWANCE] = allowance = self._limits.of(key)
-            with allowance.used():
-                return await _tallied(handler, request, allowance)
+            return await self._limited(handler, request, self._limits.of(key))
 
         return self._noted(Need.INFERENCE, handler, checked)
+
+    async def _limited(self, handler: Handler, request: web.Request, allowance: Allowance) -> web.StreamResponse:
+        """Handle a request of a key with limits."""
+        request[ALLOWANCE] = allowance
+        with allowance.used():
+            return await _tallied(handler, request, allowance)
 
     def charge(self, client: str, tokens: int) -> None:
         """Count tokens, made after its request as well, against the limits of a client with an inference key."""

@@ -18,7 +18,7 @@ _HEAD_TIMEOUT_S = 30.0
 # A timer so late shows that this process stood still, and may not have read heads that have arrived.
 _OWN_DELAY_S = 1.0
 _KEEPALIVE_S = 900.0
-_BACKLOG = 2048
+BACKLOG = 2048
 _HTTP_2 = b"PRI * HTTP/2"
 
 
@@ -28,7 +28,7 @@ class Door(web.BaseSite):
     def __init__(
         self, runner: web.AppRunner, host: str, port: int, context: SSLContext | None = None, *, write_timeout_s: float
     ) -> None:
-        super().__init__(runner, ssl_context=context, backlog=_BACKLOG)
+        super().__init__(runner, ssl_context=context, backlog=BACKLOG)
         self._address = host, port
         self._write_timeout_s = write_timeout_s
 
@@ -39,10 +39,11 @@ class Door(web.BaseSite):
 
     async def start(self) -> None:
         await super().start()
+        self._server = await self._open()
+
+    async def _open(self) -> asyncio.AbstractServer:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            self._connection, *self._address, ssl=self._ssl_context, backlog=self._backlog
-        )
+        return await loop.create_server(self._connection, *self._address, ssl=self._ssl_context, backlog=self._backlog)
 
     def _connection(self) -> "Connection":
         assert self._runner.server is not None

@@ -4,40 +4,42 @@ import asyncio
 import errno
 import gc
 import os
+import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import structlog
 import uvloop
 from aiohttp import web
 
-from engines.clients.connect import connect
-from engines.clients.external import external_engine
-from engines.engine import Engine, Json, Peer
+from engines.engine import Json
 from engines.errors import ConfigError
 from engines.store.weight_store import is_kept
-from engines.types import EngineKind, ReplicaInfo
-from gateway.config.addresses import is_any, own_address, url_of
-from gateway.config.schema import LOOPBACK_HOSTS, Config, GatewayConfig
+from engines.types import ReplicaInfo
+from gateway.config.addresses import url_of
+from gateway.config.schema import Config, GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.http.access import store_key
 from gateway.http.descriptors import raise_limit
-from gateway.http.door import Door
+from gateway.http.door import BACKLOG, Door
+from gateway.http.engine_client import engine_client
 from gateway.http.guard.tls import Certificate
 from gateway.http.server import GatewayServer
+from gateway.http.workers.crew import Workers
+from gateway.http.workers.doors import BackDoor
+from gateway.http.workers.hop import OWNER, door_path
 from gateway.weights.snapshots import AUTO, in_memory
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 90.0
 _SHUTDOWN_TIMEOUT_S = 5.0
 _STORE_FREE_WITHIN_S = 5.0
 
@@ -90,7 +92,7 @@ class Listener:
         loop, stopping, _ = self._started.result(_START_TIMEOUT_S)
         if self._thread.is_alive():
             loop.call_soon_threadsafe(stopping.set)
-            self._thread.join(2 * _SHUTDOWN_TIMEOUT_S)
+            self._thread.join(4 * _SHUTDOWN_TIMEOUT_S)
 
     async def _there(self, call: Callable[[GatewayServer], T]) -> T:
         """Return the call's result from the thread's own loop."""
@@ -124,8 +126,7 @@ class Listener:
         )
         await runner.setup()
         try:
-            await _listen(runner, config.gateway)
-            host, port = runner.addresses[0][:2]
+            host, port = await listen(runner, self._server.workers, config.gateway)
             url = url_of(host, port, tls=config.gateway.tls.is_on)
             # What is there from the start stays: to look for garbage in it takes 60 ms of the loop each time.
             gc.collect()
@@ -134,19 +135,62 @@ class Listener:
             await stopping.wait()
         finally:
             gc.unfreeze()
+            await self._server.workers.stop()
             await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, gateway: GatewayConfig) -> None:
+async def listen(runner: web.AppRunner, workers: Workers, gateway: GatewayConfig) -> tuple[str, int]:
+    """Begin to serve an application, in this process or in workers; return the address.
+
+    Raise `ConfigError` for an address that cannot be bound.
+    """
     context = Certificate(gateway.tls).context if gateway.tls.is_on else None
-    try:
+    if gateway.workers == 1:
         door = Door(runner, gateway.host, gateway.port, context, write_timeout_s=gateway.write_timeout_s)
-        await door.start()
+        with _port_errors(gateway):
+            await door.start()
+        host, port = runner.addresses[0][:2]
+        return host, port
+    listening = await _bound(gateway)
+    path = door_path(workers.open_folder(), OWNER)
+    await BackDoor(runner, path, write_timeout_s=gateway.write_timeout_s).start()
+    try:
+        await workers.start(listening)
+    except BaseException:
+        listening.close()
+        raise
+    host, port = listening.getsockname()[:2]
+    return host, port
+
+
+@contextmanager
+def _port_errors(gateway: GatewayConfig) -> Iterator[None]:
+    """Raise `ConfigError` where the block cannot bind the port."""
+    try:
+        yield
     except OSError as error:
         reason = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(
             f"gateway.port = {gateway.port} on {gateway.host} cannot be bound: {reason}; choose another port, or 0"
         ) from error
+
+
+async def _bound(gateway: GatewayConfig) -> socket.socket:
+    """A socket that listens at the gateway's address."""
+    loop = asyncio.get_running_loop()
+    with _port_errors(gateway):
+        family, kind, proto, _, address = (
+            await loop.getaddrinfo(gateway.host, gateway.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        )[0]
+        listening = socket.socket(family, kind, proto)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(address)
+            listening.listen(BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+    return listening
 
 
 async def _store_is_free(config: Config) -> None:
@@ -160,36 +204,3 @@ async def _store_is_free(config: Config) -> None:
                 f"store: set another `name` than {config.name!r}, or another folder in weights.store"
             )
         await asyncio.sleep(0.1)
-
-
-def engine_client(config: Config, info: ReplicaInfo) -> Engine:
-    """Return the client of a replica's engine. A replica reports only its forwarder's key; others are configured."""
-    peer = _peer(config, info)
-    if info.kind is EngineKind.EXTERNAL:
-        group = config.groups.get(info.group)
-        key = group.api_key if group else None
-        return external_engine(info, key.get_secret_value() if key else "", peer)
-    return connect(info.kind, info.replica_id, info.url, info.engine_version, info.key, has_tee=info.has_tee, peer=peer)
-
-
-def _peer(config: Config, info: ReplicaInfo) -> Peer | None:
-    """Return the address from which a replica fetches weight versions that its machine lacks; None if it needs none."""
-    url = config.weights.peer_url or (_as_reached_from(info.url, config.gateway) if info.is_far else None)
-    if url is None and info.is_far:
-        log.warning(
-            "a replica on another node has weight versions only where weights.store is a folder that both share: bind "
-            "gateway.host to an address that it reaches, or set weights.peer_url",
-            replica=info.replica_id,
-        )
-    return Peer(url=url, key=store_key(config.gateway)) if url else None
-
-
-def _as_reached_from(replica_url: str, gateway: GatewayConfig) -> str | None:
-    """Return the gateway's URL as the machine of `replica_url` reaches it; None where it is not known beforehand."""
-    if gateway.host in LOOPBACK_HOSTS or gateway.port == 0:
-        return None
-    replica = urlsplit(replica_url)
-    assert replica.hostname is not None
-    assert replica.port is not None
-    ours = own_address(replica.hostname, replica.port) if is_any(gateway.host) else gateway.host
-    return url_of(ours, gateway.port, tls=gateway.tls.is_on)

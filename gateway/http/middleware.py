@@ -31,6 +31,8 @@ _GONE = 499  # the client left before there was an answer
 _USAGE: web.RequestKey[Json] = web.RequestKey("usage", dict)
 _ARRIVAL = web.RequestKey("arrival", Arrival)
 _HAS_BEGUN = web.RequestKey("has_begun", bool)
+HANDED_ON = web.RequestKey("handed_on", bool)
+"""True for a request that another process of the gateway answers, and counts."""
 
 
 class Measurement:
@@ -56,15 +58,19 @@ class Measurement:
                 response.headers[HEADER] = given
             return response
         finally:
-            self._metrics.requests.labels(route, status).inc()
-            self._metrics.request_seconds.labels(route).observe(time.monotonic() - began)
-            if self._trace is not None and (arrival := request.get(_ARRIVAL)) is not None:
-                self._trace.ended(arrival, status, request[_USAGE])
+            if not request.get(HANDED_ON):
+                self._ended(request, route, status, began)
 
     def arrived(self, request: web.Request, body: Json, session: str, at: float, began: float) -> None:
         """Record a request for tokens; `at` is the time of day, `began` the monotonic clock, both in seconds."""
         if self._trace is not None:
             request[_ARRIVAL] = Arrival(request.path, body, session, at, began)
+
+    def _ended(self, request: web.Request, route: str, status: int, began: float) -> None:
+        self._metrics.requests.labels(route, status).inc()
+        self._metrics.request_seconds.labels(route).observe(time.monotonic() - began)
+        if self._trace is not None and (arrival := request.get(_ARRIVAL)) is not None:
+            self._trace.ended(arrival, status, request[_USAGE])
 
     def count_tokens(self, request: web.Request, model: str, usage: Json | None) -> None:
         usage = usage or {}

@@ -48,6 +48,8 @@ from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
 from gateway.http.trace import Trace
+from gateway.http.workers.crew import Workers
+from gateway.http.workers.hop import as_sent
 from gateway.ledger.ledger import Ledger, default_file
 from gateway.ledger.shared import SharedLedger
 from gateway.weights.coordinator import WeightCoordinator
@@ -63,6 +65,7 @@ class GatewayServer:
         self._scheduler = scheduler = Scheduler(config.gateway, fleet, metrics)
         self._snapshots = Snapshots(config.weights, config.name, lambda: _checkpoint(config))
         fleet.noted = self._snapshots.noted
+        self.workers = workers = Workers(config, fleet, scheduler)
         self._weights = weights = WeightCoordinator(config.weights, fleet, scheduler, metrics, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)
         self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
@@ -90,7 +93,7 @@ class GatewayServer:
         models = ModelRoutes(config.fleet, fleet, weights, inquiries)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
-            FleetRoutes(fleet, scheduler, metrics, self.status, self._tasks),
+            FleetRoutes(fleet, scheduler, metrics, self.status, self._tasks, workers),
             models,
             RolloutRoutes(
                 completions,
@@ -102,13 +105,14 @@ class GatewayServer:
                 config.gateway.write_timeout_s,
                 self._replays,
                 own,
+                workers.abort,
             ),
             SubmissionRoutes(self._submissions, scheduler.lives, config.gateway.write_timeout_s),
             SessionRoutes(scheduler),
             SnapshotFiles(fleet, self._snapshots),
             AdapterRoutes(self._adapters),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
-            SglangRoutes(fleet, scheduler, weights, sglang, models.description, own),
+            SglangRoutes(fleet, scheduler, weights, sglang, models.description, own, workers),
             dashboard,
             TraceRoutes(scheduler.lives),
             ProfileRoutes(fleet),
@@ -118,8 +122,11 @@ class GatewayServer:
             self._routes.append(TrlLegacyRoutes(fleet, weights, completions, chat, self._measurement))
 
     def application(self) -> web.Application:
+        """The application for clients; with workers it is for what these send on."""
+        behind_workers = [as_sent] if self._config.gateway.workers > 1 else []
         app = web.Application(
-            client_max_size=self._config.gateway.max_body_bytes, middlewares=[self._measurement.measure, answer_errors]
+            client_max_size=self._config.gateway.max_body_bytes,
+            middlewares=[*behind_workers, self._measurement.measure, answer_errors],
         )
         app.on_response_prepare.append(note_begin)
         for routes in self._routes:
@@ -130,12 +137,15 @@ class GatewayServer:
     @property
     def failure(self) -> str:
         """The end of a background task that should run on; "" while all run."""
-        return self._tasks.failure
+        return self._tasks.failure or self.workers.failure
 
     def status(self) -> Json:
         """The status report."""
         report = status_report(self.fleet, self._scheduler, self._weights, self._snapshots, self.drafts)
-        return report | {"ledger": self._submissions.report() | self._replays.report()}
+        return report | {
+            "workers": self.workers.report(),
+            "ledger": self._submissions.report() | self._replays.report(),
+        }
 
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
         if endpoint := self._config.gateway.otlp_endpoint:

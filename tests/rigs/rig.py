@@ -21,8 +21,8 @@ from gateway.config.schema import Config
 from gateway.fleet.adapter_loading import LOAD_ROUTE
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.http.door import Door
-from gateway.http.listener import engine_client
+from gateway.http.engine_client import engine_client
+from gateway.http.listener import listen
 from gateway.http.server import GatewayServer
 
 STORED = {"w": [4, 4], "b": [4]}
@@ -169,7 +169,7 @@ class Rig:
             discover=self._discover,
             connect=lambda info: engine_client(config, info),
         )
-        gateway = GatewayServer(config, self.fleet, Metrics())
+        self._gateway = gateway = GatewayServer(config, self.fleet, Metrics())
         self.drafts = gateway.drafts
         self._runner = web.AppRunner(gateway.application(), handler_cancellation=True, shutdown_timeout=0.1)
         self.client = aiohttp.ClientSession()
@@ -193,8 +193,9 @@ class Rig:
 
     async def listen(self) -> "Rig":
         await self._runner.setup()
-        await Door(self._runner, "127.0.0.1", 0, write_timeout_s=self.config.gateway.write_timeout_s).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        gateway = self.config.gateway.model_copy(update={"port": 0})
+        _, port = await listen(self._runner, self._gateway.workers, gateway)
+        self.url = f"http://127.0.0.1:{port}"
         return self
 
     async def add_replica(self, replica_id: str, seed: int = 0) -> SimReplica:
@@ -217,6 +218,11 @@ class Rig:
         """Connections of clients that the gateway holds."""
         return len(self._runner.server.connections) if self._runner.server else 0
 
+    @property
+    def workers(self) -> list[Json]:
+        """The gateway's own report of its workers."""
+        return self._gateway.workers.report()
+
     def break_connections(self) -> None:
         """Reset the connections of all clients, as a proxy that dies does."""
         assert self._runner.server is not None
@@ -226,6 +232,7 @@ class Rig:
 
     async def stop_gateway(self) -> None:
         """End the gateway; its replicas go on."""
+        await self._gateway.workers.stop()
         await self._runner.cleanup()
 
     async def stop(self) -> None:

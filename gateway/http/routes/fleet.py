@@ -11,6 +11,7 @@ from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access
 from gateway.http.json_body import reply
 from gateway.http.supervisor import Supervisor
+from gateway.http.workers.crew import Workers
 
 
 class FleetRoutes:
@@ -23,7 +24,9 @@ class FleetRoutes:
         metrics: Metrics,
         status: Callable[[], Json],
         tasks: Supervisor,
+        workers: Workers,
     ) -> None:
+        self._workers = workers
         self._tasks = tasks
         self._fleet = fleet
         self._scheduler = scheduler
@@ -62,4 +65,6 @@ class FleetRoutes:
         found = {replica.label: page for replica, page in (await self._fleet.metrics_pages()).items()}
         queue_lengths = {model: self._scheduler.queue_length(model) for model in self._fleet.models.names}
         self._metrics.observe(self._fleet, queue_lengths)
-        return web.Response(body=self._metrics.page(found), content_type="text/plain", charset="utf-8")
+        return web.Response(
+            body=self._metrics.page(found, self._workers.counts()), content_type="text/plain", charset="utf-8"
+        )

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
@@ -24,7 +25,7 @@ from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import as_object, read_content, read_object, reply
 from gateway.http.middleware import Measurement
-from gateway.http.own_requests import OwnRequests
+from gateway.http.own_requests import AbortElsewhere, AbortKind, OwnRequests, reach
 from gateway.http.replies.event_stream import send_events
 from gateway.http.replies.large_reply import BeforeEnd, at_once, send_pieces
 from gateway.http.request_id import given_id, request_id
@@ -46,8 +47,10 @@ class RolloutRoutes:
         write_timeout_s: float,
         replays: Replays,
         own: OwnRequests,
+        abort_elsewhere: AbortElsewhere,
     ) -> None:
         self._own = own
+        self._abort_elsewhere = abort_elsewhere
         self._replays = replays
         self._write_timeout_s = write_timeout_s
         self._completions = completions
@@ -59,12 +62,16 @@ class RolloutRoutes:
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._access = access
+        self.add_generation(router, access)
+        router.add_post("/inference/v1/abort_requests", access.for_inference(self._abort_requests))
+        router.add_get("/health_generate", access.for_inference(self._health_generate))
+
+    def add_generation(self, router: web.UrlDispatcher, access: Access) -> None:
+        """Add the routes that generate tokens, which any process of the gateway can answer."""
         router.add_post("/v1/completions", access.for_inference(self._create_completions))
         router.add_post("/v1/chat/completions", access.for_inference(self._create_chat_completion))
         router.add_post("/inference/v1/generate", access.for_inference(self._generate_tokens))
-        router.add_post("/inference/v1/abort_requests", access.for_inference(self._abort_requests))
         router.add_post("/generate", access.for_inference(self._generate_sglang))
-        router.add_get("/health_generate", access.for_inference(self._health_generate))
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
         """Generate samples of one or many prompts, whole or streamed."""
@@ -129,8 +136,9 @@ class RolloutRoutes:
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
         """End the client's requests of /inference/v1/generate with the tokens they have; an admin key ends any."""
-        request_ids = (await read_object(request)).get("request_ids")
+        request_ids: Any = (await read_object(request)).get("request_ids")
         await self._tokens.abort(request_ids, partial(self._own.named, request, self._access))
+        await self._abort_elsewhere(AbortKind.TOKENS, tuple(request_ids), reach(request, self._access))
         return reply({})
 
     async def _health_generate(self, request: web.Request) -> web.Response:

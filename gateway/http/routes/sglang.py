@@ -17,7 +17,8 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access, Handler
 from gateway.http.json_body import read_object, reply
-from gateway.http.own_requests import OwnRequests
+from gateway.http.own_requests import AbortKind, OwnRequests, reach
+from gateway.http.workers.crew import Workers
 from gateway.weights.coordinator import WeightCoordinator
 
 _MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.KEEP}
@@ -56,8 +57,10 @@ class SglangRoutes:
         generate: SglangGenerate,
         model_info: Callable[[], Awaitable[Json]],
         own: OwnRequests,
+        workers: Workers,
     ) -> None:
         self._own = own
+        self._crew = workers
         self._fleet = fleet
         self._scheduler = scheduler
         self._weights = weights
@@ -129,12 +132,14 @@ class SglangRoutes:
             raise InvalidRequest(f"rid = {rid!r}: send the id of a request, or abort_all = true", param="rid")
         for client in self._own.named(request, self._access, rid):
             self._generate.abort(client, rid)
+        await self._crew.abort(AbortKind.SGLANG, (rid,), reach(request, self._access))
         return web.Response()
 
     async def _abort_all(self, request: web.Request) -> web.Response:
         """Pause the engines, which ends their rollouts; then end the rollouts that wait for a replica."""
         async with self._weights.pauses.aborting_all():
             self._scheduler.withdraw_policy()
+            await self._crew.withdraw_policy()
         return web.Response()
 
     async def _flush_cache(self, request: web.Request) -> web.Response:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import math
-import socket
 
 from aiohttp import web
 
@@ -14,6 +13,7 @@ from gateway.config.schema import WeightsConfig
 from gateway.fleet.fleet import Fleet
 from gateway.http.access import Access
 from gateway.http.json_body import read_object, reply
+from gateway.http.replies.lost_host import LEASE_PATH, notice_lost_host
 from gateway.http.routes.served_weights import served_weights
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
@@ -46,7 +46,7 @@ class WeightRoutes:
         router.add_delete("/v1/weight_updates", access.for_admin(self._abandon))
         router.add_get("/v1/weights", access.for_inference(self._served))
         router.add_get("/v1/weight_store", access.for_admin(self._store))
-        router.add_post("/v1/weight_lease", access.for_admin(self._lease))
+        router.add_post(LEASE_PATH, access.for_admin(self._lease))
         router.add_get("/v1/weight_canary", access.for_inference(self._canary))
         router.add_post("/reset_prefix_cache", access.for_admin(self._reset_prefix_cache))
         router.add_post("/pause", access.for_admin(self._pause))
@@ -73,7 +73,7 @@ class WeightRoutes:
         with self._weights.leases.held(_lease_of(await read_object(request))):
             response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
             await response.prepare(request)
-            _notice_lost_host(request)
+            notice_lost_host(request)
             while True:
                 await response.write(b"\n")
                 await asyncio.sleep(_LEASE_BEAT_S)
@@ -210,17 +210,6 @@ def _lease_of(body: Json) -> str:
             param="lease",
         )
     return lease
-
-
-def _notice_lost_host(request: web.Request) -> None:
-    """Let the kernel end a connection whose other host has been silent for 4 s."""
-    connection = request.transport.get_extra_info("socket") if request.transport else None
-    if connection is None:
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)  # while a byte is unacknowledged
 
 
 def _in_flight(body: Json) -> InFlight | None:

@@ -18,7 +18,8 @@ from engines.types import EngineKind, ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http import listener
 from gateway.http.access import store_key
-from gateway.http.listener import Listener, engine_client
+from gateway.http.engine_client import engine_client
+from gateway.http.listener import Listener
 
 KEYS = {"inference_keys": ["reader"], "admin_keys": ["owner"]}
 NEAR = ReplicaInfo(

@@ -1,0 +1,102 @@
+"""Connections are handed to the worker that has the fewest, and none is lost while no worker takes it."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import cast
+
+from gateway.http.workers.link import Link
+from gateway.http.workers.porter import Porter
+
+
+class _Worker:
+    """Stands where a link does; the handed connections by their peers' ports."""
+
+    def __init__(self, has: int = 0) -> None:
+        self.had = has
+        self.ports: list[int] = []
+        self.is_full = False
+
+    @property
+    def num_connections(self) -> int:
+        return self.had + len(self.ports)
+
+    def hand(self, connection: socket.socket) -> None:
+        if self.is_full:
+            raise BlockingIOError
+        self.ports.append(connection.getpeername()[1])
+
+
+@asynccontextmanager
+async def standing(serving: list[_Worker]) -> AsyncIterator[tuple[str, int]]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        porter = Porter(listening, lambda: cast(list[Link], serving))
+        try:
+            yield listening.getsockname()
+        finally:
+            porter.close()
+
+
+async def connected(address: tuple[str, int], number: int) -> list[socket.socket]:
+    loop = asyncio.get_running_loop()
+    clients = [socket.socket() for _ in range(number)]
+    for client in clients:
+        client.setblocking(False)
+        await loop.sock_connect(client, address)
+    return clients
+
+
+async def until_handed(workers: list[_Worker], number: int) -> None:
+    async with asyncio.timeout(20):
+        while sum(len(worker.ports) for worker in workers) < number:
+            await asyncio.sleep(0.01)
+
+
+def closed(clients: list[socket.socket]) -> None:
+    for client in clients:
+        client.close()
+
+
+async def test_few_connections_are_spread_evenly() -> None:
+    workers = [_Worker() for _ in range(4)]
+    async with standing(workers) as address:
+        clients = await connected(address, 8)
+        await until_handed(workers, 8)
+        assert [len(worker.ports) for worker in workers] == [2, 2, 2, 2]
+        closed(clients)
+
+
+async def test_a_worker_that_has_more_gets_the_next_later() -> None:
+    workers = [_Worker(has=3), _Worker(has=1)]
+    async with standing(workers) as address:
+        clients = await connected(address, 4)
+        await until_handed(workers, 4)
+        assert [worker.num_connections for worker in workers] == [4, 4]
+        closed(clients)
+
+
+async def test_a_worker_that_takes_none_is_passed_over() -> None:
+    workers = [_Worker(), _Worker(has=9)]
+    workers[0].is_full = True
+    async with standing(workers) as address:
+        clients = await connected(address, 2)
+        await until_handed(workers, 2)
+        assert [len(worker.ports) for worker in workers] == [0, 2]
+        closed(clients)
+
+
+async def test_connections_wait_while_no_worker_serves_or_takes_them_and_keep_their_order() -> None:
+    serving: list[_Worker] = []
+    async with standing(serving) as address:
+        clients = await connected(address, 3)
+        await asyncio.sleep(0.05)
+        worker = _Worker()
+        worker.is_full = True
+        serving.append(worker)
+        await asyncio.sleep(0.3)
+        assert not worker.ports
+        worker.is_full = False
+        await until_handed(serving, 3)
+        assert worker.ports == [client.getsockname()[1] for client in clients]
+        closed(clients)

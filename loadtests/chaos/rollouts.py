@@ -96,10 +96,10 @@ class Side:
         return await self.world.serves()
 
 
-async def hurt_rollouts(names: Sequence[str], replicas: int, seconds: float) -> list[Outcome]:
+async def hurt_rollouts(names: Sequence[str], replicas: int, seconds: float, workers: int = 1) -> list[Outcome]:
     """Inject every fault in turn into a whole fleet of `replicas`. `seconds` is the least length of each."""
     outcomes: list[Outcome] = []
-    async with _sides(replicas) as (hurt, calm):
+    async with _sides(replicas, workers) as (hurt, calm):
         for name in names:
             outcomes.append(await _bounded(name, hurt, calm, seconds))
             say(outcomes[-1])
@@ -109,12 +109,12 @@ async def hurt_rollouts(names: Sequence[str], replicas: int, seconds: float) -> 
 
 
 @asynccontextmanager
-async def _sides(replicas: int) -> AsyncIterator[tuple[Side, Side]]:
+async def _sides(replicas: int, workers: int) -> AsyncIterator[tuple[Side, Side]]:
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         fleets = []
         for name in ("hurt", "calm"):
             (own := Path(folder) / name).mkdir()
-            fleets.append(ProcessFleet(fleet_config(name, replicas, SIM, own), own))
+            fleets.append(ProcessFleet(fleet_config(name, replicas, SIM, own, workers=workers), own))
         await started(fleets)
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:

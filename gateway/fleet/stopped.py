@@ -9,6 +9,7 @@ from gateway.fleet.replica import Replica
 
 _AGAIN_S = 0.2
 _GRACE_S = 5.0
+_GIVEN_UP_S = 1.0
 
 
 async def stop(replica: Replica, *, by: Holder, in_flight: InFlight, timeout_s: float) -> None:
@@ -40,4 +41,9 @@ async def cut_off(replica: Replica, *, by: Holder, timeout_s: float) -> None:
             if time.monotonic() > grace_ends:
                 replica.drop_calls()
     finally:
-        replica.cut_off(is_on=False)
+        try:
+            if not replica.idle.is_set():  # it was given up: what the engine has ended is no reply of a client's abort
+                replica.drop_calls(rollouts_alone=True)
+                await is_set_within(replica.idle, _GIVEN_UP_S)
+        finally:
+            replica.cut_off(is_on=False)

@@ -81,13 +81,8 @@ class Engine(ABC):
         """Generate as `generate` does; return the reply as it was written, which may be no JSON."""
         return orjson.dumps(await self.generate(path, body, timeout_s))
 
-    async def events(
-        self, path: str, body: Json, timeout_s: float, *, linger_s: float = 0.0
-    ) -> AsyncGenerator[list[bytes]]:
-        """Generate as `stream` does; yield the chunks as they were written, in lists of those that came together.
-
-        Where this costs less, chunks before the last may be gathered for up to `linger_s` seconds.
-        """
+    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        """Generate as `stream` does; yield the chunks as they were written, in lists of those that came together."""
         async with aclosing(self.stream(path, body, timeout_s)) as chunks:
             async for chunk in chunks:
                 yield [orjson.dumps(chunk)]

@@ -25,8 +25,6 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._linger_s = 0.0
-        self._lingering: asyncio.TimerHandle | None = None
         self._error: Exception | None = None
         self._is_idle = True
         self.was_kept = False
@@ -79,16 +77,11 @@ class Connection(asyncio.BufferedProtocol):
             blocks.append(block)
         return b"".join(blocks)
 
-    async def block(self, linger_s: float = 0.0) -> bytes:
-        """Return all bytes of the body that are here, at least one; none at its end.
-
-        Bytes that come during the wait may be gathered for `linger_s` seconds, unless they are many or the last: each
-        wake-up costs as much as several chunks of a stream.
-        """
+    async def block(self) -> bytes:
+        """Return all bytes of the body that are here, at least one; none at its end."""
         while not self._blocks:
             if self._has_ended:
                 return b""
-            self._linger_s = linger_s
             await self._more()
         block = self._blocks[0] if len(self._blocks) == 1 else b"".join(self._blocks)
         self._blocks, self._unread = [], 0
@@ -123,12 +116,9 @@ class Connection(asyncio.BufferedProtocol):
         try:
             await self._waiter
         finally:
-            self._waiter, self._linger_s = None, 0.0
+            self._waiter = None
 
     def _wake(self) -> None:
-        if self._lingering is not None:
-            self._lingering.cancel()
-            self._lingering = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -182,10 +172,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._unread > _UNREAD_BYTES and not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
-        if self._linger_s and not self._has_ended and not self._is_paused:
-            self._lingering = self._lingering or self._loop.call_later(self._linger_s, self._wake)
-        else:
-            self._wake()
+        self._wake()
 
     def _break_off(self, reason: str) -> None:
         self._fail(ConnectionError(reason))

@@ -101,8 +101,8 @@ class ExternalEngine(_External, VllmEngine):
     async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
         return await super().reply(path, self._understood(body) or {}, timeout_s)
 
-    def events(self, path: str, body: Json, timeout_s: float, *, linger_s: float = 0.0) -> AsyncGenerator[list[bytes]]:
-        return super().events(path, self._understood(body) or {}, timeout_s, linger_s=linger_s)
+    def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        return super().events(path, self._understood(body) or {}, timeout_s)
 
     async def metrics(self, timeout_s: float) -> str:
         return await super().metrics(timeout_s) if self._info.speaks_vllm else ""

@@ -76,13 +76,11 @@ class HttpEngine(Engine, ABC):
         """Return the server's JSON object for its own route `path`."""
         return self._decoded(path, await self._read(method, path, body, timeout_s))
 
-    async def _events(
-        self, path: str, body: Json, timeout_s: float, linger_s: float = 0.0
-    ) -> AsyncGenerator[list[bytes]]:
-        """Yield the events of a stream up to [DONE], in lists of those that came together, or within `linger_s`."""
+    async def _events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        """Yield the events of a stream up to [DONE], in lists of those that came together."""
         begun: list[bytes] = []
         async with self._request("POST", path, body, timeout_s) as response:
-            while block := await response.block(linger_s):
+            while block := await response.block():
                 events = _completed(begun, block)
                 is_last = _DONE in events
                 if is_last:

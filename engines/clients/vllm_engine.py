@@ -48,8 +48,8 @@ class VllmEngine(EngineWithWorkers):
     async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
         return await self._read("POST", path, {**body, "stream": False}, timeout_s)
 
-    def events(self, path: str, body: Json, timeout_s: float, *, linger_s: float = 0.0) -> AsyncGenerator[list[bytes]]:
-        return self._events(path, {**body, "stream": True}, timeout_s, linger_s)
+    def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        return self._events(path, {**body, "stream": True}, timeout_s)
 
     async def weight_version(self, timeout_s: float) -> int | None:
         try:

@@ -21,7 +21,7 @@ from gateway.dialects.resumption.chat import NO_WORDS, ChatContinuation, is_medi
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.delivered_chat import DeliveredChat
 from gateway.dialects.resumption.tokens import refuse_half_called
-from gateway.dialects.runner import LINGER_S, Exchange, Part, Runner
+from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import asks_vllm, check_replica, check_sampling, versioned_salt
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage, usage_of_joined, wants_usage, with_usage_rule
@@ -188,7 +188,7 @@ class _Conversation(Exchange):
         timeout_s = self.config.generate_timeout_s
         if self._is_read_in_chunks(replica):
             streamed = asked | {"stream_options": {"include_usage": True}}
-            events = replica.engine.events(PATH, streamed, timeout_s, linger_s=LINGER_S)
+            events = replica.engine.events(PATH, streamed, timeout_s)
             assembly = Assembly(self.rollout.n, replica.replica_id, has_text=False)
             answer: Json = opened(await part.read(events, assembly))
         else:

@@ -16,7 +16,7 @@ from gateway.dialects.replies.carried import carried_reply, opened
 from gateway.dialects.replies.chunks import read_chunks
 from gateway.dialects.resumption.features import inexact_fields, marked
 from gateway.dialects.resumption.tokens import joined, rest_body, whole_characters
-from gateway.dialects.runner import LINGER_S, Exchange, Part, Runner
+from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import check_replica, versioned_salt
 from gateway.dialects.usage import usage_of_joined
 from gateway.fleet.placement.routing import Rollout
@@ -82,8 +82,7 @@ class CompletionPrompt(Exchange):
                 if note is not None:
                     note([content])
                 return carried_reply(content, PATH, replica.replica_id)
-            asked = body | {"stream_options": {"include_usage": True}}
-            events = replica.engine.events(PATH, asked, timeout_s, linger_s=LINGER_S)
+            events = replica.engine.events(PATH, body | {"stream_options": {"include_usage": True}}, timeout_s)
             return await part.read(events, Assembly(self.rollout.n, replica.replica_id), note)
         except EngineRefused as error:
             raise _naming_prompt(error, self.index) from error

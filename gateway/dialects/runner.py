@@ -21,9 +21,6 @@ from gateway.fleet.placement.attempt_loop import AttemptLoop, using
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 
-LINGER_S = 0.1
-"""Longest time for which chunks of a whole reply are gathered, to be read together. The last one is read at once."""
-
 _LARGE_BYTES = 1 << 14
 
 

@@ -26,7 +26,7 @@ from gateway.dialects.replies.chunks import read_chunks
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.features import inexact_fields, marked
 from gateway.dialects.resumption.tokens import joined_tokens, rest_sampling
-from gateway.dialects.runner import LINGER_S, Exchange, Part, Runner
+from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import check_sampling, normalise_numbers, versioned_salt
 from gateway.dialects.token_words import completion_body, token_chunk, token_reply
 from gateway.dialects.usage import Usage, usage_of_joined, wants_usage
@@ -240,7 +240,7 @@ class _TokenPrompt(Exchange):
 
     def _events(self, replica: Replica, body: Json) -> AsyncGenerator[list[bytes]]:
         if _serves(replica):
-            return replica.engine.events(PATH, body, self.config.generate_timeout_s, linger_s=LINGER_S)
+            return replica.engine.events(PATH, body, self.config.generate_timeout_s)
         return self._encoded(replica, body)
 
     async def _encoded(self, replica: Replica, body: Json) -> AsyncGenerator[list[bytes]]:

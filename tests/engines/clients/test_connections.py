@@ -201,56 +201,6 @@ async def test_a_reader_that_does_not_read_holds_the_server_back() -> None:
             assert len(await response.read()) == 256 << 20
 
 
-FOR_EVER_S = 1000.0
-
-
-async def blocks_of(found: Connections, linger_s: float) -> list[bytes]:
-    asked = found.request("GET", "/x", data=None, headers={}, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
-    blocks = []
-    async with asked as response:
-        while block := await response.block(linger_s):
-            blocks.append(block)
-    return blocks
-
-
-async def test_pieces_are_gathered_until_the_last_one_has_come() -> None:
-    head = len(STREAM) - len(CHUNKED)
-    async with connections(answering(STREAM, cuts=tuple(range(head, len(STREAM))))) as found:
-        for _ in range(2):
-            first, *rest = await blocks_of(found, FOR_EVER_S)
-            assert first + b"".join(rest) == BODY
-            assert len(rest) <= 1  # what came with the head is taken as it is
-            assert found.is_any_open
-
-
-async def test_no_more_is_gathered_than_a_server_may_send_ahead() -> None:
-    body = bytes(range(256)) * 40_000
-    async with connections(answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)) as found:
-        blocks = await blocks_of(found, FOR_EVER_S)
-    assert b"".join(blocks) == body
-    assert max(map(len, blocks)) < 1 << 18
-
-
-async def test_pieces_are_gathered_for_no_longer_than_asked() -> None:
-    async with connections(answering(STREAM[:-5])) as found:
-        asked = found.request("GET", "/x", data=None, headers={}, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
-        async with asked as response:
-            came = b""
-            while came != BODY:
-                came += await response.block(0.01)
-
-
-async def test_gathered_pieces_come_before_the_error_that_ends_the_connection() -> None:
-    async with connections(answering(STREAM[:-5], closes=True)) as found:
-        asked = found.request("GET", "/x", data=None, headers={}, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
-        async with asked as response:
-            came = b""
-            while came != BODY:
-                came += await response.block(FOR_EVER_S)
-            with pytest.raises(ConnectionResetError):
-                await response.block(FOR_EVER_S)
-
-
 async def test_a_name_that_does_not_resolve_cannot_be_connected_to() -> None:
     found = Connections("http://nowhere.invalid:1", {}, keepalive_s=4.0)
     with pytest.raises(CannotConnect, match=r"Cannot connect to nowhere\.invalid:1"):

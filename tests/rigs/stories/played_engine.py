@@ -482,7 +482,7 @@ class _Pipe:
         self._is_broken = self._is_broken or broken
         self._blocks.put_nowait(None)
 
-    async def block(self, linger_s: float = 0.0) -> bytes:
+    async def block(self) -> bytes:
         if (block := await self._blocks.get()) is not None:
             return block
         if self._is_broken:

@@ -46,9 +46,7 @@ class EarlyEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def events(
-        self, path: str, body: Json, timeout_s: float, *, linger_s: float = 0.0
-    ) -> AsyncGenerator[list[bytes]]:
+    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         self.num_streams += 1
         if self.num_streams == 1:
             self._replica.scheduler.stall(after=6)

@@ -195,9 +195,7 @@ class BreakingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def events(
-        self, path: str, body: Json, timeout_s: float, *, linger_s: float = 0.0
-    ) -> AsyncGenerator[list[bytes]]:
+    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         async with aclosing(self._engine.events(path, body, timeout_s)) as blocks:
             async for events in blocks:
                 yield events

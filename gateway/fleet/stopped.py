@@ -1,7 +1,9 @@
 """Stops a replica before its engine is overwritten, and ends or freezes its rollouts in flight."""
 
 import time
+from contextlib import suppress
 
+from engines.errors import DeadlineExceeded
 from engines.types import InFlight, PauseMode
 from gateway.fleet.brake import Holder
 from gateway.fleet.event_wait import is_set_within
@@ -44,6 +46,8 @@ async def cut_off(replica: Replica, *, by: Holder, timeout_s: float) -> None:
         try:
             if not replica.idle.is_set():  # it was given up: what the engine has ended is no reply of a client's abort
                 replica.drop_calls(rollouts_alone=True)
+                with suppress(DeadlineExceeded):  # of a worker that does not end
+                    await replica.changes.taken()
                 await is_set_within(replica.idle, _GIVEN_UP_S)
         finally:
             replica.cut_off(is_on=False)

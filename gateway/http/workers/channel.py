@@ -87,7 +87,8 @@ class Channel(asyncio.Protocol, Generic[S, R]):
             try:
                 self._received(self._decode(bytes(self._came[content:begin])))
             except Exception as error:  # of any kind: a message that is lost would be missed for ever
-                self._break(repr(error), traceback=traceback.format_exc())  # without its locals, which may be keys
+                # Without its text and its locals, which may have keys.
+                self._break(type(error).__name__, traceback="".join(traceback.format_tb(error.__traceback__)))
                 return
         if begin:
             del self._came[:begin]

@@ -1,6 +1,7 @@
 """The workers of a gateway: started, watched, started again after a death, and asked as one."""
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-import orjson
 import structlog
 from pydantic import SecretStr
 
@@ -271,7 +271,7 @@ def _add(counts: dict[CountKey, float], link: Link) -> None:
 
 def _document(config: Config) -> bytes:
     """The configuration with its keys as JSON, for processes of this user alone."""
-    return orjson.dumps(config.model_dump(), default=_plain)
+    return json.dumps(config.model_dump(), default=_plain).encode()  # the standard library's keeps infinity
 
 
 def _plain(value: object) -> str:

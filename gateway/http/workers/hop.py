@@ -95,7 +95,8 @@ class Hops:
         """Send a request on, and pass the reply to its client. Where the other process ends, so does the client's
         connection, as if it had been connected there."""
         headers = _kept(request.headers)
-        headers[HEADER] = f"{request.remote} {request.scheme}"
+        headers[HEADER] = f"{request.remote or ''} {request.scheme}"
+        headers.setdefault(hdrs.HOST, request.host)
         if request.path == LEASE_PATH:
             notice_lost_host(request)  # the connection of its trainer is here
         content = elsewhere.content

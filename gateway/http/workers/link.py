@@ -22,7 +22,7 @@ from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
 from gateway.http.own_requests import AbortKind
 from gateway.http.workers.channel import Channel
-from gateway.http.workers.failures import packed, unpacked
+from gateway.http.workers.failures import packed, unpacked, writable
 from gateway.http.workers.messages import (
     Abort,
     Asked,
@@ -153,7 +153,7 @@ class Link:
     async def abort(self, kind: AbortKind, ids: tuple[str, ...], client: str | None) -> None:
         """End requests in the worker."""
         if self.ready.is_set():
-            await self._called(lambda number: Abort(number, kind, ids, client))
+            await self._called(lambda number: Abort(number, kind, ids, client), is_barrier=False)
 
     def stop(self) -> None:
         """Have the worker end; replies that are under way have some seconds."""
@@ -166,7 +166,9 @@ class Link:
         self._replicas[replica.replica_id] = replica
         info = replace(replica.info, tensors=None)
         self._channel.send(
-            Joined(info, replica.frozen, replica.state, replica.reason, replica.weight_version, replica.cuts_off)
+            Joined(
+                info, replica.frozen, replica.state, writable(replica.reason), replica.weight_version, replica.cuts_off
+            )
         )
 
     def left(self, replica: Replica) -> None:
@@ -176,15 +178,16 @@ class Link:
     def changed(self, replica: Replica, change: str, arguments: tuple[Argument, ...]) -> None:
         if self._replicas.get(replica.replica_id) is replica:
             self.tell_versions()
-            self._channel.send(Changed(replica.replica_id, change, arguments))
+            told = tuple(writable(one) if type(one) is str else one for one in arguments)
+            self._channel.send(Changed(replica.replica_id, change, told))
 
     async def taken(self) -> None:
         """Return once the worker has done all that it was told. One that has not begun to serve does so in time."""
         if self.ready.is_set():
             await self._called(Sync)
 
-    async def _called(self, message: Callable[[int], FromOwner]) -> None:
-        """Return once the worker has answered, or has ended: one that does not answer in time is ended."""
+    async def _called(self, message: Callable[[int], FromOwner], *, is_barrier: bool = True) -> None:
+        """Return once the worker has answered, or has ended: one that does not answer a barrier in time is ended."""
         number = next(self._numbers)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         self._channel.send(message(number))
@@ -193,6 +196,9 @@ class Link:
             async with asyncio.timeout(_TAKEN_WITHIN_S):
                 await answer
         except TimeoutError:
+            if not is_barrier:  # it waits for an engine that does not answer
+                log.warning("an abort takes long in a worker", worker=self.index, seconds=_TAKEN_WITHIN_S)
+                return
             log.error("a worker does not answer, and is ended", worker=self.index, seconds=_TAKEN_WITHIN_S)
             self.kill()
             if not await is_set_within(self.ended, _ENDS_WITHIN_S):
@@ -295,9 +301,12 @@ class Link:
     async def _examine(self, examine: Examine) -> None:
         error, replica = unpacked(examine.failure), self._replicas.get(examine.replica_id)
         assert isinstance(error, EngineError)
-        is_gone = isinstance(error, EngineGone)
-        is_dead = is_gone if replica is None else await self._fleet.examine(replica, error)
-        self._channel.send(Judged(examine.turn, is_dead))
+        is_dead = isinstance(error, EngineGone)
+        try:
+            if replica is not None:
+                is_dead = await self._fleet.examine(replica, error)
+        finally:  # the worker waits for it
+            self._channel.send(Judged(examine.turn, is_dead))
 
     def _deliver(self, told: Delivered) -> None:
         rollout = Rollout(
@@ -316,7 +325,8 @@ class Link:
                 replica.await_elsewhere(self.index, rollouts)
 
     def _has_ended(self) -> None:
-        """Free all that the worker holds."""
+        """Free all that the worker holds. It delivers nothing from here on."""
+        self.kill()
         self.ready.clear()
         self._hands.close()
         self._fleet.changes.unfollow(self)

@@ -2,6 +2,7 @@
 
 It inherits two sockets, for messages and for connections of clients, and gets their descriptors. FOLDER has the doors
 between the processes. It ends when its standard input closes, also by its owner's death, and removes the folder then.
+Where its channel alone has ended, it leaves the folder to the owner, which lives and starts another worker.
 """
 
 import asyncio
@@ -10,8 +11,7 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from functools import partial
+import time
 from typing import NoReturn
 
 import structlog
@@ -19,25 +19,28 @@ import uvloop
 
 from gateway.http.workers.worker import Worker
 
+_OWNER_FIRST_S = 0.5
+
 
 def main() -> None:
     end, handed = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    owner_ended = partial(_end, sys.argv[3])
-    threading.Thread(target=_end_with_owner, args=(owner_ended,), daemon=True).start()
+    threading.Thread(target=_end_with_owner, args=(sys.argv[3],), daemon=True).start()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(Worker(end, handed, owner_ended).run())
+        runner.run(Worker(end, handed, _end_without_channel).run())
 
 
-def _end_with_owner(owner_ended: Callable[[], NoReturn]) -> None:
+def _end_with_owner(folder: str) -> NoReturn:
     """End this process when its owner has ended, also while its event loop stands still."""
     while os.read(sys.stdin.fileno(), 4096):  # unbuffered: its lock would hold up the end of the interpreter
         pass
-    owner_ended()
-
-
-def _end(folder: str) -> NoReturn:
     shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _end_without_channel() -> NoReturn:
+    """End this process, which can deliver nothing any more. If the owner has ended, the thread above is first."""
+    time.sleep(_OWNER_FIRST_S)
     os._exit(1)
 
 

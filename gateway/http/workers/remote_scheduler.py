@@ -32,6 +32,9 @@ from gateway.http.workers.messages import (
 _MOST_TOKENS = 1 << 62
 
 
+_MOST_TOKENS = 1 << 53  # that a message can carry
+
+
 class _Turn:
     """One run of a rollout. `answer` is the owner's to the question that is open."""
 
@@ -61,16 +64,14 @@ class RemoteScheduler(AttemptLoop):
         return self.fleet.version_of(model)
 
     def delivered(self, rollout: Rollout, prompt_tokens: int, completion_tokens: int) -> None:
-        self._send(
-            Delivered(
-                rollout.model,
-                writable(rollout.session),
-                rollout.prompt_key,
-                rollout.n,
-                prompt_tokens,
-                completion_tokens,
-            )
-        )
+        """Counts that are none, which an engine may send, teach nothing."""
+        try:
+            prompt, completion = int(prompt_tokens), int(completion_tokens)
+        except (TypeError, ValueError, OverflowError):
+            return
+        if max(abs(prompt), abs(completion)) < _MOST_TOKENS:
+            session = writable(rollout.session)
+            self._send(Delivered(rollout.model, session, rollout.prompt_key, rollout.n, prompt, completion))
 
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
         for turn in self._turns.values():

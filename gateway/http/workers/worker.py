@@ -137,11 +137,11 @@ class Parts:
 class Worker:
     """The process. It ends with its owner, and when the owner says so."""
 
-    def __init__(self, end: socket.socket, handed: socket.socket, owner_ended: Callable[[], NoReturn]) -> None:
-        """`owner_ended` ends the process, since it can deliver nothing any more."""
+    def __init__(self, end: socket.socket, handed: socket.socket, channel_ended: Callable[[], NoReturn]) -> None:
+        """`channel_ended` ends the process, since it can deliver nothing any more."""
         self._end = end
         self._handed = handed
-        self._channel: Channel[FromWorker, FromOwner] = Channel(FromOwner, self._received, owner_ended)
+        self._channel: Channel[FromWorker, FromOwner] = Channel(FromOwner, self._received, channel_ended)
         self._parts: Parts
         self._stopping = asyncio.Event()
         self._runners: list[web.AppRunner] = []

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.config.schema import Config
 from gateway.http.workers.channel import Channel
+from gateway.http.workers.crew import _document
 from gateway.http.workers.messages import Done, FromOwner, FromWorker, Message, Over, Placed, Progress, Sync
 
 Cut = tuple[list[list[Message]], list[int]]
@@ -117,3 +119,12 @@ async def test_an_error_of_the_receiver_ends_the_channel_since_the_message_is_lo
     async with asyncio.timeout(20):
         await ends.has_ended.wait()
     ends.left.close()
+
+
+def test_a_configuration_passes_to_a_worker_with_its_keys_and_without_a_bound() -> None:
+    asked = {
+        "engine": {"kind": "sim", "model": "m"},
+        "gateway": {"queue_timeout_s": float("inf"), "admin_keys": ["secret"]},
+    }
+    config = Config.model_validate(asked)
+    assert Config.model_validate_json(_document(config)) == config

@@ -18,6 +18,7 @@ from gateway.fleet.placement import attempt_loop
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
+from gateway.http.own_requests import AbortKind
 from gateway.http.workers import link as link_module
 from gateway.http.workers.channel import Channel
 from gateway.http.workers.copied_fleet import CopiedFleet
@@ -342,3 +343,36 @@ async def test_a_session_whose_name_is_no_utf_8_is_a_session_too() -> None:
         rollout = Rollout(request_id="a", model="m", n=1, tokens=1 << 80, session="caf\udce9")
         assert await world.remote.run(rollout, _answered) in ("engine-0", "engine-1")
         await world.until(lambda: world.is_free)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "told"),
+    [
+        (3, 5, (3, 5)),
+        (3.0, 5.0, (3, 5)),
+        (True, 5, (1, 5)),
+        ("x", 5, None),
+        ([], 5, None),
+        (3, float("inf"), None),
+        (3, 1 << 70, None),
+    ],
+)
+async def test_odd_counts_of_an_engine_break_no_channel(
+    prompt: Any, completion: Any, told: tuple[int, int] | None
+) -> None:
+    async with _World().running() as world:
+        learned: list[tuple[int, int]] = []
+        world.scheduler.delivered = lambda _, *counts: learned.append(counts)  # type: ignore[method-assign]
+        rollout = Rollout(request_id="a", model="m", n=1, tokens=10)
+        world.remote.delivered(rollout, prompt, completion)
+        assert await world.run("b", _answered)  # what was sent before has come
+        assert learned == ([] if told is None else [told])
+        assert not world.link.ended.is_set()
+
+
+async def test_an_abort_that_takes_long_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that does not answer may hold it up."""
+    monkeypatch.setattr(link_module, "_TAKEN_WITHIN_S", 0.05)
+    async with _World().running() as world:
+        await world.link.abort(AbortKind.TOKENS, ("a",), None)
+        assert not world.killed.is_set()

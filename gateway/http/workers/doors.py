@@ -38,14 +38,28 @@ class HandedDoor(Door):
     ) -> None:
         super().__init__(runner, "handed", handed.fileno(), context, write_timeout_s=write_timeout_s)
         self._handed = handed
+        self._beginning = 0
+        self.taken = 0
+        """All connections since the start."""
+
+    @property
+    def num_connections(self) -> int:
+        """Those that are open."""
+        server = self._runner.server
+        return self._beginning + (len(server.connections) if server is not None else 0)
 
     async def _open(self) -> asyncio.AbstractServer:
         return cast(asyncio.AbstractServer, _Handed(self._handed, self._take))
 
     async def _take(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with suppress(OSError, SSLError):  # the client has left, or speaks no TLS
-            await loop.connect_accepted_socket(self._connection, connection, ssl=self._ssl_context)
+        self.taken += 1
+        self._beginning += 1
+        try:
+            with suppress(OSError, SSLError):  # the client has left, or speaks no TLS
+                await loop.connect_accepted_socket(self._connection, connection, ssl=self._ssl_context)
+        finally:
+            self._beginning -= 1
 
 
 class _Handed:

@@ -92,7 +92,7 @@ class Link:
         """Set once it serves."""
         self.ended = asyncio.Event()
         """Set once the channel has ended: what the worker held is given back."""
-        self.report = Report(0, [])
+        self.report = Report(0, 0, [])
         self.heard_at = time.monotonic()
         self._fleet = fleet
         self._scheduler = scheduler
@@ -106,7 +106,7 @@ class Link:
         self._replicas: dict[str, Replica] = {}
         self._versions: Versions | None = None
         self._hands: socket.socket
-        self._handed_since = 0
+        self._handed = 0
         self._calls: dict[int, asyncio.Future[None]] = {}
         self._numbers = count(1)
 
@@ -117,13 +117,14 @@ class Link:
 
     @property
     def num_connections(self) -> int:
-        """Connections of clients: those of the last report, and those that were handed over since."""
-        return self.report.connections + self._handed_since
+        """Connections of clients: those that were open at the last report, and those handed over that it had not
+        taken yet."""
+        return self.report.connections + self._handed - self.report.taken
 
     def hand(self, connection: socket.socket) -> None:
         """Hand a client's connection to the worker. Raise `OSError` where it cannot take it."""
         socket.send_fds(self._hands, [b"c"], [connection.fileno()])
-        self._handed_since += 1
+        self._handed += 1
 
     async def open(self, end: socket.socket, hands: socket.socket, hello: Hello) -> None:
         """Begin: the worker gets its configuration and the fleet as it is, and each change from here on.
@@ -231,7 +232,7 @@ class Link:
                 if (answer := self._calls.get(message.call)) is not None and not answer.done():
                     answer.set_result(None)
             case Report():
-                self.report, self._handed_since = message, 0
+                self.report = message
             case Ready():
                 self.ready.set()
                 self._served()

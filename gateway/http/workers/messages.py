@@ -122,8 +122,10 @@ class Done(Message):
 
 
 class Report(Message):
-    """The state of a worker, once a second. `counts` are the values of its metrics by name and labels."""
+    """The state of a worker, once a second: how many connections it has `taken` since its start, how many are open, and
+    the values of its metrics by name and labels."""
 
+    taken: int
     connections: int
     counts: list[Count]
 

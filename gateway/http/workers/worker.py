@@ -143,6 +143,7 @@ class Worker:
         self._handed = handed
         self._channel: Channel[FromWorker, FromOwner] = Channel(FromOwner, self._received, channel_ended)
         self._parts: Parts
+        self._front: HandedDoor | None = None
         self._stopping = asyncio.Event()
         self._runners: list[web.AppRunner] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -205,7 +206,8 @@ class Worker:
         back = await self._runner(parts.application(as_sent))
         await BackDoor(back, door_path(parts.folder, str(parts.index)), write_timeout_s=write_timeout_s).start()
         front = await self._runner(parts.application())
-        await HandedDoor(front, self._handed, context, write_timeout_s=write_timeout_s).start()
+        self._front = HandedDoor(front, self._handed, context, write_timeout_s=write_timeout_s)
+        await self._front.start()
         self._spawn(self._tell_progress(), "tell progress")
         self._spawn(self._tell_reports(), "tell reports")
         gc.collect()
@@ -248,9 +250,8 @@ class Worker:
             self._report()
 
     def _report(self) -> None:
-        front = self._runners[-1].server
-        connections = len(front.connections) if front is not None else 0
-        self._channel.send(Report(connections, self._parts.metrics.counts()))
+        if (front := self._front) is not None:
+            self._channel.send(Report(front.taken, front.num_connections, self._parts.metrics.counts()))
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

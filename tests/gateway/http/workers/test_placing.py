@@ -35,6 +35,7 @@ from gateway.http.workers.messages import (
     Placed,
     Progress,
     Ready,
+    Report,
     Sync,
     Versions,
     Withdraw,
@@ -84,7 +85,6 @@ class _World:
     async def running(self) -> AsyncIterator["_World"]:
         ours, theirs = socket.socketpair()
         hands, takes = socket.socketpair()
-        takes.close()
         await self.channel.open(theirs)
         await self.link.open(ours, hands, Hello(b"", 0, ""))
         self.channel.send(Ready())
@@ -94,6 +94,7 @@ class _World:
         finally:
             self.channel.close()
             await self.until(self.link.ended.is_set)
+            takes.close()
 
     def _received(self, message: FromOwner) -> None:
         match message:
@@ -312,6 +313,22 @@ async def test_a_worker_that_does_not_answer_is_killed_and_the_update_goes_on(mo
         world.channel.close()
         async with asyncio.timeout(20):
             await taken
+
+
+async def test_a_connection_counts_from_its_handing_over_whatever_a_report_has_not_seen_yet() -> None:
+    async with _World().running() as world:
+        with socket.socket() as client:
+            world.link.hand(client)
+        before = world.link.report
+        world.channel.send(Report(taken=0, connections=0, counts=[]))  # it left before the connection came
+        await world.until(lambda: world.link.report is not before)
+        assert world.link.num_connections == 1
+        world.channel.send(Report(taken=1, connections=1, counts=[]))
+        await world.until(lambda: world.link.report.taken == 1)
+        assert world.link.num_connections == 1
+        world.channel.send(Report(taken=1, connections=0, counts=[]))
+        await world.until(lambda: world.link.report.connections == 0)
+        assert world.link.num_connections == 0
 
 
 async def test_the_owner_judges_a_standstill_by_what_all_workers_have_seen() -> None:

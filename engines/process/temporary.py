@@ -9,15 +9,12 @@ import getpass
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 _NAME = "rollout-gateway-engine-"
 # The path of a socket has at most 107 bytes. vLLM's have a UUID in the folder.
 _MOST_BYTES = 107 - len(f"/{_NAME}12345678/") - 36
 _EVERYWHERE = Path("/tmp")
-# Another guard locks a folder that it has made within this time.
-_LOCKED_WITHIN_S = 1.0
 
 
 class EngineFolder:
@@ -26,9 +23,11 @@ class EngineFolder:
 
     def __init__(self) -> None:
         outer = tempfile.gettempdir()
-        self.path = Path(tempfile.mkdtemp(prefix=_NAME, dir=_place(outer)))
-        self._lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        locked = None
+        while locked is None:
+            self.path = Path(tempfile.mkdtemp(prefix=_NAME, dir=_place(outer)))
+            locked = _locked(self.path)
+        self._lock = locked
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.path)
         # torch keeps compiled kernels in the temporary folder; the next start is to find them.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer}/torchinductor_{_user()}")
@@ -40,10 +39,7 @@ class EngineFolder:
 def remove_left_folders(place: Path | None = None) -> list[Path]:
     """Remove our user's folders whose engines were killed together with their guards; return them."""
     place = place or _place(tempfile.gettempdir())
-    found = [path for path in place.glob(f"{_NAME}*") if _is_left(path)]
-    for path in found:
-        shutil.rmtree(path, ignore_errors=True)
-    return found
+    return [path for path in place.glob(f"{_NAME}*") if _is_removed(path)]
 
 
 def _place(outer: str) -> Path:
@@ -51,14 +47,26 @@ def _place(outer: str) -> Path:
     return Path(outer) if len(os.fsencode(outer)) <= _MOST_BYTES else _EVERYWHERE
 
 
-def _is_left(path: Path) -> bool:
+def _locked(path: Path) -> int | None:
+    """Lock a new folder. None where `remove_left_folders` of another process has removed it before."""
+    with contextlib.suppress(FileNotFoundError):
+        lock = os.open(path, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():  # else it was removed while this waited for the lock
+            return lock
+        os.close(lock)
+    return None
+
+
+def _is_removed(path: Path) -> bool:
+    """Remove a folder of our user that nobody locks. It is locked meanwhile, so that its maker notices."""
     with contextlib.suppress(OSError):  # removed in this moment, or locked
-        status = path.lstat()
-        if status.st_uid != os.getuid() or status.st_ctime > time.time() - _LOCKED_WITHIN_S or path.is_symlink():
+        if path.lstat().st_uid != os.getuid() or path.is_symlink():
             return False
         lock = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(lock)
         return True

@@ -202,7 +202,6 @@ def test_temporary_files_of_a_guard_that_was_killed_whole_are_found(
 ) -> None:
     place = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # where no other guard that starts finds them
     monkeypatch.setenv("TMPDIR", str(place))
-    monkeypatch.setattr(temporary, "_LOCKED_WITHIN_S", 0.0)
     guard = start_guard(f"{MAKES_FILES} echo $$; exec sleep 300")
     folder = folder_of(guard)
     (command,) = printed_pids(guard)

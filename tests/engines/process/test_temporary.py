@@ -1,11 +1,14 @@
 """Which folders of temporary files are removed: ours, and locked by nobody."""
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from engines.process.temporary import remove_left_folders
 MADE = """
 import os, sys, tempfile
 from pathlib import Path
+from typing import Any
 from engines.process.temporary import EngineFolder
 folder = EngineFolder()
 print(folder.path, os.environ["TMPDIR"], tempfile.gettempdir(), os.environ["TORCHINDUCTOR_CACHE_DIR"])
@@ -29,11 +33,6 @@ def made(place: Path, *words: str) -> list[str]:
     environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     command = [sys.executable, "-c", MADE, *words]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.split()
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(temporary, "_LOCKED_WITHIN_S", 0.0)
 
 
 @pytest.fixture
@@ -57,6 +56,46 @@ def test_a_folder_without_a_process_is_removed_and_others_stay(place: Path) -> N
     assert remove_left_folders(place) == [left]
     assert not left.exists()
     assert somebody_elses.exists()
+
+
+@pytest.mark.parametrize("call", ["open", "flock"])
+def test_a_new_folder_that_another_guard_removes_before_it_is_locked_is_made_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    removed: list[Path] = []
+    module = os if call == "open" else fcntl
+    real = getattr(module, call)
+
+    def removing(*arguments: Any) -> Any:
+        if not removed:
+            removed.extend([*place.iterdir()])
+            removed[0].rmdir()  # as `remove_left_folders` of a process that came between
+        return real(*arguments)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setenv("TMPDIR", str(place))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, call, removing)
+        folder = temporary.EngineFolder()
+    assert removed != [folder.path]
+    assert folder.path.exists()
+    assert remove_left_folders(place) == []
+
+
+def test_a_folder_is_locked_while_it_is_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Path(made(place)[0])
+    is_locked: list[bool] = []
+
+    def look(path: Path, **_: object) -> None:
+        lock = os.open(path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(lock)
+        is_locked.append(path == left)
+
+    monkeypatch.setattr(shutil, "rmtree", look)
+    remove_left_folders(place)
+    assert is_locked == [True]
 
 
 def test_a_folder_that_was_removed_leaves_nothing(place: Path) -> None:

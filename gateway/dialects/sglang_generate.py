@@ -12,8 +12,8 @@ from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, longest_first
 from gateway.dialects.parallel import until
 from gateway.dialects.replies.carried import opened
-from gateway.dialects.sglang_words import Asked, aborted_reply, answer, asked_prompts
 from gateway.dialects.usage import Usage
+from gateway.dialects.words.sglang import Asked, aborted_reply, answer, asked_prompts
 from gateway.fleet.fleet import Fleet
 
 _SHORT_TOKENS = 128  # a sample as short as this is repeated with each chunk

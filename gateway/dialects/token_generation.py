@@ -28,8 +28,8 @@ from gateway.dialects.resumption.features import inexact_fields, marked
 from gateway.dialects.resumption.tokens import joined_tokens, rest_sampling
 from gateway.dialects.runner import Exchange, Part, Runner
 from gateway.dialects.sampling import check_sampling, normalise_numbers, versioned_salt
-from gateway.dialects.token_words import completion_body, token_chunk, token_reply
 from gateway.dialects.usage import Usage, usage_of_joined, wants_usage
+from gateway.dialects.words.tokens import completion_body, token_chunk, token_reply
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.attempt_loop import using
 from gateway.fleet.placement.client_names import name_of_client

@@ -29,9 +29,9 @@ from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.watch.drafts import Drafts
 from gateway.http.access import Access, Routes
-from gateway.http.dashboard import Dashboard
 from gateway.http.middleware import Measurement, answer_errors, note_begin
 from gateway.http.own_requests import OwnRequests
+from gateway.http.pages.dashboard import Dashboard
 from gateway.http.routes.about import AboutRoutes
 from gateway.http.routes.adapters import AdapterRoutes
 from gateway.http.routes.fleet import FleetRoutes

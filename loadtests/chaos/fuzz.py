@@ -26,7 +26,7 @@ from engines.config import SimConfig
 from loadtests.chaos.bad_requests import ADMIN_KEY, INFERENCE_KEY, BadRequest, bad_requests
 from loadtests.chaos.callers import Callers
 from loadtests.chaos.faults import until
-from loadtests.chaos.process_fleet import ProcessFleet, fleet_config
+from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config
 from loadtests.chaos.witness import Tally
 
 SIM = SimConfig(decode_step_s=0.001)

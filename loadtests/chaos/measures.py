@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from loadtests.chaos.callers import Callers
-from loadtests.chaos.process_fleet import ProcessFleet
+from loadtests.chaos.processes.process_fleet import ProcessFleet
 
 _LOOK_S = 0.05
 _PLACED_S = 2.0

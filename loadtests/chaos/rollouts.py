@@ -19,7 +19,7 @@ from engines.config import SimConfig
 from loadtests.chaos.callers import Callers, Record
 from loadtests.chaos.faults import CallFailed, Hung, Trainer, World, until
 from loadtests.chaos.measures import Goodput, Kept, batch_with, go_on, kept_at, kill_one, stop_one
-from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, started, stopped
+from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, started, stopped
 from loadtests.chaos.rollout_faults import ROLLOUT_FAULTS, Scene
 from loadtests.chaos.witness import Tally
 

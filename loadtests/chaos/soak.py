@@ -33,8 +33,8 @@ from engines.errors import RolloutGatewayError
 from gateway.config.schema import Config
 from gateway.weights.snapshots import in_memory
 from loadtests.chaos.faults import CallFailed, Trainer
-from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, healthy_within, started, stopped
-from loadtests.chaos.real_engines import GreedyWitness, real_config, store_trainer
+from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, healthy_within, started, stopped
+from loadtests.chaos.processes.real_engines import GreedyWitness, real_config, store_trainer
 from loadtests.chaos.witness import Tally, Witness
 
 Push = Callable[[], Awaitable[None]]

@@ -27,7 +27,7 @@ import orjson
 from engines.config import SimConfig
 from gateway.config.schema import Config
 from loadtests.chaos.faults import CallFailed, Hung, Trainer
-from loadtests.chaos.process_fleet import WAITS, ProcessFleet, fleet_config
+from loadtests.chaos.processes.process_fleet import WAITS, ProcessFleet, fleet_config
 from loadtests.chaos.witness import Tally, Witness
 from loadtests.studies.weights.pusher import Pusher
 

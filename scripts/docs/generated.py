@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 
 from scripts import fit_speeds
-from scripts.docs import (
+from scripts.docs.pages import ROOT
+from scripts.docs.parts import (
     clients_table,
     configuration_page,
     continuation_table,
@@ -12,8 +13,7 @@ from scripts.docs import (
     tuning_guide,
     updates_matrix,
 )
-from scripts.docs.marked_part import with_part
-from scripts.docs.pages import ROOT
+from scripts.docs.parts.marked_part import with_part
 
 DOCS = ROOT / "docs"
 

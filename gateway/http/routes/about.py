@@ -4,10 +4,10 @@ from aiohttp import web
 
 from gateway.fleet.metrics import package_version
 from gateway.http.access import Access
-from gateway.http.html_page import page_reply
 from gateway.http.json_body import reply
 from gateway.http.openapi.document import openapi_document
 from gateway.http.openapi.page import docs_page, start_page
+from gateway.http.pages.html_page import page_reply
 
 
 class AboutRoutes:

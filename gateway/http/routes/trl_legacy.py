@@ -12,7 +12,7 @@ from engines.engine import Json
 from engines.errors import WeightUpdateConflict
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
-from gateway.dialects.trl_legacy_words import chat_bodies, completion_body, generated, scored, scoring_bodies
+from gateway.dialects.words.trl_legacy import chat_bodies, completion_body, generated, scored, scoring_bodies
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.together import together
 from gateway.http.access import Access

@@ -39,8 +39,8 @@ from engines.types import InFlight
 from gateway.config.load import load as load_config
 from loadtests.fleet import LocalFleet
 from loadtests.studies.clients import ClientPool, Stream, Totals, total
-from loadtests.studies.raw_speed import broadcast_speed, copy_speeds, file_speeds
 from loadtests.studies.weights.pusher import Flaw, Pushed, Pusher, Way
+from loadtests.studies.weights.raw_speed import broadcast_speed, copy_speeds, file_speeds
 from loadtests.workloads import LengthMix, Workload
 from trainer_client.transports.sender import TransportName
 

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from engines.types import EngineKind, ReplicaInfo
-from gateway.dialects.token_words import completion_body, token_reply
+from gateway.dialects.words.tokens import completion_body, token_reply
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, StartRig
 

@@ -14,7 +14,7 @@ from engines.sim.model import SimModel
 from gateway.http.descriptors import raise_limit
 from loadtests.chaos.contents import Asked, Delivered, flaw
 from loadtests.chaos.faults import until
-from loadtests.chaos.process_fleet import ProcessFleet, fleet_config
+from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config
 
 pytestmark = [pytest.mark.load, pytest.mark.slow]
 

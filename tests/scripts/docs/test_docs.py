@@ -5,8 +5,8 @@ import pytest
 from scripts.docs.commands import wrong_commands
 from scripts.docs.generated import DOCS, PAGES, stale_pages
 from scripts.docs.links import dead_links
-from scripts.docs.marked_part import with_part
 from scripts.docs.pages import ROOT
+from scripts.docs.parts.marked_part import with_part
 from scripts.docs.python import wrong_python
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from engines.errors import ConfigError
 from engines.types import InFlight
-from loadtests.studies.raw_speed import broadcast_speed, file_speeds
 from loadtests.studies.weights.pusher import Flaw, Pushed
+from loadtests.studies.weights.raw_speed import broadcast_speed, file_speeds
 from loadtests.studies.weights.weight_cost import Restore, Run, Variant, main, steps_of, summarise
 
 

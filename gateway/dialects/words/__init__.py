@@ -1,0 +1,1 @@
+"""Translations between dialects: bodies and replies, without a call of any engine."""

@@ -1,0 +1,1 @@
+"""The processes of a chaos run: gateways, and fleets of engines."""

@@ -1,0 +1,224 @@
+"""A fleet of engines and a gateway as processes, without Ray: what dies is started again, as Serve does.
+
+Twenty simulated replicas and their undisturbed twins fit on two cores, where Serve's own processes would take the
+cores.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from ipaddress import IPv4Network, IPv6Network
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import psutil
+from pydantic import SecretStr
+
+from engines.config import SimConfig
+from engines.process.engine_server import free_port
+from engines.store.weight_store import remove_store
+from engines.types import ReplicaInfo
+from gateway.config.node_gpus import visible_gpus
+from gateway.config.schema import Config
+from gateway.fleet.watch.engine_page import EngineLoad, read_load
+from gateway.weights.snapshots import in_memory
+from loadtests.chaos.processes.gateway_process import REPLICAS
+from loadtests.fleet import engine_servers
+
+WAITS = "waits for the next update"
+"""A part of the reason of a replica whose version has died with the only copy."""
+
+_LOOK_S = 0.2
+_STARTING_AT_ONCE = 4
+_STOP_S = 15.0
+_PAGE_TIMEOUT_S = 10.0
+
+
+def fleet_config(name: str, replicas: int, sim: SimConfig, folder: Path, **gateway: Any) -> Config:
+    """Return the configuration: that of production, but for the simulated engine and a fixed port for restarts.
+
+    `gateway` are further settings of the gateway.
+    """
+    return Config.model_validate(
+        {
+            "name": f"chaos-{name}-{os.getpid()}",
+            "engine": {
+                "kind": "sim", "model": "sim", "num_replicas": replicas, "num_cpus": 0.1, "stop_timeout_s": 1,
+                "start_timeout_s": 120, "sim": sim.model_dump(), "log_dir": str(folder),
+            },
+            "gateway": {"port": free_port(), **gateway},
+        }
+    )  # fmt: skip
+
+
+class ProcessFleet:
+    """The processes of one fleet. `infos` lists the replicas that run, by their place; `deaths` counts the processes
+    that ended."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.url = f"http://127.0.0.1:{config.gateway.port}"
+        self.size = config.engine.num_replicas
+        self._config = config
+        self._folder = folder
+        self._servers = engine_servers(config, visible_gpus())
+        self.infos: dict[int, ReplicaInfo] = {}
+        self._gateway: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._starting = asyncio.Semaphore(_STARTING_AT_ONCE)
+        self._made_by_dead = 0.0
+        self.deaths = 0
+        self._complete = asyncio.Event()
+
+    async def start(self) -> None:
+        await asyncio.gather(*map(self._start_engine, range(self.size)))
+        self._write(self._config)
+        await self._start_gateway()
+        keepers = [self._keep_engine(index) for index in range(self.size)]
+        self._tasks = [asyncio.create_task(keeper) for keeper in (self._keep_gateway(), *keepers)]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._gateway is not None and self._gateway.stdin is not None:
+            self._gateway.stdin.close()
+            async with asyncio.timeout(_STOP_S):
+                await self._gateway.wait()
+        await asyncio.gather(*(server.stop() for server in self._servers))
+        await asyncio.to_thread(remove_store, in_memory(self._config.name))
+
+    @property
+    def gateway_pid(self) -> int:
+        assert self._gateway is not None
+        return self._gateway.pid
+
+    async def made(self) -> float:
+        """Return the tokens that all engines have made so far, those of dead engines included."""
+        counts = await asyncio.gather(*(self.made_by(index) for index in self.infos))
+        return self._made_by_dead + sum(counts)
+
+    async def made_by(self, index: int) -> float:
+        return (await self.load_of(index)).generated
+
+    async def load_of(self, index: int) -> EngineLoad:
+        timeout = aiohttp.ClientTimeout(total=_PAGE_TIMEOUT_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(self.infos[index].url + "/metrics") as response,
+        ):
+            return read_load(await response.text())
+
+    async def complete(self) -> None:
+        """Return when all engines run."""
+        await self._complete.wait()
+
+    async def kill(self, *indexes: int) -> float:
+        """Kill engines at once with SIGKILL; return the tokens that they had made. Each is started again."""
+        counts = await asyncio.gather(*(self.made_by(index) for index in indexes))
+        for index in indexes:
+            os.kill(self.infos[index].pid, signal.SIGKILL)
+        self._complete.clear()
+        self._made_by_dead += sum(counts)
+        return sum(counts)
+
+    def signal(self, index: int, number: signal.Signals) -> None:
+        os.kill(self.infos[index].pid, number)
+
+    def restart_gateway(self, config: Config) -> None:
+        """Kill the gateway; its successor has this configuration, for the same engines."""
+        self._write(config)
+        self.kill_gateway()
+
+    def kill_gateway(self) -> None:
+        os.kill(self.gateway_pid, signal.SIGKILL)
+
+    def _write(self, config: Config) -> None:
+        (self._folder / "config.json").write_bytes(orjson.dumps(_plain(config.model_dump())))
+
+    async def _start_engine(self, index: int) -> None:
+        async with self._starting:
+            self.infos[index] = await self._servers[index].start()
+        self._publish()
+        if len(self.infos) == self.size:
+            self._complete.set()
+
+    async def _keep_engine(self, index: int) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if not psutil.pid_exists(self.infos[index].pid):
+                self.deaths += 1
+                del self.infos[index]
+                self._publish()
+                await self._start_engine(index)
+
+    async def _start_gateway(self) -> None:
+        log = self._folder / "gateway.log"
+        module, config = "loadtests.chaos.processes.gateway_process", self._folder / "config.json"
+        with log.open("ab") as errors:
+            self._gateway = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                module,
+                config,
+                self._replicas_file,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=errors,
+            )
+
+    async def _keep_gateway(self) -> None:
+        while True:
+            assert self._gateway is not None
+            await self._gateway.wait()
+            self.deaths += 1
+            await self._start_gateway()
+
+    @property
+    def _replicas_file(self) -> Path:
+        return self._folder / "replicas.json"
+
+    def _publish(self) -> None:
+        draft = self._replicas_file.with_suffix(".new")
+        draft.write_bytes(REPLICAS.dump_json(list(self.infos.values())))
+        draft.replace(self._replicas_file)
+
+
+def _plain(tree: Any) -> Any:
+    """Return a configuration as JSON holds it, with its keys for the gateway's process to read."""
+    if isinstance(tree, dict):
+        return {key: _plain(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_plain(value) for value in tree]
+    if isinstance(tree, SecretStr):
+        return tree.get_secret_value()
+    return str(tree) if isinstance(tree, IPv4Network | IPv6Network) else tree
+
+
+async def started(fleets: Sequence[ProcessFleet]) -> None:
+    """Start fleets one after the other; stop all if one fails."""
+    try:
+        for fleet in fleets:
+            await fleet.start()
+    except BaseException:
+        await stopped(fleets)
+        raise
+
+
+async def healthy_within(url: str, seconds: float) -> None:
+    """Return when a gateway that starts is healthy. Raise `TimeoutError`."""
+    async with asyncio.timeout(seconds), aiohttp.ClientSession() as session:
+        while True:
+            with suppress(aiohttp.ClientError):
+                async with session.get(url + "/health") as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(_LOOK_S)
+
+
+async def stopped(fleets: Sequence[ProcessFleet]) -> None:
+    await asyncio.gather(*(fleet.stop() for fleet in fleets))

@@ -1,0 +1,1 @@
+"""Studies of placement, admission and batches, on engines and in virtual time."""

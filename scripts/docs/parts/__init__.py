@@ -1,0 +1,1 @@
+"""What is generated in the documentation: a module for each page or part."""

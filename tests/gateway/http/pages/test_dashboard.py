@@ -1,0 +1,150 @@
+"""The dashboard: its JSON, and what a browser makes of it."""
+
+import asyncio
+import re
+
+import pytest
+
+from engines.clients.http import HttpEngine
+from gateway.fleet.history.timeline import Timeline
+from gateway.http.pages import dashboard
+from tests.rigs.browser import page_of
+from tests.rigs.rig import Rig, StartRig
+
+KEYS = {"inference_keys": ["reader"], "admin_keys": ["owner"], "trusted_networks": []}
+
+
+async def test_the_json_has_the_status_the_engines_load_and_the_batch_under_way(start_rig: StartRig) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.01, "mean_tokens": 100_000})
+    idle = (await rig.get("/dashboard.json"))[1]
+    assert idle["status"]["replicas_expected"] == 2
+    assert idle["batch"] is None
+    running = asyncio.create_task(rig.complete([[3], [4]], max_tokens=4000, ignore_eos=True, n=2))
+    async with asyncio.timeout(20):
+        while not (found := (await rig.get("/dashboard.json"))[1])["batch"] or not found["series"]["tokens_per_s"][-1]:
+            await asyncio.sleep(0.05)
+    assert found["batch"]["in_flight"] == 4
+    assert sum(load["running"] for load in found["engines"].values()) == 4
+    assert found["staleness"] == [[0, 4]]
+    assert {len(values) for values in found["series"].values()} == {len(found["series"]["at"])}
+    rig.hurry()
+    await running
+
+
+async def test_the_first_to_watch_sees_the_fleet_as_it_is_now(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "_FRESH_S", 0.0)  # the look at the start was long ago
+    rig = await start_rig(1, sim={"mean_tokens": 100_000})
+    running = asyncio.create_task(rig.complete([[3]], max_tokens=32, ignore_eos=True, n=2))
+    await rig.begun(samples=2)
+    found = (await rig.get("/dashboard.json"))[1]
+    assert found["series"]["in_flight"][-1] == 2
+    assert found["staleness"] == [[0, 2]]
+    rig.hurry()
+    await running
+
+
+async def test_two_looks_close_together_keep_the_rate_of_the_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "_FRESH_S", 0.0)  # each request is a look
+    await rig.complete([[3], [4]])
+    async with asyncio.timeout(20):
+        while not (rate := (await rig.get("/dashboard.json"))[1]["series"]["tokens_per_s"][-1]):
+            await asyncio.sleep(0.05)
+    monkeypatch.setattr(dashboard, "_RATED_OVER_S", 1000.0)
+    await rig.complete([[3], [4]])
+    found = (await rig.get("/dashboard.json"))[1]
+    assert found["series"]["tokens_per_s"][-1] == rate
+    assert sum(load["tokens_per_s"] for load in found["engines"].values()) == rate
+
+
+async def test_the_page_of_an_engine_is_read_again_after_rollouts_alone(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "_FRESH_S", 0.0)  # each request is a look
+    rig = await start_rig(2)
+    await rig.get("/dashboard.json")
+    asked, metrics = set(), HttpEngine.metrics
+
+    async def noted(engine: HttpEngine, timeout_s: float) -> str:
+        asked.add(engine.replica_id)
+        return await metrics(engine, timeout_s)
+
+    monkeypatch.setattr(HttpEngine, "metrics", noted)
+    await rig.get("/dashboard.json")
+    assert not asked
+    await rig.complete([3])
+    assert len((await rig.get("/dashboard.json"))[1]["engines"]) == 2
+    assert len(asked) == 1
+
+
+async def test_the_timeline_has_the_states_of_a_weight_update(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    (row, _) = (await rig.get("/dashboard.json"))[1]["timeline"]
+    assert row["replica"] == "engine-0"
+    states = [(state, version) for _, _, state, version in row["runs"]]
+    assert states[0] == ("SERVING", 0)
+    assert ("UPDATING", None) in states
+    assert states[-1] == ("SERVING", 1)
+    ends = [end for _, end, _, _ in row["runs"]]
+    assert ends == [begun for begun, _, _, _ in row["runs"][1:]] + [None]
+
+
+async def test_a_lost_replica_ends_its_run_and_is_forgotten_after_ten_minutes(rig: Rig) -> None:
+    now = 0.0
+    timeline = Timeline(rig.fleet, now=lambda: now)
+    timeline.look()
+    await rig.replicas.pop(0).kill()
+    await rig.until({"engine-1": "SERVING"})
+    lost, kept = timeline.report()
+    assert lost["runs"][-1][1] == 0.0
+    assert kept["runs"][-1][1] is None
+    now = 601.0
+    assert [row["replica"] for row in timeline.report()] == ["engine-1"]
+
+
+async def test_the_page_is_open_and_its_json_needs_a_key(start_rig: StartRig) -> None:
+    rig = await start_rig(1, gateway=KEYS)
+    async with rig.client.get(rig.url + "/dashboard") as page:
+        assert page.status == 200
+        assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+        assert not re.search(r'(src|href)="(?!data:)', await page.text()), "the page fetches nothing from elsewhere"
+    assert (await rig.get("/dashboard.json"))[0] == 401
+    assert (await rig.get("/dashboard.json", headers={"Authorization": "Bearer reader"}))[0] == 200
+
+
+async def test_a_browser_shows_every_replica_and_a_row_for_a_missing_one(rig: Rig) -> None:
+    await rig.open_group()
+    await rig.update()
+    await rig.replicas.pop(0).kill()
+    await rig.until({"engine-1": "SERVING"})
+    page = await page_of(rig.url + "/dashboard")
+    assert 'data-shown="yes"' in page
+    assert '<b id="version">1</b>' in page
+    assert '<b id="serving">1 of 2</b>' in page
+    (rows,) = re.findall(r'<tbody id="replicas">(.*?)</tbody>', page)
+    assert rows.count("<tr") == 2
+    (heads,) = re.findall(r"<thead>(<tr>\s*<th>Replica</th>.*?)</thead>", page, re.DOTALL)
+    assert "Restarts" in heads
+    assert rows.count("<td") == 2 * heads.count("<th")
+    assert "MISSING" in rows
+    assert "engine-0 was lost" in rows
+    (timeline,) = re.findall(r'<div id="timeline">(.*?)</div>', page)
+    assert timeline.count("var(--UPDATING)") >= 1
+    (events,) = re.findall(r'<ol id="events">(.*?)</ol>', page)
+    assert "-&gt; LOST" in events
+
+
+async def test_a_browser_asks_for_a_key_where_the_gateway_wants_one(start_rig: StartRig) -> None:
+    rig = await start_rig(1, gateway=KEYS)
+    page = await page_of(rig.url + "/dashboard")
+    assert "This gateway needs a key" in page
+    assert 'data-shown="yes"' not in page
+
+
+async def test_lengths_of_finished_requests_are_counted_over_all_engines(rig: Rig) -> None:
+    await rig.complete([[3], [4], [5], [6]], max_tokens=7, ignore_eos=True)
+    while not (lengths := (await rig.get("/dashboard.json"))[1]["lengths"]) or not any(n for _, n in lengths):
+        await asyncio.sleep(0.05)
+    assert {edge: count for edge, count in lengths if count} == {10.0: 4}

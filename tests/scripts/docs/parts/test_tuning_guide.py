@@ -1,0 +1,25 @@
+"""docs/tuning.md: what the doctor's rules say, and nothing else."""
+
+from pathlib import Path
+
+from gateway.tuning.doctor.rules.all import SECTIONS
+from scripts.docs.parts.tuning_guide import page
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_the_page_is_what_the_rules_make_it() -> None:
+    written = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    assert written == page(), "python -m scripts.docs"
+
+
+def test_every_rule_is_on_it_once_and_says_why_and_from_where() -> None:
+    told = page()
+    all_rules = [rule for rules in SECTIONS.values() for rule in rules]
+    ids = [rule.id for rule in all_rules]
+    assert len(set(ids)) == len(ids)
+    for rule in all_rules:
+        assert told.count(f"### {rule.id}: ") == 1
+        assert rule.why
+        assert rule.source
+        assert rule.asks.endswith("?")

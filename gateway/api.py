@@ -25,6 +25,7 @@ _STATUS: dict[type[errors.RolloutGatewayError], int] = {
     errors.RolloutGatewayError: 500,
 }
 
+_LONGEST_MESSAGE = 4000
 _OPENAIS = {400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError"}
 
 
@@ -71,7 +72,9 @@ def error_of(status: int, body: Any) -> errors.RolloutGatewayError:
 
 
 def error_body(message: str, status: int, *, param: str | None = None, kind: str | None = None) -> dict[str, Any]:
-    """Build an error in OpenAI's and vLLM's form."""
+    """Build an error in OpenAI's and vLLM's form. A long message, as of a large value, keeps its begin and its end."""
+    if len(message) > _LONGEST_MESSAGE:
+        message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
     return {
         "error": {
             "message": message,

@@ -12,6 +12,18 @@ _NUMBERS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
 )  # fmt: skip
 
+# The longest id that a client may give a request: ids are kept, and sent to every process that may have the request.
+_LONGEST_ID = 256
+
+
+def check_id(name: str, field: str) -> str:
+    """Return the id of a request. Raise `InvalidRequest` for one that is too long."""
+    if len(name) > _LONGEST_ID:
+        raise InvalidRequest(
+            f"{field} = {name[:40]!r}... has {len(name)} characters: give an id of at most {_LONGEST_ID}", param=field
+        )
+    return name
+
 
 def normalise_numbers(body: Json) -> None:
     """Turn numbers that came as text into numbers, and 4.0 into 4 where a whole number is due, as vLLM does.

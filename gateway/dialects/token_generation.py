@@ -27,7 +27,7 @@ from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.features import inexact_fields, marked
 from gateway.dialects.resumption.tokens import joined_tokens, rest_sampling
 from gateway.dialects.runner import Exchange, Part, Runner
-from gateway.dialects.sampling import check_sampling, normalise_numbers, versioned_salt
+from gateway.dialects.sampling import check_id, check_sampling, normalise_numbers, versioned_salt
 from gateway.dialects.usage import Usage, usage_of_joined, wants_usage
 from gateway.dialects.words.tokens import completion_body, token_chunk, token_reply
 from gateway.fleet.fleet import Fleet
@@ -51,6 +51,7 @@ _MEDIA = ("features", "content_parts")  # images and sound as vLLM's route has t
 # Load of a prompt that names no limit; the engine lets it fill the context.
 _DEFAULT_MAX_TOKENS = 1024
 _ABORT_TIMEOUT_S = 10.0
+_MOST_ABORTED = 1 << 16
 
 
 class TokenGeneration:
@@ -170,11 +171,15 @@ class TokenGeneration:
         Raises `UnknownRoute` where no engine serves the route.
         """
         if not isinstance(request_ids, list) or not all(isinstance(item, str) and item for item in request_ids):
-            raise InvalidRequest(f"request_ids = {request_ids!r} must be a list of ids", param="request_ids")
+            raise InvalidRequest(f"request_ids = {request_ids!r:.80} must be a list of ids", param="request_ids")
+        if len(request_ids) > _MOST_ABORTED:
+            raise InvalidRequest(
+                f"request_ids has {len(request_ids)} ids: give at most {_MOST_ABORTED} in a call", param="request_ids"
+            )
         replicas = [replica for replica in self._fleet.replicas if ABORT_PATH in replica.info.capabilities]
         if not replicas:
             raise lacking(ABORT_PATH, self._fleet.replicas)
-        names = {item.removeprefix(_ID_PREFIX) for item in request_ids}
+        names = {check_id(item.removeprefix(_ID_PREFIX), "request_ids") for item in request_ids}
         named = [name_of_client(client, name) for name in names for client in clients_of(name)]
         if not named:
             return
@@ -323,9 +328,11 @@ def _as_asked(reply: Json, rollout: Rollout, body: Json) -> Json:
 
 
 def _checked_id(request_id: Any) -> str | None:
-    if request_id is not None and not (isinstance(request_id, str) and request_id):
-        raise InvalidRequest(f"request_id = {request_id!r} must be text", param="request_id")
-    return request_id
+    if request_id is None:
+        return None
+    if not isinstance(request_id, str) or not request_id:
+        raise InvalidRequest(f"request_id = {request_id!r:.80} must be text", param="request_id")
+    return check_id(request_id, "request_id")
 
 
 def _checked_length(token_ids: Any, max_len: int | None) -> int:

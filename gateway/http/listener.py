@@ -4,7 +4,6 @@ import asyncio
 import errno
 import gc
 import os
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -26,13 +25,14 @@ from gateway.config.schema import Config, GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.http.descriptors import raise_limit
-from gateway.http.door import BACKLOG, Door
+from gateway.http.door import Door
 from gateway.http.engine_client import engine_client
 from gateway.http.guard.tls import Certificate
 from gateway.http.server import GatewayServer
 from gateway.http.workers.crew import Workers
 from gateway.http.workers.doors import BackDoor
 from gateway.http.workers.hop import OWNER, door_path
+from gateway.http.workers.porter import listening_at
 from gateway.weights.snapshots import AUTO, in_memory
 
 log = structlog.get_logger()
@@ -151,15 +151,17 @@ async def listen(runner: web.AppRunner, workers: Workers, gateway: GatewayConfig
             await door.start()
         host, port = runner.addresses[0][:2]
         return host, port
-    listening = await _bound(gateway)
+    with _port_errors(gateway):
+        listening = await listening_at(gateway.host, gateway.port)
     path = door_path(workers.open_folder(), OWNER)
     await BackDoor(runner, path, write_timeout_s=gateway.write_timeout_s).start()
     try:
         await workers.start(listening)
     except BaseException:
-        listening.close()
+        for one in listening:
+            one.close()
         raise
-    host, port = listening.getsockname()[:2]
+    host, port = listening[0].getsockname()[:2]
     return host, port
 
 
@@ -173,24 +175,6 @@ def _port_errors(gateway: GatewayConfig) -> Iterator[None]:
         raise ConfigError(
             f"gateway.port = {gateway.port} on {gateway.host} cannot be bound: {reason}; choose another port, or 0"
         ) from error
-
-
-async def _bound(gateway: GatewayConfig) -> socket.socket:
-    """A socket that listens at the gateway's address."""
-    loop = asyncio.get_running_loop()
-    with _port_errors(gateway):
-        family, kind, proto, _, address = (
-            await loop.getaddrinfo(gateway.host, gateway.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        )[0]
-        listening = socket.socket(family, kind, proto)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind(address)
-            listening.listen(BACKLOG)
-        except OSError:
-            listening.close()
-            raise
-    return listening
 
 
 async def _store_is_free(config: Config) -> None:

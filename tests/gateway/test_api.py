@@ -32,6 +32,12 @@ def test_an_error_comes_out_of_the_wire_as_it_went_in(raised: errors.RolloutGate
     assert vars(caught) == vars(raised)
 
 
+def test_a_message_with_a_large_value_keeps_its_begin_and_its_remedy() -> None:
+    message = error_body(f"field = {'x' * 1_000_000}: leave it out", 400)["error"]["message"]
+    assert (message[:9], message[-14:]) == ("field = x", ": leave it out")
+    assert len(message) < 5000
+
+
 def test_an_engines_refusal_is_the_clients_invalid_request() -> None:
     body = error_body("max_tokens is too large", 400, param="max_tokens")
     caught = error_of(400, body_of(errors.EngineRefused("/v1/completions answered 400", status=400, body=body)))

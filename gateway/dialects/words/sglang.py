@@ -21,6 +21,7 @@ from typing import Any
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
+from gateway.dialects.sampling import check_id
 from gateway.dialects.words.tokens import token_id_of
 
 _SAME_NAME = frozenset(
@@ -81,7 +82,7 @@ def asked_prompts(body: Json, request_id: str) -> tuple[list[Asked], bool]:
     """Return the prompts of a body, and True if they came as a list. Raise `InvalidRequest`."""
     for key, value in body.items():
         if key not in _READ and key not in _PASSED and value not in (None, False, "", [], {}, -1):
-            raise InvalidRequest(f"{key} = {value!r} has no meaning here: leave it out", param=key)
+            raise InvalidRequest(f"{key} = {value!r:.80} has no meaning here: leave it out", param=key)
     field = _prompt_field(body)
     prompts, is_batch = _prompts(field, body[field])
     count = len(prompts)
@@ -176,7 +177,7 @@ def _sampling(sampling: Json) -> Json:
             if value is not None:
                 grammar[_GRAMMARS[key]] = value
         elif value not in (None, False, "", [], {}):
-            raise InvalidRequest(f"sampling_params.{key} = {value!r} has no meaning here: leave it out", param=key)
+            raise InvalidRequest(f"sampling_params.{key} = {value!r:.80} has no meaning here: leave it out", param=key)
     if wanted["top_k"] == -1 or (type(wanted["top_k"]) is int and wanted["top_k"] >= _WHOLE_VOCABULARY):
         wanted["top_k"] = 0
     return wanted | {"structured_outputs": grammar} if grammar else wanted
@@ -229,7 +230,7 @@ def _rids(rid: Any, request_id: str, count: int, is_batch: bool) -> list[str]:
         or len(set(rids)) != count
     ):
         raise InvalidRequest(f"rid = {rid!r:.200} must be a name for each of {count} prompts", param="rid")
-    return rids
+    return [check_id(name, "rid") for name in rids]
 
 
 def _finish(asked: Asked, choice: Json, token_ids: Sequence[int]) -> Json | None:

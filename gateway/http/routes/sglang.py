@@ -12,6 +12,7 @@ from aiohttp import web
 from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownRoute
 from engines.types import PauseMode
+from gateway.dialects.sampling import check_id
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
@@ -129,7 +130,8 @@ class SglangRoutes:
             return await abort_all(request)
         rid = body.get("rid")
         if not isinstance(rid, str) or not rid:
-            raise InvalidRequest(f"rid = {rid!r}: send the id of a request, or abort_all = true", param="rid")
+            raise InvalidRequest(f"rid = {rid!r:.80}: send the id of a request, or abort_all = true", param="rid")
+        check_id(rid, "rid")
         for client in self._own.named(request, self._access, rid):
             self._generate.abort(client, rid)
         await self._crew.abort(AbortKind.SGLANG, (rid,), reach(request, self._access))

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -72,7 +72,7 @@ class Workers:
         self._folder = tempfile.TemporaryDirectory(prefix="rollout-gateway-", dir="/tmp", ignore_cleanup_errors=True)
         return Path(self._folder.name)  # not where TMPDIR says: the path of a socket is short
 
-    async def start(self, listening: socket.socket) -> None:
+    async def start(self, listening: Sequence[socket.socket]) -> None:
         """Start all workers, which get the connections of `listening`, closed by `stop`; return once they serve.
 
         Raise `TimeoutError` where they do not in time.

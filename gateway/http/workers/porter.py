@@ -1,12 +1,14 @@
 """Takes the connections of clients from the rollout port, and hands each to the worker that has the fewest."""
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import structlog
 
+from gateway.http.door import BACKLOG
 from gateway.http.workers.link import Link
 
 log = structlog.get_logger()
@@ -15,38 +17,70 @@ _AT_ONCE = 64
 _AGAIN_S = 0.2
 
 
-class Porter:
-    """Stands at a listening socket. Connections wait there while no worker serves."""
+async def listening_at(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen at all addresses of a host, as those of asyncio's `create_server`. A family of addresses that
+    this machine has switched off is passed over. Raise `OSError` where one of them, or all, cannot be bound."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    with ExitStack() as bound:
+        listening: list[socket.socket] = []
+        refused = OSError(errno.EADDRNOTAVAIL, "the host has no address")
+        for family, kind, proto, _, address in dict.fromkeys(found):
+            one = bound.enter_context(socket.socket(family, kind, proto))
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            first = listening[0].getsockname()[1] if listening else port
+            try:
+                one.bind((address[0], first, *address[2:]))
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                refused = error
+                one.close()
+                continue
+            one.listen(BACKLOG)
+            listening.append(one)
+        if not listening:
+            raise refused
+        bound.pop_all()
+    return listening
 
-    def __init__(self, listening: socket.socket, serving: Callable[[], Sequence[Link]]) -> None:
+
+class Porter:
+    """Stands at listening sockets. Connections wait there while no worker serves."""
+
+    def __init__(self, listening: Sequence[socket.socket], serving: Callable[[], Sequence[Link]]) -> None:
         self._listening = listening
         self._serving = serving
         self._again: asyncio.TimerHandle | None = None
         self._held: socket.socket | None = None
         """A connection that no worker has taken yet."""
-        listening.setblocking(False)
+        for one in listening:
+            one.setblocking(False)
         self._listen()
 
     def close(self) -> None:
         """Stop listening."""
         if self._again is not None:
             self._again.cancel()
-        asyncio.get_running_loop().remove_reader(self._listening)
-        self._listening.close()
+        for one in self._listening:
+            asyncio.get_running_loop().remove_reader(one)
+            one.close()
         if self._held is not None:
             self._held.close()
 
     def _listen(self) -> None:
         self._again = None
-        asyncio.get_running_loop().add_reader(self._listening, self._take)
+        for one in self._listening:
+            asyncio.get_running_loop().add_reader(one, self._take, one)
 
-    def _take(self) -> None:
+    def _take(self, listening: socket.socket) -> None:
         for _ in range(_AT_ONCE):
             if not (serving := self._serving()):
                 self._rest()
                 return
             try:
-                connection = self._held or self._listening.accept()[0]
+                connection = self._held or listening.accept()[0]
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -62,8 +96,10 @@ class Porter:
 
     def _rest(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self._listening)
-        self._again = loop.call_later(_AGAIN_S, self._listen)
+        for one in self._listening:
+            loop.remove_reader(one)
+        if self._again is None:
+            self._again = loop.call_later(_AGAIN_S, self._listen)
 
 
 def _is_handed(connection: socket.socket, serving: Sequence[Link]) -> bool:

@@ -147,6 +147,7 @@ async def test_what_trainers_send_by_habit_changes_nothing(rig: Rig) -> None:
         ({"input_ids": [[5], "ab"]}, "input_ids"),
         ({"input_ids": [[5], [6]], "rid": ["a", "a"]}, "rid"),
         ({"input_ids": [[5], [6]], "rid": "a"}, "rid"),
+        ({"rid": "a" * 257}, "rid"),
         ({"input_ids": [[5], [6]], "sampling_params": [{}]}, "sampling_params"),
         ({"input_ids": [[5], [6]], "sampling_params": [{"n": 2}, {}]}, "n"),
         ({"input_ids": [[5], [6]], "sampling_params": {"n": [None]}}, "n"),

@@ -113,6 +113,7 @@ async def test_a_replica_that_dies_costs_nothing(start_rig: StartRig) -> None:
         ({"content_parts": [{"type": "image_url"}]}, "content_parts"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"request_id": 7}, "request_id"),
+        ({"request_id": "a" * 257}, "request_id"),
     ],
 )
 async def test_bad_requests_name_the_field(rig: Rig, change: Json, param: str) -> None:

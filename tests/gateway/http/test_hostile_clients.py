@@ -384,6 +384,24 @@ async def test_a_rid_of_another_key_ends_nothing(start_rig: StartRig) -> None:
         assert len((await tasks["other's"])[1]["output_ids"]) == 100
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/inference/v1/abort_requests", {"request_ids": ["a"] * 65_537}, "request_ids"),
+        ("/inference/v1/abort_requests", {"request_ids": ["generate-tokens-" + "a" * 257]}, "request_ids"),
+        ("/abort_request", {"rid": "a" * 257}, "rid"),
+    ],
+)
+async def test_an_abort_names_ids_that_a_request_may_have_and_not_too_many(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, path: str, body: Json, param: str
+) -> None:
+    for replica in rig.fleet.replicas:
+        monkeypatch.setattr(replica, "info", _with_abort(replica.info))
+    status, reply = await rig.post(path, body)
+    assert (status, reply["error"]["param"]) == (400, param)
+    assert len(reply["error"]["message"]) < 1000
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_abort_reaches_a_request_between_two_attempts(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, stream: bool

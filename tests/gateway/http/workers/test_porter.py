@@ -4,10 +4,12 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Any, cast
+
+import pytest
 
 from gateway.http.workers.link import Link
-from gateway.http.workers.porter import Porter
+from gateway.http.workers.porter import Porter, listening_at
 
 
 class _Worker:
@@ -31,7 +33,7 @@ class _Worker:
 @asynccontextmanager
 async def standing(serving: list[_Worker]) -> AsyncIterator[tuple[str, int]]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        porter = Porter(listening, lambda: cast(list[Link], serving))
+        porter = Porter([listening], lambda: cast(list[Link], serving))
         try:
             yield listening.getsockname()
         finally:
@@ -84,6 +86,28 @@ async def test_a_worker_that_takes_none_is_passed_over() -> None:
         await until_handed(workers, 2)
         assert [len(worker.ports) for worker in workers] == [0, 2]
         closed(clients)
+
+
+async def test_all_addresses_of_the_host_are_listened_at_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = ["127.0.0.1", "203.0.113.7", "127.0.0.2"]  # the second is not this machine's
+
+    def found(host: str, port: int, *_: Any, **__: Any) -> list[tuple[Any, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    listening = await listening_at("two.invalid", 0)
+    bound = [one.getsockname() for one in listening]
+    assert bound == [("127.0.0.1", bound[0][1]), ("127.0.0.2", bound[0][1])]
+    workers = [_Worker(), _Worker()]
+    porter = Porter(listening, lambda: cast(list[Link], workers))
+    clients = [*await connected(bound[0], 2), *await connected(bound[1], 2)]
+    await until_handed(workers, 4)
+    assert [len(worker.ports) for worker in workers] == [2, 2]
+    porter.close()
+    closed(clients)
+    del addresses[0], addresses[1]
+    with pytest.raises(OSError, match="assign requested address"):
+        await listening_at("two.invalid", 0)
 
 
 async def test_connections_wait_while_no_worker_serves_or_takes_them_and_keep_their_order() -> None:

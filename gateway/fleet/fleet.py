@@ -11,17 +11,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import structlog
 
-from engines.engine import Engine
 from engines.errors import (
-    ConfigError,
-    DeadlineExceeded,
     EngineError,
     EngineGone,
     EngineUnreachable,
     UnknownModel,
     WeightUpdateConflict,
 )
-from engines.store.weight_store import Note
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.config.models import Models
 from gateway.config.schema import Config
@@ -30,21 +26,16 @@ from gateway.fleet.changes import Changes
 from gateway.fleet.history.events import Events
 from gateway.fleet.places import Places
 from gateway.fleet.replica import Replica
+from gateway.fleet.watch.arrivals import Arrivals, Connect
 from gateway.fleet.watch.engine_page import read_kv_tokens, read_work
-from gateway.fleet.watch.rest import Rest
+from gateway.fleet.watch.probes import Probes
 from gateway.fleet.watch.standstill import Standstill
 
 log = structlog.get_logger()
 
-_MARGIN_S = 0.1
 _LEAVES = "Serve removes it; it finishes what it has"
 
 Discover = Callable[[], Awaitable[list[ReplicaInfo]]]
-Connect = Callable[[ReplicaInfo], Engine]
-
-
-async def _no_record(incarnation: str) -> Note | None:
-    return None
 
 
 class Fleet:
@@ -52,9 +43,7 @@ class Fleet:
 
     `version` is the policy's committed weight version. `target_version` is the next one while an update runs.
     `rolling_to` is the version of a rolling update, which replicas may serve beside `version` until the update ends or
-    is taken back. `refused` has the reason by id of each replica that was not admitted. `noted` returns the record of
-    an engine's last committed version by its incarnation; None where no record is kept. `discover` lists the replicas
-    that Serve runs; `connect` makes a replica's engine client.
+    is taken back. `discover` lists the replicas that Serve runs; `connect` makes a replica's engine client.
     """
 
     def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
@@ -65,28 +54,27 @@ class Fleet:
         self._spent = 0
         self.models = Models(config.groups)
         self.adapters = Adapters()
-        self.refused: dict[str, str] = {}
         self.events = Events()
         self.changes = Changes()
         self.places = Places()
+        self.arrivals = Arrivals(
+            config.fleet, self.models, self.adapters, self.places, self.events, self.changes, connect
+        )
         self._listed: set[str] = set()
         self.losses: Counter[str] = Counter()
         self._last_loss: dict[str, str] = {}
         self._expected = {name: group.num_replicas for name, group in config.groups.items()}
         self._config = config.fleet
         self._discover = discover
-        self._connect = connect
         self._replicas: dict[str, Replica] = {}
         self._serving: dict[str, list[Replica]] = {}  # by model, until a state changes
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
-        self._rest = Rest(config.fleet)
+        self.probes = Probes(config.fleet, self.serving)
         self._standstill = Standstill(config.fleet)
-        self._examined: dict[Replica, asyncio.Task[EngineError | DeadlineExceeded | None]] = {}
         self._listeners: list[Callable[[], None]] = []
         self._incomplete_since: float | None = time.monotonic()
-        self.noted: Callable[[str], Awaitable[Note | None]] = _no_record
         self._is_certain = False
 
     @property
@@ -169,7 +157,7 @@ class Fleet:
     @property
     def next_version(self) -> int:
         """The number of the next update. A number whose tokens were delivered is not used again."""
-        return max(self.version, self._spent) + 1
+        return max(self.version, self._spent, self.arrivals.highest_noted) + 1
 
     def is_current(self, replica: Replica) -> bool:
         """True where a replica may serve with the weights that it holds."""
@@ -298,7 +286,7 @@ class Fleet:
         self._listed = set(listed)
         for replica in self.replicas:
             replica.listed = replica.replica_id in listed
-        self.refused = {replica_id: reason for replica_id, reason in self.refused.items() if replica_id in listed}
+        self.arrivals.forget_all_but(listed)
         new = [info for info in infos if not self._is_known(info)]
         joined = [replica for replica in await asyncio.gather(*map(self._welcome, new)) if replica is not None]
         if joined:
@@ -489,100 +477,33 @@ class Fleet:
         before = self._replicas.get(info.replica_id)
         if before is not None:
             self.set_state(before, ReplicaState.LOST, "its engine was restarted")
-        try:
-            self.models.join(info)
-        except ConfigError as error:
-            self._refuse(info, str(error))
-            return None
-        self.refused.pop(info.replica_id, None)
-        frozen = self.models.is_frozen(info.group)
-        replica = Replica(info, self._connect(info), frozen=frozen, changes=self.changes)
-        # Before the first wait, so that replicas that join together have labels in the order of their list.
-        replica.slot, replica.restarts = self.places.take(info, self._listed | self._replicas.keys())
-        try:
-            await self._wake(replica)
-            await self._read_version(replica)
-            adapters = await self._adapters_of(replica)
-        except BaseException as error:
-            await replica.engine.close()
-            if not isinstance(error, Exception):
-                raise
-            is_expected = isinstance(error, EngineError | DeadlineExceeded)
-            log.warning(
-                "replica does not answer yet", replica=info.replica_id, error=str(error), exc_info=not is_expected
-            )
-            return None
-        self._replicas[info.replica_id] = replica
-        self.changes.joined(replica)
-        self._take_over(replica, adapters)
-        if not replica.is_unproven:
-            self.learn(replica.weight_version or 0)
+        replica = await self.arrivals.welcome(info, self._listed | self._replicas.keys())
+        if replica is not None:
+            self._replicas[info.replica_id] = replica
+            self.changes.joined(replica)
+            if not replica.is_unproven:
+                self.learn(replica.weight_version or 0)
         return replica
-
-    def _refuse(self, info: ReplicaInfo, reason: str) -> None:
-        if self.refused.get(info.replica_id) != reason:
-            log.error("replica does not come in", replica=info.replica_id, url=info.url, reason=reason)
-            self.events.add(info.replica_id, f"refused: {reason}")
-        self.refused[info.replica_id] = reason
-
-    async def _wake(self, replica: Replica) -> None:
-        """Resume an engine that an earlier gateway left frozen, by an update or a trainer's pause."""
-        if replica.info.takes_weights and not replica.frozen and replica.info.has("/resume"):
-            await replica.engine.resume(self._config.probe_timeout_s)
-
-    async def _read_version(self, replica: Replica) -> None:
-        """Take the version that the engine reports, or that was noted where it cannot report one.
-
-        None where an update broke off in it, or it reports another version than was noted at the last commit. 0 is the
-        checkpoint that it started with, and needs no note.
-        """
-        if replica.frozen:
-            await replica.engine.health(self._config.probe_timeout_s)
-            replica.weight_version = 0
-            return
-        version = await replica.engine.weight_version(self._config.probe_timeout_s)
-        note = await self.noted(replica.info.incarnation)
-        self._spent = max(self._spent, note.highest if note else 0)
-        if not replica.engine.tells_version:
-            replica.weight_version = note.version if note else 0
-        elif note is None:
-            replica.weight_version, replica.is_unproven = version, bool(version)
-        else:
-            replica.weight_version = version if version in (0, note.version) else None
-
-    async def _adapters_of(self, replica: Replica) -> dict[str, str]:
-        if replica.frozen or "/v1/load_lora_adapter" not in replica.info.capabilities:
-            return {}
-        return await replica.engine.lora_adapters(self._config.probe_timeout_s)
-
-    def _take_over(self, replica: Replica, adapters: Mapping[str, str]) -> None:
-        """Serve adapters that an engine already holds. A name that was loaded here is loaded again, as the engine's may
-        be an earlier load."""
-        for name, path in adapters.items():
-            adapter = None if self.adapters.was_loaded(name) else Adapter(name, path, load_id=time.time_ns())
-            replica.adapters[name] = adapter
-            if adapter is not None:
-                self.adapters.add(adapter)
 
     async def _watch(self, replica: Replica) -> None:
         """Probe one replica until it is lost."""
         while replica.state is not ReplicaState.LOST:
-            await self._rest.ended(replica)
-            failure = await self._probe(replica)
+            await self.probes.due(replica)
+            failure = await self.probes.probe(replica)
             if failure is None:
                 failure = await self._standstill.look(replica)
             elif replica.brake.holders:
                 replica.excuse()  # it is held, and so are its tokens; the holder bounds its own calls
-            if failure is not None and replica.load_samples and replica.quiet_s > self._moves_after_s(replica):
+            if failure is not None and replica.load_samples and replica.quiet_s > self.probes.moves_after_s(replica):
                 self.suspect(replica, str(failure))
                 replica.drop_calls()  # its rollouts continue elsewhere
             if failure is None and replica.listed:
                 self._vouched(replica)
             elif failure is None and replica.is_leaving:
                 self.settle(replica, "")
-            elif failure is None or self._is_evidence(replica, failure):
+            elif failure is None or self.probes.is_evidence(replica, failure):
                 self.suspect(replica, str(failure) if failure else "Serve no longer lists it")
-            if self._is_lost(replica, failure):
+            if self.probes.is_lost(replica, failure):
                 self.set_state(replica, ReplicaState.LOST, replica.reason)
 
     async def examine(self, replica: Replica, error: EngineError) -> bool:
@@ -594,62 +515,10 @@ class Fleet:
             return False
         if not replica.can_serve:
             return replica.is_gone or isinstance(error, EngineGone)
-        failure: EngineError | DeadlineExceeded | None = error
-        if not isinstance(error, EngineGone):
-            if replica not in self._examined:
-                task = asyncio.create_task(self._probe(replica), name=f"examine {replica.replica_id}")
-                task.add_done_callback(lambda _: self._examined.pop(replica, None))
-                self._examined[replica] = task
-            failure = await asyncio.shield(self._examined[replica])
-        if failure is not None and replica.can_serve and self._is_evidence(replica, failure):
+        failure = error if isinstance(error, EngineGone) else await self.probes.shared_probe(replica)
+        if failure is not None and replica.can_serve and self.probes.is_evidence(replica, failure):
             self.suspect(replica, str(failure))
         return isinstance(failure, EngineGone)
-
-    async def _probe(self, replica: Replica) -> EngineError | DeadlineExceeded | None:
-        try:
-            await replica.engine.health(self._patience_s(replica))
-        except (EngineError, DeadlineExceeded) as error:
-            replica.is_gone = isinstance(error, EngineGone)
-            return error
-        replica.answered_at, replica.is_gone = time.monotonic(), False
-        return None
-
-    def _patience_s(self, replica: Replica) -> float:
-        """Longest wait for a probe: after a missed one no longer than until the replica's rollouts are to move."""
-        longest_s, silent_s = self._config.probe_timeout_s, time.monotonic() - replica.answered_at
-        is_suspect = replica.state is ReplicaState.SUSPECT
-        if not replica.load_samples:
-            return self._rest.patience_s(replica)
-        if silent_s <= longest_s and not is_suspect:
-            return longest_s
-        left_s = self._moves_after_s(replica) - silent_s + _MARGIN_S
-        if is_suspect:
-            return min(longest_s, left_s) if left_s > 0 else longest_s
-        return min(longest_s, max(left_s, _MARGIN_S))
-
-    def _is_evidence(self, replica: Replica, failure: EngineError | DeadlineExceeded) -> bool:
-        """True where a failed look speaks against a replica: a late answer does so after a silence without tokens."""
-        is_late = isinstance(failure, DeadlineExceeded)
-        return not is_late or time.monotonic() - replica.answered_at >= self._moves_after_s(replica)
-
-    def _moves_after_s(self, replica: Replica) -> float:
-        """Silence after which a replica is SUSPECT, and its rollouts move to others.
-
-        Where most others were heard of within the time of a probe, this process and its host do not stand still, and
-        that time is enough.
-        """
-        others = [other for other in self.serving(replica.info.model) if other is not replica]
-        heard = sum(time.monotonic() - other.answered_at < self._config.probe_timeout_s for other in others)
-        longest_s = self._config.stalled_after_s
-        return min(longest_s, self._config.probe_timeout_s) if 2 * heard > len(others) else longest_s
-
-    def _is_lost(self, replica: Replica, failure: EngineError | DeadlineExceeded | None) -> bool:
-        """True where Serve no longer lists it and it does not answer, or where its port is closed.
-
-        A closed port is enough for our own engines: a successor takes another port. An external server may come back.
-        """
-        has_ended = isinstance(failure, EngineGone) and replica.info.kind is not EngineKind.EXTERNAL
-        return has_ended or self._is_overdue(replica) or (failure is not None and not replica.listed)
 
     def _vouched(self, replica: Replica) -> None:
         if replica.state is ReplicaState.SUSPECT:
@@ -661,12 +530,6 @@ class Fleet:
                 replica.lose_version()
             is_out = replica.state_before_suspect is ReplicaState.SYNCING
             self.settle(replica, replica.reason_before_suspect if is_out else "answers again")
-
-    def _is_overdue(self, replica: Replica) -> bool:
-        since = replica.suspect_since
-        if since is not None and replica.is_stalled:
-            since = max(since, replica.answered_at)  # a stalled engine that answers its probes may recover
-        return since is not None and time.monotonic() - since > self._config.lost_after_s
 
     def _forget(self, replica: Replica) -> None:
         if self._replicas.get(replica.replica_id) is replica:

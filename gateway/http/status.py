@@ -42,7 +42,7 @@ def status_report(
         "models": [{"model": m, "frozen": m != models.policy, "queue_length": n} for m, n in queues.items()],
         "adapters": [_adapter_report(adapter, fleet) for adapter in fleet.adapters.loaded],
         "replicas_expected": fleet.expected,
-        "replicas_refused": fleet.refused,
+        "replicas_refused": fleet.arrivals.refused,
         "replicas_lost": dict(fleet.losses),
         "replicas": [_replica_report(replica, drafts.report(replica)) for replica in fleet.replicas],
         "replicas_missing": [

@@ -187,7 +187,7 @@ class Rig:
         await self.listen()
         # On a busy machine the first look may find an engine too slow to answer it.
         async with asyncio.timeout(20):
-            while len(self.fleet.replicas) + len(self.fleet.refused) < len(self.replicas) + len(self.external):
+            while len(self.fleet.replicas) + len(self.fleet.arrivals.refused) < len(self.replicas) + len(self.external):
                 await asyncio.sleep(0.02)
         return self
 

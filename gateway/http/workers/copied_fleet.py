@@ -7,8 +7,9 @@ from engines.errors import ConfigError, EngineError
 from engines.types import ReplicaInfo, ReplicaState
 from gateway.config.schema import Config
 from gateway.fleet.changes import Argument
-from gateway.fleet.fleet import Connect, Fleet
+from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
+from gateway.fleet.watch.arrivals import Connect
 from gateway.http.workers.messages import Changed, Joined, Versions
 
 Examine = Callable[[Replica, EngineError], Awaitable[bool]]
@@ -29,6 +30,7 @@ class CopiedFleet(Fleet):
     def __init__(self, config: Config, *, connect: Connect, examine: Examine) -> None:
         """`examine` has the owner look at a replica."""
         super().__init__(config, discover=_nobody, connect=connect)
+        self._connect = connect
         self._examine = examine
 
     def join(self, joined: Joined) -> None:

@@ -51,13 +51,13 @@ async def test_a_silent_engine_is_probed_no_longer_than_until_its_rollouts_are_t
     task = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
     await rig.begun()
     (replica,) = rig.fleet.replicas
-    assert rig.fleet._patience_s(replica) == 30.0
+    assert rig.fleet.probes.patience_s(replica) == 30.0
     rig.fleet.suspect(replica, "no answer to a probe")
-    assert rig.fleet._patience_s(replica) < 11.0
+    assert rig.fleet.probes.patience_s(replica) < 11.0
     rig.fleet.settle(replica, "answers again")
-    assert rig.fleet._patience_s(replica) == 30.0
+    assert rig.fleet.probes.patience_s(replica) == 30.0
     replica.answered_at -= 31.0  # a probe was missed that had been sent before the last token came
-    assert rig.fleet._patience_s(replica) < 1.0
+    assert rig.fleet.probes.patience_s(replica) < 1.0
     rig.hurry()
     await task
 
@@ -82,11 +82,11 @@ async def test_a_silence_of_most_engines_at_once_moves_no_rollouts_before_the_bo
 ) -> None:
     rig = await start_rig(4, fleet=WATCH | {"stalled_after_s": 10.0, "probe_timeout_s": 2.0, "probe_interval_s": 60.0})
     first, *others = rig.fleet.replicas
-    assert rig.fleet._moves_after_s(first) == 2.0
+    assert rig.fleet.probes.moves_after_s(first) == 2.0
     others[0].answered_at -= 5.0
-    assert rig.fleet._moves_after_s(first) == 2.0
+    assert rig.fleet.probes.moves_after_s(first) == 2.0
     others[1].answered_at -= 5.0
-    assert rig.fleet._moves_after_s(first) == 10.0
+    assert rig.fleet.probes.moves_after_s(first) == 10.0
 
 
 async def test_a_late_answer_is_evidence_after_a_silence_without_tokens_alone(start_rig: StartRig) -> None:
@@ -94,10 +94,10 @@ async def test_a_late_answer_is_evidence_after_a_silence_without_tokens_alone(st
     replica, _ = rig.fleet.replicas
     late, broken = DeadlineExceeded("no answer to /health"), EngineUnreachable("reset", replica_id="engine-0")
     replica.answered_at -= 120.0
-    assert rig.fleet._is_evidence(replica, late)
+    assert rig.fleet.probes.is_evidence(replica, late)
     replica.saw_progress()  # a token came meanwhile
-    assert not rig.fleet._is_evidence(replica, late)
-    assert rig.fleet._is_evidence(replica, broken)
+    assert not rig.fleet.probes.is_evidence(replica, late)
+    assert rig.fleet.probes.is_evidence(replica, broken)
 
 
 async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: StartRig) -> None:

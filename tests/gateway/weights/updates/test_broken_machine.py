@@ -10,6 +10,7 @@ from engines.types import InFlight
 from gateway.fleet.brake import Brake, Holder
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
+from gateway.fleet.watch.arrivals import Arrivals
 from gateway.weights.catch_up import CatchUp
 from gateway.weights.leases import Leases
 from gateway.weights.pauses import Pauses
@@ -61,10 +62,10 @@ def the_canary_is_skipped(patch: pytest.MonkeyPatch) -> None:
 
 
 def labels_without_a_record_are_believed(patch: pytest.MonkeyPatch) -> None:
-    async def broken(self: Fleet, replica: Replica) -> None:
+    async def broken(self: Arrivals, replica: Replica) -> None:
         replica.weight_version = await replica.engine.weight_version(1.0)
 
-    patch.setattr(Fleet, "_read_version", broken)
+    patch.setattr(Arrivals, "_read_version", broken)
 
 
 def a_replica_that_is_behind_stays_behind(patch: pytest.MonkeyPatch) -> None:

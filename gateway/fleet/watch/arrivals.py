@@ -1,0 +1,135 @@
+"""Replicas that come in: admitted or refused, resumed, and asked for the weights and adapters that they hold."""
+
+import time
+from collections.abc import Awaitable, Callable, Container, Mapping
+from collections.abc import Set as AbstractSet
+
+import structlog
+
+from engines.engine import Engine
+from engines.errors import ConfigError, DeadlineExceeded, EngineError
+from engines.store.weight_store import Note
+from engines.types import ReplicaInfo
+from gateway.config.models import Models
+from gateway.config.schema import FleetConfig
+from gateway.fleet.adapters import Adapter, Adapters
+from gateway.fleet.changes import Changes
+from gateway.fleet.history.events import Events
+from gateway.fleet.places import Places
+from gateway.fleet.replica import Replica
+
+log = structlog.get_logger()
+
+Connect = Callable[[ReplicaInfo], Engine]
+
+
+async def _no_record(incarnation: str) -> Note | None:
+    return None
+
+
+class Arrivals:
+    """Makes replicas of engines that are discovered.
+
+    `refused` has the reason by id of each that was not admitted. `noted` returns the record of an engine's last
+    committed version by its incarnation; None where no record is kept. `highest_noted` is the highest
+    version in any record.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        models: Models,
+        adapters: Adapters,
+        places: Places,
+        events: Events,
+        changes: Changes,
+        connect: Connect,
+    ) -> None:
+        self.refused: dict[str, str] = {}
+        self.noted: Callable[[str], Awaitable[Note | None]] = _no_record
+        self.highest_noted = 0
+        self._timeout_s = config.probe_timeout_s
+        self._models = models
+        self._adapters = adapters
+        self._places = places
+        self._events = events
+        self._changes = changes
+        self._connect = connect
+
+    def forget_all_but(self, listed: Container[str]) -> None:
+        """Forget refusals of replicas that are gone."""
+        self.refused = {replica_id: reason for replica_id, reason in self.refused.items() if replica_id in listed}
+
+    async def welcome(self, info: ReplicaInfo, present: AbstractSet[str]) -> Replica | None:
+        """Return the replica that joins; None where it is refused, or does not answer yet. Ids that are `present` keep
+        their places."""
+        try:
+            self._models.join(info)
+        except ConfigError as error:
+            self._refuse(info, str(error))
+            return None
+        self.refused.pop(info.replica_id, None)
+        frozen = self._models.is_frozen(info.group)
+        replica = Replica(info, self._connect(info), frozen=frozen, changes=self._changes)
+        # Before the first wait, so that replicas that join together have labels in the order of their list.
+        replica.slot, replica.restarts = self._places.take(info, present)
+        try:
+            await self._wake(replica)
+            await self._read_version(replica)
+            adapters = await self._adapters_of(replica)
+        except BaseException as error:
+            await replica.engine.close()
+            if not isinstance(error, Exception):
+                raise
+            is_expected = isinstance(error, EngineError | DeadlineExceeded)
+            log.warning(
+                "replica does not answer yet", replica=info.replica_id, error=str(error), exc_info=not is_expected
+            )
+            return None
+        self._take_over(replica, adapters)
+        return replica
+
+    def _refuse(self, info: ReplicaInfo, reason: str) -> None:
+        if self.refused.get(info.replica_id) != reason:
+            log.error("replica does not come in", replica=info.replica_id, url=info.url, reason=reason)
+            self._events.add(info.replica_id, f"refused: {reason}")
+        self.refused[info.replica_id] = reason
+
+    async def _wake(self, replica: Replica) -> None:
+        """Resume an engine that an earlier gateway left frozen, by an update or a trainer's pause."""
+        if replica.info.takes_weights and not replica.frozen and replica.info.has("/resume"):
+            await replica.engine.resume(self._timeout_s)
+
+    async def _read_version(self, replica: Replica) -> None:
+        """Take the version that the engine reports, or that was noted where it cannot report one.
+
+        None where an update broke off in it, or it reports another version than was noted at the last commit. 0 is the
+        checkpoint that it started with, and needs no note.
+        """
+        if replica.frozen:
+            await replica.engine.health(self._timeout_s)
+            replica.weight_version = 0
+            return
+        version = await replica.engine.weight_version(self._timeout_s)
+        note = await self.noted(replica.info.incarnation)
+        self.highest_noted = max(self.highest_noted, note.highest if note else 0)
+        if not replica.engine.tells_version:
+            replica.weight_version = note.version if note else 0
+        elif note is None:
+            replica.weight_version, replica.is_unproven = version, bool(version)
+        else:
+            replica.weight_version = version if version in (0, note.version) else None
+
+    async def _adapters_of(self, replica: Replica) -> dict[str, str]:
+        if replica.frozen or "/v1/load_lora_adapter" not in replica.info.capabilities:
+            return {}
+        return await replica.engine.lora_adapters(self._timeout_s)
+
+    def _take_over(self, replica: Replica, adapters: Mapping[str, str]) -> None:
+        """Serve adapters that an engine already holds. A name that was loaded here is loaded again, as the engine's may
+        be an earlier load."""
+        for name, path in adapters.items():
+            adapter = None if self._adapters.was_loaded(name) else Adapter(name, path, load_id=time.time_ns())
+            replica.adapters[name] = adapter
+            if adapter is not None:
+                self._adapters.add(adapter)

@@ -1,0 +1,90 @@
+"""Probes of replicas: their times, and the evidence that a failed one is."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from engines.errors import DeadlineExceeded, EngineError, EngineGone
+from engines.types import EngineKind, ReplicaState
+from gateway.config.schema import FleetConfig
+from gateway.fleet.replica import Replica
+from gateway.fleet.watch.rest import Rest
+
+_MARGIN_S = 0.1
+
+Failure = EngineError | DeadlineExceeded
+
+
+class Probes:
+    """Looks at replicas, and judges a silence. `serving` returns the replicas that serve a model."""
+
+    def __init__(self, config: FleetConfig, serving: Callable[[str], Sequence[Replica]]) -> None:
+        self._config = config
+        self._serving = serving
+        self._rest = Rest(config)
+        self._shared: dict[Replica, asyncio.Task[Failure | None]] = {}
+
+    async def due(self, replica: Replica) -> None:
+        """Return when the replica is to be probed next."""
+        await self._rest.ended(replica)
+
+    async def probe(self, replica: Replica) -> Failure | None:
+        """Ask an engine for its health. Return the reason why it did not answer well."""
+        try:
+            await replica.engine.health(self.patience_s(replica))
+        except (EngineError, DeadlineExceeded) as error:
+            replica.is_gone = isinstance(error, EngineGone)
+            return error
+        replica.answered_at, replica.is_gone = time.monotonic(), False
+        return None
+
+    async def shared_probe(self, replica: Replica) -> Failure | None:
+        """Probe an engine once for all that ask at the same time."""
+        if replica not in self._shared:
+            task = asyncio.create_task(self.probe(replica), name=f"examine {replica.replica_id}")
+            task.add_done_callback(lambda _: self._shared.pop(replica, None))
+            self._shared[replica] = task
+        return await asyncio.shield(self._shared[replica])
+
+    def patience_s(self, replica: Replica) -> float:
+        """Longest wait for a probe: after a missed one no longer than until the replica's rollouts are to move."""
+        longest_s, silent_s = self._config.probe_timeout_s, time.monotonic() - replica.answered_at
+        is_suspect = replica.state is ReplicaState.SUSPECT
+        if not replica.load_samples:
+            return self._rest.patience_s(replica)
+        if silent_s <= longest_s and not is_suspect:
+            return longest_s
+        left_s = self.moves_after_s(replica) - silent_s + _MARGIN_S
+        if is_suspect:
+            return min(longest_s, left_s) if left_s > 0 else longest_s
+        return min(longest_s, max(left_s, _MARGIN_S))
+
+    def is_evidence(self, replica: Replica, failure: Failure) -> bool:
+        """True where a failed look speaks against a replica: a late answer does so after a silence without tokens."""
+        is_late = isinstance(failure, DeadlineExceeded)
+        return not is_late or time.monotonic() - replica.answered_at >= self.moves_after_s(replica)
+
+    def moves_after_s(self, replica: Replica) -> float:
+        """Silence after which a replica is SUSPECT, and its rollouts move to others.
+
+        Where most others were heard of within the time of a probe, this process and its host do not stand still, and
+        that time is enough.
+        """
+        others = [other for other in self._serving(replica.info.model) if other is not replica]
+        heard = sum(time.monotonic() - other.answered_at < self._config.probe_timeout_s for other in others)
+        longest_s = self._config.stalled_after_s
+        return min(longest_s, self._config.probe_timeout_s) if 2 * heard > len(others) else longest_s
+
+    def is_lost(self, replica: Replica, failure: Failure | None) -> bool:
+        """True where Serve no longer lists it and it does not answer, or where its port is closed.
+
+        A closed port is enough for our own engines: a successor takes another port. An external server may come back.
+        """
+        has_ended = isinstance(failure, EngineGone) and replica.info.kind is not EngineKind.EXTERNAL
+        return has_ended or self._is_overdue(replica) or (failure is not None and not replica.listed)
+
+    def _is_overdue(self, replica: Replica) -> bool:
+        since = replica.suspect_since
+        if since is not None and replica.is_stalled:
+            since = max(since, replica.answered_at)  # a stalled engine that answers its probes may recover
+        return since is not None and time.monotonic() - since > self._config.lost_after_s

@@ -178,8 +178,9 @@ MAKES_FILES = 'touch "$TMPDIR/socket"; echo "$TMPDIR"; '
 
 
 def test_temporary_files_of_the_command_end_with_it(start_guard: StartGuard) -> None:
-    guard = start_guard(f"{MAKES_FILES} read line; exit 3")
+    guard = start_guard(f'{MAKES_FILES} while [ -e "$TMPDIR/socket" ]; do sleep 0.02; done; exit 3')
     folder = folder_of(guard)
+    (folder / "socket").unlink()  # else the command might end before it was seen
     assert guard.wait(SOON_S) == 3
     assert not folder.exists()
 

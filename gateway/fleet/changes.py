@@ -1,4 +1,4 @@
-"""The changes of replicas, told to those who keep copies of them in other processes."""
+"""The changes of replicas and of the fleet's versions, told to those who keep copies of them in other processes."""
 
 import asyncio
 from typing import TYPE_CHECKING, Protocol
@@ -20,6 +20,9 @@ class Follower(Protocol):
 
     def changed(self, replica: "Replica", change: str, arguments: tuple[Argument, ...]) -> None:
         """Make the change, a method of `Replica`, on the copy too."""
+
+    def versions(self) -> None:
+        """Take over the fleet's versions as they are now."""
 
     async def taken(self) -> None:
         """Return once all that was told so far is done, or the copies are gone. Takes a bounded time."""
@@ -48,6 +51,10 @@ class Changes:
     def changed(self, replica: "Replica", change: str, *arguments: Argument) -> None:
         for follower in self._followers:
             follower.changed(replica, change, arguments)
+
+    def versions(self) -> None:
+        for follower in self._followers:
+            follower.versions()
 
     async def taken(self) -> None:
         """Return once every follower has done what was told so far. An engine is touched after this, never before."""

@@ -176,6 +176,7 @@ class Fleet:
         self.update_to, self._begun = version, max(self._begun, version)
         if rolling:
             self.rolling_to = version
+        self.changes.versions()
 
     def overwrite(self, replicas: Iterable[Replica], version: int) -> None:
         """Engines are about to be overwritten: until the commit none of them holds a known version."""
@@ -188,6 +189,7 @@ class Fleet:
     ) -> None:
         """Serve `version` on these members, but for the fenced ones, whose reason is given."""
         self.version, self.update_to, self.rolling_to, self._is_certain = version, None, None, True
+        self.changes.versions()
         for replica in members:
             if replica not in fenced:
                 replica.hold(version, keeps_kv=keeps_kv)
@@ -207,6 +209,7 @@ class Fleet:
         for replica in overwritten:
             self.fence(replica, f"update to version {version} aborted: {reason}")
         self.update_to = None
+        self.changes.versions()
         for replica in updating:
             if replica not in overwritten and self.rolling_to == version:
                 self.settle(replica, f"serves on: the update to version {version} was aborted")
@@ -223,6 +226,7 @@ class Fleet:
         if self.update_to is not None and self.rolling_to == self.update_to:
             return
         self.rolling_to = None
+        self.changes.versions()
         self._settle_serving(f"the fleet is at version {self.version}")
 
     def version_of(self, model: str) -> int:
@@ -403,6 +407,7 @@ class Fleet:
         began is no news."""
         if version > max(self.version, self._begun):
             self.version, self._is_certain = version, True
+            self.changes.versions()
             self._settle_serving("a replica holds newer weights")
 
     @property
@@ -429,6 +434,7 @@ class Fleet:
             is_ours = any(one.weight_version == version and one.info.kind is not EngineKind.EXTERNAL for one in trained)
             if 2 * votes[version] + is_ours > len(trained):
                 self.version = version
+                self.changes.versions()
         for replica in trained:
             if replica.is_unproven and replica.weight_version != self.version:
                 log.warning("no record of a version", replica=replica.replica_id, version=replica.weight_version)

@@ -126,6 +126,9 @@ class WeightCoordinator:
                 )
             await self._way.start(in_flight)
             self._machine.opened("start_weight_update").lease = lease
+            async with self._machine.or_aborted():
+                # From the reply on, no process of the gateway takes the version before for the newest.
+                await self._fleet.changes.taken()
 
     async def receive(self, update_info: Json, lease: str | None = None) -> None:
         """Receive the tensors that the trainer is about to send."""

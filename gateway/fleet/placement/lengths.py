@@ -37,6 +37,10 @@ class Lengths:
         """Return the expected tokens of a sample; None for a prompt of which nothing was delivered."""
         return self._lengths[model].get(key)
 
+    def all(self) -> list[tuple[str, int, float]]:
+        """Return the expected tokens by model and key."""
+        return [(model, key, tokens) for model, known in self._lengths.items() for key, tokens in known.items()]
+
     def delivered(self, model: str, key: int, tokens: float) -> None:
         """Note the mean length of samples; what was known counts for a half."""
         if not key:

@@ -78,7 +78,7 @@ class RolloutRoutes:
         at, began = time.time(), time.monotonic()
         content = await read_content(request)
         body = as_object(content)
-        session = self._arrived(request, body, at, began)
+        session = self._arrived(request, content, body, at, began)
         prompts = self._completions.decode(body, request_id(request, body), session)
         if body.get("stream"):
             model = prompts[0].rollout.model
@@ -155,11 +155,12 @@ class RolloutRoutes:
     async def _read(self, request: web.Request) -> tuple[Json, str]:
         """Return the body of a request for tokens, and its session."""
         at, began = time.time(), time.monotonic()
-        body = await read_object(request)
-        return body, self._arrived(request, body, at, began)
+        content = await read_content(request)
+        body = as_object(content)
+        return body, self._arrived(request, content, body, at, began)
 
-    def _arrived(self, request: web.Request, body: Json, at: float, began: float) -> str:
-        """Record a request for tokens; return its session."""
+    def _arrived(self, request: web.Request, content: bytes, body: Json, at: float, began: float) -> str:
+        """Record a request for tokens, which was read as `content`; return its session."""
         session = session_of(request[CLIENT], request.headers, body)
         self._measurement.arrived(request, body, session, at, began)
         return session

@@ -48,6 +48,8 @@ class Channel(asyncio.Protocol, Generic[S, R]):
         if self._has_ended:
             return
         content = self._encode(message)  # here, where its sender learns that it cannot be written
+        if len(content) > _LONGEST_BYTES:
+            raise ValueError(f"a {type(message).__name__} of {len(content)} bytes: at most {_LONGEST_BYTES}")
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self.flush)
         self._waiting += (len(content).to_bytes(_LENGTH_BYTES, "big"), content)
@@ -71,6 +73,7 @@ class Channel(asyncio.Protocol, Generic[S, R]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's is no asyncio.Transport
+        self.flush()
 
     def data_received(self, data: bytes) -> None:
         self._came += data

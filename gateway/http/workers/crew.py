@@ -218,7 +218,8 @@ class Workers:
                 learned, self._learned = self._learned, {}
                 lengths = [(model, key, tokens) for (model, key), tokens in learned.items()]
                 for link in self._links:
-                    link.tell_versions(again=tick == 0)
+                    if tick == 0:
+                        link.versions()
                     if lengths:
                         link.tell(Lengths(lengths))
 

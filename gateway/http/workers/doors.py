@@ -7,9 +7,12 @@ from contextlib import suppress
 from ssl import SSLContext, SSLError
 from typing import cast
 
+import structlog
 from aiohttp import web
 
 from gateway.http.door import Door
+
+log = structlog.get_logger()
 
 _AT_ONCE = 64
 
@@ -49,7 +52,11 @@ class HandedDoor(Door):
         return self._beginning + (len(server.connections) if server is not None else 0)
 
     async def _open(self) -> asyncio.AbstractServer:
-        return cast(asyncio.AbstractServer, _Handed(self._handed, self._take))
+        return cast(asyncio.AbstractServer, _Handed(self._handed, self._take, self._lose))
+
+    def _lose(self) -> None:
+        self.taken += 1
+        log.warning("a connection is closed: no descriptor is left")
 
     async def _take(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -65,10 +72,13 @@ class HandedDoor(Door):
 class _Handed:
     """Takes connections until it is closed. `sockets` is as that of a server of asyncio."""
 
-    def __init__(self, handed: socket.socket, take: Callable[[socket.socket], Awaitable[None]]) -> None:
+    def __init__(
+        self, handed: socket.socket, take: Callable[[socket.socket], Awaitable[None]], lose: Callable[[], None]
+    ) -> None:
         self.sockets: list[socket.socket] = []
         self._handed = handed
         self._take = take
+        self._lose = lose
         self._tasks: set[asyncio.Future[None]] = set()
         handed.setblocking(False)
         asyncio.get_running_loop().add_reader(handed, self._receive)
@@ -86,6 +96,8 @@ class _Handed:
             if not word:  # the owner has ended, and this process is about to
                 asyncio.get_running_loop().remove_reader(self._handed)
                 return
+            if not descriptors:  # this process has none left for it, and it is closed
+                self._lose()
             for descriptor in descriptors:
                 connection = socket.socket(fileno=descriptor)
                 connection.setblocking(False)

@@ -4,9 +4,10 @@ The other process sees the client's own address and checks its key as if the cli
 """
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -15,18 +16,23 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict
 from yarl import URL
 
+from gateway.api import error_body
 from gateway.http.access import Handler
+from gateway.http.json_body import reply as json_reply
 from gateway.http.middleware import HANDED_ON
 from gateway.http.replies.lost_host import LEASE_PATH, notice_lost_host
 from gateway.http.replies.parted import writing
 
 log = structlog.get_logger()
 
+_Asked = AbstractAsyncContextManager[aiohttp.ClientResponse]
+
 HEADER = "X-Rollout-Gateway-Hop"
 OWNER = "owner"
 """Name of the owner's door; a worker's is its number."""
 
 _CONNECT_TIMEOUT_S = 10.0
+_CONNECTS, _CONNECT_AGAIN_S = 240, 0.25
 _GONE = 499
 # They are of one connection, and not of the request or the reply.
 _OF_CONNECTIONS = (
@@ -104,17 +110,16 @@ class Hops:
             headers.popall(hdrs.CONTENT_LENGTH, None)
             headers.popall(hdrs.CONTENT_ENCODING, None)
         data = content if content is not None else request.content if request.can_read_body else None
+        ask = partial(
+            self._session(elsewhere.door).request,
+            request.method, _url_of(request.rel_url), headers=headers, data=data, allow_redirects=False,
+        )  # fmt: skip
         try:
             async with AsyncExitStack() as stack:
-                asked = self._session(elsewhere.door).request(
-                    request.method,
-                    _url_of(request.rel_url),
-                    headers=headers,
-                    data=data,
-                    allow_redirects=False,
-                )
-                return await self._pass(request, await stack.enter_async_context(asked))
+                return await self._pass(request, await _answer(ask, stack))
         except aiohttp.ClientError as error:
+            if (unread := request.content.exception()) is not None:
+                return json_reply(error_body(f"the body cannot be read: {unread}", 400), 400)
             log.warning("a request is lost with the process that had it", door=elsewhere.door, error=repr(error))
             if request.transport is not None:
                 request.transport.close()
@@ -141,6 +146,18 @@ class Hops:
                 skip_auto_headers=(hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.USER_AGENT, hdrs.CONTENT_TYPE),
             )
         return session
+
+
+async def _answer(ask: Callable[[], _Asked], stack: AsyncExitStack) -> aiohttp.ClientResponse:
+    """Ask, and again where so many wait at the door that it takes no connection for the moment: TCP would wait too."""
+    for left in reversed(range(_CONNECTS)):
+        try:
+            return await stack.enter_async_context(ask())
+        except aiohttp.ClientConnectorError as error:
+            if not left or not isinstance(error.os_error, BlockingIOError):
+                raise
+        await asyncio.sleep(_CONNECT_AGAIN_S)
+    raise AssertionError
 
 
 def _url_of(asked: URL) -> URL:

@@ -1,6 +1,7 @@
 """The owner's end of one worker: runs its rollouts' placing here, and tells it what happens to the fleet."""
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import Callable, Coroutine
@@ -56,8 +57,10 @@ from gateway.http.workers.messages import (
 
 log = structlog.get_logger()
 
-# A worker that has not dealt with its messages for so long stands still, and is ended: an update waits for it.
+# A worker that has not dealt with its messages for so long stands still, and is ended: an update waits for it. Ticks
+# of this process are counted, since it may have stood still itself.
 _TAKEN_WITHIN_S = 10.0
+_TICK_S = 0.25
 _ENDS_WITHIN_S = 5.0
 
 
@@ -104,7 +107,6 @@ class Link:
         self._turns: dict[int, _Turn] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._replicas: dict[str, Replica] = {}
-        self._versions: Versions | None = None
         self._hands: socket.socket
         self._handed = 0
         self._calls: dict[int, asyncio.Future[None]] = {}
@@ -138,15 +140,8 @@ class Link:
         self._fleet.changes.follow(self)
         for replica in self._fleet.replicas:
             self.joined(replica)
-        self.tell_versions()
-
-    def tell_versions(self, *, again: bool = False) -> None:
-        """Tell the versions of the fleet, where they have changed, or `again`."""
-        fleet = self._fleet
-        versions = Versions(fleet.version, fleet.update_to, fleet.rolling_to)
-        if again or versions != self._versions:
-            self._versions = versions
-            self._channel.send(versions)
+        self.versions()
+        self._channel.send(Lengths(self._scheduler.lengths.all()))
 
     def tell(self, message: Crew | Batches | Lengths | Withdraw | Versions) -> None:
         self._channel.send(message)
@@ -178,9 +173,11 @@ class Link:
 
     def changed(self, replica: Replica, change: str, arguments: tuple[Argument, ...]) -> None:
         if self._replicas.get(replica.replica_id) is replica:
-            self.tell_versions()
             told = tuple(writable(one) if type(one) is str else one for one in arguments)
             self._channel.send(Changed(replica.replica_id, change, told))
+
+    def versions(self) -> None:
+        self._channel.send(Versions(self._fleet.version, self._fleet.update_to, self._fleet.rolling_to))
 
     async def taken(self) -> None:
         """Return once the worker has done all that it was told. One that has not begun to serve does so in time."""
@@ -194,16 +191,15 @@ class Link:
         self._channel.send(message(number))
         self._channel.flush()
         try:
-            async with asyncio.timeout(_TAKEN_WITHIN_S):
-                await answer
-        except TimeoutError:
+            if await _is_done(answer):
+                return
             if not is_barrier:  # it waits for an engine that does not answer
                 log.warning("an abort takes long in a worker", worker=self.index, seconds=_TAKEN_WITHIN_S)
                 return
             log.error("a worker does not answer, and is ended", worker=self.index, seconds=_TAKEN_WITHIN_S)
             self.kill()
             if not await is_set_within(self.ended, _ENDS_WITHIN_S):
-                raise DeadlineExceeded(f"worker {self.index} of the gateway does not end") from None
+                raise DeadlineExceeded(f"worker {self.index} of the gateway does not end")
         finally:
             self._calls.pop(number, None)
 
@@ -346,6 +342,14 @@ class Link:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _is_done(answer: "asyncio.Future[None]") -> bool:
+    """Wait for an answer; False where none comes in time."""
+    for _ in range(math.ceil(_TAKEN_WITHIN_S / _TICK_S)):
+        if (await asyncio.wait([answer], timeout=_TICK_S))[0]:
+            return True
+    return False
 
 
 def _rollout_of(asked: Asked) -> Rollout:

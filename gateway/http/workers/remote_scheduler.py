@@ -28,11 +28,8 @@ from gateway.http.workers.messages import (
     Place,
 )
 
-# Of a rollout without any limit; a message holds no larger number.
-_MOST_TOKENS = 1 << 62
-
-
-_MOST_TOKENS = 1 << 53  # that a message can carry
+# Of a rollout without any limit; a message carries no larger number.
+_MOST_TOKENS = 1 << 53
 
 
 class _Turn:

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequ
 from contextlib import asynccontextmanager
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 from engines.engine import Json
@@ -42,11 +41,11 @@ class WorkerRoutes(RolloutRoutes):
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self.add_generation(router, access)
 
-    def _arrived(self, request: web.Request, body: Json, at: float, began: float) -> str:
+    def _arrived(self, request: web.Request, content: bytes, body: Json, at: float, began: float) -> str:
         named = (body.get(field) for field in _MODEL_FIELDS)
         if any(name and name not in self._fleet.models.names for name in named):
-            raise RunsElsewhere(orjson.dumps(body))
-        return super()._arrived(request, body, at, began)
+            raise RunsElsewhere(content)
+        return super()._arrived(request, content, body, at, began)
 
 
 class WorkerReplays(Replays):

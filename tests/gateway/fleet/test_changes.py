@@ -17,7 +17,8 @@ from tests.rigs.rig import Json, Rig, StartRig
 class SlowFollower:
     """Records what it is told, and takes it when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: str = "") -> None:
+        self._change = change
         self.told: list[tuple[str, str]] = []
         self.asked = asyncio.Event()
         self.may_take = asyncio.Event()
@@ -31,7 +32,12 @@ class SlowFollower:
     def changed(self, replica: Replica, change: str, arguments: tuple[Argument, ...]) -> None:
         self.told.append((replica.replica_id, change))
 
+    def versions(self) -> None:
+        self.told.append(("", "versions"))
+
     async def taken(self) -> None:
+        if self._change not in (told for _, told in self.told):
+            return
         self.asked.set()
         await self.may_take.wait()
 
@@ -58,7 +64,7 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 async def check_waits(rig: Rig, updating: "asyncio.Task[None]", touched: list[str], change: str) -> None:
     """That the update waits for the follower before it touches an engine, and goes on then."""
-    follower = SlowFollower()
+    follower = SlowFollower(change)
     rig.fleet.changes.follow(follower)
     async with asyncio.timeout(20):
         await follower.asked.wait()
@@ -97,6 +103,22 @@ async def test_an_update_ends_no_request_before_all_copies_know_that_it_does(
     rig = await start_rig(2, weights={"in_flight": "abort", "stage": "never", "relay": "never"})
     await rig.open_group()
     await check_waits(rig, asyncio.create_task(rig.update()), touched, "cut_off")
+
+
+async def test_all_copies_know_the_next_version_before_the_trainer_hears_that_it_is_open(start_rig: StartRig) -> None:
+    rig = await start_rig(2)
+    await rig.open_group()
+    follower = SlowFollower("versions")
+    rig.fleet.changes.follow(follower)
+    starting = asyncio.create_task(rig.post("/start_weight_update", {}))
+    async with asyncio.timeout(20):
+        await follower.asked.wait()
+    assert rig.fleet.target_version == 1
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not starting.done()
+    follower.may_take.set()
+    assert (await starting)[0] == 200
 
 
 async def test_a_follower_that_left_is_told_nothing(start_rig: StartRig) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.schema import Config
+from gateway.http.workers import channel
 from gateway.http.workers.channel import Channel
 from gateway.http.workers.crew import _document
 from gateway.http.workers.messages import Done, FromOwner, FromWorker, Message, Over, Placed, Progress, Sync
@@ -101,10 +102,15 @@ async def test_a_message_that_cannot_be_dealt_with_ends_the_channel() -> None:
         ends.left.close()
 
 
-async def test_a_message_that_cannot_be_written_is_an_error_of_its_sender_and_others_leave() -> None:
+async def test_a_message_that_cannot_be_written_or_is_too_long_is_an_error_of_its_sender_and_others_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel, "_LONGEST_BYTES", 1000)
     ends = await Ends().open()
     with pytest.raises(OverflowError):
         ends.left.send(Over(1 << 70))
+    with pytest.raises(ValueError, match="a Progress of"):
+        ends.left.send(Progress(("x" * 1000,), {}))
     ends.left.send(Over(1))
     await ends.until(1)
     assert ends.came == [Over(1)]

@@ -70,6 +70,9 @@ class Copying:
     def changed(self, replica: Replica, change: str, arguments: tuple[Argument, ...]) -> None:
         self._fleet.change(cast(Changed, sent(Changed(replica.replica_id, change, arguments))))
 
+    def versions(self) -> None:
+        return
+
     async def taken(self) -> None:
         return
 

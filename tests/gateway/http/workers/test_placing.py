@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -31,6 +32,7 @@ from gateway.http.workers.messages import (
     Hello,
     Joined,
     Judged,
+    Lengths,
     NotPlaced,
     Placed,
     Progress,
@@ -112,6 +114,9 @@ class _World:
                 self.copies.note(message)
             case Withdraw():
                 self.remote.withdraw(lambda rollout: rollout.model == message.model)
+            case Lengths():
+                for model, key, tokens in message.lengths:
+                    self.remote.lengths.set(model, key, tokens)
             case Sync() if not self.is_deaf:
                 self.channel.send(Done(message.call))
 
@@ -313,6 +318,26 @@ async def test_a_worker_that_does_not_answer_is_killed_and_the_update_goes_on(mo
         world.channel.close()
         async with asyncio.timeout(20):
             await taken
+
+
+async def test_a_worker_that_was_asked_in_time_outlives_a_standstill_of_the_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "_TAKEN_WITHIN_S", 2.0)
+    async with _World().running() as world:
+        taken = asyncio.create_task(world.link.taken())
+        await asyncio.sleep(0)
+        time.sleep(2.5)  # noqa: ASYNC251 - no event loop is to run meanwhile
+        async with asyncio.timeout(20):
+            await taken
+        assert not world.killed.is_set()
+
+
+async def test_a_worker_begins_with_the_lengths_that_are_known() -> None:
+    world = _World()
+    world.scheduler.lengths.delivered("m", 7, 20.0)
+    async with world.running():
+        await world.until(lambda: world.remote.lengths.of("m", 7) == 20.0)
 
 
 async def test_a_connection_counts_from_its_handing_over_whatever_a_report_has_not_seen_yet() -> None:

@@ -122,6 +122,15 @@ async def test_other_routes_and_wrong_requests_are_answered_by_the_owner(start_r
     assert "LoRA adapters: none" in reply["error"]["message"], "the owner knows them"
     status, reply = await rig.get("/no/such/route")
     assert status == 404
+    deep = b'{"model": "judge", "prompt": "a", "extra": ' + b"[" * 400 + b"]" * 400 + b"}"  # read, but never written
+    async with rig.client.post(f"{rig.url}/v1/completions", data=deep) as response:
+        assert response.status == 404, await response.text()
+    inflated = {"Content-Encoding": "gzip"}
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{rig.url}/tokenize", data=b"no gzip", headers=inflated) as response,
+    ):
+        assert (response.status, "cannot be read" in await response.text()) == (400, True)
     for path in ("/v1/completions", "/tokenize"):  # one is a worker's, the other goes through it
         status, reply = await rig.post(path, {"prompt": "x" * 20_000})
         assert (status, "max_body_bytes" in reply["error"]["message"]) == (413, True)

@@ -2,7 +2,8 @@
 
 It inherits two sockets, for messages and for connections of clients, and gets their descriptors. FOLDER has the doors
 between the processes. It ends when its standard input closes, also by its owner's death, and removes the folder then.
-Where its channel alone has ended, it leaves the folder to the owner, which lives and starts another worker.
+Where its channel alone has ended, or a task of it has failed, it leaves the folder to the owner, which lives and starts
+another worker.
 """
 
 import asyncio
@@ -23,11 +24,11 @@ _OWNER_FIRST_S = 0.5
 
 
 def main() -> None:
-    end, handed = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
+    channel, handed = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     threading.Thread(target=_end_with_owner, args=(sys.argv[3],), daemon=True).start()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(Worker(end, handed, _end_without_channel).run())
+        runner.run(Worker(channel, handed, _end).run())
 
 
 def _end_with_owner(folder: str) -> NoReturn:
@@ -38,8 +39,8 @@ def _end_with_owner(folder: str) -> NoReturn:
     os._exit(1)
 
 
-def _end_without_channel() -> NoReturn:
-    """End this process, which can deliver nothing any more. If the owner has ended, the thread above is first."""
+def _end() -> NoReturn:
+    """End this process, and leave the folder to its owner. If the owner has ended, the thread above is first."""
     time.sleep(_OWNER_FIRST_S)
     os._exit(1)
 

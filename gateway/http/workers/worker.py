@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import os
 import socket
 import time
 from collections.abc import Callable, Coroutine
@@ -137,11 +136,12 @@ class Parts:
 class Worker:
     """The process. It ends with its owner, and when the owner says so."""
 
-    def __init__(self, end: socket.socket, handed: socket.socket, channel_ended: Callable[[], NoReturn]) -> None:
-        """`channel_ended` ends the process, since it can deliver nothing any more."""
-        self._end = end
+    def __init__(self, channel: socket.socket, handed: socket.socket, end: Callable[[], NoReturn]) -> None:
+        """`end` ends the process at once, which then can deliver nothing right any more; its owner starts another."""
+        self._socket = channel
         self._handed = handed
-        self._channel: Channel[FromWorker, FromOwner] = Channel(FromOwner, self._received, channel_ended)
+        self._end = end
+        self._channel: Channel[FromWorker, FromOwner] = Channel(FromOwner, self._received, end)
         self._parts: Parts
         self._front: HandedDoor | None = None
         self._stopping = asyncio.Event()
@@ -152,7 +152,7 @@ class Worker:
     async def run(self) -> None:
         """Serve until the owner says to stop."""
         raise_limit()
-        await self._channel.open(self._end)
+        await self._channel.open(self._socket)
         await self._stopping.wait()
         await asyncio.gather(*(runner.cleanup() for runner in self._runners))
         await self._parts.close()
@@ -235,7 +235,7 @@ class Worker:
             self._silent_ticks += 1
             if self._silent_ticks > _SILENT_TICKS:
                 log.error("the gateway stands still")
-                _end()
+                self._end()
             now, replicas = time.monotonic(), self._parts.fleet.replicas
             made = tuple(one.replica_id for one in replicas if one.answered_at >= told_at)
             before, awaited = awaited, {one: one.awaited_chunks for one in replicas}
@@ -262,7 +262,7 @@ class Worker:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a worker's task has failed", exc_info=error)
-            _end()
+            self._end()
 
 
 async def _abort_nothing(kind: AbortKind, ids: tuple[str, ...], client: str | None) -> None:
@@ -272,8 +272,3 @@ async def _abort_nothing(kind: AbortKind, ids: tuple[str, ...], client: str | No
 def _own(gateway: GatewayConfig) -> GatewayConfig:
     """The configuration less the files that the owner alone writes."""
     return gateway.model_copy(update={"audit_file": None})
-
-
-def _end() -> NoReturn:
-    """End this process at once; its owner starts another."""
-    os._exit(1)

@@ -92,7 +92,8 @@ class CompletionReply:
         self._completion_tokens: dict[int, int] = {}
         self._prompt_tokens = self._cached_tokens = 0
 
-    def whole(self, answers: list[Json]) -> Json:
+    def whole(self, answer: Json) -> Json:
+        answers = answer.get("value", [answer])  # a list if n > 1
         choices = [self._choice(index, answer, 0, 0) for index, answer in enumerate(answers)]
         for choice, answer in zip(choices, answers, strict=True):
             choice["prompt_logprobs"] = self._prompt_logprobs(answer["meta_info"])
@@ -131,7 +132,7 @@ class CompletionReply:
 
     def _count(self, index: int, meta: Json) -> None:
         # Missing if a request was aborted in the queue.
-        self._prompt_tokens = meta.get("prompt_tokens", self._prompt_tokens)
+        self._prompt_tokens = meta.get("prompt_tokens") or self._prompt_tokens
         self._cached_tokens = meta.get("cached_tokens") or 0
         self._completion_tokens[index] = meta["completion_tokens"]
 

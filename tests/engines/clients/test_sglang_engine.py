@@ -50,6 +50,7 @@ class FakeSglang:
         self.running: list[int] = []
         self.has_sessions = True
         self.own_ids = "response_token_ids"
+        self.chat: Json | None = None  # the answer to a conversation, if it is another
         self.flush_status = 200
         self.workers: dict[str, list[Any]] | None = None  # answers of our plugin's methods; None without it
         self.knows_v1 = False
@@ -75,7 +76,7 @@ class FakeSglang:
             case "/generate" if body.get("stream"):
                 return await self._stream(request)
             case "/generate":
-                status = 400 if "error" in self.answers else 200
+                status = 400 if isinstance(self.answers, dict) and "error" in self.answers else 200
                 return web.json_response(self.answers, status=status)
             case "/openapi.json":
                 paths: dict[str, object] = {"/generate": {}, "/init_weights_update_group": {}}
@@ -101,7 +102,7 @@ class FakeSglang:
                 return web.json_response({"text": "hi"})
             case "/v1/chat/completions":
                 choice = {"index": 0, self.own_ids: [5], "prompt_token_ids": [1, 2]}
-                return web.json_response({"choices": [choice]})
+                return web.json_response(self.chat or {"choices": [choice]})
         return web.json_response({"success": True})
 
     def called(self) -> list[tuple[str, Json]]:
@@ -119,8 +120,8 @@ class FakeSglang:
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        for event in (*self.answers, None):
-            await response.write(b"data: " + (json.dumps(event).encode() if event else b"[DONE]") + b"\n\n")
+        for event in (*map(json.dumps, self.answers), "[DONE]"):
+            await response.write(f"data: {event}\n\n".encode())
         return response
 
 
@@ -363,6 +364,45 @@ async def test_a_failure_within_a_stream_is_no_refusal(engine: SglangEngine, ser
     server.answers = [{"error": {"message": "died", "code": 500}}]
     with pytest.raises(EngineFailed, match="died"):
         await chunks_of(engine)
+
+
+META = {"id": "r", "finish_reason": None, "completion_tokens": 1, "prompt_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"text": "a", "output_ids": [5]},
+        {"text": "a", "output_ids": [5], "meta_info": None},
+        {"text": "a", "output_ids": [5], "meta_info": {"id": "r"}},
+        {"text": "a", "output_ids": [5], "meta_info": META | {"finish_reason": "length"}},
+        {"text": None, "output_ids": [5], "meta_info": META},
+        {"text": "a", "output_ids": None, "meta_info": META},
+        {"output_ids": [5], "meta_info": META},
+        [],
+        [3],
+        3,
+    ],
+    ids=str,
+)
+async def test_an_answer_that_is_not_sglangs_is_the_replicas_failure(
+    engine: SglangEngine, server: FakeSglang, garbage: Any
+) -> None:
+    server.answers = garbage
+    with pytest.raises(EngineFailed, match=r"it answered .*, which SGLang does not"):
+        await generate(engine, return_token_ids=True)
+    server.answers = [garbage]
+    with pytest.raises(EngineFailed, match=r"it answered .*, which SGLang does not") as failed:
+        await chunks_of(engine)
+    assert failed.value.replica_id == "r1"
+
+
+async def test_a_conversation_that_is_not_sglangs_is_the_replicas_failure(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.chat = {"choices": None}
+    with pytest.raises(EngineFailed, match=r"it answered .*None.*, which SGLang does not"):
+        await engine.generate("/v1/chat/completions", {"messages": []}, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("own_ids", ["token_ids", "response_token_ids"], ids=["0.5.17", "0.5.23"])

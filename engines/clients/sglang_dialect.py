@@ -18,7 +18,9 @@ Unknown fields are refused: SGLang would silently ignore some.
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from engines.engine import Json
@@ -75,6 +77,15 @@ def generate_body(body: Json) -> Json:
     return asked
 
 
+@dataclass(slots=True)
+class _Sample:
+    """The part of a sample that the client has: `characters` and `tokens` where chunks repeat it."""
+
+    characters: int = 0
+    tokens: int = 0
+    shows_prompt: bool = False
+
+
 class CompletionReply:
     """Translates SGLang's answers to one body into vLLM's form.
 
@@ -86,9 +97,7 @@ class CompletionReply:
         self._repeats = repeats
         self._envelope: Json = {"id": "", "object": "text_completion", "created": int(time.time())}
         self._envelope["model"] = body.get("model")
-        # By sample: the part that chunks repeat, and the tokens of the completion.
-        self._characters: dict[int, int] = {}
-        self._tokens: dict[int, int] = {}
+        self._samples: defaultdict[int, _Sample] = defaultdict(_Sample)
         self._completion_tokens: dict[int, int] = {}
         self._prompt_tokens = self._cached_tokens = 0
 
@@ -104,14 +113,17 @@ class CompletionReply:
     def chunk(self, answer: Json) -> Json | None:
         """Return the new part of a streamed answer; None where there is none."""
         index = answer.get("index", 0)
-        choice = self._choice(index, answer, self._characters.get(index, 0), self._tokens.get(index, 0))
-        if index in self._completion_tokens:
-            choice["prompt_token_ids"] = None
+        sample = self._samples[index]
+        choice = self._choice(index, answer, sample.characters, sample.tokens)
         if self._repeats:
-            self._characters[index], self._tokens[index] = len(answer["text"]), len(answer["output_ids"])
+            sample.characters, sample.tokens = len(answer["text"]), len(answer["output_ids"])
         self._count(index, answer["meta_info"])
-        is_empty = not choice["text"] and choice["finish_reason"] is None and not choice["token_ids"]
-        return None if is_empty else {**self._identified(answer), "choices": [choice]}
+        if not choice["text"] and choice["finish_reason"] is None and not choice["token_ids"]:
+            return None
+        if sample.shows_prompt:
+            choice["prompt_token_ids"] = None
+        sample.shows_prompt |= choice["prompt_token_ids"] is not None
+        return {**self._identified(answer), "choices": [choice]}
 
     def last(self) -> Json:
         """Return the final chunk, which has only the usage."""

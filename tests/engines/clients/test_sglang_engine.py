@@ -261,6 +261,14 @@ async def test_a_stream_tells_what_is_new(engine: SglangEngine, server: FakeSgla
     assert chunks[-1]["usage"]["completion_tokens"] == 5
 
 
+async def test_the_prompts_ids_come_with_the_first_chunk_that_is_passed_on(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.answers = [answer([]), answer([5], "a"), answer([5, 6], "ab", LENGTH)]
+    chunks = await chunks_of(engine, prompt="hello")
+    assert [chunk["choices"][0]["prompt_token_ids"] for chunk in chunks] == [[1, 2, 3], None]
+
+
 async def test_chunks_that_do_not_repeat_their_sample_are_passed_on_as_they_come(
     engine: SglangEngine, server: FakeSglang
 ) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from engines.clients.http import error_of
 from engines.engine import Json
 from engines.errors import InvalidRequest
 
@@ -90,10 +91,12 @@ class CompletionReply:
     """Translates SGLang's answers to one body into vLLM's form.
 
     repeats: True if each chunk of a stream repeats its sample from the start.
+    replica_id: the server, for errors.
     """
 
-    def __init__(self, body: Json, *, repeats: bool = True) -> None:
+    def __init__(self, body: Json, *, repeats: bool = True, replica_id: str = "") -> None:
         self._body = body
+        self._replica_id = replica_id
         self._repeats = repeats
         self._envelope: Json = {"id": "", "object": "text_completion", "created": int(time.time())}
         self._envelope["model"] = body.get("model")
@@ -111,7 +114,12 @@ class CompletionReply:
         return {**self._identified(answers[0]), "choices": choices, "usage": self.usage()}
 
     def chunk(self, answer: Json) -> Json | None:
-        """Return the new part of a streamed answer; None where there is none."""
+        """Return the new part of a streamed answer; None where there is none.
+
+        Raise `EngineRefused` or `EngineFailed` if SGLang has given the request up. A whole reply then has an HTTP
+        status instead.
+        """
+        self._check_status(answer["meta_info"].get("finish_reason") or {})
         index = answer.get("index", 0)
         sample = self._samples[index]
         choice = self._choice(index, answer, sample.characters, sample.tokens)
@@ -137,6 +145,15 @@ class CompletionReply:
             "total_tokens": self._prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
+
+    def _check_status(self, reason: Json) -> None:
+        """Raise if the end of a sample has the status of an error. An abort by a client or an update has none."""
+        status = reason.get("status_code")
+        if reason.get("type") != "abort" or status is None:
+            return
+        message = str(reason.get("message"))
+        body = error_body(message, status, None)
+        raise error_of(status, f"it ended a sample with {status}: {message}", body, self._replica_id)
 
     def _identified(self, answer: Json) -> Json:
         self._envelope["id"] = f"cmpl-{answer['meta_info']['id']}"

@@ -167,7 +167,7 @@ class SglangEngine(EngineWithWorkers):
                 return
             asked = generate_body(body) | self._adapter_of(body) | {"stream": True}
             repeats = await self._finds_repeats(timeout_s)
-            reply = CompletionReply(body, repeats=repeats)
+            reply = CompletionReply(body, repeats=repeats, replica_id=self.replica_id)
             latest = LatestEvents() if repeats else None
             async with aclosing(self._chunks("/generate", asked, timeout_s, latest)) as answers:
                 async for answer in answers:

@@ -374,6 +374,47 @@ async def test_a_failure_within_a_stream_is_no_refusal(engine: SglangEngine, ser
         await chunks_of(engine)
 
 
+def aborted(ids: list[int], text: str = "", status: int | None = None) -> Json:
+    """The end of a sample that was aborted; with `status` SGLang has given it up."""
+    return answer(ids, text, {"type": "abort", "message": "no grammar", "status_code": status, "err_type": None})
+
+
+@pytest.mark.parametrize("status", [400, 429])
+async def test_a_refusal_as_the_end_of_a_sample_is_one_of_its_request(
+    engine: SglangEngine, server: FakeSglang, status: int
+) -> None:
+    server.answers = [aborted([], status=status)]
+    with pytest.raises(EngineRefused) as refused:
+        await chunks_of(engine)
+    assert (refused.value.status, refused.value.replica_id) == (status, "r1")
+    assert refused.value.body["error"] == {
+        "message": "no grammar",
+        "type": "BadRequestError",
+        "param": None,
+        "code": status,
+    }
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_a_failure_as_the_end_of_a_sample_leaves_the_tokens_before_it(
+    engine: SglangEngine, server: FakeSglang, status: int
+) -> None:
+    server.answers = [answer([5], "a"), aborted([5], "a", status)]
+    chunks = engine.stream(COMPLETIONS, {"prompt": [1], "return_token_ids": True}, TIMEOUT_S)
+    assert (await anext(chunks))["choices"][0]["token_ids"] == [5]
+    with pytest.raises(EngineFailed, match=f"replica r1: it ended a sample with {status}: no grammar"):
+        await anext(chunks)
+
+
+async def test_an_abort_without_a_status_is_the_end_of_its_sample(engine: SglangEngine, server: FakeSglang) -> None:
+    server.answers = [answer([5], "a"), aborted([5, 6], "ab")]
+    choices = [chunk["choices"][0] for chunk in await chunks_of(engine)]
+    assert [(c["text"], c["token_ids"], c["finish_reason"]) for c in choices] == [
+        ("a", [5], None),
+        ("b", [6], "abort"),
+    ]
+
+
 META = {"id": "r", "finish_reason": None, "completion_tokens": 1, "prompt_tokens": 3}
 
 

@@ -61,6 +61,7 @@ _NEUTRAL: dict[str, Any] = {
     "detokenize": True, "truncate_prompt_tokens": -1, "bad_words": [], "allowed_token_ids": [],
 }  # fmt: skip
 _DEFAULT_MAX_TOKENS = 16
+_OF_TOKENS = ("output_token_logprobs", "output_top_logprobs")
 
 
 def generate_body(body: Json) -> Json:
@@ -80,11 +81,30 @@ def generate_body(body: Json) -> Json:
 
 @dataclass(slots=True)
 class _Sample:
-    """The part of a sample that the client has: `characters` and `tokens` where chunks repeat it."""
+    """The part of a sample that has come."""
 
     characters: int = 0
     tokens: int = 0
     shows_prompt: bool = False
+
+    def add(self, answer: Json, *, repeats: bool) -> Json:
+        """Return the answer with new text and tokens alone.
+
+        Raise `ValueError` if the tokens so far are not as many as SGLang counts: its chunks repeat their sample, and
+        `repeats` is False, or the other way round.
+        """
+        count = answer["meta_info"]["completion_tokens"]
+        new = self._rest(answer, count) if repeats else answer
+        self.characters += len(new["text"])
+        self.tokens += len(new["output_ids"])
+        if self.tokens != count:
+            raise ValueError(f"its chunks have {self.tokens} tokens of a sample, and it counts {count}")
+        return new
+
+    def _rest(self, answer: Json, count: int) -> Json:
+        """Return the new part of an answer that repeats the sample. SGLang may add to its ids after it has counted."""
+        new = slice(self.tokens, count)
+        return _part(answer, answer["text"][self.characters :], answer["output_ids"][new], new)
 
 
 class CompletionReply:
@@ -101,16 +121,15 @@ class CompletionReply:
         self._envelope: Json = {"id": "", "object": "text_completion", "created": int(time.time())}
         self._envelope["model"] = body.get("model")
         self._samples: defaultdict[int, _Sample] = defaultdict(_Sample)
-        self._completion_tokens: dict[int, int] = {}
         self._prompt_tokens = self._cached_tokens = 0
 
     def whole(self, answer: Json) -> Json:
         answers = answer.get("value", [answer])  # a list if n > 1
-        choices = [self._choice(index, answer, 0, 0) for index, answer in enumerate(answers)]
-        for choice, answer in zip(choices, answers, strict=True):
-            choice["prompt_logprobs"] = self._prompt_logprobs(answer["meta_info"])
-        for index, answer in enumerate(answers):
-            self._count(index, answer["meta_info"])
+        choices = []
+        for index, sample in enumerate(answers):
+            choice = self._choice(index, self._samples[index].add(sample, repeats=True))
+            choices.append(choice | {"prompt_logprobs": self._prompt_logprobs(sample["meta_info"])})
+            self._count_prompt(sample["meta_info"])
         return {**self._identified(answers[0]), "choices": choices, "usage": self.usage()}
 
     def chunk(self, answer: Json) -> Json | None:
@@ -122,10 +141,8 @@ class CompletionReply:
         self._check_status(answer["meta_info"].get("finish_reason") or {})
         index = answer.get("index", 0)
         sample = self._samples[index]
-        choice = self._choice(index, answer, sample.characters, sample.tokens)
-        if self._repeats:
-            sample.characters, sample.tokens = len(answer["text"]), len(answer["output_ids"])
-        self._count(index, answer["meta_info"])
+        choice = self._choice(index, sample.add(answer, repeats=self._repeats))
+        self._count_prompt(answer["meta_info"])
         if not choice["text"] and choice["finish_reason"] is None and not choice["token_ids"]:
             return None
         if sample.shows_prompt:
@@ -138,7 +155,7 @@ class CompletionReply:
         return {**self._envelope, "choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:
-        completion_tokens = sum(self._completion_tokens.values())
+        completion_tokens = sum(sample.tokens for sample in self._samples.values())
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -159,21 +176,20 @@ class CompletionReply:
         self._envelope["id"] = f"cmpl-{answer['meta_info']['id']}"
         return self._envelope
 
-    def _count(self, index: int, meta: Json) -> None:
+    def _count_prompt(self, meta: Json) -> None:
         # Missing if a request was aborted in the queue.
         self._prompt_tokens = meta.get("prompt_tokens") or self._prompt_tokens
         self._cached_tokens = meta.get("cached_tokens") or 0
-        self._completion_tokens[index] = meta["completion_tokens"]
 
-    def _choice(self, index: int, answer: Json, character: int, token: int) -> Json:
+    def _choice(self, index: int, answer: Json) -> Json:
         meta, wants_ids = answer["meta_info"], self._body.get("return_token_ids")
         reason, stop = _finish(meta.get("finish_reason"), self._body.get("stop_token_ids") or [])
         choice: Json = {
             "index": index,
-            "text": answer["text"][character:],
-            "token_ids": answer["output_ids"][token:] if wants_ids else None,
+            "text": answer["text"],
+            "token_ids": answer["output_ids"] if wants_ids else None,
             "prompt_token_ids": (answer.get("prompt_token_ids") or self._prompt_ids()) if wants_ids else None,
-            "logprobs": self._logprobs(meta, token) if self._body.get("logprobs") is not None else None,
+            "logprobs": self._logprobs(meta) if self._body.get("logprobs") is not None else None,
             "finish_reason": reason,
             "stop_reason": stop,
         }
@@ -185,10 +201,10 @@ class CompletionReply:
         prompt = self._body["prompt"]
         return prompt if isinstance(prompt, list) else None
 
-    def _logprobs(self, meta: Json, token: int) -> Json:
+    def _logprobs(self, meta: Json) -> Json:
         count = self._body["logprobs"]
-        chosen = meta.get("output_token_logprobs", [])[token:]
-        tops = (meta.get("output_top_logprobs") or [])[token:] or [None] * len(chosen)
+        chosen = meta.get("output_token_logprobs", [])
+        tops = meta.get("output_top_logprobs") or [None] * len(chosen)
         names = [_name(entry) for entry in chosen]
         return {
             "text_offset": _offsets(names),
@@ -312,6 +328,13 @@ def _top_count(counts: Iterable[Any]) -> int:
         if type(count) is not int or count < 0:
             raise InvalidRequest(f"logprobs = {count!r}: SGLang needs a whole number of at least 0", param="logprobs")
     return int(max(counts))
+
+
+def _part(answer: Json, text: str, token_ids: list[int], scored: slice) -> Json:
+    """Return an answer with this text and these tokens; `scored` are their log-probs among those of the answer."""
+    meta = answer["meta_info"]
+    scores = {key: meta[key][scored] for key in _OF_TOKENS if meta.get(key)}
+    return answer | {"text": text, "output_ids": token_ids, "meta_info": meta | scores}
 
 
 def _finish(reason: Json | None, stop_token_ids: list[int]) -> tuple[str | None, Any]:

@@ -58,7 +58,14 @@ from engines.clients.sglang_dialect import (
 )
 from engines.clients.vllm_engine import version_held
 from engines.engine import Json, Peer
-from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, InvalidRequest
+from engines.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    EngineRefused,
+    EngineUnreachable,
+    InvalidRequest,
+    NoDescriptors,
+)
 from engines.transfer.worker_calls import call_text
 from engines.types import PauseMode, TensorMeta
 
@@ -338,11 +345,21 @@ class SglangEngine(EngineWithWorkers):
             self.passes_every_chunk = not self._repeats
         return self._repeats
 
+    def _forget_repeats(self) -> None:
+        """Look again before the next stream: the server may have been started again, with other options."""
+        self._repeats, self.passes_every_chunk = None, False
+
+    def _unreachable(self, path: str, error: ConnectionError) -> EngineUnreachable | NoDescriptors:
+        self._forget_repeats()
+        return super()._unreachable(path, error)
+
     def _translated(self, translate: Callable[[Json], T], answer: Json) -> T:
-        """Return the translation of an answer. Raise `EngineFailed` where it has another form than SGLang's."""
+        """Return the translation of an answer. Raise `EngineFailed` where it has another form than SGLang's, or chunks
+        another than the server was found to write."""
         try:
             return translate(answer)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            self._forget_repeats()
             raise EngineFailed(
                 f"it answered {answer!r:.200}, which SGLang does not: {type(error).__name__}: {error}",
                 replica_id=self.replica_id,

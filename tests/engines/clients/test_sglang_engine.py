@@ -9,7 +9,7 @@ from aiohttp import web
 
 from engines.clients.sglang_engine import SglangEngine
 from engines.engine import ReceiptCopy
-from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused
+from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 from engines.transfer.worker_calls import call_of
 from engines.types import PauseMode, TensorMeta
 
@@ -55,6 +55,7 @@ class FakeSglang:
         self.workers: dict[str, list[Any]] | None = None  # answers of our plugin's methods; None without it
         self.knows_v1 = False
         self.repeats = True  # each chunk of a stream has its sample from the start
+        self.is_breaking = False
         self.app = web.Application()
         self.app.router.add_route("*", "/{path:.*}", self._handle)
 
@@ -72,6 +73,8 @@ class FakeSglang:
             message = f"logit_bias must has keys in [0, {VOCAB_SIZE - 1}], got {2**31 - 1}."
             return web.json_response({"error": {"message": message}}, status=400)
         self.asked.append((request.path, body))
+        if self.is_breaking and request.transport is not None:
+            request.transport.abort()
         match request.path:
             case "/generate" if body.get("stream"):
                 return await self._stream(request)
@@ -297,6 +300,48 @@ async def test_chunks_that_do_not_repeat_their_sample_are_passed_on_as_they_come
     assert (known_before, engine.passes_every_chunk) == (False, True)
     await chunks_of(engine)
     assert server.paths().count("/server_info") == 1
+
+
+def counted(event: Json, count: int) -> Json:
+    """A chunk with new tokens alone: SGLang counts those of the whole sample."""
+    event["meta_info"]["completion_tokens"] = count
+    return event
+
+
+REPEATING = [answer([5], "a"), answer([5, 6], "ab", LENGTH)]
+NOT_REPEATING = [answer([5], "a"), counted(answer([6], "b", LENGTH), 2)]
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_a_server_that_was_started_again_with_the_other_option_is_understood_after_a_failure(
+    engine: SglangEngine, server: FakeSglang, repeats: bool
+) -> None:
+    server.repeats, server.answers = (True, REPEATING) if repeats else (False, NOT_REPEATING)
+    await chunks_of(engine)
+    server.repeats, server.answers = (False, NOT_REPEATING) if repeats else (True, REPEATING)
+    with pytest.raises(EngineFailed, match=r"its chunks have \d tokens of a sample, and it counts 2"):
+        await chunks_of(engine)
+    assert not engine.passes_every_chunk
+    assert [chunk["choices"][0]["token_ids"] for chunk in await chunks_of(engine)] == [[5], [6]]
+
+
+async def test_a_server_whose_connection_breaks_is_looked_at_again(engine: SglangEngine, server: FakeSglang) -> None:
+    server.repeats, server.answers = False, NOT_REPEATING
+    await chunks_of(engine)
+    server.is_breaking = True
+    with pytest.raises(EngineUnreachable):
+        await generate(engine)
+    server.is_breaking, server.repeats, server.answers = False, True, REPEATING
+    assert [chunk["choices"][0]["token_ids"] for chunk in await chunks_of(engine)] == [[5], [6]]
+
+
+async def test_ids_that_sglang_adds_after_its_count_come_with_the_next_chunk(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.answers = [counted(answer([5, 6], "a"), 1), answer([5, 6], "ab", LENGTH)]
+    choices = [chunk["choices"][0] for chunk in await chunks_of(engine, logprobs=0)]
+    assert [(c["text"], c["token_ids"]) for c in choices] == [("a", [5]), ("b", [6])]
+    assert [c["logprobs"]["tokens"] for c in choices] == [["token_id:5"], ["token_id:6"]]
 
 
 @pytest.mark.parametrize(

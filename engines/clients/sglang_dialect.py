@@ -94,7 +94,9 @@ class _Sample:
         `repeats` is False, or the other way round.
         """
         count = answer["meta_info"]["completion_tokens"]
-        new = self._rest(answer, count) if repeats else answer
+        if _is_aborted(answer):
+            count = max(count, self.tokens)  # one that counts fewer is an end alone
+        new = self._rest(answer, count) if repeats else self._next(answer, count)
         self.characters += len(new["text"])
         self.tokens += len(new["output_ids"])
         if self.tokens != count:
@@ -103,8 +105,31 @@ class _Sample:
 
     def _rest(self, answer: Json, count: int) -> Json:
         """Return the new part of an answer that repeats the sample. SGLang may add to its ids after it has counted."""
-        new = slice(self.tokens, count)
-        return _part(answer, answer["text"][self.characters :], answer["output_ids"][new], new)
+        new, token_ids = slice(self.tokens, count), answer["output_ids"]
+        if _is_aborted(answer):  # 0.5.17 aborts a request in its queue with the last id alone
+            token_ids = token_ids[max(0, len(token_ids) - (count - self.tokens)) :]
+        else:
+            token_ids = token_ids[new]
+        return _part(answer, answer["text"][self.characters :], token_ids, new)
+
+    def _next(self, answer: Json, count: int) -> Json:
+        """Return the new part of an answer that does not repeat the sample, except at its end: SGLang aborts a request
+        in its queue with the whole text, all log-probs and the last id, after chunks that nobody has read."""
+        token_ids, num_new = answer["output_ids"], count - self.tokens
+        if not _is_aborted(answer) or len(token_ids) <= num_new:
+            return answer
+        if num_new and token_ids[num_new:] != token_ids[num_new - 1 : num_new]:
+            raise ValueError(f"{token_ids!r:.200} are not {num_new} tokens and the last again")
+        text = self._text_before_repetition(answer["text"]) if num_new else ""
+        return _part(answer, text, token_ids[:num_new], slice(num_new))
+
+    def _text_before_repetition(self, text: str) -> str:
+        """Return the new part of a text that ends with the whole text: new, known, new."""
+        length, odd = divmod(len(text) - self.characters, 2)
+        new = text[: max(0, length)]
+        if odd or length < 0 or not text.endswith(new):
+            raise ValueError(f"{text!r:.200} does not end with itself after {self.characters} characters")
+        return new
 
 
 class CompletionReply:
@@ -138,7 +163,8 @@ class CompletionReply:
         Raise `EngineRefused` or `EngineFailed` if SGLang has given the request up. A whole reply then has an HTTP
         status instead.
         """
-        self._check_status(answer["meta_info"].get("finish_reason") or {})
+        if _is_aborted(answer):
+            self._check_status(answer["meta_info"]["finish_reason"])
         index = answer.get("index", 0)
         sample = self._samples[index]
         choice = self._choice(index, sample.add(answer, repeats=self._repeats))
@@ -164,13 +190,11 @@ class CompletionReply:
         }
 
     def _check_status(self, reason: Json) -> None:
-        """Raise if the end of a sample has the status of an error. An abort by a client or an update has none."""
-        status = reason.get("status_code")
-        if reason.get("type") != "abort" or status is None:
-            return
-        message = str(reason.get("message"))
-        body = error_body(message, status, None)
-        raise error_of(status, f"it ended a sample with {status}: {message}", body, self._replica_id)
+        """Raise if an abort has the status of an error. That by a client or an update has none."""
+        if (status := reason.get("status_code")) is not None:
+            message = str(reason.get("message"))
+            body = error_body(message, status, None)
+            raise error_of(status, f"it ended a sample with {status}: {message}", body, self._replica_id)
 
     def _identified(self, answer: Json) -> Json:
         self._envelope["id"] = f"cmpl-{answer['meta_info']['id']}"
@@ -328,6 +352,10 @@ def _top_count(counts: Iterable[Any]) -> int:
         if type(count) is not int or count < 0:
             raise InvalidRequest(f"logprobs = {count!r}: SGLang needs a whole number of at least 0", param="logprobs")
     return int(max(counts))
+
+
+def _is_aborted(answer: Json) -> bool:
+    return (answer["meta_info"].get("finish_reason") or {}).get("type") == "abort"
 
 
 def _part(answer: Json, text: str, token_ids: list[int], scored: slice) -> Json:

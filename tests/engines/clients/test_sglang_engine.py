@@ -460,6 +460,89 @@ async def test_an_abort_without_a_status_is_the_end_of_its_sample(engine: Sglang
     ]
 
 
+def queue_aborted(ids: list[int], text: str) -> Json:
+    """The end of a sample that is aborted in SGLang's queue, by its tokens and text; its log-probs are not cut."""
+    event = aborted(ids, text)
+    event["output_ids"] = ids[-1:]
+    return event
+
+
+def coalesced(*events: Json) -> Json:
+    """Chunks that waited to be written, as SGLang joins them."""
+    last = events[-1]
+    meta = dict(last["meta_info"])
+    for key in ("output_token_logprobs", "output_top_logprobs"):
+        meta[key] = [entry for event in events for entry in event["meta_info"][key]]
+    ids = [token_id for event in events for token_id in event["output_ids"]]
+    return last | {"text": "".join(event["text"] for event in events), "output_ids": ids, "meta_info": meta}
+
+
+FIRST = answer([5], "a")
+SECOND, THIRD = counted(answer([6], "bc"), 2), counted(answer([7], "d"), 3)
+ABORTED = queue_aborted([5, 6, 7], "abcd")
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [FIRST, SECOND, THIRD, ABORTED],
+        [FIRST, SECOND, coalesced(THIRD, ABORTED)],
+        [FIRST, coalesced(SECOND, THIRD, ABORTED)],
+        [coalesced(FIRST, SECOND, THIRD, ABORTED)],
+        [FIRST, SECOND, THIRD, counted(aborted([7], "d"), 0)],
+        [FIRST, SECOND, counted(aborted([7], "d"), 3)],
+    ],
+    ids=["all read", "one unread", "two unread", "none read", "not counted", "aborted at work"],
+)
+@pytest.mark.parametrize("index", [None, 1])
+async def test_an_abort_in_the_queue_repeats_nothing(
+    engine: SglangEngine, server: FakeSglang, events: list[Json], index: int | None
+) -> None:
+    server.repeats = False
+    server.answers = [event if index is None else event | {"index": index} for event in events]
+    choices = [chunk["choices"][0] for chunk in await chunks_of(engine, logprobs=1)]
+    names = [name for choice in choices for name in choice["logprobs"]["tokens"]]
+    assert "".join(choice["text"] for choice in choices) == "abcd"
+    assert [token_id for choice in choices for token_id in choice["token_ids"]] == [5, 6, 7]
+    assert names == ["token_id:5", "token_id:6", "token_id:7"]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["abort"]
+
+
+async def test_an_abort_in_the_queue_before_the_first_token_is_an_end_alone(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.repeats, server.answers = False, [queue_aborted([], "")]
+    [chunk] = await chunks_of(engine)
+    [choice] = chunk["choices"]
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "abort")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        coalesced(counted(answer([6], "bc"), 2), queue_aborted([5, 6], "abX")),
+        coalesced(counted(answer([6], "bc"), 2), queue_aborted([5, 9], "abc")),
+        coalesced(counted(answer([6], "bc"), 2), queue_aborted([5, 6], "")),
+    ],
+    ids=["other text", "other id", "no text"],
+)
+async def test_an_abort_that_repeats_another_sample_is_the_replicas_failure(
+    engine: SglangEngine, server: FakeSglang, end: Json
+) -> None:
+    server.repeats, server.answers = False, [FIRST, end]
+    with pytest.raises(EngineFailed, match="which SGLang does not: ValueError"):
+        await chunks_of(engine)
+
+
+async def test_an_abort_in_the_queue_has_the_last_id_alone_also_where_chunks_repeat_their_sample(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.answers = [FIRST, answer([5, 6], "abc"), queue_aborted([5, 6], "abc")]
+    choices = [chunk["choices"][0] for chunk in await chunks_of(engine)]
+    assert [(c["text"], c["token_ids"]) for c in choices] == [("a", [5]), ("bc", [6]), ("", [])]
+    assert choices[-1]["finish_reason"] == "abort"
+
+
 META = {"id": "r", "finish_reason": None, "completion_tokens": 1, "prompt_tokens": 3}
 
 

@@ -111,9 +111,7 @@ class HttpEngine(Engine, ABC):
     def _broken_off(self, path: str, chunk: Json) -> EngineRefused | EngineFailed:
         message, error = f"{path} was interrupted: {chunk['error']}", chunk["error"]
         code = error.get("code") if isinstance(error, dict) else None
-        if isinstance(code, int) and 400 <= code < 500:
-            return EngineRefused(message, status=code, body=chunk, replica_id=self.replica_id)
-        return EngineFailed(message, replica_id=self.replica_id)
+        return error_of(code, message, chunk, self.replica_id)
 
     async def _read(self, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
         async with self._request(method, path, body, timeout_s) as response:
@@ -162,9 +160,7 @@ class HttpEngine(Engine, ABC):
         except orjson.JSONDecodeError:
             body = {}
         message = f"{path} answered {status}: {message_of(body) or content[:500].decode(errors='replace')}"
-        error: EngineRefused | EngineFailed = EngineFailed(message, replica_id=self.replica_id)
-        if 400 <= status < 500 and isinstance(body, dict):
-            error = EngineRefused(message, status=status, body=body, replica_id=self.replica_id)
+        error = error_of(status, message, body, self.replica_id)
         error.retry_after_s = _seconds(response.headers.get("retry-after"))
         return error
 
@@ -186,6 +182,13 @@ def _encoded(body: Json) -> bytes:
 def _seconds(retry_after: str | None) -> float | None:
     """A Retry-After header in seconds; None if there is none, or a date."""
     return float(retry_after) if retry_after is not None and retry_after.isdecimal() else None
+
+
+def error_of(status: Any, message: str, body: Any, replica_id: str) -> EngineRefused | EngineFailed:
+    """Return the error of an answer by its status: of an HTTP reply, or of an error within a stream."""
+    if isinstance(status, int) and 400 <= status < 500 and isinstance(body, dict):
+        return EngineRefused(message, status=status, body=body, replica_id=replica_id)
+    return EngineFailed(message, replica_id=replica_id)
 
 
 def message_of(body: Any) -> str:

@@ -18,9 +18,12 @@ Unknown fields are refused: SGLang would silently ignore some.
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+from engines.clients.http import error_of
 from engines.engine import Json
 from engines.errors import InvalidRequest
 
@@ -58,6 +61,7 @@ _NEUTRAL: dict[str, Any] = {
     "detokenize": True, "truncate_prompt_tokens": -1, "bad_words": [], "allowed_token_ids": [],
 }  # fmt: skip
 _DEFAULT_MAX_TOKENS = 16
+_OF_TOKENS = ("output_token_logprobs", "output_top_logprobs")
 
 
 def generate_body(body: Json) -> Json:
@@ -75,49 +79,109 @@ def generate_body(body: Json) -> Json:
     return asked
 
 
+@dataclass(slots=True)
+class _Sample:
+    """The part of a sample that has come."""
+
+    characters: int = 0
+    tokens: int = 0
+    shows_prompt: bool = False
+
+    def add(self, answer: Json, *, repeats: bool) -> Json:
+        """Return the answer with new text and tokens alone.
+
+        Raise `ValueError` if the tokens so far are not as many as SGLang counts: its chunks repeat their sample, and
+        `repeats` is False, or the other way round.
+        """
+        count = answer["meta_info"]["completion_tokens"]
+        if _is_aborted(answer):
+            count = max(count, self.tokens)  # one that counts fewer is an end alone
+        new = self._rest(answer, count) if repeats else self._next(answer, count)
+        self.characters += len(new["text"])
+        self.tokens += len(new["output_ids"])
+        if self.tokens != count:
+            raise ValueError(f"its chunks have {self.tokens} tokens of a sample, and it counts {count}")
+        return new
+
+    def _rest(self, answer: Json, count: int) -> Json:
+        """Return the new part of an answer that repeats the sample. SGLang may add to its ids after it has counted."""
+        new, token_ids = slice(self.tokens, count), answer["output_ids"]
+        if _is_aborted(answer):  # 0.5.17 aborts a request in its queue with the last id alone
+            token_ids = token_ids[max(0, len(token_ids) - (count - self.tokens)) :]
+        else:
+            token_ids = token_ids[new]
+        return _part(answer, answer["text"][self.characters :], token_ids, new)
+
+    def _next(self, answer: Json, count: int) -> Json:
+        """Return the new part of an answer that does not repeat the sample, except at its end: SGLang aborts a request
+        in its queue with the whole text, all log-probs and the last id, after chunks that nobody has read."""
+        token_ids, num_new = answer["output_ids"], count - self.tokens
+        if not _is_aborted(answer) or len(token_ids) <= num_new:
+            return answer
+        if num_new and token_ids[num_new:] != token_ids[num_new - 1 : num_new]:
+            raise ValueError(f"{token_ids!r:.200} are not {num_new} tokens and the last again")
+        text = self._text_before_repetition(answer["text"]) if num_new else ""
+        return _part(answer, text, token_ids[:num_new], slice(num_new))
+
+    def _text_before_repetition(self, text: str) -> str:
+        """Return the new part of a text that ends with the whole text: new, known, new."""
+        length, odd = divmod(len(text) - self.characters, 2)
+        new = text[: max(0, length)]
+        if odd or length < 0 or not text.endswith(new):
+            raise ValueError(f"{text!r:.200} does not end with itself after {self.characters} characters")
+        return new
+
+
 class CompletionReply:
     """Translates SGLang's answers to one body into vLLM's form.
 
     repeats: True if each chunk of a stream repeats its sample from the start.
+    replica_id: the server, for errors.
     """
 
-    def __init__(self, body: Json, *, repeats: bool = True) -> None:
+    def __init__(self, body: Json, *, repeats: bool = True, replica_id: str = "") -> None:
         self._body = body
+        self._replica_id = replica_id
         self._repeats = repeats
         self._envelope: Json = {"id": "", "object": "text_completion", "created": int(time.time())}
         self._envelope["model"] = body.get("model")
-        # By sample: the part that chunks repeat, and the tokens of the completion.
-        self._characters: dict[int, int] = {}
-        self._tokens: dict[int, int] = {}
-        self._completion_tokens: dict[int, int] = {}
+        self._samples: defaultdict[int, _Sample] = defaultdict(_Sample)
         self._prompt_tokens = self._cached_tokens = 0
 
-    def whole(self, answers: list[Json]) -> Json:
-        choices = [self._choice(index, answer, 0, 0) for index, answer in enumerate(answers)]
-        for choice, answer in zip(choices, answers, strict=True):
-            choice["prompt_logprobs"] = self._prompt_logprobs(answer["meta_info"])
-        for index, answer in enumerate(answers):
-            self._count(index, answer["meta_info"])
+    def whole(self, answer: Json) -> Json:
+        answers = answer.get("value", [answer])  # a list if n > 1
+        choices = []
+        for index, sample in enumerate(answers):
+            choice = self._choice(index, self._samples[index].add(sample, repeats=True))
+            choices.append(choice | {"prompt_logprobs": self._prompt_logprobs(sample["meta_info"])})
+            self._count_prompt(sample["meta_info"])
         return {**self._identified(answers[0]), "choices": choices, "usage": self.usage()}
 
     def chunk(self, answer: Json) -> Json | None:
-        """Return the new part of a streamed answer; None where there is none."""
+        """Return the new part of a streamed answer; None where there is none.
+
+        Raise `EngineRefused` or `EngineFailed` if SGLang has given the request up. A whole reply then has an HTTP
+        status instead.
+        """
+        if _is_aborted(answer):
+            self._check_status(answer["meta_info"]["finish_reason"])
         index = answer.get("index", 0)
-        choice = self._choice(index, answer, self._characters.get(index, 0), self._tokens.get(index, 0))
-        if index in self._completion_tokens:
+        sample = self._samples[index]
+        choice = self._choice(index, sample.add(answer, repeats=self._repeats))
+        self._count_prompt(answer["meta_info"])
+        if not choice["text"] and choice["finish_reason"] is None and not choice["token_ids"]:
+            return None
+        if sample.shows_prompt:
             choice["prompt_token_ids"] = None
-        if self._repeats:
-            self._characters[index], self._tokens[index] = len(answer["text"]), len(answer["output_ids"])
-        self._count(index, answer["meta_info"])
-        is_empty = not choice["text"] and choice["finish_reason"] is None and not choice["token_ids"]
-        return None if is_empty else {**self._identified(answer), "choices": [choice]}
+        sample.shows_prompt |= choice["prompt_token_ids"] is not None
+        return {**self._identified(answer), "choices": [choice]}
 
     def last(self) -> Json:
         """Return the final chunk, which has only the usage."""
         return {**self._envelope, "choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:
-        completion_tokens = sum(self._completion_tokens.values())
+        completion_tokens = sum(sample.tokens for sample in self._samples.values())
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -125,25 +189,31 @@ class CompletionReply:
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
 
+    def _check_status(self, reason: Json) -> None:
+        """Raise if an abort has the status of an error. That by a client or an update has none."""
+        if (status := reason.get("status_code")) is not None:
+            message = str(reason.get("message"))
+            body = error_body(message, status, None)
+            raise error_of(status, f"it ended a sample with {status}: {message}", body, self._replica_id)
+
     def _identified(self, answer: Json) -> Json:
         self._envelope["id"] = f"cmpl-{answer['meta_info']['id']}"
         return self._envelope
 
-    def _count(self, index: int, meta: Json) -> None:
+    def _count_prompt(self, meta: Json) -> None:
         # Missing if a request was aborted in the queue.
-        self._prompt_tokens = meta.get("prompt_tokens", self._prompt_tokens)
+        self._prompt_tokens = meta.get("prompt_tokens") or self._prompt_tokens
         self._cached_tokens = meta.get("cached_tokens") or 0
-        self._completion_tokens[index] = meta["completion_tokens"]
 
-    def _choice(self, index: int, answer: Json, character: int, token: int) -> Json:
+    def _choice(self, index: int, answer: Json) -> Json:
         meta, wants_ids = answer["meta_info"], self._body.get("return_token_ids")
         reason, stop = _finish(meta.get("finish_reason"), self._body.get("stop_token_ids") or [])
         choice: Json = {
             "index": index,
-            "text": answer["text"][character:],
-            "token_ids": answer["output_ids"][token:] if wants_ids else None,
+            "text": answer["text"],
+            "token_ids": answer["output_ids"] if wants_ids else None,
             "prompt_token_ids": (answer.get("prompt_token_ids") or self._prompt_ids()) if wants_ids else None,
-            "logprobs": self._logprobs(meta, token) if self._body.get("logprobs") is not None else None,
+            "logprobs": self._logprobs(meta) if self._body.get("logprobs") is not None else None,
             "finish_reason": reason,
             "stop_reason": stop,
         }
@@ -155,10 +225,10 @@ class CompletionReply:
         prompt = self._body["prompt"]
         return prompt if isinstance(prompt, list) else None
 
-    def _logprobs(self, meta: Json, token: int) -> Json:
+    def _logprobs(self, meta: Json) -> Json:
         count = self._body["logprobs"]
-        chosen = meta.get("output_token_logprobs", [])[token:]
-        tops = (meta.get("output_top_logprobs") or [])[token:] or [None] * len(chosen)
+        chosen = meta.get("output_token_logprobs", [])
+        tops = meta.get("output_top_logprobs") or [None] * len(chosen)
         names = [_name(entry) for entry in chosen]
         return {
             "text_offset": _offsets(names),
@@ -282,6 +352,17 @@ def _top_count(counts: Iterable[Any]) -> int:
         if type(count) is not int or count < 0:
             raise InvalidRequest(f"logprobs = {count!r}: SGLang needs a whole number of at least 0", param="logprobs")
     return int(max(counts))
+
+
+def _is_aborted(answer: Json) -> bool:
+    return (answer["meta_info"].get("finish_reason") or {}).get("type") == "abort"
+
+
+def _part(answer: Json, text: str, token_ids: list[int], scored: slice) -> Json:
+    """Return an answer with this text and these tokens; `scored` are their log-probs among those of the answer."""
+    meta = answer["meta_info"]
+    scores = {key: meta[key][scored] for key in _OF_TOKENS if meta.get(key)}
+    return answer | {"text": text, "output_ids": token_ids, "meta_info": meta | scores}
 
 
 def _finish(reason: Json | None, stop_token_ids: list[int]) -> tuple[str | None, Any]:

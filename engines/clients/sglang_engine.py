@@ -35,9 +35,10 @@ without data parallelism.
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -57,9 +58,18 @@ from engines.clients.sglang_dialect import (
 )
 from engines.clients.vllm_engine import version_held
 from engines.engine import Json, Peer
-from engines.errors import DeadlineExceeded, EngineRefused, InvalidRequest
+from engines.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    EngineRefused,
+    EngineUnreachable,
+    InvalidRequest,
+    NoDescriptors,
+)
 from engines.transfer.worker_calls import call_text
 from engines.types import PauseMode, TensorMeta
+
+T = TypeVar("T")
 
 _GROUP = "rollout_gateway"
 _POLL_S = 0.05
@@ -149,11 +159,10 @@ class SglangEngine(EngineWithWorkers):
             await self._check_token_ids(body, timeout_s)
             if path == CHAT:
                 asked = chat_body(body) | self._adapter_of(body) | {"stream": False}
-                return chat_reply(await self._call("POST", path, asked, timeout_s))
+                return self._translated(chat_reply, await self._call("POST", path, asked, timeout_s))
             asked = generate_body(body) | self._adapter_of(body) | {"stream": False}
             answer = await self._call("POST", "/generate", asked, timeout_s)
-            # SGLang answers a list if n > 1.
-            return CompletionReply(body).whole(answer.get("value", [answer]))
+            return self._translated(CompletionReply(body).whole, answer)
 
     async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
         with self._in_vllms_words():
@@ -165,10 +174,12 @@ class SglangEngine(EngineWithWorkers):
                 return
             asked = generate_body(body) | self._adapter_of(body) | {"stream": True}
             repeats = await self._finds_repeats(timeout_s)
-            reply = CompletionReply(body, repeats=repeats)
-            async for answer in self._chunks("/generate", asked, timeout_s, LatestEvents() if repeats else None):
-                if (translated := reply.chunk(answer)) is not None:
-                    yield translated
+            reply = CompletionReply(body, repeats=repeats, replica_id=self.replica_id)
+            latest = LatestEvents() if repeats else None
+            async with aclosing(self._chunks("/generate", asked, timeout_s, latest)) as answers:
+                async for answer in answers:
+                    if (translated := self._translated(reply.chunk, answer)) is not None:
+                        yield translated
             if (body.get("stream_options") or {}).get("include_usage"):
                 yield reply.last()
 
@@ -333,6 +344,26 @@ class SglangEngine(EngineWithWorkers):
             self._repeats = not (await self._server_info(timeout_s)).get("incremental_streaming_output")
             self.passes_every_chunk = not self._repeats
         return self._repeats
+
+    def _forget_repeats(self) -> None:
+        """Look again before the next stream: the server may have been started again, with other options."""
+        self._repeats, self.passes_every_chunk = None, False
+
+    def _unreachable(self, path: str, error: ConnectionError) -> EngineUnreachable | NoDescriptors:
+        self._forget_repeats()
+        return super()._unreachable(path, error)
+
+    def _translated(self, translate: Callable[[Json], T], answer: Json) -> T:
+        """Return the translation of an answer. Raise `EngineFailed` where it has another form than SGLang's, or chunks
+        another than the server was found to write."""
+        try:
+            return translate(answer)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            self._forget_repeats()
+            raise EngineFailed(
+                f"it answered {answer!r:.200}, which SGLang does not: {type(error).__name__}: {error}",
+                replica_id=self.replica_id,
+            ) from error
 
     async def _models(self, timeout_s: float) -> Json:
         """Return the model list with the start name, not the folder loaded last."""

@@ -15,6 +15,7 @@ A field without a counterpart in vLLM's dialect is refused by name, unless its v
 empty).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -282,6 +283,7 @@ def _input_logprobs(asked: Asked, scored: Sequence[Json | None], prompt_ids: Seq
     return meta | {"input_top_logprobs": tops} if asked.top_logprobs_num else meta
 
 
-def _likeliest(values: dict[int, float], count: int) -> list[list[Any]]:
-    ranked = sorted(values.items(), key=lambda item: -item[1])
+def _likeliest(values: dict[int, float | None], count: int) -> list[list[Any]]:
+    """Return the likeliest tokens. An engine writes minus infinity as null: a token that a grammar rules out."""
+    ranked = sorted(values.items(), key=lambda item: -math.inf if item[1] is None else item[1], reverse=True)
     return [[value, token_id, None] for token_id, value in ranked[:count]]

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from engines.clients.sglang_engine import SglangEngine
 from engines.engine import ReceiptCopy
-from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused
+from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 from engines.transfer.worker_calls import call_of
 from engines.types import PauseMode, TensorMeta
 
@@ -50,10 +50,12 @@ class FakeSglang:
         self.running: list[int] = []
         self.has_sessions = True
         self.own_ids = "response_token_ids"
+        self.chat: Json | None = None  # the answer to a conversation, if it is another
         self.flush_status = 200
         self.workers: dict[str, list[Any]] | None = None  # answers of our plugin's methods; None without it
         self.knows_v1 = False
         self.repeats = True  # each chunk of a stream has its sample from the start
+        self.is_breaking = False
         self.app = web.Application()
         self.app.router.add_route("*", "/{path:.*}", self._handle)
 
@@ -71,11 +73,13 @@ class FakeSglang:
             message = f"logit_bias must has keys in [0, {VOCAB_SIZE - 1}], got {2**31 - 1}."
             return web.json_response({"error": {"message": message}}, status=400)
         self.asked.append((request.path, body))
+        if self.is_breaking and request.transport is not None:
+            request.transport.abort()
         match request.path:
             case "/generate" if body.get("stream"):
                 return await self._stream(request)
             case "/generate":
-                status = 400 if "error" in self.answers else 200
+                status = 400 if isinstance(self.answers, dict) and "error" in self.answers else 200
                 return web.json_response(self.answers, status=status)
             case "/openapi.json":
                 paths: dict[str, object] = {"/generate": {}, "/init_weights_update_group": {}}
@@ -101,7 +105,7 @@ class FakeSglang:
                 return web.json_response({"text": "hi"})
             case "/v1/chat/completions":
                 choice = {"index": 0, self.own_ids: [5], "prompt_token_ids": [1, 2]}
-                return web.json_response({"choices": [choice]})
+                return web.json_response(self.chat or {"choices": [choice]})
         return web.json_response({"success": True})
 
     def called(self) -> list[tuple[str, Json]]:
@@ -119,8 +123,8 @@ class FakeSglang:
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        for event in (*self.answers, None):
-            await response.write(b"data: " + (json.dumps(event).encode() if event else b"[DONE]") + b"\n\n")
+        for event in (*map(json.dumps, self.answers), "[DONE]"):
+            await response.write(f"data: {event}\n\n".encode())
         return response
 
 
@@ -260,6 +264,14 @@ async def test_a_stream_tells_what_is_new(engine: SglangEngine, server: FakeSgla
     assert chunks[-1]["usage"]["completion_tokens"] == 5
 
 
+async def test_the_prompts_ids_come_with_the_first_chunk_that_is_passed_on(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.answers = [answer([]), answer([5], "a"), answer([5, 6], "ab", LENGTH)]
+    chunks = await chunks_of(engine, prompt="hello")
+    assert [chunk["choices"][0]["prompt_token_ids"] for chunk in chunks] == [[1, 2, 3], None]
+
+
 async def test_chunks_that_do_not_repeat_their_sample_are_passed_on_as_they_come(
     engine: SglangEngine, server: FakeSglang
 ) -> None:
@@ -288,6 +300,48 @@ async def test_chunks_that_do_not_repeat_their_sample_are_passed_on_as_they_come
     assert (known_before, engine.passes_every_chunk) == (False, True)
     await chunks_of(engine)
     assert server.paths().count("/server_info") == 1
+
+
+def counted(event: Json, count: int) -> Json:
+    """A chunk with new tokens alone: SGLang counts those of the whole sample."""
+    event["meta_info"]["completion_tokens"] = count
+    return event
+
+
+REPEATING = [answer([5], "a"), answer([5, 6], "ab", LENGTH)]
+NOT_REPEATING = [answer([5], "a"), counted(answer([6], "b", LENGTH), 2)]
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_a_server_that_was_started_again_with_the_other_option_is_understood_after_a_failure(
+    engine: SglangEngine, server: FakeSglang, repeats: bool
+) -> None:
+    server.repeats, server.answers = (True, REPEATING) if repeats else (False, NOT_REPEATING)
+    await chunks_of(engine)
+    server.repeats, server.answers = (False, NOT_REPEATING) if repeats else (True, REPEATING)
+    with pytest.raises(EngineFailed, match=r"its chunks have \d tokens of a sample, and it counts 2"):
+        await chunks_of(engine)
+    assert not engine.passes_every_chunk
+    assert [chunk["choices"][0]["token_ids"] for chunk in await chunks_of(engine)] == [[5], [6]]
+
+
+async def test_a_server_whose_connection_breaks_is_looked_at_again(engine: SglangEngine, server: FakeSglang) -> None:
+    server.repeats, server.answers = False, NOT_REPEATING
+    await chunks_of(engine)
+    server.is_breaking = True
+    with pytest.raises(EngineUnreachable):
+        await generate(engine)
+    server.is_breaking, server.repeats, server.answers = False, True, REPEATING
+    assert [chunk["choices"][0]["token_ids"] for chunk in await chunks_of(engine)] == [[5], [6]]
+
+
+async def test_ids_that_sglang_adds_after_its_count_come_with_the_next_chunk(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.answers = [counted(answer([5, 6], "a"), 1), answer([5, 6], "ab", LENGTH)]
+    choices = [chunk["choices"][0] for chunk in await chunks_of(engine, logprobs=0)]
+    assert [(c["text"], c["token_ids"]) for c in choices] == [("a", [5]), ("b", [6])]
+    assert [c["logprobs"]["tokens"] for c in choices] == [["token_id:5"], ["token_id:6"]]
 
 
 @pytest.mark.parametrize(
@@ -363,6 +417,169 @@ async def test_a_failure_within_a_stream_is_no_refusal(engine: SglangEngine, ser
     server.answers = [{"error": {"message": "died", "code": 500}}]
     with pytest.raises(EngineFailed, match="died"):
         await chunks_of(engine)
+
+
+def aborted(ids: list[int], text: str = "", status: int | None = None) -> Json:
+    """The end of a sample that was aborted; with `status` SGLang has given it up."""
+    return answer(ids, text, {"type": "abort", "message": "no grammar", "status_code": status, "err_type": None})
+
+
+@pytest.mark.parametrize("status", [400, 429])
+async def test_a_refusal_as_the_end_of_a_sample_is_one_of_its_request(
+    engine: SglangEngine, server: FakeSglang, status: int
+) -> None:
+    server.answers = [aborted([], status=status)]
+    with pytest.raises(EngineRefused) as refused:
+        await chunks_of(engine)
+    assert (refused.value.status, refused.value.replica_id) == (status, "r1")
+    assert refused.value.body["error"] == {
+        "message": "no grammar",
+        "type": "BadRequestError",
+        "param": None,
+        "code": status,
+    }
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_a_failure_as_the_end_of_a_sample_leaves_the_tokens_before_it(
+    engine: SglangEngine, server: FakeSglang, status: int
+) -> None:
+    server.answers = [answer([5], "a"), aborted([5], "a", status)]
+    chunks = engine.stream(COMPLETIONS, {"prompt": [1], "return_token_ids": True}, TIMEOUT_S)
+    assert (await anext(chunks))["choices"][0]["token_ids"] == [5]
+    with pytest.raises(EngineFailed, match=f"replica r1: it ended a sample with {status}: no grammar"):
+        await anext(chunks)
+
+
+async def test_an_abort_without_a_status_is_the_end_of_its_sample(engine: SglangEngine, server: FakeSglang) -> None:
+    server.answers = [answer([5], "a"), aborted([5, 6], "ab")]
+    choices = [chunk["choices"][0] for chunk in await chunks_of(engine)]
+    assert [(c["text"], c["token_ids"], c["finish_reason"]) for c in choices] == [
+        ("a", [5], None),
+        ("b", [6], "abort"),
+    ]
+
+
+def queue_aborted(ids: list[int], text: str) -> Json:
+    """The end of a sample that is aborted in SGLang's queue, by its tokens and text; its log-probs are not cut."""
+    event = aborted(ids, text)
+    event["output_ids"] = ids[-1:]
+    return event
+
+
+def coalesced(*events: Json) -> Json:
+    """Chunks that waited to be written, as SGLang joins them."""
+    last = events[-1]
+    meta = dict(last["meta_info"])
+    for key in ("output_token_logprobs", "output_top_logprobs"):
+        meta[key] = [entry for event in events for entry in event["meta_info"][key]]
+    ids = [token_id for event in events for token_id in event["output_ids"]]
+    return last | {"text": "".join(event["text"] for event in events), "output_ids": ids, "meta_info": meta}
+
+
+FIRST = answer([5], "a")
+SECOND, THIRD = counted(answer([6], "bc"), 2), counted(answer([7], "d"), 3)
+ABORTED = queue_aborted([5, 6, 7], "abcd")
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [FIRST, SECOND, THIRD, ABORTED],
+        [FIRST, SECOND, coalesced(THIRD, ABORTED)],
+        [FIRST, coalesced(SECOND, THIRD, ABORTED)],
+        [coalesced(FIRST, SECOND, THIRD, ABORTED)],
+        [FIRST, SECOND, THIRD, counted(aborted([7], "d"), 0)],
+        [FIRST, SECOND, counted(aborted([7], "d"), 3)],
+    ],
+    ids=["all read", "one unread", "two unread", "none read", "not counted", "aborted at work"],
+)
+@pytest.mark.parametrize("index", [None, 1])
+async def test_an_abort_in_the_queue_repeats_nothing(
+    engine: SglangEngine, server: FakeSglang, events: list[Json], index: int | None
+) -> None:
+    server.repeats = False
+    server.answers = [event if index is None else event | {"index": index} for event in events]
+    choices = [chunk["choices"][0] for chunk in await chunks_of(engine, logprobs=1)]
+    names = [name for choice in choices for name in choice["logprobs"]["tokens"]]
+    assert "".join(choice["text"] for choice in choices) == "abcd"
+    assert [token_id for choice in choices for token_id in choice["token_ids"]] == [5, 6, 7]
+    assert names == ["token_id:5", "token_id:6", "token_id:7"]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["abort"]
+
+
+async def test_an_abort_in_the_queue_before_the_first_token_is_an_end_alone(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.repeats, server.answers = False, [queue_aborted([], "")]
+    [chunk] = await chunks_of(engine)
+    [choice] = chunk["choices"]
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "abort")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        coalesced(counted(answer([6], "bc"), 2), queue_aborted([5, 6], "abX")),
+        coalesced(counted(answer([6], "bc"), 2), queue_aborted([5, 9], "abc")),
+        coalesced(counted(answer([6], "bc"), 2), queue_aborted([5, 6], "")),
+    ],
+    ids=["other text", "other id", "no text"],
+)
+async def test_an_abort_that_repeats_another_sample_is_the_replicas_failure(
+    engine: SglangEngine, server: FakeSglang, end: Json
+) -> None:
+    server.repeats, server.answers = False, [FIRST, end]
+    with pytest.raises(EngineFailed, match="which SGLang does not: ValueError"):
+        await chunks_of(engine)
+
+
+async def test_an_abort_in_the_queue_has_the_last_id_alone_also_where_chunks_repeat_their_sample(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.answers = [FIRST, answer([5, 6], "abc"), queue_aborted([5, 6], "abc")]
+    choices = [chunk["choices"][0] for chunk in await chunks_of(engine)]
+    assert [(c["text"], c["token_ids"]) for c in choices] == [("a", [5]), ("bc", [6]), ("", [])]
+    assert choices[-1]["finish_reason"] == "abort"
+
+
+META = {"id": "r", "finish_reason": None, "completion_tokens": 1, "prompt_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"text": "a", "output_ids": [5]},
+        {"text": "a", "output_ids": [5], "meta_info": None},
+        {"text": "a", "output_ids": [5], "meta_info": {"id": "r"}},
+        {"text": "a", "output_ids": [5], "meta_info": META | {"finish_reason": "length"}},
+        {"text": None, "output_ids": [5], "meta_info": META},
+        {"text": "a", "output_ids": None, "meta_info": META},
+        {"output_ids": [5], "meta_info": META},
+        [],
+        [3],
+        3,
+    ],
+    ids=str,
+)
+async def test_an_answer_that_is_not_sglangs_is_the_replicas_failure(
+    engine: SglangEngine, server: FakeSglang, garbage: Any
+) -> None:
+    server.answers = garbage
+    with pytest.raises(EngineFailed, match=r"it answered .*, which SGLang does not"):
+        await generate(engine, return_token_ids=True)
+    server.answers = [garbage]
+    with pytest.raises(EngineFailed, match=r"it answered .*, which SGLang does not") as failed:
+        await chunks_of(engine)
+    assert failed.value.replica_id == "r1"
+
+
+async def test_a_conversation_that_is_not_sglangs_is_the_replicas_failure(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    server.chat = {"choices": None}
+    with pytest.raises(EngineFailed, match=r"it answered .*None.*, which SGLang does not"):
+        await engine.generate("/v1/chat/completions", {"messages": []}, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("own_ids", ["token_ids", "response_token_ids"], ids=["0.5.17", "0.5.23"])

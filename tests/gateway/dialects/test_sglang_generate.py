@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
+from gateway.dialects.words.sglang import answer, asked_prompts
 from tests.rigs.rig import Json, Rig, StartRig
 
 IDS = [5, 6, 7]
@@ -97,6 +98,15 @@ async def test_a_prompt_is_scored_from_the_token_asked_for(rig: Rig) -> None:
     assert reply["prompt_token_ids"] == IDS
     later = await generate(rig, **asked, logprob_start_len=2)
     assert later["meta_info"]["input_token_logprobs"] == scored[2:]
+
+
+def test_a_candidate_that_a_grammar_rules_out_is_the_least_likely() -> None:
+    [asked], _ = asked_prompts({"input_ids": IDS, "return_logprob": True, "top_logprobs_num": 3}, "r")
+    candidates = {"token_id:7": None, "token_id:8": -2.0, "token_id:9": -0.5}
+    logprobs = {"token_logprobs": [-0.5], "top_logprobs": [candidates]}
+    choice = {"text": "a", "token_ids": [9], "finish_reason": "length", "weight_version": 0, "logprobs": logprobs}
+    tops = answer(asked, choice, None, 0.0)["meta_info"]["output_top_logprobs"]
+    assert tops == [[[-0.5, 9, None], [-2.0, 8, None], [None, 7, None]]]
 
 
 async def test_chunks_of_a_stream_tell_the_sample_from_its_start(start_rig: StartRig) -> None:

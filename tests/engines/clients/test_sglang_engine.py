@@ -490,9 +490,10 @@ ABORTED = queue_aborted([5, 6, 7], "abcd")
         [FIRST, coalesced(SECOND, THIRD, ABORTED)],
         [coalesced(FIRST, SECOND, THIRD, ABORTED)],
         [FIRST, SECOND, THIRD, counted(aborted([7], "d"), 0)],
+        [FIRST, SECOND, THIRD, counted(aborted([], "abcd"), 3)],
         [FIRST, SECOND, counted(aborted([7], "d"), 3)],
     ],
-    ids=["all read", "one unread", "two unread", "none read", "not counted", "aborted at work"],
+    ids=["all read", "one unread", "two unread", "none read", "not counted", "text alone", "aborted at work"],
 )
 @pytest.mark.parametrize("index", [None, 1])
 async def test_an_abort_in_the_queue_repeats_nothing(

@@ -116,11 +116,13 @@ class _Sample:
         """Return the new part of an answer that does not repeat the sample, except at its end: SGLang aborts a request
         in its queue with the whole text, all log-probs and the last id, after chunks that nobody has read."""
         token_ids, num_new = answer["output_ids"], count - self.tokens
-        if not _is_aborted(answer) or len(token_ids) <= num_new:
+        if not _is_aborted(answer) or 0 < len(token_ids) <= num_new:
             return answer
-        if num_new and token_ids[num_new:] != token_ids[num_new - 1 : num_new]:
+        if not num_new:
+            return _part(answer, "", [], slice(0))
+        if token_ids[num_new:] != token_ids[num_new - 1 : num_new]:
             raise ValueError(f"{token_ids!r:.200} are not {num_new} tokens and the last again")
-        text = self._text_before_repetition(answer["text"]) if num_new else ""
+        text = self._text_before_repetition(answer["text"])
         return _part(answer, text, token_ids[:num_new], slice(num_new))
 
     def _text_before_repetition(self, text: str) -> str:

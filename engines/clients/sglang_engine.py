@@ -361,7 +361,7 @@ class SglangEngine(EngineWithWorkers):
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             self._forget_repeats()
             raise EngineFailed(
-                f"it answered {answer!r:.200}, which SGLang does not: {type(error).__name__}: {error}",
+                f"its answer {answer!r:.200} cannot be read: {type(error).__name__}: {error}",
                 replica_id=self.replica_id,
             ) from error
 

@@ -490,9 +490,10 @@ ABORTED = queue_aborted([5, 6, 7], "abcd")
         [FIRST, coalesced(SECOND, THIRD, ABORTED)],
         [coalesced(FIRST, SECOND, THIRD, ABORTED)],
         [FIRST, SECOND, THIRD, counted(aborted([7], "d"), 0)],
+        [FIRST, SECOND, THIRD, counted(aborted([], "abcd"), 3)],
         [FIRST, SECOND, counted(aborted([7], "d"), 3)],
     ],
-    ids=["all read", "one unread", "two unread", "none read", "not counted", "aborted at work"],
+    ids=["all read", "one unread", "two unread", "none read", "not counted", "text alone", "aborted at work"],
 )
 @pytest.mark.parametrize("index", [None, 1])
 async def test_an_abort_in_the_queue_repeats_nothing(
@@ -530,7 +531,7 @@ async def test_an_abort_that_repeats_another_sample_is_the_replicas_failure(
     engine: SglangEngine, server: FakeSglang, end: Json
 ) -> None:
     server.repeats, server.answers = False, [FIRST, end]
-    with pytest.raises(EngineFailed, match="which SGLang does not: ValueError"):
+    with pytest.raises(EngineFailed, match="cannot be read: ValueError"):
         await chunks_of(engine)
 
 
@@ -566,10 +567,10 @@ async def test_an_answer_that_is_not_sglangs_is_the_replicas_failure(
     engine: SglangEngine, server: FakeSglang, garbage: Any
 ) -> None:
     server.answers = garbage
-    with pytest.raises(EngineFailed, match=r"it answered .*, which SGLang does not"):
+    with pytest.raises(EngineFailed, match=r"its answer .* cannot be read"):
         await generate(engine, return_token_ids=True)
     server.answers = [garbage]
-    with pytest.raises(EngineFailed, match=r"it answered .*, which SGLang does not") as failed:
+    with pytest.raises(EngineFailed, match=r"its answer .* cannot be read") as failed:
         await chunks_of(engine)
     assert failed.value.replica_id == "r1"
 
@@ -578,7 +579,7 @@ async def test_a_conversation_that_is_not_sglangs_is_the_replicas_failure(
     engine: SglangEngine, server: FakeSglang
 ) -> None:
     server.chat = {"choices": None}
-    with pytest.raises(EngineFailed, match=r"it answered .*None.*, which SGLang does not"):
+    with pytest.raises(EngineFailed, match=r"its answer .*None.* cannot be read"):
         await engine.generate("/v1/chat/completions", {"messages": []}, TIMEOUT_S)
 
 

@@ -180,8 +180,15 @@ def _joined_logprobs(first: Json | None, rest: Json | None, kept: int) -> Json |
     if first is None or rest is None:
         return rest if first is None else first  # not requested, or one part has no tokens
     both = {key: first[key][:kept] + rest[key] for key in ("token_logprobs", "tokens", "top_logprobs")}
-    seam = sum(map(len, both["tokens"][:kept]))
-    return {"text_offset": first["text_offset"][:kept] + [seam + offset for offset in rest["text_offset"]], **both}
+    moved = shifted(rest, sum(map(len, both["tokens"][:kept])))
+    return {"text_offset": first["text_offset"][:kept] + moved["text_offset"], **both}
+
+
+def shifted(logprobs: Json, characters: int) -> Json:
+    """Log-probs of a rest after so many characters of text. Those of token ids have no place in the text."""
+    if "text_offset" not in logprobs:
+        return logprobs
+    return logprobs | {"text_offset": [characters + offset for offset in logprobs["text_offset"]]}
 
 
 def cut_off_at(replica: Replica) -> EngineFailed:

@@ -283,6 +283,19 @@ async def test_the_tokens_of_an_sglang_that_dies_are_kept(rig: Rig, is_stream: b
     await dying.stop()
 
 
+async def test_offsets_in_the_text_of_a_stream_count_on_after_a_death(slow_rig: Rig) -> None:
+    body = ASKED | {"prompt": [[5, 6, 7]], "logprobs": 0}
+
+    async def offsets() -> list[int]:
+        choices = [choice for chunk in await events(slow_rig, "/v1/completions", body) for choice in chunk["choices"]]
+        return [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+
+    task = asyncio.create_task(offsets())
+    await kill_busy(slow_rig)
+    slow_rig.hurry()
+    assert await task == await offsets() == list(range(LENGTH))
+
+
 async def test_streams_of_all_prompts_continue_after_a_death(slow_rig: Rig) -> None:
     body = ASKED | {"prompt": [[5, 6], [7, 8], [9, 10], [11, 12]], "return_token_ids": True}
     body |= {"stream_options": {"include_usage": True}}

@@ -397,6 +397,34 @@ async def test_a_whole_conversation_continues_from_its_tokens(slow_rig: Rig, n: 
             )
 
 
+class UnscoredOnce(BreakingEngine):
+    """An engine that leaves the log-probs out of the first chunk of each stream."""
+
+    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        is_first = True
+        async with aclosing(self._engine.events(path, body, timeout_s)) as blocks:
+            async for block in blocks:
+                chunks = [orjson.loads(event) for event in block]
+                for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+                    if is_first and choice.get("token_ids"):
+                        choice["logprobs"], is_first = None, False
+                yield [orjson.dumps(chunk) for chunk in chunks]
+
+
+async def test_a_whole_conversation_whose_log_probs_do_not_fit_its_tokens_restarts(slow_rig: Rig) -> None:
+    body = ASKED | {"messages": HELLO, "max_tokens": 80, "logprobs": True, "return_token_ids": True}
+    for replica in slow_rig.fleet.replicas:
+        replica.engine = UnscoredOnce(replica.engine)  # type: ignore[assignment]  # all but its streams is the same
+    task = asyncio.create_task(slow_rig.post(CHAT, body))
+    await slow_rig.begun(tokens=40)
+    dead = await kill_loaded(slow_rig)
+    slow_rig.hurry()
+    status, reply = await task
+    (other,) = (one for one in slow_rig.replicas if one is not dead)
+    assert (status, other.generated_tokens) == (200, 80), reply
+    assert len(reply["choices"][0]["token_ids"]) == 80
+
+
 async def test_a_whole_conversation_survives_three_deaths(start_rig: StartRig) -> None:
     rig = await start_rig(4, sim={"decode_step_s": 0.01})
     body = ASKED | {"messages": HELLO, "max_tokens": 80, "return_token_ids": True}

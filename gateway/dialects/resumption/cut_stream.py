@@ -22,6 +22,7 @@ _OF_THE_END = ("index", "finish_reason", "stop_reason", "weight_version", "weigh
 class _Sample:
     token_ids: list[int] = field(default_factory=list)
     spans: list[Json] = field(default_factory=list)
+    kv_versions: list[int] = field(default_factory=list)
     num_characters: int = 0
     shows_prompt: bool = False
     has_ended: bool = False
@@ -110,7 +111,7 @@ class CutStream:
         if self._keeps_record:
             choice[SO_FAR] = sample.spans
         choice |= {"finish_reason": None, "stop_reason": None}
-        choice.pop("kv_versions", None)
+        sample.kv_versions = choice.pop("kv_versions", [])
         return True
 
     def interrupt(self, flight: Flight) -> bool:
@@ -125,7 +126,7 @@ class CutStream:
         if not (self._may_resume and self._prompt_token_ids and self.num_made):
             return False
         for sample in left:
-            sample.spans = self._spans_of(sample, flight)
+            sample.spans, sample.kv_versions = self._spans_of(sample, flight), flight.kv_versions({})
         self.is_cut = True
         return True
 
@@ -152,8 +153,8 @@ class CutStream:
             return []
         return [sample for sample in self._samples.values() if not sample.has_ended]
 
-    def abort(self, bare: Json, flight: Flight | None) -> Json:
-        """End the samples that have not ended, as their client aborted them while no replica had them.
+    def end(self, bare: Json, flight: Flight | None) -> Json:
+        """End the samples that have not ended while no replica has them.
 
         `bare` is a chunk that ends all samples without tokens; `flight` is the last one.
         """
@@ -173,8 +174,9 @@ class CutStream:
     def restore(self, parts: Mapping[int, Json]) -> None:
         """Take the first parts of samples, by index, from the record of a gateway before this one."""
         for index, part in parts.items():
-            spans, length = list(part["weight_versions"]), len(part["text"])
-            self._samples[index] = _Sample(list(part["token_ids"]), spans, length)
+            sample = _Sample(list(part["token_ids"]), list(part["weight_versions"]))
+            sample.num_characters = len(part["text"])
+            self._samples[index] = sample
             self.read_prompt(part["prompt_token_ids"])
         self.is_cut = True
 
@@ -226,6 +228,8 @@ class CutStream:
         if choice.get("finish_reason") is not None:
             rest = choice["weight_versions"]
             choice["weight_versions"] = joined_spans(sample.spans, rest, len(sample.token_ids))
+            if sample.kv_versions:  # a rest without tokens has none of its own
+                choice.setdefault("kv_versions", sample.kv_versions)
             choice |= self._marks
 
     def usage(self, first: Json, rests: Json) -> Json:

@@ -139,6 +139,7 @@ def joined(first: Json, rest: Json) -> Json:
     kept -= len(first["prompt_token_ids"])
     text = first["text"].removesuffix(_HALF) if kept < len(first["token_ids"]) else first["text"]
     return {
+        "kv_versions": first.get("kv_versions"),
         **rest,
         "index": first["index"],
         "text": text + rest["text"],
@@ -153,6 +154,7 @@ def joined_tokens(first: Json, rest: Json) -> Json:
     """Two choices of token ids joined: the second continues all tokens of the first."""
     made, parts = first["token_ids"] or [], [part["logprobs"] for part in (first, rest) if part.get("logprobs")]
     return {
+        "kv_versions": first.get("kv_versions"),
         **rest,
         "index": first["index"],
         "token_ids": made + rest["token_ids"],

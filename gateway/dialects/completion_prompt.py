@@ -34,7 +34,8 @@ _ASK_TIMEOUT_S = 60.0
 class CompletionPrompt(Exchange):
     """One prompt of a request: its place there, and the body that asks one replica for its completions.
 
-    `limit` is the largest number of tokens of a sample. `made` are tokens of the one sample that continues here, which
+    `limit` is the largest number of tokens of a sample, `room` that of prompt and sample together; None where it is not
+    known. `made` are tokens of the one sample that continues here, which
     engines read after the prompt; `has_text` is True if the client got their text. `keeps_record` is True where chunks
     have the spans so far. `making` records what engines make of a batch; None where no record is kept.
     """
@@ -46,6 +47,7 @@ class CompletionPrompt(Exchange):
     rollout: Rollout
     body: Json
     limit: int
+    room: int | None = None
     made: tuple[int, ...] = ()
     has_text: bool = False
     keeps_record: bool = False
@@ -59,6 +61,12 @@ class CompletionPrompt(Exchange):
     @property
     def inexact(self) -> tuple[str, ...] | None:
         return inexact_fields(self.body)
+
+    @property
+    def is_full(self) -> bool:
+        num_made, room = len(self.made), self.room
+        has_no_room = room is not None and len(self.body["prompt"]) + num_made >= room
+        return num_made > 0 and (num_made >= self.limit or has_no_room)
 
     def prompt_ids(self, answer: Json) -> list[int] | None:
         return next(

@@ -80,7 +80,7 @@ class Completions:
             )
             prompts.append(
                 CompletionPrompt(
-                    self._runner, self._config, request_id, index, rollout, {**rest, "prompt": value}, limit
+                    self._runner, self._config, request_id, index, rollout, {**rest, "prompt": value}, limit, max_len
                 )
             )
         return prompts

@@ -22,6 +22,7 @@ from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 
 _LARGE_BYTES = 1 << 14
+_ABORT, _FULL = "abort", "length"
 
 
 class Exchange(ABC):
@@ -38,6 +39,11 @@ class Exchange(ABC):
     def resumes(self) -> bool:
         """True if samples may continue from their tokens."""
         return self.inexact is not None
+
+    @property
+    def is_full(self) -> bool:
+        """True for the rest of a sample that has all of its tokens: its engine died before it reported the end."""
+        return False
 
     @abstractmethod
     async def ask(self, replica: Replica, part: "Part") -> Json:
@@ -58,7 +64,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def bare_reply(self) -> Json:
-        """The reply where its client aborted the rollout before an engine had it: choices without tokens."""
+        """The reply to a rollout that ends without an engine: choices without tokens."""
 
     @abstractmethod
     def bare_chunk(self) -> Json:
@@ -149,6 +155,8 @@ class Runner:
         """
         if not exchange.rollout.goes_on:
             _count(exchange.rollout, exchange.rollout.prompt_tokens)
+        if exchange.is_full:
+            return self._ended(exchange, exchange.bare_reply(), _FULL)
         with using(exchange.rollout):  # also between what was cut off and its rest
             while True:
                 answer, made = made or await self._first_part(exchange), None
@@ -178,10 +186,11 @@ class Runner:
         """Count the tokens of samples that continue from them."""
         self._metrics.kept_tokens.inc(sum(lengths))
 
-    def _aborted(self, exchange: Exchange, bare: Json) -> Json:
+    def _ended(self, exchange: Exchange, bare: Json, finish_reason: str) -> Json:
         for choice in bare["choices"]:
             version = self._scheduler.served_version(exchange.rollout.model)
-            choice |= {"finish_reason": "abort", "stop_reason": None, "weight_version": version, "weight_versions": []}
+            end = {"finish_reason": finish_reason, "stop_reason": None}
+            choice |= end | {"weight_version": version, "weight_versions": []}
             name_adapter(choice, exchange.rollout.adapter)
         return bare
 
@@ -210,10 +219,13 @@ class Runner:
         try:
             return await self._scheduler.run(exchange.rollout, call, kept)
         except Withdrawn:
-            return _ended(made) if (made := kept()) else self._aborted(exchange, exchange.bare_reply())
+            return _aborted(made) if (made := kept()) else self._ended(exchange, exchange.bare_reply(), _ABORT)
 
     async def stream(self, exchange: Exchange, cut: CutStream) -> AsyncGenerator[Json]:
         """Chunks of the first replica, up to where samples are cut off or the replica fails; `cut` has their tokens."""
+        if exchange.is_full:
+            yield cut.end(self._ended(exchange, exchange.bare_chunk(), _FULL), None)
+            return
         flight: Flight | None = None
         is_withdrawn, usage = False, Json()
 
@@ -246,7 +258,7 @@ class Runner:
             if cut.is_whole:  # its reader may leave before the usage comes
                 self._delivered(exchange.rollout, {"completion_tokens": cut.num_made} | usage, ())
         if is_withdrawn or cut.lacks_aborted:
-            yield cut.abort(self._aborted(exchange, exchange.bare_chunk()), flight)
+            yield cut.end(self._ended(exchange, exchange.bare_chunk(), _ABORT), flight)
 
 
 def _count(rollout: Rollout, tokens: int) -> None:
@@ -255,10 +267,10 @@ def _count(rollout: Rollout, tokens: int) -> None:
         tally.add(tokens)
 
 
-def _ended(part: Json) -> Json:
+def _aborted(part: Json) -> Json:
     """A part that does not continue, as its client aborted the rest."""
     for place in places_cut_off(part):
-        part["choices"][place]["finish_reason"] = "abort"
+        part["choices"][place]["finish_reason"] = _ABORT
     return part
 
 

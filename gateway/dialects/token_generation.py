@@ -100,6 +100,12 @@ class TokenGeneration:
             prompt_key=key,
         )
 
+    def room_after(self, rollout: Rollout, body: Json) -> int | None:
+        """The tokens that a sample may have after its prompt; None where no limit is known."""
+        room = common_room(self._fleet, rollout.model)
+        limits = (body["sampling_params"].get("max_tokens"), None if room is None else room - len(body["token_ids"]))
+        return min((max(0, limit) for limit in limits if limit is not None), default=None)
+
     async def generate(self, rollout: Rollout, body: Json) -> Json:
         reply = await self._runner.generate(_TokenPrompt(self, self._config, rollout, body))
         return _as_asked(reply, rollout, body)
@@ -210,6 +216,10 @@ class _TokenPrompt(Exchange):
         it were made at once."""
         is_plain = (self.body.get("output_mode") or "tokens") == "tokens" and not _media_of(self.body)
         return inexact_fields(self.body["sampling_params"]) if is_plain else None
+
+    @property
+    def is_full(self) -> bool:
+        return self.rollout.goes_on and self.tokens.room_after(self.rollout, self.body) == 0
 
     def prompt_ids(self, answer: Json) -> list[int]:
         return list(self.body["token_ids"])

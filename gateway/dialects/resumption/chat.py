@@ -102,6 +102,8 @@ class ChatContinuation:
     async def continued(self, rollout: Rollout, body: Json, answer: Json, places: list[int]) -> Json | None:
         """The reply with the rest of the choices at `places`. None where the conversation has to restart."""
         cut = [answer["choices"][place] for place in places]
+        if body.get("logprobs") and not all(map(_has_all_logprobs, cut)):
+            return None
         asked = await self._rendered(rollout, body, cut[0]["prompt_token_ids"])
         if asked is None:
             return None
@@ -294,6 +296,12 @@ def _no_parser(rollout: Rollout) -> EngineFailed:
 def _sample(rollout: Rollout, index: int) -> Rollout:
     name = f"{rollout.request_id}-{index}"
     return replace(rollout, request_id=name, n=1, goes_on=True, attempts=rollout.attempts.branch())
+
+
+def _has_all_logprobs(choice: Json) -> bool:
+    """False where the engine has left out log-probs of tokens: those that it gave cannot be told apart by token."""
+    entries = (choice.get("logprobs") or {}).get("content") or ()
+    return len(entries) == len(choice["token_ids"])
 
 
 def _by_id(choice: Json) -> Json | None:

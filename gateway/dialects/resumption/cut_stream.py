@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from engines.engine import Json
 from engines.errors import EngineFailed
+from gateway.dialects.replies.carried import opened
 from gateway.dialects.resumption.features import MARK
-from gateway.dialects.resumption.tokens import cut_off_at, joined_spans, was_cut_off
+from gateway.dialects.resumption.tokens import cut_off_at, joined_spans, shifted, was_cut_off
 from gateway.dialects.spans import Contradiction, check_spans, name_adapter, stamp_choice
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
@@ -21,6 +22,8 @@ _OF_THE_END = ("index", "finish_reason", "stop_reason", "weight_version", "weigh
 class _Sample:
     token_ids: list[int] = field(default_factory=list)
     spans: list[Json] = field(default_factory=list)
+    kv_versions: list[int] = field(default_factory=list)
+    num_characters: int = 0
     shows_prompt: bool = False
     has_ended: bool = False
     end: Json | None = None
@@ -91,6 +94,7 @@ class CutStream:
         self._replica = replica
         sample, token_ids = self._samples[choice["index"]], choice.get("token_ids") or []
         sample.token_ids += token_ids
+        sample.num_characters += len(choice.get("text") or "")
         sample.shows_prompt |= bool(choice.get("prompt_token_ids") or token_ids)
         self._prompt_token_ids = choice.get("prompt_token_ids") or self._prompt_token_ids
         choice["weight_version"] = replica.weight_version
@@ -107,7 +111,7 @@ class CutStream:
         if self._keeps_record:
             choice[SO_FAR] = sample.spans
         choice |= {"finish_reason": None, "stop_reason": None}
-        choice.pop("kv_versions", None)
+        sample.kv_versions = choice.pop("kv_versions", [])
         return True
 
     def interrupt(self, flight: Flight) -> bool:
@@ -122,7 +126,7 @@ class CutStream:
         if not (self._may_resume and self._prompt_token_ids and self.num_made):
             return False
         for sample in left:
-            sample.spans = self._spans_of(sample, flight)
+            sample.spans, sample.kv_versions = self._spans_of(sample, flight), flight.kv_versions({})
         self.is_cut = True
         return True
 
@@ -149,8 +153,8 @@ class CutStream:
             return []
         return [sample for sample in self._samples.values() if not sample.has_ended]
 
-    def abort(self, bare: Json, flight: Flight | None) -> Json:
-        """End the samples that have not ended, as their client aborted them while no replica had them.
+    def end(self, bare: Json, flight: Flight | None) -> Json:
+        """End the samples that have not ended while no replica has them.
 
         `bare` is a chunk that ends all samples without tokens; `flight` is the last one.
         """
@@ -170,7 +174,9 @@ class CutStream:
     def restore(self, parts: Mapping[int, Json]) -> None:
         """Take the first parts of samples, by index, from the record of a gateway before this one."""
         for index, part in parts.items():
-            self._samples[index] = _Sample(list(part["token_ids"]), list(part["weight_versions"]))
+            sample = _Sample(list(part["token_ids"]), list(part["weight_versions"]))
+            sample.num_characters = len(part["text"])
+            self._samples[index] = sample
             self.read_prompt(part["prompt_token_ids"])
         self.is_cut = True
 
@@ -210,15 +216,20 @@ class CutStream:
         return [sample.end for sample in left if sample.end is not None]
 
     def follow(self, choice: Json) -> None:
-        """Adjust a choice of the stream of a sample's rest: its spans begin where the first part ended."""
+        """Adjust a choice of the stream of a sample's rest: its spans and the offsets of its text begin where the first
+        part ended."""
         sample = self._samples[choice["index"]]
         if sample.shows_prompt and "prompt_token_ids" in choice:
             choice["prompt_token_ids"] = None  # delivered before
+        if logprobs := opened(choice.get("logprobs")):
+            choice["logprobs"] = shifted(logprobs, sample.num_characters)
         if SO_FAR in choice:
             choice[SO_FAR] = joined_spans(sample.spans, choice[SO_FAR], len(sample.token_ids))
         if choice.get("finish_reason") is not None:
             rest = choice["weight_versions"]
             choice["weight_versions"] = joined_spans(sample.spans, rest, len(sample.token_ids))
+            if sample.kv_versions:  # a rest without tokens has none of its own
+                choice.setdefault("kv_versions", sample.kv_versions)
             choice |= self._marks
 
     def usage(self, first: Json, rests: Json) -> Json:

@@ -139,6 +139,7 @@ def joined(first: Json, rest: Json) -> Json:
     kept -= len(first["prompt_token_ids"])
     text = first["text"].removesuffix(_HALF) if kept < len(first["token_ids"]) else first["text"]
     return {
+        "kv_versions": first.get("kv_versions"),
         **rest,
         "index": first["index"],
         "text": text + rest["text"],
@@ -153,6 +154,7 @@ def joined_tokens(first: Json, rest: Json) -> Json:
     """Two choices of token ids joined: the second continues all tokens of the first."""
     made, parts = first["token_ids"] or [], [part["logprobs"] for part in (first, rest) if part.get("logprobs")]
     return {
+        "kv_versions": first.get("kv_versions"),
         **rest,
         "index": first["index"],
         "token_ids": made + rest["token_ids"],
@@ -180,8 +182,15 @@ def _joined_logprobs(first: Json | None, rest: Json | None, kept: int) -> Json |
     if first is None or rest is None:
         return rest if first is None else first  # not requested, or one part has no tokens
     both = {key: first[key][:kept] + rest[key] for key in ("token_logprobs", "tokens", "top_logprobs")}
-    seam = sum(map(len, both["tokens"][:kept]))
-    return {"text_offset": first["text_offset"][:kept] + [seam + offset for offset in rest["text_offset"]], **both}
+    moved = shifted(rest, sum(map(len, both["tokens"][:kept])))
+    return {"text_offset": first["text_offset"][:kept] + moved["text_offset"], **both}
+
+
+def shifted(logprobs: Json, characters: int) -> Json:
+    """Log-probs of a rest after so many characters of text. Those of token ids have no place in the text."""
+    if "text_offset" not in logprobs:
+        return logprobs
+    return logprobs | {"text_offset": [characters + offset for offset in logprobs["text_offset"]]}
 
 
 def cut_off_at(replica: Replica) -> EngineFailed:

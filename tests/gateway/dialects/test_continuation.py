@@ -15,7 +15,8 @@ from engines.errors import DeadlineExceeded, EngineUnreachable, InvalidRequest
 from engines.sim import server as sim_server
 from engines.sim.model import detokenize
 from gateway.dialects.resumption import chat
-from tests.rigs.rig import Json, Rig, SimReplica, StartRig
+from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, SimReplica, StartRig
+from tests.rigs.submissions import of_type, submitted
 
 LENGTH = 100
 CHAT = "/v1/chat/completions"
@@ -198,6 +199,75 @@ async def test_no_usage_is_sent_after_a_death_unless_asked_for(rig: Rig, path: s
     assert all(chunk["choices"] for chunk in chunks)
 
 
+class EndlessEngine(BreakingEngine):
+    """An engine whose streams break between the last token and the end of their first sample."""
+
+    async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+        async with aclosing(self._engine.stream(path, body, timeout_s)) as chunks:
+            async for chunk in chunks:
+                ended = [choice for choice in chunk["choices"] if choice["finish_reason"] is not None]
+                for choice in ended:
+                    choice |= {"finish_reason": None, "weight_versions": None}
+                yield chunk
+                if ended:
+                    raise EngineUnreachable("the connection broke", replica_id=self._engine.replica_id)
+
+
+def break_before_end(rig: Rig) -> None:
+    for replica in rig.fleet.replicas:
+        replica.engine = EndlessEngine(replica.engine)  # type: ignore[assignment]  # all but its streams is the same
+
+
+ENDED = ("finish_reason", "stop_reason", "weight_versions", "kv_versions")
+
+
+@pytest.mark.parametrize(("path", "body"), COUNTED)
+async def test_a_sample_with_all_its_tokens_has_ended(rig: Rig, path: str, body: Json) -> None:
+    body = body | {"return_token_ids": True}
+    _, undisturbed = await rig.post(path, body)
+    break_before_end(rig)
+    status, reply = await rig.post(path, body)
+    assert status == 200, reply
+    (told,), (expected,) = reply["choices"], undisturbed["choices"]
+    for field in (*ENDED, "token_ids", "text", "message"):
+        assert told.get(field) == expected.get(field), field
+    assert reply["usage"]["completion_tokens"] == LENGTH
+
+
+@pytest.mark.parametrize(("path", "body"), COUNTED)
+async def test_a_sample_that_has_filled_the_context_has_ended(rig: Rig, path: str, body: Json) -> None:
+    fields: Json = {"max_tokens": MAX_MODEL_LEN}
+    body = body | ({"sampling_params": body["sampling_params"] | fields} if "token_ids" in body else fields)
+    _, undisturbed = await rig.post(path, body)
+    break_before_end(rig)
+    status, reply = await rig.post(path, body)
+    assert status == 200, reply
+    assert reply["usage"]["completion_tokens"] == undisturbed["usage"]["completion_tokens"] > LENGTH
+    assert reply["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(("path", "body"), COUNTED)
+async def test_a_streamed_sample_with_all_its_tokens_has_ended(rig: Rig, path: str, body: Json) -> None:
+    body = body | {"return_token_ids": True}
+    undisturbed = [choice for chunk in await events(rig, path, body) for choice in chunk["choices"]]
+    break_before_end(rig)
+    chunks = await events(rig, path, body | {"stream_options": {"include_usage": True}})
+    assert not [chunk for chunk in chunks if "error" in chunk]
+    told = [choice for chunk in chunks for choice in chunk["choices"]]
+    for field in ENDED:
+        assert told[-1][field] == undisturbed[-1][field], field
+    assert sum(len(choice.get("token_ids") or ()) for choice in told) == LENGTH
+    assert chunks[-1]["usage"]["completion_tokens"] == LENGTH
+
+
+async def test_a_submitted_sample_with_all_its_tokens_has_ended(rig: Rig) -> None:
+    break_before_end(rig)
+    told = await submitted(rig, [{"prompt": [5, 6], "n": 2, "sampling": {"max_tokens": 5, "ignore_eos": True}}])
+    ends = of_type(told, "sample")
+    assert [end["finish_reason"] for end in ends] == ["length"] * 2, told
+    assert [end["weight_versions"] for end in ends] == [[{"version": 0, "start": 0, "end": 5}]] * 2
+
+
 async def test_token_ids_continue_from_their_tokens(slow_rig: Rig) -> None:
     body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}}
     _, undisturbed = await slow_rig.post("/inference/v1/generate", body)
@@ -281,6 +351,19 @@ async def test_the_tokens_of_an_sglang_that_dies_are_kept(rig: Rig, is_stream: b
     assert sum(len(choice["logprobs"]["token_logprobs"]) for choice in choices) == LENGTH
     await replica.engine.close()
     await dying.stop()
+
+
+async def test_offsets_in_the_text_of_a_stream_count_on_after_a_death(slow_rig: Rig) -> None:
+    body = ASKED | {"prompt": [[5, 6, 7]], "logprobs": 0}
+
+    async def offsets() -> list[int]:
+        choices = [choice for chunk in await events(slow_rig, "/v1/completions", body) for choice in chunk["choices"]]
+        return [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+
+    task = asyncio.create_task(offsets())
+    await kill_busy(slow_rig)
+    slow_rig.hurry()
+    assert await task == await offsets() == list(range(LENGTH))
 
 
 async def test_streams_of_all_prompts_continue_after_a_death(slow_rig: Rig) -> None:
@@ -382,6 +465,34 @@ async def test_a_whole_conversation_continues_from_its_tokens(slow_rig: Rig, n: 
             assert [entry["logprob"] for entry in entries] == pytest.approx(
                 [entry["logprob"] for entry in expected["logprobs"]["content"]]
             )
+
+
+class UnscoredOnce(BreakingEngine):
+    """An engine that leaves the log-probs out of the first chunk of each stream."""
+
+    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        is_first = True
+        async with aclosing(self._engine.events(path, body, timeout_s)) as blocks:
+            async for block in blocks:
+                chunks = [orjson.loads(event) for event in block]
+                for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+                    if is_first and choice.get("token_ids"):
+                        choice["logprobs"], is_first = None, False
+                yield [orjson.dumps(chunk) for chunk in chunks]
+
+
+async def test_a_whole_conversation_whose_log_probs_do_not_fit_its_tokens_restarts(slow_rig: Rig) -> None:
+    body = ASKED | {"messages": HELLO, "max_tokens": 80, "logprobs": True, "return_token_ids": True}
+    for replica in slow_rig.fleet.replicas:
+        replica.engine = UnscoredOnce(replica.engine)  # type: ignore[assignment]  # all but its streams is the same
+    task = asyncio.create_task(slow_rig.post(CHAT, body))
+    await slow_rig.begun(tokens=40)
+    dead = await kill_loaded(slow_rig)
+    slow_rig.hurry()
+    status, reply = await task
+    (other,) = (one for one in slow_rig.replicas if one is not dead)
+    assert (status, other.generated_tokens) == (200, 80), reply
+    assert len(reply["choices"][0]["token_ids"]) == 80
 
 
 async def test_a_whole_conversation_survives_three_deaths(start_rig: StartRig) -> None:

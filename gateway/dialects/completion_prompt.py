@@ -35,9 +35,9 @@ class CompletionPrompt(Exchange):
     """One prompt of a request: its place there, and the body that asks one replica for its completions.
 
     `limit` is the largest number of tokens of a sample, `room` that of prompt and sample together; None where it is not
-    known. `made` are tokens of the one sample that continues here, which
-    engines read after the prompt; `has_text` is True if the client got their text. `keeps_record` is True where chunks
-    have the spans so far. `making` records what engines make of a batch; None where no record is kept.
+    known. `made` are tokens of the one sample that continues here, which engines read after the prompt; `has_text` is
+    True if the client got their text. `keeps_record` is True where chunks have the spans so far. `making` records what
+    engines make of a batch; None where no record is kept.
     """
 
     runner: Runner

@@ -25,7 +25,7 @@ _STATUS: dict[type[errors.RolloutGatewayError], int] = {
     errors.RolloutGatewayError: 500,
 }
 
-_LONGEST_MESSAGE = 4000
+_LONGEST_MESSAGE, _LEFT_OUT = 4000, " ... "
 _OPENAIS = {400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError"}
 
 
@@ -71,13 +71,19 @@ def error_of(status: int, body: Any) -> errors.RolloutGatewayError:
     return error
 
 
+def shortened(message: str) -> str:
+    """Return the begin and the end of a long message, as of a large value: the end has the remedy."""
+    if len(message) <= _LONGEST_MESSAGE:
+        return message
+    half = (_LONGEST_MESSAGE - len(_LEFT_OUT)) // 2
+    return f"{message[:half]}{_LEFT_OUT}{message[-half:]}"
+
+
 def error_body(message: str, status: int, *, param: str | None = None, kind: str | None = None) -> dict[str, Any]:
-    """Build an error in OpenAI's and vLLM's form. A long message, as of a large value, keeps its begin and its end."""
-    if len(message) > _LONGEST_MESSAGE:
-        message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
+    """Build an error in OpenAI's and vLLM's form."""
     return {
         "error": {
-            "message": message,
+            "message": shortened(message),
             "type": kind or _OPENAIS.get(status, "RolloutGatewayError"),
             "param": param,
             "code": status,

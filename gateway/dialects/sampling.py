@@ -13,14 +13,14 @@ _NUMBERS = (
 )  # fmt: skip
 
 # The longest id that a client may give a request: ids are kept, and sent to every process that may have the request.
-_LONGEST_ID = 256
+LONGEST_ID = 256
 
 
 def check_id(name: str, field: str) -> str:
     """Return the id of a request. Raise `InvalidRequest` for one that is too long."""
-    if len(name) > _LONGEST_ID:
+    if len(name) > LONGEST_ID:
         raise InvalidRequest(
-            f"{field} = {name[:40]!r}... has {len(name)} characters: give an id of at most {_LONGEST_ID}", param=field
+            f"{field} = {name[:40]!r}... has {len(name)} characters: give an id of at most {LONGEST_ID}", param=field
         )
     return name
 

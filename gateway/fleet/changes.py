@@ -29,7 +29,7 @@ class Follower(Protocol):
 
 
 class Changes:
-    """Tells all followers, in order and at once; without any, nothing is told."""
+    """Tells all followers, in order and at once."""
 
     def __init__(self) -> None:
         self._followers: list[Follower] = []

@@ -6,10 +6,9 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.dialects.sampling import LONGEST_ID
+
 HEADER = "X-Request-Id"
-
-
-_LONGEST = 256
 
 
 def request_id(request: web.Request, body: Mapping[str, Any] | None = None) -> str:
@@ -24,5 +23,5 @@ def given_id(request: web.Request) -> str:
 
 def _printable(given: object) -> str:
     return (
-        given if isinstance(given, str) and given.isascii() and given.isprintable() and len(given) <= _LONGEST else ""
+        given if isinstance(given, str) and given.isascii() and given.isprintable() and len(given) <= LONGEST_ID else ""
     )

@@ -228,7 +228,7 @@ class Workers:
             self._learned[model, key] = tokens
 
     def _tell_batches(self, batches: Batches) -> None:
-        """Tell the others of a worker's batches. A worker that starts is told of all."""
+        """Tell the others of a worker's batches. A worker that starts hears of all batches."""
         known = self._batches[batches.worker]
         known.update(batches.begun)
         known.difference_update(batches.ended)

@@ -2,16 +2,15 @@
 
 from engines import errors
 from engines.errors import EngineError, EngineRefused, InvalidRequest, RolloutGatewayError
+from gateway.api import shortened
 from gateway.http.workers.messages import Failure
-
-_LONGEST_TEXT = 4000  # an engine may answer with any length
 
 
 def packed(error: BaseException) -> Failure:
     """An error as a message; one that is not this product's by its representation."""
     if not isinstance(error, RolloutGatewayError):
-        return Failure(RolloutGatewayError.__name__, writable(repr(error))[:_LONGEST_TEXT])
-    failure = Failure(_known_name(type(error)), writable(str(error))[:_LONGEST_TEXT])
+        return Failure(RolloutGatewayError.__name__, shortened(writable(repr(error))))
+    failure = Failure(_known_name(type(error)), shortened(writable(str(error))))
     if isinstance(error, InvalidRequest):
         failure.param = error.param
     if isinstance(error, EngineError):

@@ -150,14 +150,15 @@ class Hops:
 
 async def _answer(ask: Callable[[], _Asked], stack: AsyncExitStack) -> aiohttp.ClientResponse:
     """Ask, and again where so many wait at the door that it takes no connection for the moment: TCP would wait too."""
-    for left in reversed(range(_CONNECTS)):
+    connects = 1
+    while True:
         try:
             return await stack.enter_async_context(ask())
         except aiohttp.ClientConnectorError as error:
-            if not left or not isinstance(error.os_error, BlockingIOError):
+            if connects == _CONNECTS or not isinstance(error.os_error, BlockingIOError):
                 raise
+        connects += 1
         await asyncio.sleep(_CONNECT_AGAIN_S)
-    raise AssertionError
 
 
 def _url_of(asked: URL) -> URL:

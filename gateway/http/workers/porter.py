@@ -29,9 +29,8 @@ async def listening_at(host: str, port: int) -> list[socket.socket]:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            first = listening[0].getsockname()[1] if listening else port
             try:
-                one.bind((address[0], first, *address[2:]))
+                one.bind((address[0], port, *address[2:]))
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
@@ -40,6 +39,7 @@ async def listening_at(host: str, port: int) -> list[socket.socket]:
                 continue
             one.listen(BACKLOG)
             listening.append(one)
+            port = one.getsockname()[1]  # also where it was 0: all have the same
         if not listening:
             raise refused
         bound.pop_all()

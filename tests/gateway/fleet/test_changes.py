@@ -15,7 +15,7 @@ from tests.rigs.rig import Json, Rig, StartRig
 
 
 class SlowFollower:
-    """Records what it is told, and takes it when the test says so."""
+    """Records the changes that it hears of, and takes them when the test says so."""
 
     def __init__(self, change: str = "") -> None:
         self._change = change

@@ -125,7 +125,7 @@ def test_the_counts_of_another_process_are_added_to_those_of_this_one() -> None:
     for metrics, route, seconds in ((here, "/a", 0.01), (there, "/a", 2.0), (there, "/b", 0.01)):
         metrics.requests.labels(route, 200).inc()
         metrics.request_seconds.labels(route).observe(seconds)
-    there.weight_version.set(7)  # a gauge is told by one process alone
+    there.weight_version.set(7)  # one process alone reports a gauge
     elsewhere = {count_key(name, labels): amount for name, labels, amount in there.counts()}
     page = here.page({}, elsewhere).decode()
     assert value(page, 'requests_total{route="/a",status="200"}') == 2

@@ -53,7 +53,7 @@ class NoEngine:
 
 
 class Copying:
-    """Copies what it is told into a fleet, over bytes as a channel does."""
+    """Copies the changes that it hears of into a fleet, over bytes as a channel does."""
 
     def __init__(self, fleet: CopiedFleet) -> None:
         self._fleet = fleet

@@ -14,6 +14,7 @@ from engines.errors import (
     RolloutGatewayError,
     UnknownModel,
 )
+from gateway.api import shortened
 from gateway.dialects.spans import Contradiction
 from gateway.fleet.placement.attempts import end_of
 from gateway.http.workers.failures import packed, unpacked
@@ -66,3 +67,10 @@ def test_an_error_that_was_not_foreseen_is_named() -> None:
 def test_a_text_that_utf_8_cannot_write_is_sent_all_the_same() -> None:
     failure = packed(EngineFailed("a header of \udcff bytes", replica_id="engine-0"))
     assert "udcff" in failure.text.encode().decode()
+
+
+def test_a_long_text_keeps_its_remedy_over_a_channel_and_is_not_shortened_again() -> None:
+    error = unpacked(packed(InvalidRequest(f"field = {'x' * 10_000}: leave it out", param="field")))
+    assert str(error).endswith(": leave it out")
+    assert len(str(error)) <= 4000
+    assert shortened(str(error)) == str(error)

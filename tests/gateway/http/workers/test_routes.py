@@ -1,4 +1,4 @@
-"""A replay finds its batch in whichever worker it is."""
+"""A replay finds its batch in any worker."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -121,16 +121,19 @@ class AttemptLoop(ABC):
                         raise
 
     async def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, *, progressed: bool) -> None:
-        """Record the end of an attempt. Raises if there may be no further attempt."""
+        """Record the end of an attempt. Raises if there may be no further attempt.
+
+        The rest of a sample is refused by this replica alone: another has taken the whole request.
+        """
         end = end_of(error, cuts_off=replica.cuts_off)
-        if end is End.REFUSED:
+        if end is End.REFUSED and not rollout.goes_on:
             raise error
         is_dead = await self.judged(rollout, replica, end, error)
         if end is End.CUT_OFF:
             return
         if end is End.STARVED:
             await asyncio.sleep(_STARVED_S)
-        elif end is End.FAILED:
+        elif end in (End.FAILED, End.REFUSED):
             died = is_dead and not isinstance(error, EngineGone)  # else it was dead before it got the prompt
             rollout.attempts.failed(replica.replica_id, died=died, progressed=progressed)
             if died and not progressed:

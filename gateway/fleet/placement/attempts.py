@@ -15,7 +15,7 @@ _DEATHS = 2
 class End(StrEnum):
     """How an attempt ended that did not deliver."""
 
-    REFUSED = "refused"  # the request is at fault, and another replica would answer the same
+    REFUSED = "refused"  # the request is at fault; a rest is taken elsewhere, as its first part was
     FAILED = "failed"  # the replica is at fault
     BUSY = "busy"  # the replica has no room, or did not accept the connection
     CUT_OFF = "cut off"  # by a weight update

@@ -55,6 +55,7 @@ class World:
     chunk: int
     attempts: int = 0
     refused: int = 0
+    """Refusals of a whole request; others are of a sample's rest."""
     makers: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def next_ending(self) -> Ending | None:
@@ -104,7 +105,7 @@ class PlayedEngine:
     async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
         self.replica.cuts_off = False
         ending, n = self._world.next_ending(), body.get("n", 1)
-        if ending is not None and (error := self._early(ending)):
+        if ending is not None and (error := self._early(ending, is_rest=len(body["prompt"]) > len(PROMPT))):
             raise error
         read, made = tuple(body["prompt"]), 0
         texts = [read for _ in range(n)]
@@ -128,9 +129,9 @@ class PlayedEngine:
             return
         raise EngineUnreachable(DIED if ending.end == "dies" else "the connection broke")
 
-    def _early(self, ending: Ending) -> EngineError | None:
+    def _early(self, ending: Ending, *, is_rest: bool) -> EngineError | None:
         if ending.end == "refuses":
-            self._world.refused += 1
+            self._world.refused += not is_rest
             return EngineRefused("wrong", status=400, body={})
         if ending.end == "fails":
             return EngineFailed("500")
@@ -263,12 +264,28 @@ def check_spans(world: World, spans: list[Json], made: list[int]) -> None:
 
 @settings(max_examples=50, deadline=None, database=None)
 @given(endings, st.integers(0, 8), st.booleans())
-def test_a_refusal_ends_a_rollout_at_once(script: list[Ending], place: int, is_stream: bool) -> None:
+def test_a_refusal_of_a_whole_request_ends_it_at_once(script: list[Ending], place: int, is_stream: bool) -> None:
     world = World([*script[:place], Ending("refuses", 0), *script[place:]], 4)
     told = end_of_life(world, 1, 70, is_stream=is_stream)
     assert isinstance(told, EngineRefused) == (world.refused == 1)
     if isinstance(told, EngineRefused):
         assert told.status == 400
+
+
+@settings(max_examples=50, deadline=None, database=None)
+@given(st.integers(1, 60), st.integers(1, MAX_ATTEMPTS - 1), st.booleans())
+def test_a_rest_that_an_engine_refuses_continues_on_another(after: int, refusals: int, is_stream: bool) -> None:
+    world = World([Ending("breaks", after), *[Ending("refuses", 0)] * refusals], after)
+    told = life(world, 1, 70, is_stream=is_stream)
+    assert told[0]["token_ids"] == sample(0, 70)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_rest_that_all_engines_refuse_is_their_failure(is_stream: bool) -> None:
+    world = World([Ending("breaks", 4), *[Ending("refuses", 0)] * MAX_ATTEMPTS], 4)
+    told = end_of_life(world, 1, 70, is_stream=is_stream)
+    assert isinstance(told, EngineFailed)
+    assert "wrong (after 3 attempts" in str(told)
 
 
 @settings(max_examples=50, deadline=None, database=None)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import time
 import zlib
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from engines.config import REPLACED_BY, EngineConfig
 from engines.errors import DeadlineExceeded, EngineError
 from engines.process.engine_server import EngineServer
 from engines.process.forwarder import Forwarder
+from engines.process.log_lines import write_log_lines
 from engines.types import EngineKind, ReplicaInfo
 
 log = structlog.get_logger()
@@ -35,6 +37,7 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, group: str, hidden: Sequence[str]
     ) -> None:
+        write_log_lines(sys.stdout)  # Serve's log of the replica
         # Serve's replica tag, not its rank: Serve reuses ranks, and two replicas with the same name or seed would be
         # confused and would draw the same samples.
         if changed := os.environ.get(REPLACED_BY):

@@ -2,6 +2,7 @@
 `build` with the configuration as its arguments."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from engines.config import EngineConfig
 from engines.engine import Json
 from engines.errors import ConfigError
 from engines.process.launch import gpus_to_reserve
+from engines.process.log_lines import write_log_lines
 from engines.serve_replica import EngineReplica
 from engines.types import EngineKind, ReplicaInfo
 from gateway.config.load import check_models, key_variables, with_secrets
@@ -95,6 +97,7 @@ class Gateway:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: Config, engines: dict[str, DeploymentHandle]
     ) -> None:
+        write_log_lines(sys.stdout)  # Serve's log of the replica
         self._engines = engines
         self._known: list[ReplicaInfo] = []
         self._node = ray.get_runtime_context().get_node_id()

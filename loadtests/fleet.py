@@ -22,12 +22,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import structlog
-
 from engines.config import EngineConfig
 from engines.errors import ConfigError, EngineStartFailed
 from engines.process.engine_server import EngineServer
 from engines.process.launch import gpus_per_replica
+from engines.process.log_lines import write_log_lines
 from engines.store.weight_store import remove_store
 from engines.types import ReplicaInfo
 from gateway.config.load import load
@@ -135,7 +134,7 @@ def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -
     """Run a gateway process until the other end of the pipe closes, also by the owner's death."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Standard output has only the line of URLs.
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    write_log_lines(sys.stderr)
 
     async def discover() -> list[ReplicaInfo]:
         return infos

@@ -25,6 +25,7 @@ import yaml
 from rich.console import Console
 
 from engines.errors import ConfigError, GatewayUnreachable, RolloutGatewayError
+from engines.process.log_lines import write_log_lines
 from engines.store.peer_store import PeerStore
 from gateway.cli.cluster.application import running, unknown_application
 from gateway.cli.cluster.progress import shown
@@ -111,6 +112,7 @@ def options(
 
 def main() -> None:
     """Print our own errors on stderr without a traceback and exit with 1; wrong usage exits with 2."""
+    write_log_lines(sys.stderr)
     try:
         app()
     except RolloutGatewayError as error:

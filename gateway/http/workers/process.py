@@ -15,9 +15,9 @@ import threading
 import time
 from typing import NoReturn
 
-import structlog
 import uvloop
 
+from engines.process.log_lines import write_log_lines
 from gateway.http.workers.worker import Worker
 
 _OWNER_FIRST_S = 0.5
@@ -25,7 +25,7 @@ _OWNER_FIRST_S = 0.5
 
 def main() -> None:
     channel, handed = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    write_log_lines(sys.stderr)
     threading.Thread(target=_end_with_owner, args=(sys.argv[3],), daemon=True).start()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(Worker(channel, handed, _end).run())

@@ -10,9 +10,9 @@ import asyncio
 import sys
 from pathlib import Path
 
-import structlog
 from pydantic import TypeAdapter
 
+from engines.process.log_lines import write_log_lines
 from engines.types import ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
@@ -22,7 +22,7 @@ REPLICAS = TypeAdapter(list[ReplicaInfo])
 
 def main() -> None:
     config_file, replicas_file = map(Path, sys.argv[1:])
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    write_log_lines(sys.stderr)
 
     async def discover() -> list[ReplicaInfo]:
         return REPLICAS.validate_json(await asyncio.to_thread(replicas_file.read_bytes))

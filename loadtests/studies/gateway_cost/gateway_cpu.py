@@ -21,9 +21,9 @@ from pathlib import Path
 
 import aiohttp
 import orjson
-import structlog
 
 from engines.process.engine_server import EngineServer
+from engines.process.log_lines import write_log_lines
 from engines.types import ReplicaInfo
 from gateway.config.load import load
 from gateway.config.schema import Config
@@ -79,10 +79,7 @@ ROWS = (
 
 def run_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -> None:
     """Run a gateway process over engines until the pipe closes."""
-    structlog.configure(
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        wrapper_class=structlog.make_filtering_bound_logger("warning"),
-    )
+    write_log_lines(sys.stderr, least="warning")
 
     async def discover() -> list[ReplicaInfo]:
         return infos

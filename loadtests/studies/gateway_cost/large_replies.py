@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import aiohttp
-import structlog
 
+from engines.process.log_lines import write_log_lines
 from engines.types import ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
@@ -35,7 +35,7 @@ _PROMPT = list(range(10, 266))
 
 def _run_gateway(config: Config, info: ReplicaInfo, turns: Path, pipe: Connection) -> None:
     """Run a gateway over one engine until the pipe closes; then write its longest turn to a file."""
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    write_log_lines(sys.stderr)
 
     async def discover() -> list[ReplicaInfo]:
         return [info]

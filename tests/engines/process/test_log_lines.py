@@ -1,0 +1,40 @@
+"""Log lines: what they show of a failure, and what they keep to themselves."""
+
+import subprocess
+import sys
+
+FAILS = """
+import sys
+import rich
+import structlog
+from engines.process.log_lines import write_log_lines
+
+def check(key):
+    raise ValueError("no such field")
+
+write_log_lines(sys.stderr, *sys.argv[1:])
+try:
+    structlog.get_logger().debug("begun")
+    check("secret-" + "key")
+except ValueError:
+    structlog.get_logger().exception("a request failed")
+"""
+
+
+def lines_of(*words: str) -> str:
+    ran = subprocess.run([sys.executable, "-c", FAILS, *words], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout == ""
+    return ran.stderr
+
+
+def test_a_traceback_names_the_place_and_the_error_and_no_value_of_a_variable() -> None:
+    lines = lines_of()
+    assert "a request failed" in lines
+    assert "in check" in lines
+    assert "ValueError: no such field" in lines
+    assert "secret-key" not in lines
+
+
+def test_lines_below_the_least_level_are_left_out() -> None:
+    assert "begun" in lines_of()
+    assert "begun" not in lines_of("warning")
